@@ -1,0 +1,1 @@
+"""Trace + budget -> Plan: one file per strategy."""

@@ -1,0 +1,1 @@
+"""Plan -> the next run: one file per mechanism."""

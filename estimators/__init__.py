@@ -1,0 +1,1 @@
+"""Trace, script or ONNX file -> Timeline and peak."""

@@ -1,0 +1,90 @@
+"""The one error tree. Each error carries its exit code; only `cli/` catches.
+
+    MemoptError (1)
+    ├── UsageError (2)            what was typed cannot be meant
+    ├── BadFile (1)               a file is missing, truncated, hostile, or of another version
+    ├── BudgetInfeasible (3)      no plan meets the budget; carries the smallest peak found
+    ├── GateFailed (3)            a CI gate (`--fail-over`) did not hold
+    ├── VerifyFailed (1)          `apply --verify` saw a difference
+    ├── NotPossibleHere (1)       the machine, the script or the torch version cannot do it
+    └── RunFailed (70)            memopt itself failed while running somebody's script
+
+The text has three parts: what happened, why, what to do.
+"""
+
+from __future__ import annotations
+
+
+class MemoptError(Exception):
+    """What happened, `why`, and what to `try_` next; `exit_code` is what the process ends with."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, why: str = "", try_: str = "") -> None:
+        super().__init__(what)
+        self.what = what
+        self.why = why
+        self.try_ = try_
+
+    def __str__(self) -> str:
+        lines = [self.what]
+        if self.why:
+            lines.append(f"  {self.why}")
+        if self.try_:
+            lines.append(f"  try: {self.try_}")
+        return "\n".join(lines)
+
+
+class UsageError(MemoptError):
+    """The command line or a configuration value cannot be meant."""
+
+    exit_code = 2
+
+
+class BadFile(MemoptError):
+    """A file that should be a profile, plan, graph, model or snapshot is not one."""
+
+
+class BudgetInfeasible(MemoptError):
+    """No plan meets the budget. `min_peak_bytes` is the smallest peak found, `blockers` what stops it."""
+
+    exit_code = 3
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        min_peak_bytes: int,
+        blockers: tuple[str, ...] = (),
+        *,
+        try_: str = "",
+    ) -> None:
+        from memopt.units import format_bytes
+
+        super().__init__(
+            f"budget {format_bytes(budget_bytes)} cannot be met: the smallest peak found is {format_bytes(min_peak_bytes)}",
+            why="; ".join(blockers),
+            try_=try_ or f"a budget of at least {format_bytes(min_peak_bytes)}, or a smaller batch",
+        )
+        self.budget_bytes = budget_bytes
+        self.min_peak_bytes = min_peak_bytes
+        self.blockers = blockers
+
+
+class GateFailed(MemoptError):
+    """A threshold that the user asked for did not hold."""
+
+    exit_code = 3
+
+
+class VerifyFailed(MemoptError):
+    """Enforced and plain runs differ, or could not be compared."""
+
+
+class NotPossibleHere(MemoptError):
+    """This machine, script or torch version cannot do what was asked."""
+
+
+class RunFailed(MemoptError):
+    """memopt itself failed around a script that it was running (EX_SOFTWARE)."""
+
+    exit_code = 70

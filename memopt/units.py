@@ -1,0 +1,70 @@
+"""Bytes and times as people write them. SI and binary are told apart: `16GB` = 16e9, `16GiB` = `16g` = 16·2^30."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from memopt.errors import UsageError
+
+_SI = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY = {
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_UNITS = {**_SI, **_BINARY}
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*|%)")
+_MOST_BYTES = 2**60
+
+
+def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
+    """Bytes meant by `text` (`16GB`, `16GiB`, `16g`, `123`); `80%` is a share of `of_bytes`.
+
+    Raises `UsageError` for anything that is not a positive, finite amount below 2^60.
+    """
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        raise _not_bytes(text)
+    number, unit = float(match[1]), match[2].lower()
+    if unit == "%":
+        if of_bytes is None:
+            raise UsageError(f"'{text}' is a share, but there is no peak here to take it of", try_="bytes, such as 16GB")
+        amount = number / 100 * of_bytes
+    elif unit in _UNITS:
+        amount = number * _UNITS[unit]
+    else:
+        raise _not_bytes(text)
+    if not 1 <= amount < _MOST_BYTES or not math.isfinite(amount):
+        raise UsageError(f"'{text}' is not a usable amount of memory", why="it must be at least one byte and less than 1 EiB")
+    return int(amount)
+
+
+def _not_bytes(text: str) -> UsageError:
+    return UsageError(
+        f"'{text}' is not an amount of memory",
+        why="GB is 10^9 bytes, GiB or g is 2^30 bytes, % is a share of the unplanned peak",
+        try_="16GB, 16GiB, 16g, 500MB or 80%",
+    )
+
+
+def format_bytes(amount: int) -> str:
+    """`amount` in the binary unit a person would pick, three significant digits: `1.23 GiB`."""
+    value = float(amount)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.{_decimals(value)}f} {unit}"
+        value /= 1024
+    return f"{value:.{_decimals(value)}f} TiB"
+
+
+def format_ms(milliseconds: float) -> str:
+    """A duration as a person would write it: `850 µs`, `12.3 ms`, `4.56 s`."""
+    if milliseconds < 1:
+        return f"{milliseconds * 1000:.0f} µs"
+    if milliseconds < 1000:
+        return f"{milliseconds:.{_decimals(milliseconds)}f} ms"
+    return f"{milliseconds / 1000:.{_decimals(milliseconds / 1000)}f} s"
+
+
+def _decimals(value: float) -> int:
+    return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0

@@ -1,0 +1,1 @@
+"""Trace, Timeline, Plan, outcome -> what a person or a program reads."""
