@@ -21,11 +21,19 @@ def refuse_overwrite(path: Path, *, force: bool) -> None:
     if path.is_dir():
         raise UsageError(f"cannot write {path}", why="it is a folder", try_="-o FILE")
     if path.exists() and not force:
-        raise UsageError(f"{path} exists already", why="nothing is overwritten unasked", try_="--force, or -o another-file")
+        raise UsageError(
+            f"{path} exists already", why="nothing is overwritten unasked", try_="--force, or -o another-file"
+        )
     if not path.parent.is_dir():
-        raise UsageError(f"cannot write {path}", why=f"there is no folder {path.parent}", try_=f"mkdir -p {path.parent}")
+        raise UsageError(
+            f"cannot write {path}", why=f"there is no folder {path.parent}", try_=f"mkdir -p {path.parent}"
+        )
     if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"cannot write {path}", why=f"the folder {path.parent} is read-only", try_="-o FILE in another folder")
+        raise UsageError(
+            f"cannot write {path}",
+            why=f"the folder {path.parent} is read-only",
+            try_="-o FILE in another folder",
+        )
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -52,14 +60,20 @@ def read_bytes(path: Path, kind: str) -> bytes:
     try:
         raw = path.read_bytes()
     except OSError as error:
-        raise BadFile(f"cannot read {kind} {path}", why=error.strerror or str(error), try_="memopt --help") from error
+        raise BadFile(
+            f"cannot read {kind} {path}", why=error.strerror or str(error), try_="memopt --help"
+        ) from error
     if not raw.startswith(_GZIP):
         return raw
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
             data = file.read(MOST_BYTES + 1)
     except (OSError, EOFError) as error:
-        raise BadFile(f"{path} is not a whole {kind}", why=f"it cannot be unpacked: {error}", try_=f"write the {kind} again") from error
+        raise BadFile(
+            f"{path} is not a whole {kind}",
+            why=f"it cannot be unpacked: {error}",
+            try_=f"write the {kind} again",
+        ) from error
     if len(data) > MOST_BYTES:
         raise BadFile(f"{path} is not a {kind}", why="it unpacks to more than 4 GiB")
     return data

@@ -28,14 +28,19 @@ def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
     number, unit = float(match[1]), match[2].lower()
     if unit == "%":
         if of_bytes is None:
-            raise UsageError(f"'{text}' is a share, but there is no peak here to take it of", try_="bytes, such as 16GB")
+            raise UsageError(
+                f"'{text}' is a share, but there is no peak here to take it of", try_="bytes, such as 16GB"
+            )
         amount = number / 100 * of_bytes
     elif unit in _UNITS:
         amount = number * _UNITS[unit]
     else:
         raise _not_bytes(text)
     if not 1 <= amount < _MOST_BYTES or not math.isfinite(amount):
-        raise UsageError(f"'{text}' is not a usable amount of memory", why="it must be at least one byte and less than 1 EiB")
+        raise UsageError(
+            f"'{text}' is not a usable amount of memory",
+            why="it must be at least one byte and less than 1 EiB",
+        )
     return int(amount)
 
 

@@ -1,0 +1,134 @@
+"""Plan: what to do with which tensor on the next run. JSON that a person can read and edit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from memopt.device import Device
+from memopt.errors import BadFile
+from memopt.files import read_bytes, write_atomic
+from memopt.trace import Script, decode_versioned
+
+SCHEMA = "memopt.plan/1"
+
+Kind = Literal["keep", "swap", "recompute", "compress", "drop"]
+Tier = Literal["host", "disk"]
+
+
+class OpRef(msgspec.Struct, frozen=True, kw_only=True):
+    """An op of the next run: the `ordinal`-th that module call `module` runs itself; `name` is the check."""
+
+    module: str
+    ordinal: int
+    name: str
+
+
+class SlotRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A saved tensor of the next run: the `ordinal`-th that module call `module` packs itself."""
+
+    module: str
+    ordinal: int
+    node: str
+    slot: str
+    dtype: str
+    dims: int
+    consumer: str = ""
+    """Overload of the op whose node saves it; a codec acts only when that op really comes next."""
+    is_output: bool = False
+    """The op has run already when the tensor is packed."""
+    need: str = "values"
+    """What backward reads: `values`, `nothing`, `predicate`, ... (see `enforcers.codecs`)."""
+    params: dict[str, float | int | str | bool | list[int]] = {}
+    """What the codec must know of the node (`{"dim": 1}`)."""
+
+
+class Action(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision about one storage and all the slots that share it."""
+
+    kind: Kind
+    storage: int
+    """Its number in the profile."""
+    label: str
+    size_bytes: int
+    slots: list[SlotRef]
+    why: str
+    saved_bytes: int
+    """Bytes that the plan's peak falls by because of it."""
+    cost_ms: float
+    """Time that it adds to a step."""
+    exact: bool = True
+    tier: Tier | None = None
+    codec: str = ""
+    prefetch: SlotRef | None = None
+    """The swap-in starts when this slot is unpacked; none: when the tensor itself is asked for."""
+    records: list[OpRef] = []
+    """Ops to be remembered in forward so that the tensor can be made again."""
+    line: str = ""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The actions, and what they were decided from."""
+
+    schema: Literal["memopt.plan/1"] = SCHEMA
+    memopt: str
+    created: str
+    script: Script
+    device: Device
+    profile: str
+    strategy: str
+    budget_bytes: int
+    unplanned_peak_bytes: int
+    predicted_peak_bytes: int
+    plain_step_ms: float
+    predicted_step_ms: float
+    actions: list[Action]
+    notes: list[str] = []
+
+    def save(self, path: Path) -> None:
+        """Write the plan, indented, whole or not at all."""
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+
+def load_plan(path: Path) -> Plan:
+    """The plan at `path`. Raises `BadFile` when it is not a whole, consistent plan of this version."""
+    plan = decode_versioned(read_bytes(path, "plan"), Plan, SCHEMA, path, "plan")
+    problem = _inconsistency(plan)
+    if problem:
+        raise BadFile(
+            f"{path} is not a usable plan", why=problem, try_="memopt advise PROFILE, to write it again"
+        )
+    return plan
+
+
+def _inconsistency(plan: Plan) -> str:
+    numbers = [plan.budget_bytes, plan.unplanned_peak_bytes, plan.predicted_peak_bytes]
+    if min(numbers) < 0 or max(numbers) >= 2**62:
+        return "a number of bytes is negative or beyond any memory"
+    if not all(0 <= time < 1e12 for time in (plan.plain_step_ms, plan.predicted_step_ms)):
+        return "a time is negative, not finite, or longer than eleven days"
+    if not plan.script.argv:
+        return "it names no script"
+    for number, action in enumerate(plan.actions):
+        problem = _bad_action(action)
+        if problem:
+            return f"action {number} ({action.kind} {action.label[:60]}): {problem}"
+    return ""
+
+
+def _bad_action(action: Action) -> str:
+    if not 0 <= action.size_bytes < 2**62:
+        return f"{action.size_bytes} bytes"
+    if not 0 <= action.cost_ms < 1e12:
+        return f"{action.cost_ms} ms"
+    if any(ref.ordinal < 0 for ref in [*action.slots, *action.records]):
+        return "a negative ordinal"
+    if action.kind == "swap" and action.tier is None:
+        return "a swap names its tier, 'host' or 'disk'"
+    if action.kind == "compress" and not action.codec:
+        return "a compression names its codec"
+    if action.kind == "recompute" and not action.records:
+        return "a recompute names the ops that it records"
+    return ""

@@ -1,0 +1,313 @@
+"""Trace: one steady iteration of a training script, as columns. Versioned JSON, gzipped; no pickle.
+
+Positions: ops are numbered 0..n-1 in execution order. `birth_op = -1` is a storage that existed before the iteration;
+`death_op = i` means freed after op i and before op i+1; `death_op = n` means still alive when the iteration ended.
+A *value* is one version of a storage: every write makes a new one, so that ops read and write values in SSA form.
+"""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from memopt.device import Device
+from memopt.errors import BadFile
+from memopt.files import read_bytes, write_atomic
+
+SCHEMA = "memopt.trace/1"
+
+CATEGORIES = (
+    "parameter",
+    "gradient",
+    "optimizer state",
+    "buffer",
+    "input",
+    "activation",
+    "temporary",
+    "workspace",
+)
+PHASES = ("forward", "backward", "optimizer", "other")
+
+RANDOM = 1
+"""Op flag: draws from a generator; replaying it needs the generator's state."""
+REPLAYABLE = 2
+"""Op flag: running it again on the same inputs gives the same bits and changes nothing else."""
+HIDDEN_STATE = 4
+"""Op flag: changes state that its schema does not show (running statistics of batch norm)."""
+
+_MOST = 2**62
+
+T = TypeVar("T")
+
+
+class Csr(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows of integers: row i is `items[starts[i]:starts[i + 1]]`."""
+
+    starts: list[int]
+    items: list[int]
+
+    def row(self, index: int) -> list[int]:
+        return self.items[self.starts[index] : self.starts[index + 1]]
+
+    @staticmethod
+    def of(rows: list[list[int]]) -> Csr:
+        starts, items = [0], []
+        for row in rows:
+            items.extend(row)
+            starts.append(len(items))
+        return Csr(starts=starts, items=items)
+
+
+class Script(msgspec.Struct, frozen=True, kw_only=True):
+    """The command that was run, so that the next run is the same one."""
+
+    argv: list[str]
+    """The script (or module name) and its arguments."""
+    cwd: str
+    as_module: bool = False
+    sha256: str = ""
+    """Hash of the script's file."""
+    python: str = ""
+    torch: str = ""
+
+
+class Ops(msgspec.Struct, frozen=True, kw_only=True):
+    """One row an op. Strings are indices into `Trace.strings`."""
+
+    name: list[int]
+    """Overload, such as `aten.addmm.default`."""
+    module: list[int]
+    """Module call: `GPT.blocks.0.attn#0`; `@GPT#0` is outside any module, after that call."""
+    ordinal: list[int]
+    """Position among the ops that this module call ran itself."""
+    phase: list[int]
+    """Index into `PHASES`."""
+    flags: list[int]
+    line: list[int]
+    """Source line, `train.py:41`; empty when not known."""
+    time_us: list[float]
+    live_bytes: list[int]
+    """On the device when the op starts."""
+    extra_bytes: list[int]
+    """Most that was on the device while the op ran, above `live_bytes`: outputs and workspace."""
+    workspace_bytes: list[int]
+    """The part of `extra_bytes` that was not an output."""
+    reads: Csr
+    writes: Csr
+    """Values."""
+    forward_op: list[int]
+    """For a backward op, the forward op whose node ran it; else -1."""
+
+
+class Values(msgspec.Struct, frozen=True, kw_only=True):
+    """One row a version of a storage."""
+
+    storage: list[int]
+    producer: list[int]
+    """Op that wrote it; -1 when it existed before."""
+    output: list[int]
+    """Index among the producer's outputs; -1 for an argument written in place."""
+
+
+class Storages(msgspec.Struct, frozen=True, kw_only=True):
+    """One row a storage."""
+
+    size_bytes: list[int]
+    category: list[int]
+    birth_op: list[int]
+    death_op: list[int]
+    only_saved_from: list[int]
+    """After this op only autograd holds the storage; -1 when it was never so."""
+    label: list[int]
+    line: list[int]
+
+
+class Slots(msgspec.Struct, frozen=True, kw_only=True):
+    """One row a tensor that an autograd node saved."""
+
+    storage: list[int]
+    value: list[int]
+    module: list[int]
+    """Module call in which it was packed, as in `Ops.module`."""
+    ordinal: list[int]
+    """Position among the packs of that module call."""
+    node: list[int]
+    """`ReluBackward0`; empty when the node never ran."""
+    slot: list[int]
+    """`result`."""
+    dtype: list[int]
+    shape: Csr
+    stride: Csr
+    offset: list[int]
+    consumer: list[int]
+    """Forward op whose node saved it; -1 when not known."""
+    packed_before: list[int]
+    """Index of the first op that started after the pack."""
+    unpacks: Csr
+    """For each unpack, the first op that started after it."""
+    plain: list[int]
+    """1 when the tensor is strided, dense and of no subclass: memopt may act on it."""
+    attributes: list[int]
+    """JSON of what the node holds besides tensors (`{"dim": 1}`), for the codecs."""
+
+
+class Trace(msgspec.Struct, frozen=True, kw_only=True):
+    """One iteration: ops, values, storages, saved slots and the device they ran on."""
+
+    schema: Literal["memopt.trace/1"] = SCHEMA
+    memopt: str
+    created: str
+    script: Script
+    device: Device
+    strings: list[str]
+    ops: Ops
+    values: Values
+    storages: Storages
+    slots: Slots
+    iteration: int
+    """Which iteration it is, from 1."""
+    step_ms: float
+    """A plain iteration, without recording: median of those seen."""
+    peak_bytes: int
+    base_bytes: int
+    """On the device when the iteration began."""
+    notes: list[str] = []
+    """What the reader should know: other modes active, boundary found by backward calls, ..."""
+    facts: dict[str, int] = {}
+    """Counts of what planners must respect: optimizers, backward calls, iterations seen, ..."""
+    partial: str = ""
+    """Why the recording is not whole; empty when it is."""
+
+    def save(self, path: Path) -> None:
+        """Write the trace, gzipped, whole or not at all."""
+        write_atomic(path, self.encode())
+
+    def encode(self) -> bytes:
+        return gzip.compress(msgspec.json.encode(self), 5, mtime=0)
+
+    @property
+    def op_count(self) -> int:
+        return len(self.ops.name)
+
+    @property
+    def storage_count(self) -> int:
+        return len(self.storages.size_bytes)
+
+    def op_name(self, op: int) -> str:
+        return self.strings[self.ops.name[op]]
+
+    def storage_label(self, storage: int) -> str:
+        return self.strings[self.storages.label[storage]]
+
+
+def load_trace(path: Path) -> Trace:
+    """The trace at `path`. Raises `BadFile` for anything that is not a whole, consistent trace of this version."""
+    data = read_bytes(path, "profile")
+    trace = decode_versioned(data, Trace, SCHEMA, path, "profile")
+    problem = _inconsistency(trace)
+    if problem:
+        raise BadFile(
+            f"{path} is not a usable profile", why=problem, try_="memopt profile SCRIPT, to record it again"
+        )
+    return trace
+
+
+class _Versioned(msgspec.Struct):
+    schema: str = ""
+
+
+def decode_versioned(data: bytes, kind: type[T], schema: str, path: Path, name: str) -> T:
+    """`data` as a `kind` whose `schema` field is `schema`. Raises `BadFile` that says what is wrong and where."""
+    again = f"memopt {'profile SCRIPT' if name == 'profile' else 'advise PROFILE'}, to write it again"
+    try:
+        found = msgspec.json.decode(data, type=_Versioned).schema
+        if found == schema:
+            return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadFile(f"{path} is not a {name}", why=str(error) or "nested too deeply", try_=again) from error
+    family, _, version = found.rpartition("/")
+    if family != schema.rpartition("/")[0] or not family:
+        raise BadFile(
+            f"{path} is not a {name}", why=f"its schema is '{found[:60]}', not '{schema}'", try_=again
+        )
+    raise BadFile(
+        f"{path} is a {name} of version {version[:20]}",
+        why=f"this memopt reads version {schema.rpartition('/')[2]}",
+        try_=f"the memopt that wrote it, or {again}",
+    )
+
+
+def _inconsistency(trace: Trace) -> str:
+    """The first thing in which the columns of `trace` contradict each other; empty when they do not."""
+    return (
+        _bad_table("ops", trace.ops)
+        or _bad_table("values", trace.values)
+        or _bad_table("storages", trace.storages)
+        or _bad_table("slots", trace.slots)
+        or _bad_ranges(trace)
+        or _bad_numbers(trace)
+    )
+
+
+def _bad_table(name: str, table: msgspec.Struct) -> str:
+    lengths = {}
+    for field in table.__struct_fields__:
+        column = getattr(table, field)
+        if isinstance(column, Csr):
+            starts = column.starts
+            whole = starts and starts[0] == 0 and starts[-1] == len(column.items)
+            if not whole or any(a > b for a, b in zip(starts, starts[1:], strict=False)):
+                return f"{name}.{field} has broken rows"
+            lengths[field] = len(starts) - 1
+        else:
+            lengths[field] = len(column)
+    return "" if len(set(lengths.values())) <= 1 else f"the columns of {name} differ in length: {lengths}"
+
+
+def _bad_ranges(trace: Trace) -> str:
+    ops, values, storages, slots = trace.ops, trace.values, trace.storages, trace.slots
+    n, m, k, text = len(ops.name), len(storages.size_bytes), len(values.storage), len(trace.strings)
+    checks = (
+        ("ops.name", ops.name, 0, text), ("ops.module", ops.module, 0, text), ("ops.line", ops.line, 0, text),
+        ("ops.phase", ops.phase, 0, len(PHASES)), ("ops.flags", ops.flags, 0, 8),
+        ("ops.ordinal", ops.ordinal, 0, _MOST), ("ops.forward_op", ops.forward_op, -1, n),
+        ("ops.reads", ops.reads.items, 0, k), ("ops.writes", ops.writes.items, 0, k),
+        ("values.storage", values.storage, 0, m), ("values.producer", values.producer, -1, n),
+        ("values.output", values.output, -1, _MOST),
+        ("storages.category", storages.category, 0, len(CATEGORIES)),
+        ("storages.birth_op", storages.birth_op, -1, n), ("storages.death_op", storages.death_op, -1, n + 1),
+        ("storages.only_saved_from", storages.only_saved_from, -1, n + 1),
+        ("storages.label", storages.label, 0, text), ("storages.line", storages.line, 0, text),
+        ("slots.storage", slots.storage, 0, m), ("slots.value", slots.value, 0, k),
+        ("slots.module", slots.module, 0, text), ("slots.node", slots.node, 0, text),
+        ("slots.slot", slots.slot, 0, text), ("slots.dtype", slots.dtype, 0, text),
+        ("slots.attributes", slots.attributes, 0, text),
+        ("slots.ordinal", slots.ordinal, 0, _MOST), ("slots.consumer", slots.consumer, -1, n),
+        ("slots.packed_before", slots.packed_before, 0, n + 1), ("slots.unpacks", slots.unpacks.items, 0, n + 1),
+        ("slots.shape", slots.shape.items, 0, _MOST), ("slots.offset", slots.offset, 0, _MOST),
+    )  # fmt: skip
+    for name, column, low, high in checks:
+        if column and not (low <= min(column) and max(column) < high):
+            return f"{name} holds {min(column)}..{max(column)}, outside {low}..{high - 1}"
+    return ""
+
+
+def _bad_numbers(trace: Trace) -> str:
+    ops = trace.ops
+    for name, column in (
+        ("ops.live_bytes", ops.live_bytes),
+        ("ops.extra_bytes", ops.extra_bytes),
+        ("ops.workspace_bytes", ops.workspace_bytes),
+        ("storages.size_bytes", trace.storages.size_bytes),
+        ("peak_bytes", [trace.peak_bytes]),
+        ("base_bytes", [trace.base_bytes]),
+    ):
+        if column and not (min(column) >= 0 and max(column) < _MOST):
+            return f"{name} holds {min(column)}, which no memory has"
+    times = [*ops.time_us, trace.step_ms]
+    if not all(0 <= time < 1e12 for time in times):
+        return "a time is negative, not finite, or longer than eleven days"
+    return ""
