@@ -1,0 +1,54 @@
+"""Train one of the benchmark models on synthetic data: the unmodified script that `memopt profile` is run on.
+
+python benchmarks/train.py resnet50 --steps 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from models import MODELS, SCALES, workload
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--batch", type=int, help="batch size (default: that of the scale)")
+    parser.add_argument("--scale", choices=SCALES, default="bench")
+    parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    parser.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    torch.manual_seed(args.seed)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = torch.device(args.device or accelerator or "cpu")
+    task = workload(args.model, args.scale)
+    model = task.build().to(device)
+    optimizer: torch.optim.Optimizer
+    if args.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(args.steps):
+        inputs, targets = (part.to(device) for part in task.batch(args.batch))
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = task.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        # float.hex in the output tells two runs apart to the last bit
+        print(
+            f"step {step} loss {loss.item():.6f} {loss.item().hex()} {time.perf_counter() - begin:.3f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
