@@ -8,6 +8,7 @@ A *value* is one version of a storage: every write makes a new one, so that ops 
 from __future__ import annotations
 
 import gzip
+import itertools
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -259,7 +260,7 @@ def _bad_table(name: str, table: msgspec.Struct) -> str:
         if isinstance(column, Csr):
             starts = column.starts
             whole = starts and starts[0] == 0 and starts[-1] == len(column.items)
-            if not whole or any(a > b for a, b in zip(starts, starts[1:], strict=False)):
+            if not whole or any(a > b for a, b in itertools.pairwise(starts)):
                 return f"{name}.{field} has broken rows"
             lengths[field] = len(starts) - 1
         else:

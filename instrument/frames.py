@@ -1,0 +1,96 @@
+"""Where the script is: module calls with stable names, and counters inside each, so that the next run finds the same op.
+
+A call is named by the module's path below the outermost module that ran, and by how often it was called in this iteration:
+`GPT.blocks.0.attn#0`. What runs outside any module is named after the outermost call that ended last: `@`, `@GPT#0`.
+Calls without gradients count apart (`GPT~0`), so that an evaluation between two training steps shifts nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+from torch import nn
+from torch.nn.modules import module as module_hooks
+
+
+class Frame:
+    """One module call: its name and how many ops and packs it has run itself."""
+
+    __slots__ = ("diverged", "key", "ops", "packs")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.ops = 0
+        self.packs = 0
+        self.diverged = False
+
+
+class Frames:
+    """The stack of module calls of the thread that installed it. `current` is the innermost."""
+
+    def __init__(self) -> None:
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._roots: dict[str, int] = {}
+        self._calls: dict[str, int] = {}
+        self._outside = Frame("@")
+        self._stack: list[Frame] = []
+        self._thread = threading.get_ident()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self.current = self._outside
+        self.paused = False
+        """True while backward runs: a module called then is a recomputation of somebody else's."""
+
+    def install(self) -> None:
+        self._handles = [
+            module_hooks.register_module_forward_pre_hook(self._enter),
+            module_hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def new_iteration(self) -> None:
+        """Start all counters again. Calls that are open (a step inside a module) keep their names."""
+        self._calls.clear()
+        self._outside = Frame("@")
+        if not self._stack:
+            self.current = self._outside
+
+    def names_of(self, root: nn.Module) -> str:
+        """Name of outermost module `root`; names all modules below it."""
+        name = type(root).__name__
+        count = self._roots.get(name, 0)
+        self._roots[name] = count + 1
+        top = name if count == 0 else f"{name}({count + 1})"
+        for path, module in root.named_modules():
+            self._names.setdefault(module, f"{top}.{path}" if path else top)
+        return top
+
+    def _enter(self, module: nn.Module, args: object) -> None:
+        if self.paused or threading.get_ident() != self._thread:
+            return
+        name = self._names.get(module)
+        if name is None:
+            name = self.names_of(module) if not self._stack else f"{self._stack[-1].key.rpartition('#')[0]}.<{type(module).__name__}>"
+            self._names.setdefault(module, name)
+        name += "#" if torch.is_grad_enabled() else "~"
+        call = self._calls.get(name, 0)
+        self._calls[name] = call + 1
+        frame = Frame(f"{name}{call}")
+        self._stack.append(frame)
+        self.current = frame
+
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        if self.paused or threading.get_ident() != self._thread or not self._stack:
+            return
+        frame = self._stack.pop()
+        if self._stack:
+            self.current = self._stack[-1]
+            return
+        if "~" not in frame.key:
+            self._outside = Frame(f"@{frame.key}")
+        self.current = self._outside

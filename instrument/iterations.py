@@ -1,0 +1,143 @@
+"""Iteration boundaries of an unmodified training loop, found from outside.
+
+An iteration is the span between two consecutive steps of the first optimizer that steps: gradient accumulation, GANs with
+several optimizers and evaluation between steps come out right. Where no optimizer object exists (`p.data.add_`), the end of
+each backward call is the boundary.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.optim import optimizer as optim
+
+_MOST_BACKWARDS_A_STEP = 256
+"""A script that has called backward this often and never stepped the optimizer it made is divided by backward calls."""
+
+
+class Listener(Protocol):
+    """Told of what the training loop does. All calls come from the thread that imported torch."""
+
+    def iteration_ended(self, count: int, milliseconds: float) -> None: ...
+    def backward_begins(self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None: ...
+    def backward_ended(self) -> None: ...
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+class Iterations:
+    """Watches optimizer steps and backward calls, and tells one listener."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._first: weakref.ref[torch.optim.Optimizer] | None = None
+        self._pid = os.getpid()
+        self._thread = threading.get_ident()
+        self._began_ns = 0
+        self._backwards = 0
+        self._depth = 0
+        self._steps_open = 0
+        self._handles: list[Any] = []
+        self._run_backward: Callable[..., Any] | None = None
+        self.count = 0
+        """Iterations that have ended."""
+        self.boundary = ""
+        """`optimizer` or `backward` once it is known."""
+
+    @property
+    def in_backward(self) -> bool:
+        return self._depth > 0
+
+    @property
+    def in_step(self) -> bool:
+        return self._steps_open > 0
+
+    def install(self) -> None:
+        self._began_ns = time.perf_counter_ns()
+        self._handles = [
+            optim.register_optimizer_step_pre_hook(self._before_step),
+            optim.register_optimizer_step_post_hook(self._after_step),
+        ]
+        original = torch.autograd.graph._engine_run_backward
+        self._run_backward = original
+
+        def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._ours():
+                return original(t_outputs, *args, **kwargs)
+            self._before_backward(t_outputs, args)
+            try:
+                return original(t_outputs, *args, **kwargs)
+            finally:
+                self._after_backward()
+
+        torch.autograd.graph._engine_run_backward = _engine_run_backward
+        torch.autograd._engine_run_backward = _engine_run_backward
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._run_backward is not None:
+            torch.autograd.graph._engine_run_backward = self._run_backward  # type: ignore[assignment]
+            torch.autograd._engine_run_backward = self._run_backward
+
+    def _ours(self) -> bool:
+        return threading.get_ident() == self._thread and os.getpid() == self._pid
+
+    def _before_backward(self, roots: Any, args: tuple[Any, ...]) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        tensors = tuple(root for root in roots if isinstance(root, torch.Tensor))
+        keep_graph = bool(args[1]) if len(args) > 1 else False
+        create_graph = bool(args[2]) if len(args) > 2 else False
+        self._listener.backward_begins(tensors, keep_graph=keep_graph, create_graph=create_graph)
+
+    def _after_backward(self) -> None:
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        self._listener.backward_ended()
+        if self._first is not None or self._steps_open:
+            return
+        self._backwards += 1
+        if self.boundary == "" and (self._backwards >= _MOST_BACKWARDS_A_STEP or not _optimizer_exists()):
+            self.boundary = "backward"
+        if self.boundary == "backward":
+            self._end_iteration()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._ours():
+            return
+        self._steps_open += 1
+        self._listener.step_begins(optimizer)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._ours():
+            return
+        self._steps_open = max(0, self._steps_open - 1)
+        self._listener.step_ended(optimizer)
+        first = self._first() if self._first is not None else None
+        if first is None:
+            self._first = weakref.ref(optimizer)
+            self.boundary = "optimizer"
+            first = optimizer
+        if first is optimizer and self._steps_open == 0:
+            self._end_iteration()
+
+    def _end_iteration(self) -> None:
+        now = time.perf_counter_ns()
+        self.count += 1
+        elapsed_ms = (now - self._began_ns) / 1e6
+        self._listener.iteration_ended(self.count, elapsed_ms)
+        self._began_ns = time.perf_counter_ns()
+
+
+def _optimizer_exists() -> bool:
+    return any(isinstance(thing, torch.optim.Optimizer) for thing in gc.get_objects())

@@ -1,0 +1,62 @@
+"""Call a function right after a module is first imported: torch is instrumented when the script imports it, not before.
+
+A script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` before `import torch`; importing it earlier would change what it does.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+
+
+def call_after_import(name: str, action: Callable[[], None]) -> None:
+    """Run `action` once, after module `name` has been imported (now, if it has been already)."""
+    if name in sys.modules:
+        action()
+        return
+    sys.meta_path.insert(0, _Finder(name, action))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, name: str, action: Callable[[], None]) -> None:
+        self._name = name
+        self._action = action
+
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,
+        target: types.ModuleType | None = None,
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._action)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    """The module's own loader, then the action."""
+
+    def __init__(self, loader: importlib.abc.Loader, action: Callable[[], None]) -> None:
+        self._loader = loader
+        self._action = action
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._action()

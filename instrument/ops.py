@@ -1,0 +1,97 @@
+"""What kind of op an overload is: does it write, draw random numbers, only make a view; may it run again?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+PLAIN_TYPES = (Tensor, Parameter, torch.nn.Buffer)
+
+_VIEWS_WITHOUT_ALIAS_INFO = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::alias", "aten::detach"}
+
+_RUNNING_STATISTICS = {
+    "aten::native_batch_norm": (3, 4, 5),
+    "aten::_native_batch_norm_legit": (3, 4, 5),
+    "aten::_batch_norm_with_update": (3, 4, None),
+    "aten::cudnn_batch_norm": (3, 4, 5),
+    "aten::miopen_batch_norm": (3, 4, 5),
+    "aten::batch_norm_update_stats": (1, 2, None),
+}
+"""Overload packet -> positions of running mean, running variance and of the `training` flag (None: always training)."""
+
+_NOT_REPLAYABLE = {
+    "aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::unique_dim", "aten::_unique2",
+    "aten::set_", "aten::resize_", "aten::record_stream", "aten::_pin_memory", "aten::is_pinned",
+    "aten::index_add", "aten::index_add_", "aten::scatter_add", "aten::scatter_add_", "aten::index_put_",
+    "aten::_index_put_impl_", "aten::put_", "aten::bincount", "aten::histc", "aten::scatter_reduce",
+    "aten::_to_copy.cross_device", "aten::_cudnn_rnn", "aten::_thnn_fused_lstm_cell", "aten::lstsq",
+    "aten::linalg_lstsq", "aten::_scaled_dot_product_cudnn_attention", "aten::equal", "aten::is_same_size",
+}  # fmt: skip
+"""Ops whose result depends on more than their inputs' values, that need not give the same bits twice, or that move memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpKind:
+    """What matters of an overload; positions index the flattened positional arguments of the schema."""
+
+    name: str
+    """`aten.addmm.default`."""
+    is_view: bool
+    """Makes an alias and computes nothing: no op of the trace."""
+    writes: tuple[int, ...]
+    """Positions of arguments that it writes in place."""
+    write_names: tuple[str, ...]
+    random: bool
+    replayable: bool
+    statistics: tuple[int, int, int | None] | None
+    """Running statistics that it updates though its schema does not say so."""
+
+
+@lru_cache(maxsize=None)
+def kind_of(func: torch._ops.OpOverload) -> OpKind:
+    """The kind of overload `func`."""
+    schema = func._schema
+    packet = schema.name
+    writes = tuple(i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    random = torch.Tag.nondeterministic_seeded in func.tags
+    own = packet.startswith(("aten::", "prims::"))
+    return OpKind(
+        name=str(func),
+        is_view=(aliases and not writes) or packet in _VIEWS_WITHOUT_ALIAS_INFO,
+        writes=writes,
+        write_names=tuple(schema.arguments[i].name for i in writes),
+        random=random,
+        replayable=own
+        and packet not in _NOT_REPLAYABLE
+        and torch.Tag.data_dependent_output not in func.tags
+        and torch.Tag.dynamic_output_shape not in func.tags
+        and bool(schema.returns),
+        statistics=_RUNNING_STATISTICS.get(packet),
+    )
+
+
+def updated_statistics(kind: OpKind, args: tuple[object, ...]) -> tuple[Tensor, ...]:
+    """Running statistics that this call of a batch norm updates; empty in evaluation mode."""
+    if kind.statistics is None:
+        return ()
+    mean, variance, training = kind.statistics
+    if training is not None and not (len(args) > training and args[training]):
+        return ()
+    return tuple(a for a in (args[mean], args[variance]) if isinstance(a, Tensor))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Is `tensor` a strided tensor of no subclass, neither conjugate nor negative view, with a storage of its own bytes?"""
+    return (
+        type(tensor) in PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.device.type != "meta"
+    )

@@ -1,0 +1,174 @@
+"""Run somebody's script as `python` would, in this process.
+
+The rules are those of coverage.py's `execfile.py`: a fresh `__main__` that stays in `sys.modules` (threads, atexit hooks
+and pickling look classes up there later), argv and `sys.path[0]` as the interpreter sets them, tracebacks without our frames,
+the script's own exit code, and death by the signal that killed it. Imports no torch: the script decides when that happens.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import signal
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from memopt.errors import UsageError
+
+
+class StopScript(SystemExit):
+    """Ends the script when what was asked for is recorded; clean: `finally` and atexit run, the exit code is 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run: a script or, with `as_module`, a module; `argv[0]` is its name as typed."""
+
+    argv: tuple[str, ...]
+    as_module: bool = False
+
+    @property
+    def stem(self) -> str:
+        """Short name for files: `train` of `src/train.py` or of `pkg.train`."""
+        name = self.argv[0]
+        return name.rpartition(".")[2] if self.as_module else Path(name).stem
+
+
+def find_source(command: Command) -> Path:
+    """File that holds the code of `command`. Raises `UsageError` when there is none that python could run."""
+    if command.as_module:
+        return Path(_module_spec(command.argv[0]).origin or "")
+    path = Path(command.argv[0])
+    if path.is_dir():
+        path = path / "__main__.py"
+        if not path.is_file():
+            raise UsageError(f"cannot run {command.argv[0]}", why="it is a folder without __main__.py", try_="name the script")
+    try:
+        with path.open("rb") as file:
+            head = file.read(4096)
+    except OSError as error:
+        raise UsageError(f"cannot run {path}", why=error.strerror or str(error), try_="the path of a Python script") from error
+    if b"\0" in head:
+        raise UsageError(f"cannot run {path}", why="it is a binary file, not Python source", try_="the path of a Python script")
+    return path
+
+
+def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, AttributeError, ValueError):
+        spec = None
+    finally:
+        sys.path.remove(here)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        raise UsageError(f"cannot run module {name}", why=f"python finds no such module to run from {here}", try_="its full name")
+    return spec
+
+
+def run(command: Command) -> int:
+    """Run `command` to its end and return its exit code; a traceback shows the user's frames only.
+
+    `KeyboardInterrupt` is re-raised after its traceback was shown, so that the caller can die of the signal.
+    """
+    source = find_source(command)
+    main = _prepare(command, source)
+    try:
+        code = compile(source.read_bytes(), str(source), "exec", dont_inherit=True)
+        exec(code, main.__dict__)
+    except SystemExit as stop:
+        return exit_code_of(stop)
+    except BaseException as error:
+        _show(error)
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return 1
+    return 0
+
+
+def _prepare(command: Command, source: Path) -> types.ModuleType:
+    main = types.ModuleType("__main__")
+    main.__dict__["__builtins__"] = __builtins__
+    main.__file__ = str(source)
+    if command.as_module:
+        spec = _module_spec(command.argv[0])
+        main.__spec__, main.__package__ = spec, spec.parent
+        main.__loader__ = spec.loader
+        sys.path[0] = os.getcwd()
+    else:
+        main.__spec__ = None
+        main.__package__ = None
+        main.__dict__["__cached__"] = None
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", str(source))
+        folder = command.argv[0] if Path(command.argv[0]).is_dir() else os.path.dirname(os.path.realpath(source))
+        if not sys.flags.safe_path or sys.path[0] != folder:
+            sys.path[0] = folder
+    first = str(source) if command.as_module else command.argv[0]
+    sys.argv = [first, *command.argv[1:]]
+    sys.modules["__main__"] = main
+    return main
+
+
+def exit_code_of(stop: SystemExit) -> int:
+    """The process exit code that python gives this `SystemExit`; a message goes to stderr, as python does."""
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def _show(error: BaseException) -> None:
+    """Show the traceback of `error` through `sys.excepthook`, without the frames of memopt."""
+    here = str(Path(__file__).resolve().parent.parent)
+    error.__traceback__ = _without(error.__traceback__, here)
+    seen: set[int] = set()
+    chained = error.__cause__ or error.__context__
+    while chained is not None and id(chained) not in seen:
+        seen.add(id(chained))
+        chained.__traceback__ = _without(chained.__traceback__, here)
+        chained = chained.__cause__ or chained.__context__
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit:
+        raise
+    except BaseException as broken:
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(broken), broken, broken.__traceback__)
+
+
+_ROOMS = ("memopt", "instrument", "profiler", "enforcers", "estimators", "advisors", "reports", "cli")
+
+
+def _is_ours(filename: str, here: str) -> bool:
+    rest = filename[len(here) + 1 :] if filename.startswith(here + os.sep) else ""
+    return rest.partition(os.sep)[0] in _ROOMS and rest.endswith(".py")
+
+
+def _without(trace: types.TracebackType | None, here: str) -> types.TracebackType | None:
+    kept = []
+    while trace is not None:
+        if not _is_ours(trace.tb_frame.f_code.co_filename, here):
+            kept.append(trace)
+        trace = trace.tb_next
+    rebuilt: types.TracebackType | None = None
+    for entry in reversed(kept):
+        rebuilt = types.TracebackType(rebuilt, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return rebuilt
+
+
+def die_of(number: int) -> NoReturn:
+    """End this process by signal `number`, as a shell expects of an interrupted program."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    raise SystemExit(128 + number)

@@ -1,0 +1,91 @@
+"""Default saved-tensor hooks that step aside where they must, and the version check that autograd drops under hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_autograd = torch._C._autograd
+
+
+class SavedTensorHooks:
+    """Pushes `pack` and `unpack` as this thread's default hooks; steps aside for torch.func, which refuses any hooks."""
+
+    def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+        self._pack = pack
+        self._unpack = unpack
+        self._pushed = False
+        self._original: Callable[..., Any] | None = None
+        self.stepped_aside = 0
+        """Regions (vmap, grad, ...) in which torch allows no hooks."""
+
+    def install(self) -> bool:
+        """Push the hooks; False when the script has hooks of its own around this point (the innermost would win)."""
+        if self._pushed or _top() is not None:
+            return self._pushed
+        _push(self._pack, self._unpack)
+        self._pushed = True
+        self._original = torch.autograd.graph.disable_saved_tensors_hooks
+        torch.autograd.graph.disable_saved_tensors_hooks = self._aside
+        return True
+
+    def remove(self) -> None:
+        """Pop the hooks if they are on top; hooks of the script above them are left as they are."""
+        if self._original is not None:
+            torch.autograd.graph.disable_saved_tensors_hooks = self._original
+            self._original = None
+        if self._pushed and self._on_top():
+            _autograd._pop_saved_tensors_default_hooks()
+            self._pushed = False
+
+    def _on_top(self) -> bool:
+        top = _top()
+        return top is not None and top[0] == self._pack
+
+    @contextlib.contextmanager
+    def _aside(self, error_message: str) -> Iterator[None]:
+        assert self._original is not None
+        popped = self._pushed and self._on_top()
+        if popped:
+            self.stepped_aside += 1
+            _autograd._pop_saved_tensors_default_hooks()
+        try:
+            with self._original(error_message):
+                yield
+        finally:
+            if popped:
+                _push(self._pack, self._unpack)
+
+
+def _push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
+    _autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _top() -> tuple[Any, Any] | None:
+    top: tuple[Any, Any] | None = _autograd._top_saved_tensors_default_hooks(True)
+    return top
+
+
+def share(tensor: Tensor) -> Tensor:
+    """An alias of `tensor` that holds no graph and shares its version counter; no mode sees it being made."""
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        return tensor.detach()
+    finally:
+        del guard
+
+
+def check_version(tensor: Tensor, version: int) -> None:
+    """Raise what autograd itself raises when a saved tensor was changed in place since it was saved."""
+    if tensor._version == version:
+        return
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead. "
+        "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+        "with torch.autograd.set_detect_anomaly(True, check_nan=False)."
+    )

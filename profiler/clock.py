@@ -1,0 +1,198 @@
+"""Times each op and measures what the allocator held while it ran.
+
+On a CPU the bytes come from the profiler's memory events, divided by a marker around each op; on a GPU from the caching
+allocator's own statistics. Blocks that are older than the recording are unknown to the CPU's events: their frees are told
+to `freed_older` by whoever watches the storages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+_MARK = "memopt::op"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Per op: bytes held when it started and the most held from the end of the op before to its own end; both above base."""
+
+    live_bytes: list[int]
+    high_bytes: list[int]
+    end_bytes: int
+    """When the recording ended."""
+    high_after_bytes: int
+    """The most after the last op."""
+    time_us: list[float]
+
+
+class OpClock(Protocol):
+    """Runs ops one by one between `start` and `stop`."""
+
+    def start(self) -> None: ...
+    def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def freed_older(self, op: int, size_bytes: int) -> None: ...
+    def stop(self) -> Usage | None: ...
+
+
+class TimeOnly:
+    """Monotonic time of each op, no bytes."""
+
+    def __init__(self) -> None:
+        self._ns: list[int] = []
+
+    def start(self) -> None:
+        self._ns.clear()
+
+    def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        begin = time.perf_counter_ns()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._ns.append(time.perf_counter_ns() - begin)
+
+    def freed_older(self, op: int, size_bytes: int) -> None:
+        return None
+
+    def stop(self) -> Usage | None:
+        return None
+
+    @property
+    def time_us(self) -> list[float]:
+        return [ns / 1000 for ns in self._ns]
+
+
+class CpuClock:
+    """Monotonic time and the CPU allocator's events, through `torch.profiler`."""
+
+    def __init__(self) -> None:
+        self._times = TimeOnly()
+        self._older: list[tuple[int, int]] = []
+        self._profile: Any = None
+
+    def start(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
+        try:
+            with _quiet():
+                self._profile.start()
+        except RuntimeError:
+            self._profile = None
+
+    def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch._C._profiler._RecordFunctionFast(_MARK):
+            return self._times.run(op, func, args, kwargs)
+
+    def freed_older(self, op: int, size_bytes: int) -> None:
+        self._older.append((op, size_bytes))
+
+    def stop(self) -> Usage | None:
+        if self._profile is None:
+            return None
+        with _quiet():
+            self._profile.stop()
+        events = self._profile.profiler.kineto_results.events()
+        self._profile = None
+        return _divide(memory_events(events), self._times.time_us, self._older)
+
+
+def memory_events(events: Any) -> list[tuple[int, int, int]]:
+    """(time ns, kind, bytes) in order; kind 0 = an op ended, 1 = allocated or freed, 2 = an op started."""
+    found: list[tuple[int, int, int]] = []
+    for event in events:
+        name = event.name()
+        if name == "[memory]":
+            if event.device_type() == torch._C._autograd.DeviceType.CPU:
+                found.append((event.start_ns(), 1, event.nbytes()))
+        elif name == _MARK:
+            found.append((event.start_ns(), 2, 0))
+            found.append((event.start_ns() + event.duration_ns(), 0, 0))
+    found.sort()
+    return found
+
+
+def _divide(events: list[tuple[int, int, int]], time_us: list[float], older: list[tuple[int, int]]) -> Usage:
+    """Split the event stream at the marks. `older` holds (op before which it was freed, bytes)."""
+    live, high = [], []
+    held = most = op = 0
+    waiting = sorted(older)
+    place = 0
+    for _, kind, size in events:
+        if kind == 1:
+            held += size
+            most = max(most, held)
+        elif kind == 2:
+            while place < len(waiting) and waiting[place][0] <= op:
+                held -= waiting[place][1]
+                most = max(most - waiting[place][1], held) if most > held else held
+                place += 1
+            live.append(held)
+        else:
+            high.append(max(most, held))
+            most = held
+            op += 1
+    held -= sum(size for _, size in waiting[place:])
+    return Usage(live_bytes=live, high_bytes=high, end_bytes=held, high_after_bytes=max(most, held), time_us=time_us)
+
+
+class CudaClock:
+    """CUDA events and the caching allocator's statistics of one device. Has not run on a GPU yet (docs/status.md)."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._events: list[tuple[Any, Any]] = []
+        self._live: list[int] = []
+        self._high: list[int] = []
+        self._base = 0
+
+    def start(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._base = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._live.append(torch.cuda.memory_allocated(self._device) - self._base)
+        begin.record(torch.cuda.current_stream(self._device))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            end.record(torch.cuda.current_stream(self._device))
+            self._high.append(torch.cuda.max_memory_allocated(self._device) - self._base)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._events.append((begin, end))
+
+    def freed_older(self, op: int, size_bytes: int) -> None:
+        return None
+
+    def stop(self) -> Usage | None:
+        torch.cuda.synchronize(self._device)
+        return Usage(
+            live_bytes=self._live,
+            high_bytes=self._high,
+            end_bytes=torch.cuda.memory_allocated(self._device) - self._base,
+            high_after_bytes=torch.cuda.max_memory_allocated(self._device) - self._base,
+            time_us=[begin.elapsed_time(end) * 1000 for begin, end in self._events],
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what the profiler's C++ says about itself off the script's stderr."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)

@@ -1,0 +1,362 @@
+"""Records one iteration: every op with the storages it reads and writes, every saved tensor, births and deaths.
+
+A `TorchDispatchMode` sees the ops, saved-tensor hooks see what autograd keeps, weak references see storages die.
+Nothing that the script owns is kept alive by it: rows hold numbers, never tensors.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from memopt.instrument.frames import Frame, Frames
+from memopt.instrument.iterations import Iterations
+from memopt.instrument.lines import user_line
+from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of, updated_statistics
+from memopt.instrument.saved import check_version, share
+from memopt.profiler.clock import OpClock
+
+FORWARD, BACKWARD, OPTIMIZER, OTHER = range(4)
+
+
+@dataclass(slots=True)
+class OpRow:
+    kind: OpKind
+    module: str
+    ordinal: int
+    phase: int
+    line: str
+    forward_op: int
+    reads: list[int]
+    writes: list[int] = field(default_factory=list)
+    shape: str = ""
+
+
+@dataclass(slots=True)
+class StorageRow:
+    size_bytes: int
+    birth: int
+    value: int
+    """Its current version."""
+    death: int | None = None
+    only_saved_from: int = -1
+    meta: str = ""
+    label_op: int = -1
+    name: str = ""
+    category: str = ""
+    """Set where it is known for sure (parameter, gradient, ...); else worked out at the end."""
+
+
+@dataclass(slots=True)
+class SlotRow:
+    storage: int
+    value: int
+    frame: str
+    ordinal: int
+    dtype: str
+    shape: list[int]
+    stride: list[int]
+    offset: int
+    plain: bool
+    packed_before: int
+    unpacks: list[int] = field(default_factory=list)
+    node: str = ""
+    slot: str = ""
+    consumer: int = -1
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+class Handle:
+    """What autograd holds instead of a saved tensor while recording: the tensor itself and its row."""
+
+    __slots__ = ("__weakref__", "row", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, row: int) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.row = row
+
+
+class Recorder(TorchDispatchMode):
+    """The mode and the hooks' functions; rows grow while it is entered."""
+
+    def __init__(self, frames: Frames, iterations: Iterations, clock: OpClock, device: str) -> None:
+        super().__init__()
+        self._device = device
+        self._frames = frames
+        self._iterations = iterations
+        self._clock = clock
+        self.ops: list[OpRow] = []
+        self.values: list[tuple[int, int, int]] = []
+        self.storages: list[StorageRow] = []
+        self.slots: list[SlotRow] = []
+        self._rows: dict[int, int] = {}
+        """Storage address (cdata) -> row, while the storage lives."""
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._pending: dict[int, int] = {}
+        """Saved storages that somebody else still holds: row -> cdata."""
+        self._saved_by: dict[int, list[weakref.ref[Handle]]] = {}
+        self._node_ops: dict[int, int] = {}
+        """Autograd sequence number -> forward op."""
+        self._named_nodes: set[int] = set()
+        self._naming: list[int] | None = None
+        self._recording = True
+        self.backward_calls = 0
+        self.notes: set[str] = set()
+
+    # --- ops
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._recording:
+            return func(*args, **kwargs)
+        if any(t not in PLAIN_TYPES for t in types):
+            return NotImplemented
+        kind = kind_of(func)
+        if kind.is_view:
+            return func(*args, **kwargs)
+        op = len(self.ops)
+        self._poll(op - 1)
+        row = self._open_row(kind, op, args, kwargs)
+        self.ops.append(row)
+        out = self._clock.run(op, func, args, kwargs)
+        self._close_row(row, op, args, kwargs, out)
+        return out
+
+    def _open_row(self, kind: OpKind, op: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpRow:
+        frame, forward_op, phase = self._frames.current, -1, self._phase()
+        if phase == BACKWARD:
+            frame, forward_op = self._backward_place(frame)
+        else:
+            self._node_ops.setdefault(torch.autograd._get_sequence_nr() - 1, op)
+        reads = [self._value_of(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        row = OpRow(
+            kind=kind,
+            module=frame.key,
+            ordinal=frame.ops,
+            phase=phase,
+            line=self.ops[forward_op].line if forward_op >= 0 else user_line(),
+            forward_op=forward_op,
+            reads=sorted({value for value in reads if value >= 0}),
+        )
+        if phase != BACKWARD:
+            frame.ops += 1
+        return row
+
+    def _phase(self) -> int:
+        if self._iterations.in_backward:
+            return BACKWARD
+        if torch.is_grad_enabled():
+            return FORWARD
+        return OPTIMIZER if self._iterations.in_step else OTHER
+
+    def _backward_place(self, frame: Frame) -> tuple[Frame, int]:
+        node = torch._C._current_autograd_node()
+        forward_op = self._node_ops.get(node._sequence_nr(), -1) if node is not None else -1
+        if forward_op < 0:
+            return Frame(frame.key), -1
+        return Frame(self.ops[forward_op].module), forward_op
+
+    def _close_row(self, row: OpRow, op: int, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        for tensor in (*self._written(row.kind, args, kwargs), *updated_statistics(row.kind, args)):
+            self._write(tensor, row, op, -1)
+        outputs = out if isinstance(out, (tuple, list)) else (out,)
+        for index, tensor in enumerate(outputs):
+            if isinstance(tensor, Tensor):
+                self._birth(tensor, row, op, index)
+            elif isinstance(tensor, (tuple, list)):
+                for part in tensor:
+                    if isinstance(part, Tensor):
+                        self._birth(part, row, op, index)
+        if not row.shape and outputs and isinstance(outputs[0], Tensor):
+            row.shape = _describe(outputs[0])
+
+    @staticmethod
+    def _written(kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for position, name in zip(kind.writes, kind.write_names, strict=True):
+            given = args[position] if position < len(args) else kwargs.get(name)
+            found.extend(t for t in tree_iter(given) if isinstance(t, Tensor))
+        return found
+
+    def _write(self, tensor: Tensor, row: OpRow, op: int, output: int) -> None:
+        number = self._row_of(tensor)
+        if number < 0:
+            return
+        storage = self.storages[number]
+        storage.value = self._new_value(number, op, output)
+        storage.size_bytes = max(storage.size_bytes, tensor.untyped_storage().nbytes())
+        row.writes.append(storage.value)
+
+    def _birth(self, tensor: Tensor, row: OpRow, op: int, index: int) -> None:
+        known = len(self.storages)
+        number = self._row_of(tensor, born=op)
+        if number < known:
+            return
+        value = self._new_value(number, op, index)
+        self.storages[number].value = value
+        self.storages[number].label_op = op
+        row.writes.append(value)
+
+    # --- storages
+
+    def _row_of(self, tensor: Tensor, born: int = -1) -> int:
+        """Row of the tensor's storage, made if it is new; -1 for other devices and tensors without a storage of bytes."""
+        if tensor.device.type != self._device:
+            return -1
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return -1
+        address = storage._cdata
+        number = self._rows.get(address)
+        if number is not None:
+            return number
+        size = storage.nbytes()
+        number = len(self.storages)
+        self._rows[address] = number
+        self._refs[address] = weakref.ref(storage, lambda _: self._died(address))
+        self.storages.append(StorageRow(size_bytes=size, birth=born, value=-1, meta=_describe(tensor)))
+        if born < 0:
+            self.storages[number].value = self._new_value(number, -1, -1)
+        return number
+
+    def _died(self, address: int) -> None:
+        number = self._rows.pop(address, None)
+        self._refs.pop(address, None)
+        if number is not None and self._recording:
+            self._pending.pop(number, None)
+            self.storages[number].death = len(self.ops) - 1
+            if self.storages[number].birth < 0:
+                self._clock.freed_older(len(self.ops), self.storages[number].size_bytes)
+
+    def _new_value(self, storage: int, op: int, output: int) -> int:
+        self.values.append((storage, op, output))
+        return len(self.values) - 1
+
+    def _value_of(self, tensor: Tensor) -> int:
+        number = self._row_of(tensor)
+        return self.storages[number].value if number >= 0 else -1
+
+    def know(self, tensor: Tensor, category: str, name: str) -> None:
+        """Tell what `tensor` is: its storage is in the trace even if no op touches it."""
+        number = self._row_of(tensor)
+        if number >= 0 and not self.storages[number].category:
+            self.storages[number].category = category
+            self.storages[number].name = name
+
+    # --- saved tensors
+
+    def pack(self, tensor: Tensor) -> Any:
+        if not self._recording:
+            return share(tensor)
+        frame = self._frames.current
+        handle = Handle(share(tensor), len(self.slots))
+        plain = is_plain(tensor)
+        number = self._row_of(tensor) if plain else -1
+        if self._iterations.in_backward or number < 0:
+            handle.row = -1
+            return handle
+        self.slots.append(
+            SlotRow(
+                storage=number,
+                value=self.storages[number].value,
+                frame=frame.key,
+                ordinal=frame.packs,
+                dtype=str(tensor.dtype).removeprefix("torch."),
+                shape=list(tensor.shape),
+                stride=list(tensor.stride()),
+                offset=tensor.storage_offset(),
+                plain=plain,
+                packed_before=len(self.ops),
+            )
+        )
+        frame.packs += 1
+        self._saved_by.setdefault(number, []).append(weakref.ref(handle))
+        if not self.storages[number].category:
+            self._pending[number] = tensor.untyped_storage()._cdata
+            self.storages[number].only_saved_from = -1
+        return handle
+
+    def unpack(self, handle: Any) -> Tensor:
+        if isinstance(handle, Tensor):
+            return handle
+        if self._naming is not None:
+            self._naming.append(handle.row)
+            return handle.tensor  # type: ignore[no-any-return]
+        if self._recording and handle.row >= 0:
+            self._name_node()
+            self.slots[handle.row].unpacks.append(len(self.ops))
+        check_version(handle.tensor, handle.version)
+        return handle.tensor  # type: ignore[no-any-return]
+
+    def _name_node(self) -> None:
+        """Read every `_saved_*` attribute of the running node once, to learn which handle is which slot."""
+        node = torch._C._current_autograd_node()
+        if node is None or node._sequence_nr() in self._named_nodes:
+            return
+        self._named_nodes.add(node._sequence_nr())
+        found: dict[int, str] = {}
+        attributes: dict[str, Any] = {}
+        for attribute in dir(node):
+            if not attribute.startswith("_saved_") and attribute != "saved_tensors":
+                continue
+            self._naming = []
+            try:
+                value = getattr(node, attribute)
+            except RuntimeError:
+                value = None
+            rows, self._naming = self._naming, None
+            name = attribute.removeprefix("_saved_")
+            for place, row in enumerate(rows):
+                found.setdefault(row, name if len(rows) == 1 else f"{name}[{place}]")
+            if not rows and _is_simple(value):
+                attributes[name] = list(value) if isinstance(value, tuple) else value
+        attributes["needs_input_grad"] = [edge[0] is not None for edge in node.next_functions]
+        consumer = self._node_ops.get(node._sequence_nr(), -1)
+        for row, name in found.items():
+            if row >= 0:
+                slot = self.slots[row]
+                slot.node, slot.slot, slot.consumer, slot.attributes = node.name(), name, consumer, attributes
+
+    def _poll(self, op: int) -> None:
+        """Which saved storages does nobody but autograd hold any more, now that op `op` has ended?"""
+        if self._iterations.in_backward:
+            return
+        freed = []
+        for number, address in self._pending.items():
+            handles = {id(h.tensor): h for ref in self._saved_by[number] if (h := ref()) is not None}
+            if not handles:
+                freed.append(number)
+            elif torch._C._storage_Use_Count(address) <= len(handles) + 1:
+                self.storages[number].only_saved_from = op
+                freed.append(number)
+        for number in freed:
+            del self._pending[number]
+
+    def stop(self) -> None:
+        """No more rows; hooks and mode may stay in place for a while and only pass things through."""
+        self._recording = False
+        self._pending.clear()
+
+    def node_began(self) -> None:
+        self.backward_calls += 1
+        self._poll(len(self.ops) - 1)
+
+
+def _is_simple(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return len(value) < 16 and all(isinstance(v, (bool, int, float)) for v in value)
+    return isinstance(value, (bool, int, float, str)) and value is not None
+
+
+def _describe(tensor: Tensor) -> str:
+    dtype = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+    name = str(tensor.dtype).removeprefix("torch.")
+    return f"{'×'.join(map(str, tensor.shape)) or 'scalar'} {dtype.get(name, name)}"
