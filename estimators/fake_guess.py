@@ -1,0 +1,219 @@
+"""What a fake run answers when an op needs a value that was never computed: a guess, noted with the script's line."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+if TYPE_CHECKING:
+    from memopt.estimators.fake_record import FakeRecorder
+
+aten = torch.ops.aten
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<string>")
+
+
+class Guesser:
+    """Answers data-dependent ops. `flipped` lines get the other truth value (the first guess made the script raise)."""
+
+    def __init__(self, flipped: frozenset[str] = frozenset()) -> None:
+        self.flipped = flipped
+        self.lines: dict[str, str] = {}
+        """What was guessed, by `file:line`."""
+        self.branches: dict[str, bool] = {}
+        """Truth values guessed, by `file:line`, latest last."""
+        self.remarks: dict[str, None] = {}
+
+    def answer(
+        self, recorder: FakeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any] | None:
+        """A one-tuple with the guessed result, or None when `func` can run on fake tensors as it is."""
+        rule = _RULES.get(func)
+        return rule(self, recorder, args, kwargs) if rule else None
+
+    def truth(self, tensor: torch.Tensor) -> bool:
+        """A guess for a boolean: what the script hopes for (no NaN; assertions hold), else False."""
+        where = user_line()
+        hint = getattr(tensor, "_memopt_truth", None)
+        if hint is None:
+            hint = linecache.getline(*_split(where)).lstrip().startswith("assert")
+        value = bool(hint) != (where in self.flipped)
+        self.branches.pop(where, None)
+        self.branches[where] = value
+        self.note(where, f"a truth value was taken to be {value}")
+        return value
+
+    def number(self, tensor: torch.Tensor) -> float | int | complex | bool:
+        """A guess for one element."""
+        if tensor.dtype is torch.bool:
+            return self.truth(tensor)
+        self.note(user_line(), "a value was taken to be 1")
+        if tensor.dtype.is_complex:
+            return 1 + 0j
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def note(self, where: str, what: str) -> None:
+        self.lines.setdefault(where, what)
+
+    def remark(self, text: str) -> None:
+        """Something done differently than the script asked; told once."""
+        self.remarks[text] = None
+
+    def notes(self) -> list[str]:
+        return [*self.remarks, *(f"{where}: {what}" if where else what for where, what in self.lines.items())]
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame that belongs to the script rather than to a library."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if "site-packages" not in name and not name.startswith(_LIBRARIES) and "/lib/python3" not in name:
+            return f"{name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _split(where: str) -> tuple[str, int]:
+    name, _, line = where.rpartition(":")
+    return name, int(line or 0)
+
+
+def _item(
+    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    tensor = args[0]
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        return (constant.item(),)
+    return (guesser.number(tensor),)
+
+
+def _true(
+    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    guesser.note(user_line(), "two tensors were taken to be equal")
+    return (True,)
+
+
+def _new(recorder: FakeRecorder, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    with recorder.fake_mode:
+        return torch.empty(shape, dtype=dtype)
+
+
+def _nonzero(
+    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    guesser.note(user_line(), "every element was taken to be selected (an upper bound)")
+    return (_new(recorder, [args[0].numel(), args[0].dim()], torch.int64),)
+
+
+def _masked_select(
+    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    guesser.note(user_line(), "every element was taken to be selected (an upper bound)")
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    number = 1
+    for size in shape:
+        number *= size
+    return (_new(recorder, [number], args[0].dtype),)
+
+
+def _unique(count_at: int) -> Callable[..., tuple[Any] | None]:
+    def rule(
+        guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any] | None:
+        guesser.note(user_line(), "all values were taken to be different (an upper bound)")
+        values = args[0]
+        index = [values.numel()]
+        return (
+            (
+                _new(recorder, index, values.dtype),
+                _new(recorder, list(values.shape), torch.int64),
+                _new(recorder, index, torch.int64),
+            ),
+        )
+
+    return rule
+
+
+def _unique_dim(
+    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    guesser.note(user_line(), "all values were taken to be different (an upper bound)")
+    length = [args[0].shape[args[1]]]
+    return (
+        (
+            _new(recorder, list(args[0].shape), args[0].dtype),
+            _new(recorder, length, torch.int64),
+            _new(recorder, length, torch.int64),
+        ),
+    )
+
+
+def _bincount(
+    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    weights = args[1] if len(args) > 1 else kwargs.get("weights")
+    least = (args[2] if len(args) > 2 else kwargs.get("minlength", 0)) or 1
+    dtype = torch.int64 if weights is None else weights.dtype
+    guesser.note(user_line(), f"values to be counted were taken to be below {least}")
+    return (_new(recorder, [least], dtype),)
+
+
+def _repeat_interleave(
+    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    size = kwargs.get("output_size")
+    if size is None:
+        guesser.note(user_line(), "every repeat count was taken to be 1")
+        size = args[0].numel()
+    return (_new(recorder, [size], torch.int64),)
+
+
+def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
+    """Indexing by a mask: the mask becomes one index tensor a dimension, as long as the mask has elements."""
+    op = getattr(aten, name)
+
+    def rule(
+        guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any] | None:
+        indices = args[1]
+        masks = [
+            x is not None and x.dtype in (torch.bool, torch.uint8) and isinstance(x, FakeTensor)
+            for x in indices
+        ]
+        if not any(masks):
+            return None
+        guesser.note(user_line(), "every element of a mask was taken to be selected (an upper bound)")
+        wide: list[Any] = []
+        for index, is_mask in zip(indices, masks, strict=True):
+            if is_mask:
+                wide += [_new(recorder, [index.numel()], torch.int64) for _ in range(index.dim())]
+            else:
+                wide.append(index)
+        return (op(args[0], wide, *args[2:], **kwargs),)
+
+    return rule
+
+
+_RULES: dict[Any, Callable[..., tuple[Any] | None]] = {
+    aten._local_scalar_dense.default: _item,
+    aten.equal.default: _true,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten._unique2.default: _unique(1),
+    aten._unique.default: _unique(1),
+    aten.unique_consecutive.default: _unique(1),
+    aten.unique_dim.default: _unique_dim,
+    aten.bincount.default: _bincount,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten.index.Tensor: _with_positions("index"),
+    aten.index_put_.default: _with_positions("index_put_"),
+    aten.index_put.default: _with_positions("index_put"),
+}

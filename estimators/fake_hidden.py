@@ -1,0 +1,31 @@
+"""Memory that kernels take inside themselves, op by op: a registry of formulas, each with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memopt.estimators.fake_record import FakeRecorder
+
+Formula = Callable[..., Iterable[int]]
+_FORMULAS: dict[tuple[str, Any], Formula] = {}
+
+
+def hidden(target: str, *ops: Any) -> Callable[[Formula], Formula]:
+    """Register a formula for `ops` on `target`: (recorder, args, kwargs, result) -> bytes taken one after another."""
+
+    def register(formula: Formula) -> Formula:
+        for op in ops:
+            _FORMULAS[target, op] = formula
+        return formula
+
+    return register
+
+
+def hidden_bytes(
+    recorder: FakeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Iterable[int]:
+    """Bytes that `func` takes and gives back while it runs, beside its outputs."""
+    formula = _FORMULAS.get((recorder.target, func))
+    return formula(recorder, args, kwargs, result) if formula else ()

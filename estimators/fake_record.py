@@ -1,0 +1,367 @@
+"""Record what memory a training step would take, on fake tensors: a dispatch mode that sees storages come and go.
+
+How to use it without a script (an ONNX interpreter, a test):
+
+    with FakeRecorder(target="cuda") as recorder:      # or target="cpu": the CPU run's own operators
+        weight = recorder.parameter((4096, 4096), torch.bfloat16)     # leaf, category "parameter"
+        x = recorder.fake((8, 4096), torch.bfloat16)                  # category "input"
+        optimizer = torch.optim.AdamW([weight])
+        for _ in range(3):
+            loss = model(x, weight).float().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    recording = recorder.finish()                      # a `Recording`: plain data, no tensors
+
+Inside, tensors carry shapes and no values. Every tensor is a fake *cpu* tensor to C++ (a fake `cuda` tensor cannot run backward
+without a GPU); which storages lie on the `cuda` device is kept beside them, by storage, and only those are recorded.
+Small integers and small explicit data stay real, so that lengths, indices and schedules keep their values.
+Ops that only a value could answer (`.item()`, `x[mask]`) get a guess that is noted; see `fake_guess.py`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt.estimators.fake_guess import Guesser
+from memopt.estimators.fake_hidden import hidden_bytes
+from memopt.estimators.recording import Recording, StorageRow
+
+Target = Literal["cuda", "cpu"]
+
+_FLOATS_REAL = 4096
+"""Factories of at most so many floating-point numbers give real tensors (drop-path rates, beta schedules)."""
+_INTS_REAL = 4 << 20
+_REAL_BYTES = 64 << 20
+"""An op on real tensors that together are larger than this gives a fake one."""
+
+prim_device = torch.ops.prim.device.default
+aten = torch.ops.aten
+
+
+if TYPE_CHECKING:
+    from memopt.estimators.fake_watch import Watch
+
+
+class _StorageRef(weakref.ref):  # type: ignore[type-arg]
+    __slots__ = ("key",)
+    key: int
+
+
+class FakeRecorder(TorchDispatchMode):
+    """Runs every op on fake tensors and keeps the sequence of storages allocated and freed on the target device."""
+
+    def __init__(self, target: Target = "cuda", *, guesser: Guesser | None = None) -> None:
+        super().__init__()
+        self.target = target
+        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.guesser = guesser or Guesser()
+        self.rows: list[StorageRow] = []
+        self.events: list[int] = []
+        """`i + 1` when row i is allocated, `-(i + 1)` when it is freed."""
+        self.op_count = 0
+        self.inside = 0
+        self.phase = "forward"
+        self.where: Callable[[], str] = lambda: ""
+        self.marks: list[tuple[str, int]] = []
+        self._live: dict[int, tuple[_StorageRef, int]] = {}
+        self._claim: str | None = None
+        self.watch: Watch | None = None
+        self._stack = ExitStack()
+
+    # entering and leaving
+
+    def __enter__(self) -> FakeRecorder:
+        from memopt.estimators.fake_watch import watching
+
+        super().__enter__()
+        try:
+            if self.target == "cuda":
+                from memopt.estimators.fake_choices import cuda_choices
+
+                self._stack.enter_context(cuda_choices(self))
+            self._stack.enter_context(watching(self))
+        except BaseException:
+            super().__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.close()
+        super().__exit__(*exc)
+
+    def finish(self) -> Recording:
+        """What was recorded, as plain data. Storages alive now stay allocated in it."""
+        return Recording(
+            target=self.target,
+            rows=list(self.rows),
+            events=list(self.events),
+            marks=list(self.marks),
+            notes=self.guesser.notes(),
+            op_count=self.op_count,
+        )
+
+    # making tensors
+
+    def fake(
+        self, shape: Iterable[int], dtype: torch.dtype = torch.float32, *, category: str = "input"
+    ) -> torch.Tensor:
+        """A new fake tensor on the target device."""
+        with self.claiming(self.target), self.fake_mode:
+            made = torch.empty(tuple(shape), dtype=dtype)
+        self._see(made, self.target, "made")
+        self.mark(made, category)
+        return made
+
+    def parameter(self, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+        """A new fake leaf that requires grad, on the target device."""
+        return torch.nn.Parameter(self.fake(shape, dtype, category="parameter"))
+
+    @contextmanager
+    def claiming(self, device: str) -> Any:
+        """New storages inside lie on `device`, whatever their inputs lie on."""
+        before, self._claim = self._claim, device
+        try:
+            yield
+        finally:
+            self._claim = before
+
+    # asking and telling
+
+    def device_of(self, tensor: torch.Tensor) -> str:
+        """`cuda` or `cpu`: where the script believes `tensor` to be."""
+        if self.target == "cpu":
+            return "cpu"
+        try:
+            return "cuda" if tensor.untyped_storage()._cdata in self._live else "cpu"
+        except (NotImplementedError, RuntimeError):
+            return "cpu"
+
+    def mark(self, tensor: torch.Tensor, category: str, label: str = "") -> None:
+        """Name the storage under `tensor`; nothing happens when it is not on the target."""
+        row = self.row_of(tensor)
+        if row is not None:
+            row.category = category
+            if label:
+                row.label = label
+
+    def row_of(self, tensor: torch.Tensor) -> StorageRow | None:
+        """What is recorded of the storage under `tensor`."""
+        try:
+            found = self._live.get(tensor.untyped_storage()._cdata)
+        except (NotImplementedError, RuntimeError):
+            return None
+        return self.rows[found[1]] if found else None
+
+    def adopt(self, tensor: torch.Tensor, device: str) -> None:
+        """Record a tensor that was made out of sight."""
+        self._see(tensor, device, "adopted")
+
+    # recording
+
+    def _see(self, tensor: torch.Tensor, device: str, op: str) -> None:
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return
+        key = storage._cdata
+        known = self._live.get(key)
+        if known is not None:
+            if self.rows[known[1]].size_bytes != storage.nbytes():
+                self._resized(key, known, storage)
+            return
+        if self.target == "cuda" and device != "cuda":
+            return
+        if tensor.device.type == "meta" and not isinstance(tensor, FakeTensor):
+            return
+        self._allocate(storage, op)
+
+    def _allocate(self, storage: torch.UntypedStorage, op: str) -> None:
+        ref = _StorageRef(storage, self._freed)
+        ref.key = storage._cdata
+        index = self._row(storage.nbytes(), op)
+        self._live[ref.key] = (ref, index)
+        self.events.append(index + 1)
+
+    def _row(self, size_bytes: int, op: str, category: str = "") -> int:
+        self.rows.append(StorageRow(size_bytes, category, self.phase, self.where(), op, self.op_count))
+        return len(self.rows) - 1
+
+    def _resized(self, key: int, known: tuple[_StorageRef, int], storage: torch.UntypedStorage) -> None:
+        self.events.append(-(known[1] + 1))
+        old = self.rows[known[1]]
+        index = self._row(storage.nbytes(), old.op, old.category)
+        self._live[key] = (known[0], index)
+        self.events.append(index + 1)
+
+    def _freed(self, ref: _StorageRef) -> None:
+        known = self._live.pop(ref.key, None)
+        if known is not None:
+            self.events.append(-(known[1] + 1))
+
+    def workspace(self, size_bytes: int, op: str, *, forever: bool = False) -> None:
+        """Memory that a kernel takes from the allocator without a tensor to show for it."""
+        if size_bytes <= 0:
+            return
+        index = self._row(size_bytes, op, "workspace")
+        self.events.append(index + 1)
+        if not forever:
+            self.events.append(-(index + 1))
+
+    # running ops
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is prim_device:
+            return args[0].fake_device
+        kwargs = kwargs or {}
+        if func.namespace in ("profiler", "prim"):
+            return func(*args, **kwargs)
+        tensors = _tensors(args, kwargs)
+        device, kwargs = self._device(tensors, kwargs)
+        self.inside += 1
+        try:
+            result = self._run(func, args, kwargs, tensors)
+        finally:
+            self.inside -= 1
+        self.op_count += 1
+        name = func.__name__ if hasattr(func, "__name__") else str(func)
+        self._see_all(result, device, name)
+        for size in hidden_bytes(self, func, args, kwargs, result):
+            self.workspace(size, name)
+        return result
+
+    def _see_all(self, result: Any, device: str, name: str) -> None:
+        if isinstance(result, torch.Tensor):
+            self._see(result, device, name)
+        elif isinstance(result, (tuple, list)):
+            for each in result:
+                self._see_all(each, device, name)
+
+    def _device(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        asked = kwargs.get("device")
+        if self.target == "cpu":
+            return "cpu", kwargs
+        if asked is not None and torch.device(asked).type == "cuda":
+            return "cuda", {**kwargs, "device": torch.device("cpu")}
+        if self._claim is not None:
+            return self._claim, kwargs
+        live = self._live
+        for tensor in tensors:
+            try:
+                if tensor.untyped_storage()._cdata in live:
+                    return "cuda", kwargs
+            except (NotImplementedError, RuntimeError):
+                continue
+        return "cpu", kwargs
+
+    def _run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        fakes = any(isinstance(t, FakeTensor) for t in tensors)
+        if fakes:
+            guess = self.guesser.answer(self, func, args, kwargs)
+            if guess is not None:
+                return guess[0]
+            if func is aten.add.Tensor and self._adds_in_place(args, kwargs):
+                return args[0].add_(args[1])
+            return _own(func, args, func(*args, **kwargs))
+        if self._stays_real(func, args, kwargs, tensors):
+            return func(*args, **kwargs)
+        with self.fake_mode:
+            return _own(func, args, func(*args, **kwargs))
+
+    def _stays_real(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> bool:
+        if tensors:
+            return sum(_bytes(t) for t in tensors) <= _REAL_BYTES
+        kind = kwargs.get("dtype") or torch.get_default_dtype()
+        name = func._schema.name
+        if name in _INTEGER_FACTORIES and kwargs.get("dtype") is None:
+            kind = torch.int64
+        number = _numel(name, args)
+        if number is None:
+            return True
+        return number <= (_FLOATS_REAL if kind.is_floating_point or kind.is_complex else _INTS_REAL)
+
+    def _adds_in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Autograd's input buffer adds a second gradient into the first when nobody else holds it, but not for subclasses."""
+        if self.phase != "backward" or kwargs or len(args) != 2 or torch.is_grad_enabled():
+            return False
+        old, new = args
+        if not (isinstance(old, FakeTensor) and isinstance(new, torch.Tensor)):
+            return False
+        if old.shape != new.shape or old.dtype != new.dtype or not _dense(old):
+            return False
+        return _only_holder(old)
+
+
+_INTEGER_FACTORIES = {
+    "aten::randint",
+    "aten::randperm",
+    "aten::arange",
+    "aten::tril_indices",
+    "aten::triu_indices",
+}
+_SIZED = {
+    "aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn", "aten::randint",
+    "aten::empty_strided", "aten::normal", "aten::eye", "aten::randperm", "aten::empty_permuted",
+}  # fmt: skip
+
+
+def _numel(name: str, args: tuple[Any, ...]) -> int | None:
+    """How many elements a factory makes; None when its arguments do not say so plainly."""
+    if name in ("aten::eye", "aten::randperm"):
+        return int(args[0]) ** 2 if name == "aten::eye" else int(args[0])
+    if name not in _SIZED:
+        return None
+    for arg in args:
+        if isinstance(arg, (list, tuple, torch.Size)):
+            number = 1
+            for size in arg:
+                number *= int(size)
+            return number
+    return None
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.numel() * tensor.element_size()
+    except RuntimeError:
+        return 0
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def _only_holder(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for arg in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(arg, torch.Tensor):
+            found.append(arg)
+        elif isinstance(arg, (list, tuple)):
+            found.extend(x for x in arg if isinstance(x, torch.Tensor))
+    return found
+
+
+def _own(func: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """An in-place op on a real tensor returns that tensor, not the fake copy that was made of it."""
+    if isinstance(result, torch.Tensor) and args and isinstance(args[0], torch.Tensor):
+        if args[0] is not result and not isinstance(args[0], FakeTensor) and func._schema.name.endswith("_"):
+            return args[0]
+    return result

@@ -1,0 +1,99 @@
+"""Recording: which storages a run allocated and freed, in order, as plain data. No torch."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class StorageRow:
+    """One allocation. `category` is one of `memopt.trace.CATEGORIES`, or empty until `classify` has looked at its life."""
+
+    size_bytes: int
+    category: str
+    phase: str
+    module: str
+    op: str
+    birth_op: int
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """When storages of a category are allocated and released, DNNMem's way."""
+
+    allocation: str
+    release: str
+
+
+POLICIES = {
+    "parameter": Policy("ALLOC_ON_START", "RELEASE_ON_EXIT"),
+    "buffer": Policy("ALLOC_ON_START", "RELEASE_ON_EXIT"),
+    "optimizer state": Policy("ALLOC_ON_DEMAND", "RELEASE_ON_EXIT"),
+    "gradient": Policy("ALLOC_ON_DEMAND", "RELEASE_ON_DEATH"),
+    "input": Policy("ALLOC_ON_DEMAND", "RELEASE_ON_DEATH"),
+    "activation": Policy("ALLOC_ON_DEMAND", "RELEASE_ON_DEATH"),
+    "temporary": Policy("ALLOC_ON_DEMAND", "RELEASE_ON_DEATH"),
+    "workspace": Policy("ALLOC_ON_DEMAND", "RELEASE_ON_DEATH"),
+}
+"""What the recorded sequences follow: a gradient dies at `zero_grad`, an activation with its last reader, a workspace inside its op."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """The storages (`rows`) and the order in which they came (`i + 1`) and went (`-(i + 1)`)."""
+
+    target: str
+    rows: list[StorageRow]
+    events: list[int]
+    marks: list[tuple[str, int]] = field(default_factory=list)
+    """`("backward" | "step", n)`: happened after the first n events."""
+    notes: list[str] = field(default_factory=list)
+    """Guesses that the run needed, and what was done differently than the script asked."""
+    op_count: int = 0
+
+    def allocations(self) -> Iterator[tuple[int, int]]:
+        """`(row, bytes)` for an allocation, `(row, -bytes)` for a release; empty storages are left out."""
+        for event in self.events:
+            row = abs(event) - 1
+            size = self.rows[row].size_bytes
+            if size:
+                yield row, size if event > 0 else -size
+
+    def peak(self, rounding_bytes: int = 1) -> tuple[int, int]:
+        """Most bytes live at once when sizes are rounded up, and after how many events."""
+        live = most = at = 0
+        for position, event in enumerate(self.events):
+            size = -(-self.rows[abs(event) - 1].size_bytes // rounding_bytes) * rounding_bytes
+            live += size if event > 0 else -size
+            if live > most:
+                most, at = live, position + 1
+        return most, at
+
+    def live_after(self, event_count: int) -> list[int]:
+        """Rows that are allocated after the first `event_count` events."""
+        live: dict[int, None] = {}
+        for event in self.events[:event_count]:
+            if event > 0:
+                live[event - 1] = None
+            else:
+                live.pop(-event - 1, None)
+        return list(live)
+
+
+def classify(recording: Recording) -> None:
+    """Fill in the categories that nobody named: activations outlive the start of a backward pass, temporaries do not."""
+    starts = [at for kind, at in recording.marks if kind == "backward"]
+    birth: dict[int, int] = {}
+    death: dict[int, int] = {}
+    for position, event in enumerate(recording.events):
+        (birth if event > 0 else death)[abs(event) - 1] = position
+    end = len(recording.events)
+    for index, row in enumerate(recording.rows):
+        if row.category:
+            continue
+        first = bisect.bisect_right(starts, birth.get(index, end))
+        lives = first < len(starts) and starts[first] <= death.get(index, end)
+        row.category = "activation" if lives and row.phase in ("forward", "other") else "temporary"
