@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +26,7 @@ class UNet(nn.Module):
         super().__init__()
         widths = [width << i for i in range(depth + 1)]
         self.stem = double_conv(channels, width)
-        self.down = nn.ModuleList(double_conv(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.down = nn.ModuleList(double_conv(a, b) for a, b in pairwise(widths))
         self.pool = nn.MaxPool2d(2)
         rising = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
         self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, stride=2) for a, b in rising)

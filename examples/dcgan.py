@@ -1,0 +1,98 @@
+"""A DCGAN on generated blobs: two networks, two optimizers, two backward passes of the discriminator per step.
+
+python examples/dcgan.py --steps 60
+"""
+
+import argparse
+
+import torch
+import torch.nn as nn
+import torch.optim as optim
+
+NOISE = 32
+
+
+def blobs(batch, pixels=32):
+    """Images in [-1, 1] with one soft coloured blob each."""
+    axis = torch.linspace(-1, 1, pixels)
+    centre = torch.rand(batch, 2, 1, 1) - 0.5
+    size = 0.1 + 0.2 * torch.rand(batch, 1, 1)
+    distance = (axis[:, None] - centre[:, 0]) ** 2 + (axis - centre[:, 1]) ** 2
+    colour = torch.rand(batch, 3, 1, 1)
+    return 2 * colour * torch.exp(-distance / size**2)[:, None] - 1
+
+
+class Generator(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.ConvTranspose2d(NOISE, 4 * width, 4, bias=False),
+            nn.BatchNorm2d(4 * width),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(4 * width, 2 * width, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(2 * width),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(2 * width, width, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(True),
+            nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False),
+            nn.Tanh(),
+        )
+
+    def forward(self, noise):
+        return self.main(noise)
+
+
+class Discriminator(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(3, width, 4, 2, 1, bias=False),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(width, 2 * width, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(2 * width),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(2 * width, 4 * width, 4, 2, 1, bias=False),
+            nn.BatchNorm2d(4 * width),
+            nn.LeakyReLU(0.2, inplace=True),
+            nn.Conv2d(4 * width, 1, 4, bias=False),
+        )
+
+    def forward(self, image):
+        return self.main(image).flatten()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.manual_seed(args.seed)
+
+    net_g, net_d = Generator(args.width), Discriminator(args.width)
+    criterion = nn.BCEWithLogitsLoss()
+    opt_d = optim.Adam(net_d.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    opt_g = optim.Adam(net_g.parameters(), lr=2e-4, betas=(0.5, 0.999))
+    real_label, fake_label = torch.ones(args.batch), torch.zeros(args.batch)
+    for step in range(args.steps):
+        net_d.zero_grad()
+        loss_real = criterion(net_d(blobs(args.batch)), real_label)
+        loss_real.backward()
+        fake = net_g(torch.randn(args.batch, NOISE, 1, 1))
+        loss_fake = criterion(net_d(fake.detach()), fake_label)
+        loss_fake.backward()
+        opt_d.step()
+
+        net_g.zero_grad()
+        loss_g = criterion(net_d(fake), real_label)
+        loss_g.backward()
+        opt_g.step()
+        print(
+            f"step {step} loss {(loss_real + loss_fake).item():.6f} generator {loss_g.item():.6f}", flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()
