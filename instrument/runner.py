@@ -7,11 +7,13 @@ the script's own exit code, and death by the signal that killed it. Imports no t
 
 from __future__ import annotations
 
+import atexit
 import importlib.machinery
 import importlib.util
 import os
 import signal
 import sys
+import threading
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +83,7 @@ def run(command: Command) -> int:
     source = find_source(command)
     main = _prepare(command, source)
     try:
-        code = compile(source.read_bytes(), str(source), "exec", dont_inherit=True)
+        code = compile(source.read_bytes(), str(main.__file__), "exec", dont_inherit=True)
         exec(code, main.__dict__)
     except SystemExit as stop:
         return exit_code_of(stop)
@@ -96,7 +98,9 @@ def run(command: Command) -> int:
 def _prepare(command: Command, source: Path) -> types.ModuleType:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
-    main.__file__ = str(source)
+    if sys.version_info < (3, 14):
+        main.__dict__["__annotations__"] = {}  # the interpreter's own `__main__` has it from the start
+    main.__file__ = os.path.join(os.getcwd(), source)
     if command.as_module:
         spec = _module_spec(command.argv[0])
         main.__spec__, main.__package__ = spec, spec.parent
@@ -106,7 +110,7 @@ def _prepare(command: Command, source: Path) -> types.ModuleType:
         main.__spec__ = None
         main.__package__ = None
         main.__dict__["__cached__"] = None
-        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", str(source))
+        main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
         folder = command.argv[0] if Path(command.argv[0]).is_dir() else os.path.dirname(os.path.realpath(source))
         if not sys.flags.safe_path or sys.path[0] != folder:
             sys.path[0] = folder
@@ -166,7 +170,9 @@ def _without(trace: types.TracebackType | None, here: str) -> types.TracebackTyp
 
 
 def die_of(number: int) -> NoReturn:
-    """End this process by signal `number`, as a shell expects of an interrupted program."""
+    """End this process by signal `number`, as a shell expects; the script's threads and atexit hooks end first, as in python."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     signal.signal(number, signal.SIG_DFL)

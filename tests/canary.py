@@ -71,7 +71,7 @@ def world():
         pickled=pickle.loads(pickle.dumps(Keepsake([1, 2]))).value,
         stdin=sys.stdin.read(),
         recursion=sys.getrecursionlimit(),
-        own_frames=[frame.function for frame in inspect.stack()][-2:],
+        own_frames=[frame.function for frame in inspect.stack()][:2],
     )
 
 

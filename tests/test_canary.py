@@ -60,6 +60,32 @@ def plain(folder: Path) -> World:
     return world
 
 
+RUNNER_ALONE = """
+import signal, sys
+from memopt.instrument.runner import Command, die_of, run
+try:
+    sys.exit(run(Command(tuple(sys.argv[1:]))))
+except KeyboardInterrupt:
+    die_of(signal.SIGINT)
+"""
+
+
+def test_runner_alone_shows_the_same_world(folder: Path, plain: World) -> None:
+    prefix = ["-c", RUNNER_ALONE, "canary.py"]
+    seen = run(prefix, folder, folder / "out.jsonl", "world", "--flag", "-x", "--", "-o", "y")
+    assert (seen.returncode, seen.stdout, seen.notes) == (plain.returncode, plain.stdout, plain.notes), (
+        seen.stderr
+    )
+
+
+@pytest.mark.parametrize("mode", ENDINGS)
+def test_same_end_under_runner_alone(folder: Path, mode: str) -> None:
+    out = folder / f"{mode}.jsonl"
+    assert_same_end(
+        run(["canary.py"], folder, out, mode), run(["-c", RUNNER_ALONE, "canary.py"], folder, out, mode)
+    )
+
+
 def memopt(*args: str) -> list[str]:
     return ["-m", "memopt", *args]
 
