@@ -60,8 +60,11 @@ class Frames:
         if not self._stack:
             self.current = self._outside
 
-    def names_of(self, root: nn.Module) -> str:
-        """Name of outermost module `root`; names all modules below it."""
+    def name_of_root(self, root: nn.Module) -> str:
+        """Name of outermost module `root`; names it and all modules below it if that has not been done."""
+        known = self._names.get(root)
+        if known is not None:
+            return known
         name = type(root).__name__
         count = self._roots.get(name, 0)
         self._roots[name] = count + 1
@@ -75,7 +78,7 @@ class Frames:
             return
         name = self._names.get(module)
         if name is None:
-            name = self.names_of(module) if not self._stack else f"{self._stack[-1].key.rpartition('#')[0]}.<{type(module).__name__}>"
+            name = self.name_of_root(module) if not self._stack else f"{self._stack[-1].key.rpartition('#')[0]}.<{type(module).__name__}>"
             self._names.setdefault(module, name)
         name += "#" if torch.is_grad_enabled() else "~"
         call = self._calls.get(name, 0)

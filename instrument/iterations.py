@@ -140,4 +140,4 @@ class Iterations:
 
 
 def _optimizer_exists() -> bool:
-    return any(isinstance(thing, torch.optim.Optimizer) for thing in gc.get_objects())
+    return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())

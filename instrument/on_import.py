@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -60,3 +61,15 @@ class _Loader(importlib.abc.Loader):
         module.__loader__ = self._loader
         self._loader.exec_module(module)
         self._action()
+
+
+def quiet_allocator() -> Callable[[], None]:
+    """Keep torch's C++ warnings about blocks older than the recording off the script's stderr.
+
+    torch reads the variable when it is imported; call what is returned after that, so that children do not inherit it.
+    """
+    name = "TORCH_CPP_LOG_LEVEL"
+    if name in os.environ:
+        return lambda: None
+    os.environ[name] = "ERROR"
+    return lambda: os.environ.pop(name, None) and None

@@ -79,6 +79,21 @@ def share(tensor: Tensor) -> Tensor:
         del guard
 
 
+class Kept:
+    """What autograd holds in place of a saved tensor that memopt leaves alone: an alias and the version it had."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = share(tensor)
+        self.version = tensor._version
+
+    def get(self) -> Tensor:
+        """The tensor; raises what autograd raises when it was changed in place since it was saved."""
+        check_version(self.tensor, self.version)
+        return self.tensor
+
+
 def check_version(tensor: Tensor, version: int) -> None:
     """Raise what autograd itself raises when a saved tensor was changed in place since it was saved."""
     if tensor._version == version:

@@ -19,7 +19,7 @@ from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.lines import user_line
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of, updated_statistics
-from memopt.instrument.saved import check_version, share
+from memopt.instrument.saved import Kept
 from memopt.profiler.clock import OpClock
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = range(4)
@@ -72,14 +72,13 @@ class SlotRow:
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
-class Handle:
-    """What autograd holds instead of a saved tensor while recording: the tensor itself and its row."""
+class Handle(Kept):
+    """A saved tensor while recording: the tensor itself and its row."""
 
-    __slots__ = ("__weakref__", "row", "tensor", "version")
+    __slots__ = ("row",)
 
     def __init__(self, tensor: Tensor, row: int) -> None:
-        self.tensor = tensor
-        self.version = tensor._version
+        super().__init__(tensor)
         self.row = row
 
 
@@ -108,6 +107,8 @@ class Recorder(TorchDispatchMode):
         self._naming: list[int] | None = None
         self._recording = True
         self.backward_calls = 0
+        self.keep_graph = 0
+        self.create_graph = 0
         self.notes: set[str] = set()
 
     # --- ops
@@ -135,7 +136,8 @@ class Recorder(TorchDispatchMode):
             frame, forward_op = self._backward_place(frame)
         else:
             self._node_ops.setdefault(torch.autograd._get_sequence_nr() - 1, op)
-        reads = [self._value_of(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        statistics = {id(t) for t in updated_statistics(kind, args)}
+        reads = [self._value_of(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and id(t) not in statistics]
         row = OpRow(
             kind=kind,
             module=frame.key,
@@ -253,11 +255,12 @@ class Recorder(TorchDispatchMode):
 
     # --- saved tensors
 
-    def pack(self, tensor: Tensor) -> Any:
+    def pack(self, tensor: Tensor) -> Kept:
+        """The hook: a handle that keeps `tensor`, and its row."""
         if not self._recording:
-            return share(tensor)
+            return Kept(tensor)
         frame = self._frames.current
-        handle = Handle(share(tensor), len(self.slots))
+        handle = Handle(tensor, len(self.slots))
         plain = is_plain(tensor)
         number = self._row_of(tensor) if plain else -1
         if self._iterations.in_backward or number < 0:
@@ -284,17 +287,16 @@ class Recorder(TorchDispatchMode):
             self.storages[number].only_saved_from = -1
         return handle
 
-    def unpack(self, handle: Any) -> Tensor:
-        if isinstance(handle, Tensor):
-            return handle
+    def unpack(self, handle: Kept) -> Tensor:
+        """The hook: the tensor of `handle`, and when it was asked for."""
+        row = handle.row if isinstance(handle, Handle) else -1
         if self._naming is not None:
-            self._naming.append(handle.row)
-            return handle.tensor  # type: ignore[no-any-return]
-        if self._recording and handle.row >= 0:
+            self._naming.append(row)
+            return handle.tensor
+        if self._recording and 0 <= row < len(self.slots):
             self._name_node()
-            self.slots[handle.row].unpacks.append(len(self.ops))
-        check_version(handle.tensor, handle.version)
-        return handle.tensor  # type: ignore[no-any-return]
+            self.slots[row].unpacks.append(len(self.ops))
+        return handle.get()
 
     def _name_node(self) -> None:
         """Read every `_saved_*` attribute of the running node once, to learn which handle is which slot."""
@@ -345,9 +347,15 @@ class Recorder(TorchDispatchMode):
         self._recording = False
         self._pending.clear()
 
-    def node_began(self) -> None:
+    def backward_began(self, *, keep_graph: bool, create_graph: bool) -> None:
         self.backward_calls += 1
+        self.keep_graph += int(keep_graph)
+        self.create_graph += int(create_graph)
         self._poll(len(self.ops) - 1)
+
+    @property
+    def forward_saves(self) -> int:
+        return len(self.slots)
 
 
 def _is_simple(value: object) -> bool:

@@ -1,0 +1,133 @@
+"""The Device section of a profile: memory, copy and disk rates, allocator, measured on this machine in under a second."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from memopt.device import Device
+
+_COPY_BYTES = 64 * 2**20
+_DISK_BYTES = 48 * 2**20
+_CHUNK_BYTES = 4 * 2**20
+
+
+def measure_device(kind: str, swap_dir: Path) -> Device:
+    """What the device `kind` (`cpu`, `cuda`) and the swap directory do here; what cannot be measured is 0."""
+    out, in_ = measure_disk(swap_dir)
+    if kind == "cpu":
+        return Device(
+            kind="cpu",
+            name=_cpu_name(),
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            disk_out_bytes_per_s=out,
+            disk_in_bytes_per_s=in_,
+            copy_bytes_per_s=_copy_rate(torch.device("cpu")),
+            allocator="cpu",
+        )
+    index = torch.accelerator.current_device_index()
+    device = torch.device(kind, index)
+    host_out, host_in = _host_rates(device)
+    return Device(
+        kind=kind,
+        name=torch.cuda.get_device_name(index) if kind == "cuda" else kind,
+        memory_bytes=torch.cuda.get_device_properties(index).total_memory if kind == "cuda" else 0,
+        context_bytes=_context_bytes(index) if kind == "cuda" else 0,
+        host_out_bytes_per_s=host_out,
+        host_in_bytes_per_s=host_in,
+        disk_out_bytes_per_s=out,
+        disk_in_bytes_per_s=in_,
+        copy_bytes_per_s=_copy_rate(device),
+        allocator=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "native")),
+    )
+
+
+def measure_disk(folder: Path) -> tuple[float, float]:
+    """Bytes per second written to and read from `folder`, past the page cache where it allows; zeros when it cannot be written."""
+    try:
+        handle, name = tempfile.mkstemp(dir=folder, prefix="memopt-measure-")
+        os.close(handle)
+        try:
+            return _time_file(name)
+        finally:
+            os.unlink(name)
+    except OSError:
+        return 0.0, 0.0
+
+
+def _time_file(name: str) -> tuple[float, float]:
+    buffer = mmap.mmap(-1, _CHUNK_BYTES)
+    buffer.write(os.urandom(2**16) * (_CHUNK_BYTES // 2**16))
+    try:
+        descriptor = os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        descriptor = os.open(name, os.O_RDWR)
+    try:
+        os.posix_fallocate(descriptor, 0, _DISK_BYTES)
+        offsets = range(0, _DISK_BYTES, _CHUNK_BYTES)
+        begin = time.perf_counter()
+        for offset in offsets:
+            os.pwrite(descriptor, buffer, offset)
+        os.fdatasync(descriptor)
+        middle = time.perf_counter()
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(descriptor, 0, _DISK_BYTES, os.POSIX_FADV_DONTNEED)
+        for offset in offsets:
+            os.preadv(descriptor, [buffer], offset)
+        end = time.perf_counter()
+    finally:
+        os.close(descriptor)
+    return _DISK_BYTES / (middle - begin), _DISK_BYTES / (end - middle)
+
+
+def _copy_rate(device: torch.device) -> float:
+    source = torch.ones(_COPY_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return _best_rate(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def _host_rates(device: torch.device) -> tuple[float, float]:
+    here = torch.ones(_COPY_BYTES // 4, device=device)
+    host = torch.empty(here.shape, pin_memory=True)
+    host.copy_(here)
+    out = _best_rate(lambda: host.copy_(here, non_blocking=True), device)
+    return out, _best_rate(lambda: here.copy_(host, non_blocking=True), device)
+
+
+def _best_rate(copy: object, device: torch.device) -> float:
+    best = float("inf")
+    for _ in range(3):
+        begin = time.perf_counter()
+        copy()  # type: ignore[operator]
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return _COPY_BYTES / best
+
+
+def _context_bytes(index: int) -> int:
+    """What NVML sees of this process above what the caching allocator reserved."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        mine = [p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+        return max(0, int(mine[0] or 0) - torch.cuda.memory_reserved(index)) if mine else 0
+    except Exception:
+        return 0
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return "cpu"

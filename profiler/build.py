@@ -1,0 +1,206 @@
+"""Recorder's rows -> Trace columns: interning, categories, bytes per op, labels."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from statistics import median
+
+import msgspec
+
+import memopt
+from memopt.device import Device
+from memopt.instrument.ops import OpKind
+from memopt.profiler.clock import Usage
+from memopt.profiler.recorder import BACKWARD, FORWARD, OPTIMIZER, OpRow, Recorder, StorageRow
+from memopt.trace import (
+    CATEGORIES,
+    HIDDEN_STATE,
+    RANDOM,
+    REPLAYABLE,
+    Csr,
+    Ops,
+    Script,
+    Slots,
+    Storages,
+    Trace,
+    Values,
+)
+
+
+class _Strings:
+    def __init__(self) -> None:
+        self._index: dict[str, int] = {"": 0}
+
+    def __call__(self, text: str) -> int:
+        return self._index.setdefault(text, len(self._index))
+
+    def all(self) -> list[str]:
+        return list(self._index)
+
+
+def build_trace(
+    recorder: Recorder,
+    usage: Usage | None,
+    *,
+    more_times_us: list[list[float]],
+    base_bytes: int,
+    script: Script,
+    device: Device,
+    iteration: int,
+    step_ms: float,
+    notes: list[str],
+    facts: dict[str, int],
+    partial: str,
+) -> Trace:
+    """The trace of what `recorder` saw. Without `usage` the bytes are those of the storages alone."""
+    strings = _Strings()
+    count = len(recorder.ops)
+    times = _median_times(count, usage, more_times_us)
+    live, high = _bytes_per_op(recorder, usage, base_bytes)
+    extra = [h - low for h, low in zip(high, live, strict=True)]
+    return Trace(
+        memopt=memopt.__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        script=script,
+        device=device,
+        ops=_ops(recorder, strings, times, live, extra),
+        values=Values(
+            storage=[v[0] for v in recorder.values],
+            producer=[v[1] for v in recorder.values],
+            output=[v[2] for v in recorder.values],
+        ),
+        storages=_storages(recorder, strings),
+        slots=_slots(recorder, strings),
+        strings=strings.all(),
+        iteration=iteration,
+        step_ms=step_ms,
+        peak_bytes=max([base_bytes, *high, base_bytes + usage.high_after_bytes if usage else 0]),
+        base_bytes=base_bytes,
+        notes=notes,
+        facts=facts,
+        partial=partial,
+    )
+
+
+def _median_times(count: int, usage: Usage | None, more: list[list[float]]) -> list[float]:
+    rows = [row for row in [usage.time_us if usage else [], *more] if len(row) == count]
+    if not rows:
+        return [0.0] * count
+    return [round(median(column), 2) for column in zip(*rows, strict=True)]
+
+
+def _bytes_per_op(recorder: Recorder, usage: Usage | None, base_bytes: int) -> tuple[list[int], list[int]]:
+    """Bytes held when each op starts and the most held until its end, from the allocator or else from the storages."""
+    count = len(recorder.ops)
+    if usage is not None and len(usage.live_bytes) == count == len(usage.high_bytes):
+        live = [max(0, base_bytes + b) for b in usage.live_bytes]
+        return live, [max(a, base_bytes + b) for a, b in zip(live, usage.high_bytes, strict=True)]
+    change = [0] * (count + 1)
+    births = [0] * (count + 1)
+    for storage in recorder.storages:
+        if storage.birth >= 0:
+            births[storage.birth] += storage.size_bytes
+            change[storage.birth + 1] += storage.size_bytes
+        if storage.death is not None:
+            change[max(storage.death, -1) + 1] -= storage.size_bytes
+    live, held = [], base_bytes
+    for op in range(count):
+        held += change[op]
+        live.append(max(0, held))
+    return live, [a + births[op] for op, a in enumerate(live)]
+
+
+def _ops(recorder: Recorder, strings: _Strings, times: list[float], live: list[int], extra: list[int]) -> Ops:
+    rows = recorder.ops
+    workspace = [max(0, more - _born_bytes(recorder, op, row)) for op, (row, more) in enumerate(zip(rows, extra, strict=True))]
+    return Ops(
+        name=[strings(row.kind.name) for row in rows],
+        module=[strings(row.module) for row in rows],
+        ordinal=[row.ordinal for row in rows],
+        phase=[row.phase for row in rows],
+        flags=[_flags(row.kind) for row in rows],
+        line=[strings(row.line) for row in rows],
+        time_us=times,
+        live_bytes=live,
+        extra_bytes=extra,
+        workspace_bytes=workspace,
+        reads=Csr.of([row.reads for row in rows]),
+        writes=Csr.of([row.writes for row in rows]),
+        forward_op=[row.forward_op for row in rows],
+    )
+
+
+def _born_bytes(recorder: Recorder, op: int, row: OpRow) -> int:
+    storages = {recorder.values[value][0] for value in row.writes}
+    return sum(recorder.storages[s].size_bytes for s in storages if recorder.storages[s].birth == op)
+
+
+def _flags(kind: OpKind) -> int:
+    return RANDOM * kind.random | REPLAYABLE * kind.replayable | HIDDEN_STATE * (kind.statistics is not None)
+
+
+def _storages(recorder: Recorder, strings: _Strings) -> Storages:
+    rows, end = recorder.storages, len(recorder.ops)
+    saved = {slot.storage for slot in recorder.slots}
+    return Storages(
+        size_bytes=[row.size_bytes for row in rows],
+        category=[CATEGORIES.index(_category(recorder, number, row, number in saved)) for number, row in enumerate(rows)],
+        birth_op=[row.birth for row in rows],
+        death_op=[end if row.death is None else row.death for row in rows],
+        only_saved_from=[row.only_saved_from for row in rows],
+        label=[strings(_label(recorder, row)) for row in rows],
+        line=[strings(recorder.ops[row.birth].line if row.birth >= 0 else "") for row in rows],
+    )
+
+
+def _category(recorder: Recorder, number: int, row: StorageRow, saved: bool) -> str:
+    if row.category:
+        return row.category
+    if row.birth < 0:
+        return "input"
+    birth = recorder.ops[row.birth]
+    if birth.phase == OPTIMIZER:
+        return "optimizer state" if row.death is None else "temporary"
+    if birth.phase == FORWARD and birth.module == "@" and not birth.reads:
+        return "input"
+    if saved or (birth.phase == FORWARD and row.death is not None and row.death < len(recorder.ops) and _crosses(recorder, row)):
+        return "activation"
+    return "temporary"
+
+
+def _crosses(recorder: Recorder, row: StorageRow) -> bool:
+    """Is the storage still there when backward runs?"""
+    assert row.death is not None
+    return recorder.ops[max(row.death, 0)].phase == BACKWARD
+
+
+def _label(recorder: Recorder, row: StorageRow) -> str:
+    if row.name:
+        return f"{row.name} · {row.meta}"
+    if row.birth < 0:
+        return f"from before · {row.meta}"
+    op = recorder.ops[row.birth]
+    module = op.module.partition("#")[0].lstrip("@") if not op.module.startswith("@") else "script"
+    name = op.kind.name.removeprefix("aten.").partition(".")[0]
+    return f"{module} · {name}{' (backward)' if op.phase == BACKWARD else ''} · {row.meta}"
+
+
+def _slots(recorder: Recorder, strings: _Strings) -> Slots:
+    rows = recorder.slots
+    return Slots(
+        storage=[row.storage for row in rows],
+        value=[row.value for row in rows],
+        module=[strings(row.frame) for row in rows],
+        ordinal=[row.ordinal for row in rows],
+        node=[strings(row.node) for row in rows],
+        slot=[strings(row.slot) for row in rows],
+        dtype=[strings(row.dtype) for row in rows],
+        shape=Csr.of([row.shape for row in rows]),
+        stride=Csr.of([row.stride for row in rows]),
+        offset=[row.offset for row in rows],
+        consumer=[row.consumer for row in rows],
+        packed_before=[row.packed_before for row in rows],
+        unpacks=Csr.of([row.unpacks for row in rows]),
+        plain=[int(row.plain) for row in rows],
+        attributes=[strings(msgspec.json.encode(row.attributes).decode() if row.attributes else "") for row in rows],
+    )

@@ -1,0 +1,118 @@
+"""Names for the memory that is there before the iteration begins: parameters, buffers, gradients, optimizer state, leftovers."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from memopt.instrument.frames import Frames
+
+Tell = Callable[[Tensor, str, str], None]
+"""(tensor, category, name)"""
+
+
+def tell_all(tell: Tell, frames: Frames) -> None:
+    """Call `tell` for every tensor that lives now, the surest name first."""
+    modules, optimizers, tensors = _living()
+    names: dict[int, str] = {}
+    for root in _roots(modules):
+        top = frames.name_of_root(root)
+        for name, parameter in root.named_parameters():
+            names.setdefault(id(parameter), f"{top}.{name}")
+            tell(parameter, "parameter", names[id(parameter)])
+        for name, buffer in root.named_buffers():
+            tell(buffer, "buffer", f"{top}.{name}")
+    for number, optimizer in enumerate(optimizers):
+        for position, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            names.setdefault(id(parameter), f"parameter {position} of {type(optimizer).__name__}({number})")
+            tell(parameter, "parameter", names[id(parameter)])
+        tell_state(tell, optimizer, names)
+    for tensor in tensors:
+        if id(tensor) in names and tensor.grad is not None:
+            tell(tensor.grad, "gradient", f"gradient of {names[id(tensor)]}")
+    variables = _variables()
+    for tensor in tensors:
+        if tensor.is_leaf and tensor.grad is not None:
+            tell(tensor.grad, "gradient", f"gradient of {variables.get(id(tensor), 'a leaf')}")
+        name = variables.get(id(tensor), "left over from before")
+        tell(tensor, "input" if tensor.grad_fn is None else "activation", name)
+
+
+def tell_state(tell: Tell, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+    """Call `tell` for every tensor of the optimizer's state."""
+    for parameter, state in optimizer.state.items():
+        if not isinstance(state, dict):
+            continue
+        owner = names.get(id(parameter), type(optimizer).__name__)
+        for key, value in state.items():
+            for tensor in _tensors_in(value):
+                tell(tensor, "optimizer state", f"{key} of {owner}")
+
+
+def tell_gradients(tell: Tell, optimizer: torch.optim.Optimizer) -> None:
+    """Call `tell` for the gradients that a step is about to read."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, Tensor) and parameter.grad is not None:
+                tell(parameter.grad, "gradient", "")
+
+
+def _tensors_in(value: object) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _tensors_in(part)
+
+
+def _living() -> tuple[list[nn.Module], list[torch.optim.Optimizer], list[Tensor]]:
+    modules: list[nn.Module] = []
+    optimizers: list[torch.optim.Optimizer] = []
+    tensors: list[Tensor] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thing in gc.get_objects():
+            kind = type(thing)
+            try:
+                if issubclass(kind, Tensor):
+                    tensors.append(thing)
+                elif issubclass(kind, nn.Module):
+                    modules.append(thing)
+                elif issubclass(kind, torch.optim.Optimizer):
+                    optimizers.append(thing)
+            except TypeError:
+                continue
+    return modules, optimizers, tensors
+
+
+def _roots(modules: list[nn.Module]) -> list[nn.Module]:
+    children = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    return [module for module in modules if id(module) not in children]
+
+
+def _variables() -> dict[int, str]:
+    """id of a tensor -> the variable that holds it, from the frames that are running and from `__main__`."""
+    found: dict[int, str] = {}
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "torch" not in frame.f_code.co_filename:
+            for name, value in list(frame.f_locals.items()):
+                for tensor in _tensors_in(value if not isinstance(value, dict) else list(value.values())):
+                    found.setdefault(id(tensor), f"variable {name}")
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def device_in_use() -> str:
+    """Type of the device that holds most parameter bytes; `cpu` when there are none yet."""
+    sizes: dict[str, int] = {}
+    for module in _living()[0]:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                sizes[parameter.device.type] = sizes.get(parameter.device.type, 0) + parameter.nbytes
+    return max(sizes, key=lambda kind: sizes[kind], default="cpu")

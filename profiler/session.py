@@ -1,0 +1,296 @@
+"""A profiling run: wait for a steady iteration, record it, build the trace, stop the script or let it go on."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from memopt.device import Device
+from memopt.instrument.on_import import call_after_import, quiet_allocator
+from memopt.instrument.runner import Command, StopScript, find_source
+from memopt.trace import Script, Trace
+
+if TYPE_CHECKING:
+    import torch
+
+    from memopt.instrument.frames import Frames
+    from memopt.instrument.iterations import Iterations
+    from memopt.instrument.saved import Kept, SavedTensorHooks
+    from memopt.profiler.clock import OpClock, Usage
+    from memopt.profiler.recorder import Recorder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What to record."""
+
+    warmup: int = 2
+    """Iterations before the recorded one."""
+    steps: int = 1
+    """Iterations over which op times are medians."""
+    keep_running: bool = False
+    swap_dir: Path = Path(".")
+    device: str = ""
+    """`cpu` or `cuda`; empty: where the parameters are."""
+
+
+@dataclass(slots=True)
+class _Recording:
+    """One iteration being recorded."""
+
+    recorder: Recorder
+    clock: OpClock
+    iteration: int
+
+
+@dataclass(slots=True)
+class _Result:
+    recorder: Recorder
+    usage: Usage | None
+    iteration: int
+    more_times_us: list[list[float]] = field(default_factory=list)
+
+
+class ProfileSession:
+    """Listens to the training loop of the script that runs in this process. `trace` is there when it is done."""
+
+    def __init__(self, command: Command, wanted: Wanted) -> None:
+        self._command = command
+        self._wanted = wanted
+        self._pid = os.getpid()
+        self._frames: Frames | None = None
+        self._iterations: Iterations | None = None
+        self._now: _Recording | None = None
+        self._first: _Result | None = None
+        self._result: _Result | None = None
+        self._plain_ms: list[float] = []
+        self._recorded_ms = 0.0
+        self._device = wanted.device
+        self._optimizers: set[int] = set()
+        self._clips = 0
+        self._notes: list[str] = []
+        self._hooks: SavedTensorHooks | None = None
+        self._done = False
+        self._log_level: Callable[[], None] = lambda: None
+        self.trace: Trace | None = None
+
+    # --- life
+
+    def install(self) -> None:
+        """Be there when the script imports torch."""
+        self._log_level = quiet_allocator()
+        call_after_import("torch", self._torch_imported)
+
+    def _torch_imported(self) -> None:
+        self._log_level()
+        from memopt.instrument.frames import Frames
+        from memopt.instrument.iterations import Iterations
+        from memopt.instrument.saved import SavedTensorHooks
+
+        self._frames = Frames()
+        self._frames.install()
+        self._iterations = Iterations(self)
+        self._iterations.install()
+        os.register_at_fork(after_in_child=self._forked)
+        self._hooks = SavedTensorHooks(self._pack, self._unpack)
+        self._hooks.install()
+        if self._wanted.warmup > 0:
+            self._begin(iteration=1, with_bytes=False)
+
+    def _pack(self, tensor: torch.Tensor) -> Kept:
+        from memopt.instrument.saved import Kept
+
+        return Kept(tensor) if self._now is None else self._now.recorder.pack(tensor)
+
+    def _unpack(self, handle: Kept) -> torch.Tensor:
+        return handle.get() if self._now is None else self._now.recorder.unpack(handle)
+
+    def _forked(self) -> None:
+        """A DataLoader worker forked from us records nothing."""
+        if self._now is not None:
+            self._now.recorder.stop()
+        self._done = True
+
+    def finished(self, problem: str = "") -> Trace | None:
+        """Call when the script has ended. A run that ended early leaves what was seen, marked partial."""
+        if os.getpid() != self._pid:
+            return None
+        if self.trace is None and self._now is not None and self._now.recorder.ops:
+            self._end_recording()
+        if self.trace is None:
+            result = self._result or self._first
+            if result is not None and result.recorder.backward_calls + result.recorder.forward_saves > 0:
+                self.trace = self._build(result, problem or "the script ended before the iteration that was to be recorded")
+        if self._hooks is not None:
+            self._hooks.remove()
+        if self._iterations is not None:
+            self._iterations.remove()
+        if self._frames is not None:
+            self._frames.remove()
+        return self.trace
+
+    @property
+    def iterations_seen(self) -> int:
+        return self._iterations.count if self._iterations is not None else 0
+
+    # --- the training loop (Listener)
+
+    def iteration_ended(self, count: int, milliseconds: float) -> None:
+        assert self._frames is not None
+        if self._done or os.getpid() != self._pid:
+            return
+        wanted = self._wanted
+        if self._now is None:
+            self._plain_ms.append(milliseconds)
+        else:
+            self._recorded_ms = milliseconds
+            self._end_recording()
+        self._frames.new_iteration()
+        if wanted.warmup <= count < wanted.warmup + wanted.steps:
+            self._begin(iteration=count + 1, with_bytes=self._result is None)
+        elif count >= wanted.warmup + wanted.steps:
+            self._finish()
+
+    def backward_begins(self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
+        assert self._frames is not None
+        self._frames.paused = True
+        if self._now is not None:
+            self._now.recorder.backward_began(keep_graph=keep_graph, create_graph=create_graph)
+
+    def backward_ended(self) -> None:
+        assert self._frames is not None
+        self._frames.paused = False
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizers.add(id(optimizer))
+        if self._now is not None:
+            from memopt.profiler.known import tell_gradients
+
+            tell_gradients(self._now.recorder.know, optimizer)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._now is not None:
+            from memopt.profiler.known import tell_state
+
+            tell_state(self._now.recorder.know, optimizer, {})
+
+    # --- recording
+
+    def _begin(self, iteration: int, *, with_bytes: bool) -> None:
+        from memopt.profiler.known import device_in_use, tell_all
+        from memopt.profiler.recorder import Recorder
+
+        assert self._frames is not None
+        assert self._iterations is not None
+        if with_bytes or not self._device:
+            self._device = self._wanted.device or device_in_use()
+        clock = self._clock(with_bytes)
+        recorder = Recorder(self._frames, self._iterations, clock, self._device)
+        if iteration > 1:
+            tell_all(recorder.know, self._frames)
+        clock.start()
+        recorder.__enter__()
+        self._now = _Recording(recorder, clock, iteration)
+
+    def _clock(self, with_bytes: bool) -> OpClock:
+        from memopt.profiler.clock import CpuClock, CudaClock, TimeOnly
+
+        if not with_bytes:
+            return TimeOnly()
+        if self._device == "cuda":
+            import torch
+
+            return CudaClock(torch.cuda.current_device())
+        return CpuClock()
+
+    def _end_recording(self) -> None:
+        now = self._now
+        assert now is not None
+        self._now = None
+        now.recorder.stop()
+        usage = now.clock.stop()
+        _leave(now.recorder)
+        if now.iteration <= self._wanted.warmup:
+            self._first = _Result(now.recorder, usage, now.iteration)
+        elif self._result is None:
+            self._result = _Result(now.recorder, usage, now.iteration)
+        elif _same_ops(self._result.recorder, now.recorder):
+            self._result.more_times_us.append(now.clock.time_us)  # type: ignore[attr-defined]
+        else:
+            self._notes.append(f"iteration {now.iteration} ran other ops than iteration {self._result.iteration}")
+
+    def _finish(self) -> None:
+        self._done = True
+        assert self._result is not None
+        self.trace = self._build(self._result, "")
+        if not self._wanted.keep_running:
+            raise StopScript(0)
+
+    def _build(self, result: _Result, partial: str) -> Trace:
+        from memopt.profiler.bandwidth import measure_device
+        from memopt.profiler.build import build_trace
+
+        recorder = result.recorder
+        steady = self._plain_ms[1:] or self._plain_ms
+        try:
+            device = measure_device(self._device or "cpu", self._wanted.swap_dir)
+        except RuntimeError as error:
+            device = Device(kind=self._device or "cpu", name=f"not measured: {error}"[:200])
+        return build_trace(
+            recorder,
+            result.usage,
+            more_times_us=result.more_times_us,
+            base_bytes=sum(row.size_bytes for row in recorder.storages if row.birth < 0),
+            script=describe_script(self._command),
+            device=device,
+            iteration=result.iteration,
+            step_ms=median(steady) if steady else self._recorded_ms,
+            notes=[*self._notes, *sorted(recorder.notes)],
+            facts=self._facts(recorder),
+            partial=partial,
+        )
+
+    def _facts(self, recorder: Recorder) -> dict[str, int]:
+        return {
+            "optimizers": len(self._optimizers),
+            "backward_calls": recorder.backward_calls,
+            "keep_graph": recorder.keep_graph,
+            "create_graph": recorder.create_graph,
+            "iterations_seen": self.iterations_seen,
+            "boundary_is_backward": int(self._iterations is not None and self._iterations.boundary == "backward"),
+        }
+
+
+def describe_script(command: Command) -> Script:
+    """The command as a plan keeps it; the hash is of the file that ran."""
+    import torch
+
+    return Script(
+        argv=list(command.argv),
+        cwd=os.getcwd(),
+        as_module=command.as_module,
+        sha256=hashlib.sha256(find_source(command).read_bytes()).hexdigest(),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+    )
+
+
+def _same_ops(a: Recorder, b: Recorder) -> bool:
+    return [row.kind.name for row in a.ops] == [row.kind.name for row in b.ops]
+
+
+def _leave(mode: Any) -> None:
+    """Exit the mode if it is the innermost; one that the script entered since then stays, ours records nothing any more."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    if _get_current_dispatch_mode() is mode:
+        mode.__exit__(None, None, None)
