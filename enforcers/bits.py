@@ -1,0 +1,56 @@
+"""Eight booleans in a byte and two nibbles in a byte, exactly and back.
+
+numpy packs fastest on a CPU; elsewhere a multiplication gathers eight bytes' lowest bits into the topmost byte of an int64
+(little-endian hosts, which is what torch supports). Bit order is little in both, so a payload may move between devices.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+_GATHER = 0x0102040810204080
+_SPREAD = 0x0101010101010101
+_SELECT = 0x8040201008040201 - (1 << 64)
+
+
+def pack_bits(mask: torch.Tensor, into: torch.Tensor) -> None:
+    """Write the flat bool `mask` as bits to the uint8 row `into` (one byte per eight, the last one padded with zeros)."""
+    if mask.device.type == "cpu":
+        into.copy_(torch.from_numpy(np.packbits(mask.numpy(), bitorder="little")))
+    else:
+        into.copy_(gather_bits(mask))
+
+
+def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """The first `count` bits of `packed` as a bool row."""
+    if packed.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(packed.numpy(), count=count, bitorder="little")).view(
+            torch.bool
+        )
+    return spread_bits(packed, count)
+
+
+def gather_bits(mask: torch.Tensor) -> torch.Tensor:
+    """`pack_bits` in plain torch operations, for devices that numpy does not reach."""
+    octets = torch.zeros(-(-mask.numel() // 8) * 8, dtype=torch.uint8, device=mask.device)
+    octets[: mask.numel()] = mask
+    return octets.view(torch.int64).mul_(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
+
+
+def spread_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """`unpack_bits` in plain torch operations."""
+    octets = packed.to(torch.int64).mul_(_SPREAD).bitwise_and_(_SELECT).view(torch.uint8)
+    return octets[:count] != 0
+
+
+def pack_nibbles(row: torch.Tensor) -> torch.Tensor:
+    """A flat uint8 row of values below 16, two to a byte."""
+    packed = torch.zeros(-(-row.numel() // 2), dtype=torch.uint8, device=row.device)
+    packed[: row.numel() // 2] = row[1::2]
+    return packed.bitwise_left_shift_(4).bitwise_or_(row[0::2])
+
+
+def unpack_nibbles(packed: torch.Tensor, count: int) -> torch.Tensor:
+    """The first `count` nibbles of `packed` as a uint8 row."""
+    return torch.stack((packed & 15, packed >> 4), 1).view(-1)[:count]

@@ -1,0 +1,46 @@
+"""A tensor whose elements are only ever two bit patterns (dropout's {0, 1/(1-p)} noise, 0/1 masks in float): one bit each.
+
+Which two is found while encoding; a third pattern means that the tensor is declined and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from memopt.enforcers.bits import pack_bits, unpack_bits
+from memopt.enforcers.codec_sizes import bitmap_bytes
+from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
+
+name = "two_valued"
+of_values = True
+
+
+def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None:
+    if not is_plain(tensor) or tensor.numel() == 0 or tensor.element_size() > 8:
+        return None
+    meta, cells = meta_of(tensor), bits_of(cells_of(tensor))
+    pair = cells[:1].repeat(2)
+    bitmap = torch.empty(bitmap_bytes(meta.cells), dtype=torch.uint8, device=meta.device)
+    second_known = False
+    for part in chunks_of(meta.cells, meta.device):
+        chunk = cells[part]
+        differs = chunk != pair[0]
+        if not second_known and bool(differs.any()):
+            pair[1] = chunk[differs.to(torch.uint8).argmax()]
+            second_known = True
+        if second_known and not bool((differs == (chunk == pair[1])).all()):
+            return None
+        pack_bits(differs, bitmap[part.start // 8 : bitmap_bytes(part.stop)])
+    return Encoded(name, meta, (bitmap, pair), {})
+
+
+def decode(encoded: Encoded) -> torch.Tensor:
+    tensor, cells = new_cells(encoded.meta)
+    bitmap, pair = encoded.payload
+    out = bits_of(cells)
+    for part in chunks_of(encoded.meta.cells, encoded.meta.device):
+        bits = unpack_bits(bitmap[part.start // 8 : bitmap_bytes(part.stop)], part.stop - part.start)
+        out[part] = torch.where(bits, pair[1], pair[0])
+    return tensor
