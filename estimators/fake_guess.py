@@ -72,11 +72,20 @@ def user_line() -> str:
     """`file:line` of the innermost frame that belongs to the script rather than to a library."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        if "site-packages" not in name and not name.startswith(_LIBRARIES) and "/lib/python3" not in name:
-            return f"{name}:{frame.f_lineno}"
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_users(filename: str) -> bool:
+    """Whether a source file belongs to the script rather than to Python, a library or memopt."""
+    return (
+        "site-packages" not in filename
+        and "/lib/python3" not in filename
+        and not filename.startswith(_LIBRARIES)
+        and not filename.endswith("instrument/runner.py")
+    )
 
 
 def _split(where: str) -> tuple[str, int]:

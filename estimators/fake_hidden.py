@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from memopt.estimators.fake_record import FakeRecorder
 
+aten = torch.ops.aten
 Formula = Callable[..., Iterable[int]]
 _FORMULAS: dict[tuple[str, Any], Formula] = {}
 
@@ -29,3 +32,14 @@ def hidden_bytes(
     """Bytes that `func` takes and gives back while it runs, beside its outputs."""
     formula = _FORMULAS.get((recorder.target, func))
     return formula(recorder, args, kwargs, result) if formula else ()
+
+
+def _of(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+@hidden("cpu", aten._safe_softmax.default)
+@hidden("cuda", aten._safe_softmax.default)
+def _safe_softmax(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
+    """ATen/native/transformers/attention.cpp: softmax, `== -inf`, then `where` into another tensor."""
+    return (_of(result) + result.numel(),)

@@ -27,8 +27,9 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memopt.estimators.fake_guess import Guesser
 from memopt.estimators.fake_hidden import hidden_bytes
@@ -114,7 +115,7 @@ class FakeRecorder(TorchDispatchMode):
         self, shape: Iterable[int], dtype: torch.dtype = torch.float32, *, category: str = "input"
     ) -> torch.Tensor:
         """A new fake tensor on the target device."""
-        with self.claiming(self.target), self.fake_mode:
+        with self.paused(), self.fake_mode:
             made = torch.empty(tuple(shape), dtype=dtype)
         self._see(made, self.target, "made")
         self.mark(made, category)
@@ -132,6 +133,12 @@ class FakeRecorder(TorchDispatchMode):
             yield
         finally:
             self._claim = before
+
+    @contextmanager
+    def paused(self) -> Any:
+        """Ops inside are not seen."""
+        with _disable_current_modes():
+            yield
 
     # asking and telling
 
@@ -159,6 +166,25 @@ class FakeRecorder(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):
             return None
         return self.rows[found[1]] if found else None
+
+    def as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A fake tensor in place of a real one: it takes over what is recorded of the real one's storage."""
+        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or tensor.layout != torch.strided:
+            return tensor
+        old = tensor.untyped_storage()
+        sizes, strides = tuple(tensor.size()), tuple(tensor.stride())
+        if tensor.storage_offset() or old.nbytes() != tensor.numel() * tensor.element_size():
+            strides = make_contiguous_strides_for(sizes)
+        with self.paused(), self.fake_mode:
+            made = torch.empty_strided(sizes, strides, dtype=tensor.dtype)
+        known = self._live.pop(old._cdata, None)
+        if known is not None:
+            ref = _StorageRef(made.untyped_storage(), self._freed)
+            ref.key = made.untyped_storage()._cdata
+            self._live[ref.key] = (ref, known[1])
+        elif self.target == "cpu":
+            self._see(made, "cpu", "data")
+        return made
 
     def adopt(self, tensor: torch.Tensor, device: str) -> None:
         """Record a tensor that was made out of sight."""

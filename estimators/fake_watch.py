@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,12 @@ class Watch:
         self.paths: list[str] = []
         self.names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self.leaves: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-        self.optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.steps: dict[int, int] = {}
+        """Steps by optimizer, in the order in which they stepped first."""
         self.node_paths: dict[int, str] = {}
         self.backwards = 0
+        self.on_step: Callable[[], None] = lambda: None
+        self.on_backward: Callable[[], None] = lambda: None
         self._in_backward = 0
         self._in_step = 0
 
@@ -103,8 +106,9 @@ class Watch:
         self._in_step -= 1
         self._rephase()
         self.mark_state(optimizer.state.values())
-        self.optimizers[optimizer] = self.optimizers.get(optimizer, 0) + 1
+        self.steps[id(optimizer)] = self.steps.get(id(optimizer), 0) + 1
         self.recorder.marks.append(("step", len(self.recorder.events)))
+        self.on_step()
 
     def mark_state(self, values: Any) -> None:
         for value in values:
@@ -136,9 +140,11 @@ def watching(recorder: FakeRecorder) -> Iterator[Watch]:
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         watch.backward_begins()
         try:
-            return engine(*args, **kwargs)
+            result = engine(*args, **kwargs)
         finally:
             watch.backward_ends()
+        watch.on_backward()
+        return result
 
     before = register_optimizer_step_pre_hook(lambda optimizer, *_: watch.step_begins(optimizer))
     after = register_optimizer_step_post_hook(lambda optimizer, *_: watch.step_ends(optimizer))

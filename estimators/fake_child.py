@@ -1,0 +1,127 @@
+"""The subprocess that runs a script on fake tensors: `python -m memopt.estimators.fake_child request.json result.json`.
+
+It exists so that nothing that the script or torch's fake mode does can hurt the process that asked.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from memopt.estimators.fake_request import Request, Result
+
+
+class Enough(BaseException):
+    """Raised through the script when enough steps were seen."""
+
+
+def main() -> None:
+    """Read the request, run the script, write the result."""
+    request = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Request)
+    result_path = Path(sys.argv[2])
+    result = _run(request)
+    result_path.write_bytes(msgspec.json.encode(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _run(request: Request) -> Result:
+    import torch
+
+    from memopt.estimators import fake_script, fake_tensors
+    from memopt.estimators.fake_guess import Guesser
+    from memopt.estimators.fake_record import FakeRecorder
+    from memopt.estimators.recording import classify
+
+    recorder = FakeRecorder(request.target, guesser=Guesser(frozenset(request.flipped)))
+    fake_tensors.install(recorder)
+    fake_script.install(recorder)
+    if request.target == "cuda":
+        from memopt.estimators import fake_cuda
+
+        fake_cuda.install(recorder, request.device)
+    torch.set_num_threads(1)
+    problem, line = "", ""
+    with recorder:
+        watch = recorder.watch
+        assert watch is not None
+        _stop_after(watch, request.steps)
+        try:
+            _execute(request)
+        except Enough:
+            pass
+        except SystemExit as stop:
+            if stop.code not in (None, 0) and not watch.backwards:
+                problem = f"the script exited with {stop.code}"
+        except BaseException as error:
+            problem, line = _told(error)
+        watch.mark_gradients()
+        recording = recorder.finish()
+    classify(recording)
+    return Result(
+        recording=recording,
+        problem=problem,
+        line=line,
+        guesses=list(recorder.guesser.branches),
+        backwards=watch.backwards,
+        steps=max(watch.steps.values(), default=0),
+    )
+
+
+def _stop_after(watch: Any, steps: int) -> None:
+    """Stop when the first optimizer that stepped has stepped `steps` times; without an optimizer, count backward calls."""
+    import torch
+
+    made: list[bool] = []
+    init = torch.optim.Optimizer.__init__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(True)
+        init(self, *args, **kwargs)
+
+    torch.optim.Optimizer.__init__ = counted  # type: ignore[method-assign]
+
+    def stepped() -> None:
+        if next(iter(watch.steps.values()), 0) >= steps:
+            raise Enough
+
+    def went_backward() -> None:
+        if not made and watch.backwards >= steps + 1:
+            raise Enough
+
+    watch.on_step = stepped
+    watch.on_backward = went_backward
+
+
+def _execute(request: Request) -> None:
+    from memopt.instrument.runner import Command, _prepare, find_source
+
+    command = Command(tuple(request.argv), request.as_module)
+    source = find_source(command)
+    main = _prepare(command, source)
+    code = compile(source.read_bytes(), str(source), "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    """`(what went wrong, file:line of the script)`."""
+    from memopt.estimators.fake_guess import is_users
+
+    line = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if is_users(frame.filename):
+            line = f"{frame.filename}:{frame.lineno}: {frame.line or ''}"
+    if os.environ.get("MEMOPT_TRACEBACK"):
+        traceback.print_exception(error)
+    text = "".join(traceback.format_exception_only(error)).strip()
+    return text, line
+
+
+if __name__ == "__main__":
+    main()

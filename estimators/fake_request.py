@@ -1,0 +1,36 @@
+"""What the process that asks for a fake run and the one that does it tell each other. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from memopt.estimators.recording import Recording
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """Run `argv` until `steps` optimizer steps were seen."""
+
+    argv: list[str]
+    as_module: bool = False
+    target: Literal["cuda", "cpu"] = "cuda"
+    device: str = ""
+    """Name of the pretended GPU."""
+    device_memory_bytes: int = 0
+    compute_capability: tuple[int, int] = (8, 0)
+    steps: int = 3
+    flipped: list[str] = []
+    """Lines whose guessed truth value is turned round."""
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    """What the run recorded and how it ended; `problem` is empty when it ended well."""
+
+    recording: Recording
+    problem: str = ""
+    line: str = ""
+    guesses: list[str] = []
+    """Lines at which a truth value was guessed, latest last."""
+    backwards: int = 0
+    steps: int = 0
