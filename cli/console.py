@@ -1,0 +1,99 @@
+"""The one place that makes terminal output: a console for results (stdout) and one for everything else (stderr).
+
+Colour: `--color`, then NO_COLOR and FORCE_COLOR, then whether the stream is a terminal (TERM=dumb is none).
+Away from a terminal a line is at least 200 columns, so that no number is ever cut.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH_AWAY_FROM_A_TERMINAL = 200
+
+
+def out() -> Console:
+    """Console on stdout: the asked-for result and nothing else."""
+    _survive_narrow_encodings(sys.stdout)
+    return _console(sys.stdout)
+
+
+def err() -> Console:
+    """Console on stderr: status, progress, warnings, hints."""
+    return _console(sys.stderr)
+
+
+def say(text: str) -> None:
+    """Write `memopt: text` to stderr, without colour or wrapping."""
+    print(f"memopt: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress(what: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
+    """A bar on stderr while the block runs; the block calls the given function with how much more is done.
+
+    Away from a terminal: the one line `memopt: what`.
+    """
+    if not is_terminal(sys.stderr):
+        say(what)
+        yield lambda amount: None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("memopt: {task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=err(), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda amount: bar.advance(task, amount)
+
+
+def is_terminal(stream: IO[str] | None) -> bool:
+    """Whether a person watches `stream` on a terminal that can redraw a line."""
+    try:
+        return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+    except ValueError:  # closed
+        return False
+
+
+def _console(stream: IO[str]) -> Console:
+    from rich.console import Console
+
+    settings: dict[str, Any] = {}
+    choice = color_choice()
+    if choice == "never":
+        settings = {"no_color": True, "color_system": None}
+    elif choice == "always":
+        settings = {"no_color": False, "force_terminal": True, "color_system": "standard"}
+    if not is_terminal(stream):
+        settings["width"] = max(WIDTH_AWAY_FROM_A_TERMINAL, _columns())
+    return Console(file=stream, highlight=False, markup=False, emoji=False, **settings)
+
+
+def color_choice() -> str:
+    """`auto`, `always` or `never`, as given to `memopt --color` (or MEMOPT_COLOR)."""
+    context = click.get_current_context(silent=True)
+    return str(context.find_root().params.get("color") or "auto") if context else "auto"
+
+
+def _columns() -> int:
+    text = os.environ.get("COLUMNS", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def _survive_narrow_encodings(stream: IO[str]) -> None:
+    """Print `?` for what the terminal's encoding lacks, rather than die of UnicodeEncodeError."""
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None and getattr(stream, "errors", "") == "strict":
+        reconfigure(errors="replace")

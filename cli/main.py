@@ -1,0 +1,81 @@
+"""`memopt`: the command group, and the one place where errors become words and exit codes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+import memopt
+from memopt.cli.commands import LazyGroup
+from memopt.cli.config import COLORS, configured_color
+from memopt.errors import MemoptError
+
+EPILOG = """\b
+Exit codes: 0 done; 1 failed; 2 not understood; 3 the budget cannot be met, or a gate failed.
+profile and apply end as the script ends; 70 there means that memopt itself failed.
+
+\b
+Sizes: 16GB is 16*10^9 bytes, 16GiB or 16g is 16*2^30, 80% is a share of the unplanned peak.
+Defaults: [tool.memopt] in pyproject.toml, then MEMOPT_<COMMAND>_<OPTION>, then flags.
+Completion: eval "$(_MEMOPT_COMPLETE=bash_source memopt)" (or zsh_source; fish_source for fish).
+"""
+
+
+@click.group(
+    cls=LazyGroup,
+    epilog=EPILOG,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "auto_envvar_prefix": "MEMOPT",
+        "max_content_width": 110,
+    },
+)
+@click.version_option(memopt.__version__, prog_name="memopt", message="%(prog)s %(version)s")
+@click.option("--color", type=click.Choice(COLORS), default=None, help="When to colour the output.")
+@click.pass_context
+def group(context: click.Context, color: str | None) -> None:
+    """Where a PyTorch training script's device memory goes, what to change so that it fits, and the run that does it.
+
+    \b
+    memopt profile train.py --epochs 1
+    memopt advise --budget 16GB
+    memopt apply memopt-train.plan.json
+    """
+    context.params["color"] = color or configured_color()
+
+
+def main(args: Sequence[str] | None = None, prog_name: str = "memopt") -> NoReturn:
+    """Run the command line `args` (default: `sys.argv`) and exit; never returns."""
+    sys.exit(run(args, prog_name))
+
+
+def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
+    """Run the command line `args` and return the exit code. A command may return its code, or exit by itself."""
+    try:
+        code = group.main(args, prog_name, standalone_mode=False)
+        sys.stdout.flush()
+    except MemoptError as error:
+        print(f"memopt: {error}", file=sys.stderr)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        print("memopt: interrupted", file=sys.stderr)
+        _die_of_interrupt()
+    except BrokenPipeError:
+        # the reader (`| head`) has seen enough; keep the interpreter's last flush from complaining
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _die_of_interrupt() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    raise SystemExit(128 + signal.SIGINT)
