@@ -75,10 +75,11 @@ class SlotRow:
 class Handle(Kept):
     """A saved tensor while recording: the tensor itself and its row."""
 
-    __slots__ = ("row",)
+    __slots__ = ("owner", "row")
 
-    def __init__(self, tensor: Tensor, row: int) -> None:
+    def __init__(self, tensor: Tensor, owner: Recorder, row: int) -> None:
         super().__init__(tensor)
+        self.owner = owner
         self.row = row
 
 
@@ -260,7 +261,7 @@ class Recorder(TorchDispatchMode):
         if not self._recording:
             return Kept(tensor)
         frame = self._frames.current
-        handle = Handle(tensor, len(self.slots))
+        handle = Handle(tensor, self, len(self.slots))
         plain = is_plain(tensor)
         number = self._row_of(tensor) if plain else -1
         if self._iterations.in_backward or number < 0:
@@ -289,11 +290,11 @@ class Recorder(TorchDispatchMode):
 
     def unpack(self, handle: Kept) -> Tensor:
         """The hook: the tensor of `handle`, and when it was asked for."""
-        row = handle.row if isinstance(handle, Handle) else -1
+        row = handle.row if isinstance(handle, Handle) and handle.owner is self else -1
         if self._naming is not None:
             self._naming.append(row)
             return handle.tensor
-        if self._recording and 0 <= row < len(self.slots):
+        if self._recording and row >= 0:
             self._name_node()
             self.slots[row].unpacks.append(len(self.ops))
         return handle.get()

@@ -1,0 +1,27 @@
+"""What a planner decides about one storage, in the terms that the simulator prices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One storage's fate between forward and backward. `keep` is the absence of a decision."""
+
+    kind: Literal["swap", "recompute", "compress", "drop"]
+    tier: Literal["host", "disk"] | None = None
+    prefetch_op: int = -1
+    """The swap-in starts when this op starts; -1: when the storage is asked for."""
+    codec: str = ""
+    encoded_bytes: int = 0
+    transient_bytes: int = 0
+    """Most that encoding holds besides the tensor and the encoded form."""
+    decoded_bytes: int = 0
+    """What one consumer gets handed back."""
+    encode_ms: float = 0.0
+    decode_ms: float = 0.0
+
+
+RECOMPUTE = Decision(kind="recompute")

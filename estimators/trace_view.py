@@ -1,0 +1,150 @@
+"""A trace decoded to arrays, with what planners and the simulator ask of it again and again."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memopt.trace import CATEGORIES, PHASES, RANDOM, REPLAYABLE, Trace
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_FORWARD = PHASES.index("forward")
+_RANDOM_STATE_BYTES = 5056
+"""A CPU generator's state, kept for every recorded op that draws random numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A storage that autograd holds for backward: when it could be gone, and when it is asked for again."""
+
+    storage: int
+    size_bytes: int
+    slots: tuple[int, ...]
+    value: int
+    """The version that the slots saved; -1 when they saved several."""
+    packed_op: int
+    """First op that started after the first pack."""
+    gone_after: int
+    """After this op nobody but autograd holds it; it could be away from the next op on."""
+    first_use: int
+    """First op that starts after the first unpack; it must be back by then. The op count when it is never unpacked."""
+    last_use: int
+    release: int
+    """Natural death."""
+    plain: bool
+
+
+class TraceView:
+    """Columns of `trace` as NumPy arrays and the derived tables. Times in ms, positions are op numbers."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.n = trace.op_count
+        ops, storages = trace.ops, trace.storages
+        self.live: Ints = np.array(ops.live_bytes, dtype=np.int64)
+        self.extra: Ints = np.array(ops.extra_bytes, dtype=np.int64)
+        self.workspace: Ints = np.array(ops.workspace_bytes, dtype=np.int64)
+        self.high: Ints = self.live + self.extra
+        self.op_ms: Floats = np.array(ops.time_us, dtype=np.float64) / 1000
+        self.phase: Ints = np.array(ops.phase, dtype=np.int64)
+        self.size: Ints = np.array(storages.size_bytes, dtype=np.int64)
+        self.birth: Ints = np.array(storages.birth_op, dtype=np.int64)
+        self.death: Ints = np.array(storages.death_op, dtype=np.int64)
+        self.value_storage = trace.values.storage
+        self.value_producer = trace.values.producer
+        self.start_ms: Floats = self._start_ms()
+
+    def _start_ms(self) -> Floats:
+        """When each op starts in a plain step: op times in order, the rest of the step spread in proportion."""
+        total = float(self.op_ms.sum())
+        scale = max(1.0, self.trace.step_ms / total) if total > 0 else 1.0
+        ends = np.cumsum(self.op_ms) * scale
+        return np.concatenate([[0.0], ends[:-1]]) if self.n else ends
+
+    @cached_property
+    def reads(self) -> list[list[int]]:
+        return [self.trace.ops.reads.row(op) for op in range(self.n)]
+
+    @cached_property
+    def writes(self) -> list[list[int]]:
+        return [self.trace.ops.writes.row(op) for op in range(self.n)]
+
+    @cached_property
+    def replayable(self) -> list[bool]:
+        """Per op: may a forward op run again in backward?"""
+        ops = self.trace.ops
+        return [bool(flag & REPLAYABLE) and phase == _FORWARD for flag, phase in zip(ops.flags, ops.phase, strict=True)]
+
+    @cached_property
+    def random(self) -> list[bool]:
+        return [bool(flag & RANDOM) for flag in self.trace.ops.flags]
+
+    @cached_property
+    def value_times(self) -> dict[int, list[tuple[int, int]]]:
+        """Storage -> (op that wrote it, value), in order; -1 for the version from before."""
+        times: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for value, (storage, producer) in enumerate(zip(self.value_storage, self.value_producer, strict=True)):
+            times[storage].append((producer, value))
+        return times
+
+    @cached_property
+    def next_write(self) -> list[int]:
+        """Per value: the op that overwrites it, the op count if none does."""
+        over = [self.n] * len(self.value_storage)
+        for versions in self.value_times.values():
+            for (_, value), (writer, _) in zip(versions, versions[1:], strict=False):
+                over[value] = writer
+        return over
+
+    @cached_property
+    def saved(self) -> dict[int, Saved]:
+        """Every storage that autograd saved and that is not a parameter, buffer, gradient or state."""
+        slots = self.trace.slots
+        by_storage: dict[int, list[int]] = defaultdict(list)
+        for slot, storage in enumerate(slots.storage):
+            by_storage[storage].append(slot)
+        kept = {CATEGORIES.index(name) for name in ("parameter", "buffer", "gradient", "optimizer state")}
+        found = {}
+        for storage, rows in by_storage.items():
+            if self.trace.storages.category[storage] not in kept and self.birth[storage] >= 0:
+                found[storage] = self._saved(storage, rows)
+        return found
+
+    def _saved(self, storage: int, rows: list[int]) -> Saved:
+        slots = self.trace.slots
+        uses = sorted(op for slot in rows for op in slots.unpacks.row(slot))
+        values = {slots.value[slot] for slot in rows}
+        packed = min(slots.packed_before[slot] for slot in rows)
+        held_until = self.trace.storages.only_saved_from[storage]
+        never_free = self.n
+        gone = max(held_until, max(slots.packed_before[slot] for slot in rows) - 1) if held_until >= 0 else never_free
+        return Saved(
+            storage=storage,
+            size_bytes=int(self.size[storage]),
+            slots=tuple(rows),
+            value=values.pop() if len(values) == 1 else -1,
+            packed_op=packed,
+            gone_after=gone,
+            first_use=uses[0] if uses else self.n,
+            last_use=uses[-1] if uses else self.n,
+            release=int(self.death[storage]),
+            plain=all(slots.plain[slot] for slot in rows),
+        )
+
+    def slot_attributes(self, slot: int) -> dict[str, Any]:
+        """What the node of `slot` holds besides tensors."""
+        text = self.trace.strings[self.trace.slots.attributes[slot]]
+        found: dict[str, Any] = json.loads(text) if text else {}
+        return found
+
+    def record_bytes(self, op: int) -> int:
+        """What remembering `op` for a replay costs besides its inputs."""
+        return _RANDOM_STATE_BYTES if self.random[op] else 0
