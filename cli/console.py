@@ -72,6 +72,8 @@ def _console(stream: IO[str]) -> Console:
 
     settings: dict[str, Any] = {}
     choice = color_choice()
+    if choice == "auto" and os.environ.get("NO_COLOR"):
+        choice = "never"  # rich alone would keep bold
     if choice == "never":
         settings = {"no_color": True, "color_system": None}
     elif choice == "always":

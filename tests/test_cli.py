@@ -1,0 +1,368 @@
+"""The command line's frame: instant help, suggestions, exit codes, configuration, colour, clean streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+import memopt
+from memopt.cli.commands import COMMANDS, load
+from memopt.cli.config import defaults_for
+from memopt.cli.main import run
+from memopt.errors import (
+    BadFile,
+    BudgetInfeasible,
+    GateFailed,
+    MemoptError,
+    NotPossibleHere,
+    RunFailed,
+    UsageError,
+    VerifyFailed,
+)
+
+ROOT = Path(__file__).parent.parent
+ENV = {
+    k: v for k, v in os.environ.items() if not k.startswith(("MEMOPT_", "_MEMOPT", "NO_COLOR", "FORCE_COLOR"))
+}
+ENV["PYTHONPATH"] = str(ROOT)
+
+
+def shell(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "memopt", *args], capture_output=True, text=True, timeout=60, env=ENV | env
+    )
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> click.Command:
+    """A stand-in for `memopt advise`, so that the frame is tested apart from what hangs in it."""
+
+    @click.command("advise")
+    @click.option("--budget", default="80%")
+    @click.option("--swap-dir", default=".")
+    @click.option("--allow", multiple=True)
+    @click.option("--fail", default="")
+    def advise(budget: str, swap_dir: str, allow: tuple[str, ...], fail: str) -> int:
+        if fail:
+            raise ERRORS[fail]
+        click.echo(f"{budget} {swap_dir} {','.join(allow)}")
+        return 0
+
+    monkeypatch.setattr("memopt.cli.commands.load", lambda name: advise)
+    return advise
+
+
+ERRORS: dict[str, MemoptError] = {
+    "usage": UsageError("what", why="because", try_="this"),
+    "file": BadFile("what", why="because", try_="this"),
+    "budget": BudgetInfeasible(2**30, 2**31, ("because",), try_="this"),
+    "gate": GateFailed("what", why="because", try_="this"),
+    "verify": VerifyFailed("what", why="because", try_="this"),
+    "here": NotPossibleHere("what", why="because", try_="this"),
+    "run": RunFailed("what", why="because", try_="this"),
+}
+CODES = {"usage": 2, "file": 1, "budget": 3, "gate": 3, "verify": 1, "here": 1, "run": 70}
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = """
+import sys
+from memopt.cli.main import run
+assert run(["--help"]) == 0
+heavy = {"torch", "numpy", "pandas", "plotly", "rich", "onnx", "highspy", "msgspec"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+    assert done.returncode == 0, done.stderr
+    assert "Record one steady iteration" in done.stdout
+
+
+def test_help_is_instant() -> None:
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        assert shell("--help").returncode == 0
+        times.append(time.perf_counter() - begin)
+    assert min(times) <= 0.3
+
+
+def test_version() -> None:
+    done = shell("--version")
+    assert (done.returncode, done.stdout) == (0, f"memopt {memopt.__version__}\n")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_without_torch(name: str) -> None:
+    code = f"""
+import sys
+from memopt.cli.main import run
+assert run([{name!r}, "--help"]) == 0
+assert "torch" not in sys.modules, "torch"
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Usage: ")
+    assert all(option.help for option in load(name).params if isinstance(option, click.Option))
+    assert COMMANDS[name].help.endswith(".")
+
+
+def test_command_without_a_module_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memopt.cli.commands import Lazy
+
+    monkeypatch.setitem(COMMANDS, "doctor", Lazy("memopt.cli.nowhere:nothing", "Nothing."))
+    assert run(["doctor", "--any", "thing"]) == 1
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.startswith("memopt: `memopt doctor` is not implemented in this build\n  ")
+
+
+def test_missing_dependency_of_a_command_is_not_mistaken_for_a_missing_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memopt.cli.commands import Lazy
+
+    (tmp_path / "needy.py").write_text("import surely_not_installed")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(COMMANDS, "doctor", Lazy("needy:doctor", "Nothing."))
+    with pytest.raises(ModuleNotFoundError, match="surely_not_installed"):
+        load("doctor")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["profle"], "Did you mean 'profile'?"),
+        (["zzz"], "No such command 'zzz'."),
+        (["doctor", "--jsn"], "Did you mean '--json'?"),
+        (["--colour", "never"], "Did you mean '--color'?"),
+        (["--color", "red"], "'red' is not one of"),
+        (["doctor", "what"], "unexpected extra argument"),
+    ],
+)
+def test_typos_exit_2_with_a_hint_on_stderr(args: list[str], says: str) -> None:
+    done = shell(*args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_are_three_parts_on_stderr(
+    name: str, command: click.Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["advise", "--fail", name]) == CODES[name]
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    first, why, hint = streams.err.splitlines()
+    assert first.startswith("memopt: ")
+    assert (why, hint) == ("  because", "  try: this")
+
+
+def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    @click.command("advise")
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("memopt.cli.commands.load", lambda name: broken)
+    with pytest.raises(ZeroDivisionError):
+        run(["advise"])
+
+
+def test_configuration_lies_under_environment_and_flags(
+    command: click.Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.memopt]\nbudget = "1GB"\nswap_dir = "shared"\n[tool.memopt.advise]\nswap-dir = "own"\nallow = ["a", "b"]\n'
+    )
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    monkeypatch.chdir(below)
+    said = []
+    for env, args in (
+        ({}, []),
+        ({"MEMOPT_ADVISE_BUDGET": "2GB"}, []),
+        ({"MEMOPT_ADVISE_BUDGET": "2GB"}, ["--budget", "3GB"]),
+    ):
+        for key, value in env.items():
+            monkeypatch.setenv(key, value)
+        assert run(["advise", *args]) == 0
+        said.append(capsys.readouterr().out)
+    assert said == ["1GB own a,b\n", "2GB own a,b\n", "3GB own a,b\n"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[tool.memopt.advise]\nbudgte = 1", "[tool.memopt.advise]"),
+        ("[tool.memopt]\nbudgte = 1", "try: budget"),
+        ("[tool.memopt.advice]\nbudget = 1", "try: advise"),
+        ("[tool]\nmemopt = 3", "is not a table"),
+        ("tool = 3", "is not a table"),
+        ("[tool.memopt\n", "cannot read"),
+        ('[tool.memopt]\ncolor = "red"', "is not one of"),
+    ],
+)
+def test_wrong_configuration_is_a_usage_error(
+    text: str,
+    says: str,
+    command: click.Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "pyproject.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert run(["advise"]) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert says in streams.err
+
+
+def test_pyproject_of_others_is_left_alone(
+    command: click.Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pyproject.toml").write_text("[tool.ruff]\nline-length = 3\n")
+    monkeypatch.chdir(tmp_path)
+    assert defaults_for("advise", command) == {}
+
+
+def test_interrupt_ends_by_the_signal(tmp_path: Path) -> None:
+    code = """
+import os, signal, click
+from memopt.cli import commands, main
+@click.command("advise")
+def advise():
+    os.kill(os.getpid(), signal.SIGINT)
+    import time; time.sleep(5)
+commands.load = lambda name: advise
+main.main(["advise"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV, timeout=30)
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == ""
+    assert "memopt: interrupted" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_closed_pipe_is_quiet() -> None:
+    command = f"{sys.executable} -m memopt doctor | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=ENV, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout.strip() in ("0", "1")
+
+
+PAINT = """
+from memopt.cli.console import err, out, say
+import click
+from memopt.cli import commands, main
+from rich.table import Table
+from rich.text import Text
+@click.command("advise")
+def advise():
+    out().print(Text("red", style="red"))
+    table = Table("number")
+    table.add_row("1234567890" * 15)
+    out().print(table)
+    say("said")
+commands.load = lambda name: advise
+main.main({args})
+"""
+
+
+def on_a_terminal(args: list[str], **env: str) -> str:
+    main, other = pty.openpty()
+    command = [sys.executable, "-c", PAINT.format(args=args)]
+    process = subprocess.Popen(
+        command, stdout=other, stderr=subprocess.PIPE, env=ENV | {"TERM": "xterm"} | env
+    )
+    os.close(other)
+    shown = b""
+    while True:
+        try:
+            data = os.read(main, 65536)
+        except OSError:
+            break
+        if not data:
+            break
+        shown += data
+    assert process.wait(30) == 0
+    assert process.stderr is not None
+    assert process.stderr.read() == b"memopt: said\n"
+    process.stderr.close()
+    os.close(main)
+    return shown.decode()
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "coloured"),
+    [
+        ([], {}, True),
+        ([], {"NO_COLOR": "1"}, False),
+        ([], {"TERM": "dumb"}, False),
+        (["--color", "never"], {}, False),
+        ([], {"MEMOPT_COLOR": "never"}, False),
+        (["--color", "always"], {"NO_COLOR": "1"}, True),
+    ],
+)
+def test_colour_on_a_terminal(args: list[str], env: dict[str, str], coloured: bool) -> None:
+    assert ("\x1b[" in on_a_terminal([*args, "advise"], **env)) is coloured
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "coloured"),
+    [([], {}, False), ([], {"FORCE_COLOR": "1"}, True), (["--color", "always"], {}, True)],
+)
+def test_colour_in_a_pipe(args: list[str], env: dict[str, str], coloured: bool) -> None:
+    command = [sys.executable, "-c", PAINT.format(args=[*args, "advise"])]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=ENV | {"TERM": "xterm"} | env, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("\x1b[" in done.stdout) is coloured
+    assert "1234567890" * 15 in done.stdout, "a number was cut"
+
+
+@pytest.mark.parametrize("language", ["bash", "zsh", "fish"])
+def test_completion_source(language: str) -> None:
+    done = shell(_MEMOPT_COMPLETE=f"{language}_source")
+    assert done.returncode == 0, done.stderr
+    assert "_MEMOPT_COMPLETE" in done.stdout
+
+
+def test_completion_of_commands() -> None:
+    done = shell(_MEMOPT_COMPLETE="bash_complete", COMP_WORDS="memopt s", COMP_CWORD="1")
+    assert done.stdout.split() == ["plain,show", "plain,strategies"]
+
+
+def test_doctor_tells_this_machine(tmp_path: Path) -> None:
+    done = shell("doctor", "--json", "--swap-dir", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert facts["memopt"] == memopt.__version__
+    assert facts["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts["ram"]["total_bytes"] > 2**28
+    assert facts["swap_dir"]["writable"] is True
+    assert facts["swap_dir"]["free_bytes"] > 0
+    assert list(tmp_path.iterdir()) == []
+    gpu = facts["torch"]["accelerator"] is not None
+    assert facts["possible"]["swap to host memory"].startswith("yes" if gpu else "no: ")
+
+
+def test_doctor_in_words() -> None:
+    done = shell("doctor", "--swap-dir", "/nowhere/at/all")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "swap to disk?" in done.stdout
+    assert "cannot be written (No such file or directory)" in done.stdout
