@@ -1,0 +1,145 @@
+"""ONNX operators over time: LSTM, GRU, RNN, attention and rotary embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memopt.estimators.onnx_registry import Call, Malformed, NeedsValue, alike, op
+
+_GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
+
+
+@op("LSTM", "GRU", "RNN")
+def recurrent(call: Call) -> Any:
+    """One layer through torch's own recurrent kernel, so that it saves what a script's `nn.LSTM` saves."""
+    kind = call.node.op
+    x, w, r = alike([call.tensor(0), call.tensor(1), call.tensor(2)])
+    direction = call.attribute("direction", "forward")
+    batch_first = bool(call.number("layout", 0))
+    x = x.transpose(0, 1) if batch_first else x
+    length, batch = x.shape[0], x.shape[1]
+    directions, hidden = w.shape[0], r.shape[-1]
+    if directions != (2 if direction == "bidirectional" else 1) or w.shape[1] != _GATES[kind] * hidden:
+        raise Malformed("the shapes of its weights do not fit its direction and hidden size")
+    x = x.flip(0) if direction == "reverse" else x
+    bias = call.optional(3)
+    parameters: list[Tensor] = []
+    for d in range(directions):
+        parameters += [w[d], r[d]]
+        if bias is not None:
+            parameters += bias[d].to(x.dtype).chunk(2)
+    states = [_state(call, 5, x, directions, batch, hidden, batch_first)]
+    if kind == "LSTM":
+        states.append(_state(call, 6, x, directions, batch, hidden, batch_first))
+    y, last = _kernel(call, kind)(x, states, parameters, bias is not None, directions == 2)
+    y = y.flip(0) if direction == "reverse" else y
+    y = y.view(length, batch, directions, hidden)
+    if batch_first:
+        return y.transpose(0, 1), *(s.transpose(0, 1) for s in last)
+    return y.permute(0, 2, 1, 3), *last
+
+
+def _state(call: Call, index: int, x: Tensor, directions: int, batch: int, hidden: int, first: bool) -> Tensor:
+    given = call.optional(index)
+    if given is None:
+        return torch.zeros(directions, batch, hidden, dtype=x.dtype)
+    given = given.to(x.dtype)
+    return given.transpose(0, 1).contiguous() if first else given.contiguous()
+
+
+def _kernel(call: Call, kind: str) -> Any:
+    def lstm(x: Tensor, states: list[Tensor], weights: list[Tensor], biased: bool, both: bool) -> Any:
+        y, *last = torch.lstm(x, states, weights, biased, 1, 0.0, True, both, False)
+        return y, last
+
+    def gru(x: Tensor, states: list[Tensor], weights: list[Tensor], biased: bool, both: bool) -> Any:
+        y, last = torch.gru(x, states[0], weights, biased, 1, 0.0, True, both, False)
+        return y, [last]
+
+    def rnn(x: Tensor, states: list[Tensor], weights: list[Tensor], biased: bool, both: bool) -> Any:
+        activation = str((call.attribute("activations") or ("Tanh",))[0]).lower()
+        function = torch.rnn_relu if activation == "relu" else torch.rnn_tanh
+        y, last = function(x, states[0], weights, biased, 1, 0.0, True, both, False)
+        return y, [last]
+
+    return {"LSTM": lstm, "GRU": gru, "RNN": rnn}[kind]
+
+
+@op("Attention")
+def attention(call: Call) -> Any:
+    """Opset 23's attention, by PyTorch's `scaled_dot_product_attention` (whose GPU kernel keeps no T x T matrix)."""
+    q, k, v = alike([call.tensor(0), call.tensor(1), call.tensor(2)])
+    flat = q.dim() == 3
+    if flat:
+        heads, kv_heads = call.number("q_num_heads", 0), call.number("kv_num_heads", 0)
+        if heads < 1 or kv_heads < 1:
+            raise Malformed("attention over 3-D inputs needs q_num_heads and kv_num_heads")
+        q, k, v = _heads(q, heads), _heads(k, kv_heads), _heads(v, kv_heads)
+    if call.has(4) and call.has(5):
+        k, v = torch.cat([call.tensor(4), k], 2), torch.cat([call.tensor(5), v], 2)
+    if call.wants(3) or call.attribute("softcap", 0.0):
+        raise NeedsValue("attention that shows its matrix or caps it")
+    y = attend(q, k, v, call.optional(3), bool(call.number("is_causal", 0)), call.attribute("scale"))
+    y = y.transpose(1, 2).flatten(2) if flat else y
+    return (y, k, v)[: max(1, len(call.node.outputs))]
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    return x.unflatten(2, (heads, x.shape[2] // heads)).transpose(1, 2)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, ratio: float = 0.0
+) -> Tensor:
+    """Scaled dot-product attention; grouped heads where there are fewer keys than queries."""
+    if mask is not None:
+        mask = mask if mask.dtype in (torch.bool, q.dtype) else mask.to(q.dtype)
+        causal = False
+    grouped = q.dim() == 4 and k.shape[1] != q.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, ratio, causal, scale=scale, enable_gqa=grouped)
+
+
+@op("Attention", domain="memopt")
+def matched_attention(call: Call) -> Tensor:
+    """What `onnx_match` found to be attention: queries, keys (not yet transposed), values, mask."""
+    q, k, v = alike([call.tensor(0), call.tensor(1), call.tensor(2)])
+    causal = bool(call.number("causal", 0))
+    return attend(q, k, v, call.optional(3), causal, call.attribute("scale"), call.attribute("ratio", 0.0))
+
+
+@op("MultiHeadAttention", "GroupQueryAttention", domain="com.microsoft")
+def microsoft_attention(call: Call) -> Any:
+    heads = call.number("num_heads", 0)
+    q = call.tensor(0)
+    if heads < 1 or q.dim() != 3 or not call.has(1) or not call.has(2):
+        raise NeedsValue("packed queries, keys and values")
+    kv_heads = call.number("kv_num_heads", heads)
+    k, v = _heads(call.tensor(1), kv_heads), _heads(call.tensor(2), kv_heads)
+    causal = call.node.op == "GroupQueryAttention" or bool(call.number("unidirectional", 0))
+    y = attend(_heads(q, heads), k, v, None, causal, call.attribute("scale"))
+    return (y.transpose(1, 2).flatten(2), k, v)[: max(1, len(call.node.outputs))]
+
+
+@op("RotaryEmbedding")
+def rotary(call: Call) -> Tensor:
+    x, cos, sin = call.tensor(0), call.tensor(1), call.tensor(2)
+    flat = x.dim() == 3
+    if flat:
+        x = _heads(x, call.number("num_heads", 1))
+    if call.has(3):
+        cos, sin = cos[call.tensor(3).long()], sin[call.tensor(3).long()]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    width = call.number("rotary_embedding_dim", 0) or x.shape[-1]
+    turned, rest = x[..., :width], x[..., width:]
+    if call.number("interleaved", 0):
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        out = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, -1)
+        out = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    out = out if width == x.shape[-1] else torch.cat([out, rest], -1)
+    return out.transpose(1, 2).flatten(2) if flat else out
