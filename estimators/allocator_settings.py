@@ -53,9 +53,9 @@ def parse_settings(text: str) -> AllocatorSettings:
     Raises `UsageError` for an unknown name, a value out of range, or the backend `cudaMallocAsync`.
     """
     settings = AllocatorSettings()
-    for name, value in _pairs(text):
+    # As in PyTorch, the large segment's size comes first: other sizes are checked against it wherever they stand.
+    for name, value in sorted(_pairs(text), key=lambda pair: pair[0] != "large_segment_size_mb"):
         settings = _with(settings, name, value)
-    _check_together(settings)
     return settings
 
 
@@ -105,11 +105,11 @@ def _with(settings: AllocatorSettings, name: str, value: str) -> AllocatorSettin
         case "expandable_segments":
             return replace(settings, expandable_segments=_flag(name, value))
         case "max_split_size_mb":
-            return replace(settings, max_split_size_bytes=_mib(name, value, least=20))
+            return replace(settings, max_split_size_bytes=_mib(name, value, settings))
         case "max_non_split_rounding_mb":
-            return replace(settings, max_non_split_rounding_bytes=_mib(name, value, least=20))
+            return replace(settings, max_non_split_rounding_bytes=_mib(name, value, settings))
         case "large_segment_size_mb":
-            return replace(settings, large_segment_size_bytes=_mib(name, value, least=20))
+            return replace(settings, large_segment_size_bytes=_mib(name, value, None))
         case "roundup_power2_divisions":
             return replace(settings, roundup_power2_divisions=_divisions(value))
         case "garbage_collection_threshold":
@@ -155,12 +155,14 @@ def _whole(name: str, value: str) -> int:
     return int(value)
 
 
-def _mib(name: str, value: str, *, least: int) -> int:
+def _mib(name: str, value: str, settings: AllocatorSettings | None) -> int:
+    """Bytes of a size that must not be below the large segment's as set so far; without settings, above 10 MiB."""
     number = _whole(name, value)
-    if number < least:
-        raise _refused(
-            f"{name}:{number} is too small", f"PyTorch wants at least {least}, the MiB of a large segment"
-        )
+    least = LARGE_REQUEST_BYTES + MIB if settings is None else settings.large_segment_size_bytes
+    if number * MIB < least:
+        of_what = "more than the 10 MiB below which requests share a segment"
+        why = "at least the size of a large segment" if settings else of_what
+        raise _refused(f"{name}:{number} is too small", f"PyTorch wants at least {least // MIB}, {why}")
     return min(number * MIB, UNLIMITED_BYTES)
 
 
@@ -179,7 +181,7 @@ def _share(name: str, value: str, *, whole: bool) -> float:
 
 def _divisions(value: str) -> tuple[int, ...]:
     if not value.startswith("["):
-        return (_power_of_two(value),) * DIVISION_INTERVALS
+        return (_power_of_two(value, zero=False),) * DIVISION_INTERVALS
     if not value.endswith("]"):
         raise _refused(
             f"roundup_power2_divisions:{value} is not a list", "it is one number or [256:1,512:2,>:8]"
@@ -188,9 +190,9 @@ def _divisions(value: str) -> tuple[int, ...]:
 
 
 def _division_list(inside: str) -> tuple[int, ...]:
-    """As PyTorch fills its table: the first entry counts for all below it, `>` for all from the last entry on."""
+    """As PyTorch fills its table: the first entry counts for all below it, `>` for all above the last."""
     table = [0] * DIVISION_INTERVALS
-    last = -1
+    last, first = 0, True
     for piece in inside.split(","):
         bound, colon, divisions_text = (part.strip() for part in piece.partition(":"))
         if not colon:
@@ -202,8 +204,8 @@ def _division_list(inside: str) -> tuple[int, ...]:
             table[last + 1 :] = [divisions] * (DIVISION_INTERVALS - last - 1)
             continue
         index = min(_power_of_two(bound, zero=False).bit_length() - 1, DIVISION_INTERVALS - 1)
-        if last < 0:
-            table[:index] = [divisions] * index
+        if first:
+            table[:index], first = [divisions] * index, False
         table[index] = divisions
         last = index
     return tuple(table)
@@ -216,13 +218,6 @@ def _power_of_two(value: str, *, zero: bool = True) -> int:
             f"roundup_power2_divisions: {number} is not a power of two", "sizes and divisions must be"
         )
     return number
-
-
-def _check_together(settings: AllocatorSettings) -> None:
-    if settings.max_split_size_bytes < settings.large_segment_size_bytes:
-        raise _refused(
-            "max_split_size_mb is below large_segment_size_mb", "PyTorch wants it at least as large"
-        )
 
 
 def _refused(what: str, why: str) -> UsageError:

@@ -41,7 +41,9 @@ def test_all_at_once() -> None:
         ("max_split_size_mb:-5", "not a whole number"),
         ("max_split_size_mb:1e3", "not a whole number"),
         ("max_split_size_mb:٣٣", "not a whole number"),
-        ("max_split_size_mb:30,large_segment_size_mb:40", "below large_segment_size_mb"),
+        ("max_split_size_mb:30,large_segment_size_mb:40", "too small"),
+        ("large_segment_size_mb:10", "too small"),
+        ("roundup_power2_divisions:0", "not a power of two"),
         ("garbage_collection_threshold:1.0", "out of range"),
         ("garbage_collection_threshold:nan", "out of range"),
         ("garbage_collection_threshold:x", "out of range"),
@@ -66,6 +68,20 @@ def test_a_misspelt_name_gets_the_nearest_one() -> None:
     assert "max_split_size_mb:" in caught.value.try_
 
 
+@pytest.mark.parametrize(
+    ("text", "table"),
+    [
+        ("[64:8,1024:2]", (8,) * 7 + (0, 0, 0, 2) + (0,) * 5),
+        ("[64:8,1024:2,>:4]", (8,) * 7 + (0, 0, 0, 2) + (4,) * 5),
+        ("[>:4]", (0,) + (4,) * 15),
+        ("[1024:2,64:8]", (2,) * 6 + (8,) + (2,) * 4 + (0,) * 5),
+    ],
+)
+def test_lists_fill_the_table_as_libc10_does(text: str, table: tuple[int, ...]) -> None:
+    """The tables were printed by torch 2.13's own parser (c10::CachingAllocator::AcceleratorAllocatorConfig)."""
+    assert parse_settings(f"roundup_power2_divisions:{text}").roundup_power2_divisions == table
+
+
 @given(st.text(alphabet="abcdexpandable_segments:True,[]>0123456789._ ", max_size=60))
 def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:
@@ -74,7 +90,7 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
         return
 
 
-@given(st.integers(1, 1 << 40), st.sampled_from([0, 1, 2, 4, 8, 16]))
+@given(st.integers(1, 1 << 40), st.sampled_from([1, 2, 4, 8, 16]))
 def test_rounding_is_the_next_division(size: int, divisions: int) -> None:
     rounded = round_request(size, parse_settings(f"roundup_power2_divisions:{divisions}"))
     assert rounded >= size
