@@ -148,7 +148,7 @@ class Recorder(TorchDispatchMode):
             forward_op=forward_op,
             reads=sorted({value for value in reads if value >= 0}),
         )
-        if phase != BACKWARD:
+        if phase in (FORWARD, OTHER):
             frame.ops += 1
         return row
 
