@@ -32,8 +32,6 @@ def main() -> None:
 
 
 def _run(request: Request) -> Result:
-    import torch
-
     from memopt.estimators import fake_script, fake_tensors
     from memopt.estimators.fake_guess import Guesser
     from memopt.estimators.fake_record import FakeRecorder
@@ -46,7 +44,6 @@ def _run(request: Request) -> Result:
         from memopt.estimators import fake_cuda
 
         fake_cuda.install(recorder, request.device)
-    torch.set_num_threads(1)
     problem, line = "", ""
     with recorder:
         watch = recorder.watch

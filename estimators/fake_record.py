@@ -31,8 +31,10 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from memopt.estimators import fake_onednn  # noqa: F401  registers its formulas
 from memopt.estimators.fake_guess import Guesser
 from memopt.estimators.fake_hidden import hidden_bytes
+from memopt.estimators.fake_probe import Probes
 from memopt.estimators.recording import Recording, StorageRow
 
 Target = Literal["cuda", "cpu"]
@@ -64,6 +66,7 @@ class FakeRecorder(TorchDispatchMode):
         self.target = target
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.guesser = guesser or Guesser()
+        self.probes = Probes()
         self.rows: list[StorageRow] = []
         self.events: list[int] = []
         """`i + 1` when row i is allocated, `-(i + 1)` when it is freed."""
@@ -100,6 +103,8 @@ class FakeRecorder(TorchDispatchMode):
 
     def finish(self) -> Recording:
         """What was recorded, as plain data. Storages alive now stay allocated in it."""
+        with self.paused():
+            self.probes.resolve(self.rows)
         return Recording(
             target=self.target,
             rows=list(self.rows),
@@ -240,6 +245,16 @@ class FakeRecorder(TorchDispatchMode):
         self.events.append(index + 1)
         if not forever:
             self.events.append(-(index + 1))
+
+    def workspace_later(self, op: str) -> int:
+        """A workspace whose bytes are not known yet; the row to fill in."""
+        index = self._row(0, op, "workspace")
+        self.events += (index + 1, -(index + 1))
+        return index
+
+    def index_of(self, tensor: torch.Tensor) -> int:
+        """The row of the storage under `tensor`, which must be recorded."""
+        return self._live[tensor.untyped_storage()._cdata][1]
 
     # running ops
 
