@@ -1,0 +1,56 @@
+# Everything a person needs on a fresh machine with Python 3.11+: `make demo`, `make test`.
+SHELL := bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+ROOMS := instrument profiler estimators advisors enforcers reports cli
+SOURCES := memopt $(ROOMS) tests benchmarks examples
+
+.PHONY: help install demo test lint format types bench bench-estimate bench-advise clean
+
+help: ## Show what there is to make
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("memopt needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/pip install --quiet -c constraints.txt --group dev -e .
+	@touch $@
+
+install: $(READY) ## Make .venv with memopt and everything it is tested with
+
+demo: $(READY) ## Profile, advise and apply on an example; predicted beside measured
+	@PATH="$(abspath $(BIN)):$$PATH" examples/demo.sh
+
+test: $(READY) ## Run the tests (ARGS="-k name" for some of them)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+lint: $(READY) ## Check style and formatting
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+format: $(READY) ## Format the code
+	$(BIN)/ruff format $(SOURCES)
+
+types: $(READY) ## Check types (mypy --strict) through a view in which the rooms lie inside the package
+	rm -rf build/types && mkdir -p build/types/memopt
+	ln -s $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/py.typed build/types/memopt/
+	$(BIN)/mypy
+
+bench: $(READY) ## Models x budgets: predicted and measured peak and step time, bit-identical or not
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+bench-estimate: $(READY) ## Estimated against measured peaks
+	$(BIN)/python benchmarks/bench_estimate.py $(ARGS)
+
+bench-advise: $(READY) ## Strategies against each other on graphs
+	$(BIN)/python benchmarks/bench_advise.py $(ARGS)
+
+clean: ## Remove .venv and everything built
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
