@@ -1,0 +1,365 @@
+"""The disk tier: bytes of whole storages in one swap file, moved by a few threads through page-aligned buffers of fixed size.
+
+Storages are cut into buffer-sized pieces, so that copying one piece overlaps with the disk's work on another, and one large
+storage uses all threads. Reads go before writes: somebody is waiting for them. A read of a ticket whose write is not done is a
+copy from the storage that the ticket still holds. Memory of its own: `threads * PIECE_BYTES`.
+
+Storages are dropped by the thread that calls into the store, never by a worker: allocator events and finalizers stay where the
+script's own are. Call `collect()` now and then; every other method does it too.
+
+A forked child (a DataLoader worker) closes its copy of the file and can do nothing else with a store that it inherited.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import itertools
+import mmap
+import os
+import queue
+import shutil
+import threading
+import time
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memopt.enforcers.swap import FreeSpace, SwapFailed
+from memopt.enforcers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE_BYTES = 8 << 20
+GROW_BYTES = 64 << 20
+_IN_FLIGHT = 8
+_READ, _WRITE, _STOP = 0, 1, 2
+
+_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
+
+
+class _State(enum.Enum):
+    HELD = "not written yet, being written, or failed: the storage has the only copy"
+    WRITTEN = "the bytes are in the file; the storage goes at the next `collect`"
+    OFF = "taken back"
+
+
+class Ticket:
+    """Bytes that were given to the disk tier. Their place in the file is free again when the ticket is gone."""
+
+    __slots__ = ("__weakref__", "_freed", "nbytes", "offset", "source", "state", "written")
+
+    def __init__(self, storage: torch.UntypedStorage, freed: deque[tuple[int, int]]) -> None:
+        self.nbytes = storage.nbytes()
+        self.source: torch.UntypedStorage | None = storage
+        self.state = _State.HELD
+        self.offset: int | None = None
+        self.written: Future[None] = Future()
+        self._freed = freed
+
+    @property
+    def room_bytes(self) -> int:
+        return -(-self.nbytes // PAGE_BYTES) * PAGE_BYTES
+
+    def __del__(self) -> None:  # any thread, any moment: only note it, the next placement collects
+        if self.offset is not None:
+            self._freed.append((self.offset, self.room_bytes))
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """All pieces of one storage on their way; the last one to finish completes it."""
+
+    ticket: Ticket
+    memory: torch.UntypedStorage | None
+    done: Future[None]
+    pieces: int
+    error: BaseException | None = None
+
+
+class _PieceBuffer:
+    """Page-aligned memory of one thread."""
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, PIECE_BYTES)
+        self.view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+
+class DiskStore:
+    """A swap file in `folder` and the threads that serve it; `reserve_bytes` are asked of the disk at once.
+
+    Raises `SwapFailed` when there can be no such file there. Where later something fails, `failure` says what; from then on
+    `write_async` raises it, tickets that failed hold their storage, and what was written before can still be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, threads: int = 4, reserve_bytes: int = 0) -> None:
+        self.folder = Path(folder)
+        self.leftover_bytes = remove_leftovers(self.folder)
+        self.failure: SwapFailed | None = None
+        self.written_bytes = 0
+        self.read_bytes = 0
+        self.in_memory = is_in_memory(self.folder)
+        self._threads = threads
+        self._pid = os.getpid()
+        self._file = SwapFile(self.folder)
+        self._space = FreeSpace()
+        self._freed: deque[tuple[int, int]] = deque()
+        self._safe: deque[Ticket] = deque()
+        self._lock = threading.Lock()
+        self._place_lock = threading.Lock()
+        self._queue: queue.PriorityQueue[tuple[int, int, _Transfer | None, int]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._workers: list[threading.Thread] = []
+        _stores.add(self)
+        if reserve_bytes:
+            self._reserve(reserve_bytes)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is bypassed."""
+        return self._file.direct
+
+    @property
+    def file_bytes(self) -> int:
+        return self._file.size_bytes
+
+    def _reserve(self, nbytes: int) -> None:
+        room = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        try:
+            self._file.grow(room)
+        except SwapFailed:
+            self._file.close()
+            raise
+        self._space.grow(room)
+
+    def write_async(self, storage: torch.UntypedStorage) -> Ticket:
+        """Start to move `storage` to the file; the ticket drops it when that is done. It must not be written to meanwhile."""
+        self.collect()
+        if self.failure is not None:
+            raise self.failure
+        ticket = Ticket(storage, self._freed)
+        self._submit(_WRITE, _Transfer(ticket, storage, ticket.written, _pieces(ticket.nbytes)))
+        return ticket
+
+    def read_async(self, ticket: Ticket, into: torch.UntypedStorage) -> Future[None]:
+        """Start to fill `into` (at least as large) from `ticket`; again and again, if wanted."""
+        self.collect()
+        if into.nbytes() < ticket.nbytes:
+            raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
+        if ticket.state is _State.OFF:
+            raise ValueError("this ticket was taken back")
+        done: Future[None] = Future()
+        self._submit(_READ, _Transfer(ticket, into, done, _pieces(ticket.nbytes)))
+        return done
+
+    def wait(self, ticket: Ticket) -> None:
+        """Until `ticket` is written; raises `SwapFailed` if it could not be (it then still holds its storage)."""
+        self._require_own_process()
+        ticket.written.result()
+        self.collect()
+
+    def collect(self) -> int:
+        """Drop the storages that are safely written; their bytes."""
+        self._require_own_process()
+        dropped: list[torch.UntypedStorage] = []
+        while self._safe:
+            ticket = self._safe.popleft()
+            with self._lock:
+                if ticket.source is not None:
+                    dropped.append(ticket.source)
+                ticket.source = None
+        return sum(storage.nbytes() for storage in dropped)
+
+    def take_back(self, ticket: Ticket) -> torch.UntypedStorage | None:
+        """The storage, if the ticket still holds it; its write is then off. None once it has been written and dropped."""
+        self._require_own_process()
+        with self._lock:
+            storage, ticket.source = ticket.source, None
+            if storage is not None:
+                ticket.state = _State.OFF
+            return storage
+
+    def close(self) -> None:
+        """Finish what is queued, stop the threads and give the disk space back. Tickets that were written are lost."""
+        if os.getpid() != self._pid or self._file.fd < 0:
+            return
+        for _ in self._workers:
+            self._queue.put((_STOP, next(self._order), None, 0))
+        for worker in self._workers:
+            worker.join()
+        self._workers.clear()
+        self._file.close()
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise SwapFailed(
+                "swapped tensors belong to the process that swapped them",
+                why="this process was forked from it",
+            )
+        if self._file.fd < 0:
+            raise SwapFailed("the swap file is closed")
+
+    def _submit(self, kind: int, transfer: _Transfer) -> None:
+        if not self._workers:
+            self._workers = [
+                threading.Thread(target=self._work, name="memopt-disk", daemon=True)
+                for _ in range(self._threads)
+            ]
+            for worker in self._workers:
+                worker.start()
+        for piece in range(transfer.pieces):
+            self._queue.put((kind, next(self._order), transfer, piece))
+
+    def _work(self) -> None:
+        buffer = _PieceBuffer()
+        while True:
+            kind, _, transfer, piece = self._queue.get()
+            if transfer is None:
+                return
+            try:
+                if transfer.error is None:
+                    (self._write_piece if kind == _WRITE else self._read_piece)(
+                        transfer, piece * PIECE_BYTES, buffer
+                    )
+            except BaseException as error:  # told through the future, whatever it is
+                transfer.error = error
+            self._finish_piece(kind, transfer)
+            del transfer  # or this thread would keep the storage until its next piece
+
+    def _write_piece(self, transfer: _Transfer, start: int, buffer: _PieceBuffer) -> None:
+        ticket, memory = transfer.ticket, transfer.memory
+        if ticket.state is _State.OFF or memory is None:
+            return
+        offset = self._place(ticket)
+        nbytes = min(PIECE_BYTES, ticket.nbytes - start)
+        ctypes.memmove(buffer.address, memory.data_ptr() + start, nbytes)
+        self._file.write(buffer.view[: -(-nbytes // PAGE_BYTES) * PAGE_BYTES], offset + start)
+
+    def _read_piece(self, transfer: _Transfer, start: int, buffer: _PieceBuffer) -> None:
+        ticket, memory = transfer.ticket, transfer.memory
+        assert memory is not None, "only the last piece lets go of it"
+        target = memory.data_ptr() + start
+        nbytes = min(PIECE_BYTES, ticket.nbytes - start)
+        with self._lock:
+            held, state = ticket.source, ticket.state
+        if held is not None:
+            ctypes.memmove(target, held.data_ptr() + start, nbytes)
+            return
+        if state is not _State.WRITTEN or ticket.offset is None:
+            raise SwapFailed("a swapped tensor was taken back while it was being read")
+        self._file.read(buffer.view[: -(-nbytes // PAGE_BYTES) * PAGE_BYTES], ticket.offset + start)
+        ctypes.memmove(target, buffer.address, nbytes)
+
+    def _place(self, ticket: Ticket) -> int:
+        """The ticket's place in the file, found by the first of its pieces."""
+        with self._place_lock:
+            if ticket.offset is not None:
+                return ticket.offset
+            while self._freed:
+                self._space.give(*self._freed.popleft())
+            offset = self._space.take(ticket.room_bytes)
+            if offset is None:
+                self._grow(ticket.room_bytes)
+                offset = self._space.take(ticket.room_bytes)
+                assert offset is not None
+            ticket.offset = offset
+            return offset
+
+    def _grow(self, room_bytes: int) -> None:
+        missing = self._space.missing_bytes(room_bytes)
+        generous = -(-missing // GROW_BYTES) * GROW_BYTES
+        try:
+            self._file.grow(generous)
+        except SwapFailed:
+            if generous == missing:
+                raise
+            self._file.grow(missing)
+            generous = missing
+        self._space.grow(generous)
+
+    def _finish_piece(self, kind: int, transfer: _Transfer) -> None:
+        with self._lock:
+            transfer.pieces -= 1
+            if transfer.pieces:
+                return
+            if kind == _WRITE and transfer.error is None and transfer.ticket.state is _State.HELD:
+                transfer.ticket.state = _State.WRITTEN
+                self._safe.append(transfer.ticket)
+                self.written_bytes += transfer.ticket.nbytes
+            elif kind == _READ and transfer.error is None:
+                self.read_bytes += transfer.ticket.nbytes
+            if kind == _WRITE and isinstance(transfer.error, SwapFailed) and self.failure is None:
+                self.failure = transfer.error
+        transfer.memory = None
+        if transfer.error is not None:
+            transfer.done.set_exception(transfer.error)
+        else:
+            transfer.done.set_result(None)
+
+
+def _pieces(nbytes: int) -> int:
+    return max(1, -(-nbytes // PIECE_BYTES))
+
+
+def _forget_in_child() -> None:
+    """After a fork, in the child: let go of the parent's file. Its threads and locks do not exist here; touch neither."""
+    for store in list(_stores):
+        store._file.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+def measure_disk(
+    folder: str | os.PathLike[str], *, most_bytes: int = 256 << 20, seconds: float = 0.25
+) -> tuple[int, int]:
+    """(write, read) in bytes per second, through a `DiskStore` in `folder`; about `seconds` each and at most `most_bytes` of disk.
+
+    Raises `SwapFailed` where nothing can be written.
+    """
+    import torch
+
+    store = DiskStore(folder)
+    try:
+        most_bytes = min(most_bytes, shutil.disk_usage(folder).free // 4)
+        block = (
+            torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8).repeat(8).untyped_storage()
+        )
+        tickets, write_rate = _timed_writes(store, block, max(1, most_bytes // block.nbytes()), seconds)
+        return write_rate, _timed_reads(store, tickets, block, seconds)
+    finally:
+        store.close()
+
+
+def _timed_writes(
+    store: DiskStore, block: torch.UntypedStorage, most: int, seconds: float
+) -> tuple[list[Ticket], int]:
+    tickets: list[Ticket] = []
+    begin = time.perf_counter()
+    while len(tickets) < most and (not tickets or time.perf_counter() - begin < seconds):
+        tickets.append(store.write_async(block))
+        if len(tickets) >= _IN_FLIGHT:
+            store.wait(tickets[-_IN_FLIGHT])
+    for ticket in tickets:
+        store.wait(ticket)
+    store._file.forget_cache()
+    return tickets, int(len(tickets) * block.nbytes() / (time.perf_counter() - begin))
+
+
+def _timed_reads(store: DiskStore, tickets: list[Ticket], block: torch.UntypedStorage, seconds: float) -> int:
+    reads: list[Future[None]] = []
+    begin = time.perf_counter()
+    for ticket in tickets:
+        reads.append(store.read_async(ticket, block))
+        if len(reads) >= _IN_FLIGHT:
+            reads[-_IN_FLIGHT].result()
+        if time.perf_counter() - begin > seconds:
+            break
+    for done in reads:
+        done.result()
+    return int(len(reads) * block.nbytes() / (time.perf_counter() - begin))

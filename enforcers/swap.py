@@ -1,0 +1,108 @@
+"""What the disk tier and the host tier have in common: the error, the promise, and the handing out of space.
+
+A tier takes the bytes of a storage away from the device and gives them back. It never loses any: a ticket holds its storage
+until the copy is safe, so whatever fails before leaves the bytes where they were.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from memopt.errors import NotPossibleHere
+
+if TYPE_CHECKING:
+    import torch
+
+AnyTicket = TypeVar("AnyTicket")
+
+
+class SwapFailed(NotPossibleHere):
+    """A tier cannot take, or cannot give back, bytes. After a failed write the ticket still holds its storage: keep that."""
+
+
+class SwapTier(Protocol[AnyTicket]):
+    """Where swapped bytes go. `DiskStore` and `HostStore` are both one."""
+
+    failure: SwapFailed | None
+    """The first thing that went wrong; while it is set every further write is refused with it."""
+
+    def write_async(self, storage: torch.UntypedStorage, /) -> AnyTicket:
+        """Start to take `storage` away. The ticket holds it until the copy is safe and `collect` comes by. Do not write to it."""
+
+    def read_async(self, ticket: AnyTicket, into: torch.UntypedStorage, /) -> Future[None]:
+        """Start to fill `into` with the bytes of `ticket`; as often as wanted."""
+
+    def wait(self, ticket: AnyTicket, /) -> None:
+        """Until the write is done; raises `SwapFailed` when it failed."""
+
+    def collect(self) -> int:
+        """Drop the storages whose copies are safe; their bytes. Cheap: call it often."""
+
+    def take_back(self, ticket: AnyTicket, /) -> torch.UntypedStorage | None:
+        """The storage itself, when it has not been dropped yet: the swap is off. None once it is gone."""
+
+    def close(self) -> None:
+        """Stop and give up all space."""
+
+
+class FreeSpace:
+    """Offsets in a stretch of bytes: first fit, neighbours joined on release, growing at the end."""
+
+    def __init__(self, size_bytes: int = 0) -> None:
+        self.size_bytes = size_bytes
+        self._starts: list[int] = [0] if size_bytes else []
+        self._lengths: dict[int, int] = {0: size_bytes} if size_bytes else {}
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(self._lengths.values())
+
+    def take(self, nbytes: int) -> int | None:
+        """The offset of a free stretch of `nbytes`, or None."""
+        for start in self._starts:
+            length = self._lengths[start]
+            if length >= nbytes:
+                self._cut(start)
+                if length > nbytes:
+                    self._put(start + nbytes, length - nbytes)
+                return start
+        return None
+
+    def missing_bytes(self, nbytes: int) -> int:
+        """How much the end must grow for `nbytes` to fit (a free stretch at the end counts)."""
+        last = self._starts[-1] if self._starts else None
+        tail = (
+            self._lengths[last] if last is not None and last + self._lengths[last] == self.size_bytes else 0
+        )
+        return max(0, nbytes - tail)
+
+    def grow(self, by_bytes: int) -> None:
+        self.give(self.size_bytes, by_bytes)
+        self.size_bytes += by_bytes
+
+    def give(self, start: int, nbytes: int) -> None:
+        """Release a stretch."""
+        place = bisect.bisect_left(self._starts, start)
+        if place < len(self._starts) and self._starts[place] == start + nbytes:
+            nbytes += self._cut(self._starts[place])
+        if place > 0:
+            before = self._starts[place - 1]
+            if before + self._lengths[before] == start:
+                nbytes += self._cut(before)
+                start = before
+        self._put(start, nbytes)
+
+    def stretches(self) -> Sequence[tuple[int, int]]:
+        """(offset, bytes) of every free stretch, in order."""
+        return [(start, self._lengths[start]) for start in self._starts]
+
+    def _cut(self, start: int) -> int:
+        self._starts.remove(start)
+        return self._lengths.pop(start)
+
+    def _put(self, start: int, nbytes: int) -> None:
+        bisect.insort(self._starts, start)
+        self._lengths[start] = nbytes
