@@ -81,7 +81,7 @@ class CpuClock:
         activities = [torch.profiler.ProfilerActivity.CPU]
         self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
         try:
-            with _quiet():
+            with quiet():
                 self._profile.start()
         except RuntimeError:
             self._profile = None
@@ -96,7 +96,7 @@ class CpuClock:
     def stop(self) -> Usage | None:
         if self._profile is None:
             return None
-        with _quiet():
+        with quiet():
             self._profile.stop()
         events = self._profile.profiler.kineto_results.events()
         self._profile = None
@@ -184,7 +184,7 @@ class CudaClock:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep what the profiler's C++ says about itself off the script's stderr."""
     sys.stderr.flush()
     saved = os.dup(2)

@@ -1,0 +1,397 @@
+"""Enforces a plan on a running script: a mode that records planned ops in forward, and hooks that replace planned tensors.
+
+What autograd holds instead of a planned tensor is a `Planned` handle. It keeps the tensor until the op that saves it has run
+(an input is packed before its op, and some ops still write what they save), then lets go as its action says. Anything that is
+not as the plan expects (another op, another shape, a changed version, a codec that declines) keeps the tensor: a plan can lose
+savings, it can never change a result.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_iter
+
+from memopt.enforcers.codecs import decode, encode, encode_for, flat_storage
+from memopt.enforcers.encoded import Encoded
+from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors, pin, record_op, view_of
+from memopt.enforcers.slot_needs import Need
+from memopt.enforcers.swapped import Swapper, SwappedStorage
+from memopt.enforcers.tables import PlannedSlot, Tables
+from memopt.instrument.frames import Frame, Frames
+from memopt.instrument.iterations import Iterations
+from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of
+from memopt.instrument.saved import Kept, check_version, share
+from memopt.plan import Action
+
+
+class Planned:
+    """What autograd holds instead of a planned tensor."""
+
+    __slots__ = ("__weakref__", "content", "dtype", "offset", "original", "served", "shape", "slot", "stride", "tensor", "version")
+
+    def __init__(self, tensor: Tensor, slot: PlannedSlot) -> None:
+        self.slot = slot
+        self.tensor: Tensor | None = share(tensor)
+        """Held until its action has been taken, and for good when it could not be."""
+        self.original = weakref.ref(tensor)
+        self.version = tensor._version
+        self.shape = tuple(tensor.shape)
+        self.stride = tuple(tensor.stride())
+        self.offset = tensor.storage_offset()
+        self.dtype = tensor.dtype
+        self.content: Value | SwappedStorage | Encoded | None = None
+        self.served = False
+
+    def on(self, storage: UntypedStorage) -> Tensor:
+        return view_of(storage, self.shape, self.stride, self.offset, self.dtype)
+
+
+class Engine(TorchDispatchMode):
+    """The mode and the hooks of one run."""
+
+    def __init__(self, tables: Tables, frames: Frames, iterations: Iterations, swapper: Swapper | None, device: str) -> None:
+        super().__init__()
+        self._tables = tables
+        self._frames = frames
+        self._iterations = iterations
+        self._swapper = swapper
+        self._device = device
+        self._thread = threading.get_ident()
+        self._pid = os.getpid()
+        self._values: dict[int, Value] = {}
+        """Storage address -> the value that it holds now."""
+        self._pins: dict[int, list[weakref.ref[Record]]] = {}
+        """Storage address -> records that hold it as a source."""
+        self._unsettled: list[Planned] = []
+        self._encoded: dict[int, tuple[weakref.ref[UntypedStorage], weakref.ref[Encoded]]] = {}
+        self.active = True
+        self.done: Counter[int] = Counter()
+        """Action -> slots on which it was taken in this iteration."""
+        self.declined: dict[int, str] = {}
+        """Action -> why it was not taken, the first reason of the run."""
+        self.divergences = 0
+        """Module calls, over the run, in which something was not as planned."""
+
+    @property
+    def actions(self) -> list[Action]:
+        """The plan's actions by the numbers that `done` and `declined` use."""
+        return self._tables.actions
+
+    @property
+    def holds_sources(self) -> bool:
+        """Do records hold tensors that somebody may change?"""
+        return bool(self._pins)
+
+    # --- the mode
+
+    def enter(self) -> None:
+        """Watch ops from here on, if there is anything to watch for and the mode is not on already."""
+        if self.active and not self._tables.empty and _get_current_dispatch_mode() is not self and not self._is_open():
+            self.__enter__()
+
+    def leave(self) -> None:
+        """Stop watching, unless the script has entered modes of its own since (they stay innermost)."""
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)
+
+    def _is_open(self) -> bool:
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+        return any(mode is self for mode in _get_current_dispatch_mode_stack())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        iterations = self._iterations
+        if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
+            return func(*args, **kwargs)
+        if any(t not in PLAIN_TYPES for t in types):
+            return NotImplemented
+        kind = kind_of(func)
+        if kind.is_view:
+            return func(*args, **kwargs)
+        if self._swapper is not None:
+            self._swapper.collect()
+        frame = self._frames.current
+        ordinal = frame.ops
+        frame.ops += 1
+        planned = self._tables.ops.get(frame.key)
+        name = planned.get(ordinal) if planned is not None and not frame.diverged else None
+        if name is None and not self._unsettled and not kind.writes:
+            return func(*args, **kwargs)
+        return self._watch(func, kind, args, kwargs, frame, name)
+
+    def _watch(self, func: Any, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame, name: str | None) -> Any:
+        record = None
+        if name is not None and name != kind.name:
+            self._diverged(frame)
+        elif name is not None:
+            record = record_op(func, kind, args, kwargs, self._freeze)
+            if record.writes_unrecorded():
+                record = None
+        written = self._about_to_write(kind, args, kwargs, record)
+        out = func(*args, **kwargs)
+        self._overwritten(written)
+        if record is not None:
+            self._remember(record, args, kwargs, out)
+        if self._unsettled:
+            self._settle(kind.name)
+        return out
+
+    # --- records
+
+    def _freeze(self, tensor: Tensor) -> View | Pinned | Tensor:
+        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        value = self._values.get(storage._cdata)
+        if value is not None and value.storage is not None and value.storage() is storage:
+            return View(value, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+        return pin(tensor)
+
+    def _remember(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        flat = list(tree_iter((args, kwargs)))
+        taken: set[int] = set()
+        for position in record.written:
+            argument = record.args[position]
+            if isinstance(argument, View):
+                storage = flat[position].untyped_storage()
+                taken.add(storage._cdata)
+                self._new_value(record, -1 - position, storage)
+        inputs = {t.untyped_storage()._cdata for t in flat if isinstance(t, Tensor) and t.layout is torch.strided}
+        for place, tensor in enumerate(output_tensors(out)):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in inputs and storage._cdata not in taken:
+                    taken.add(storage._cdata)
+                    self._new_value(record, place, storage)
+        for argument in record.args:
+            if isinstance(argument, Pinned):
+                self._pins.setdefault(argument.tensor.untyped_storage()._cdata, []).append(weakref.ref(record))
+
+    def _new_value(self, record: Record, place: int, storage: UntypedStorage) -> None:
+        address = storage._cdata
+        value = Value(record, place, storage)
+        value.storage = weakref.ref(storage, lambda gone: self._storage_died(address, gone))
+        record.values.append(weakref.ref(value))
+        self._values[address] = value
+
+    def _storage_died(self, address: int, gone: weakref.ref[UntypedStorage]) -> None:
+        value = self._values.get(address)
+        if value is not None and value.storage is gone:
+            del self._values[address]
+
+    def _about_to_write(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> list[UntypedStorage]:
+        """Storages that the op writes; whatever was to be made from their present bytes is made now."""
+        if not kind.writes:
+            return []
+        storages = []
+        for position, name in zip(kind.writes, kind.write_names, strict=True):
+            given = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in tree_iter(given):
+                if isinstance(tensor, Tensor) and tensor.layout is torch.strided and type(tensor) in PLAIN_TYPES:
+                    storages.append(tensor.untyped_storage())
+        for storage in storages:
+            self.source_changes(storage._cdata, but=record)
+        return storages
+
+    def source_changes(self, address: int, *, but: Record | None = None) -> None:
+        """The bytes at `address` are about to change: records that hold them as a source run now and keep their results."""
+        for reference in self._pins.pop(address, ()):
+            record = reference()
+            if record is None or record is but:
+                continue
+            for value in (v for ref in record.values if (v := ref()) is not None):
+                if value.there() is None or value.cached is None:
+                    value.cached = make(value)
+
+    def _overwritten(self, storages: list[UntypedStorage]) -> None:
+        for storage in storages:
+            value = self._values.pop(storage._cdata, None)
+            if value is not None:
+                value.storage = None
+
+    # --- hooks
+
+    def pack(self, tensor: Tensor) -> Kept | Planned:
+        """The hook: a handle that keeps `tensor`, or one that will let go of it."""
+        if self._iterations.in_backward or threading.get_ident() != self._thread or not self.active:
+            return Kept(tensor)
+        if tensor.device.type != self._device or not is_plain(tensor):
+            return Kept(tensor)
+        frame = self._frames.current
+        ordinal = frame.packs
+        frame.packs += 1
+        slots = self._tables.slots.get(frame.key)
+        slot = slots.get(ordinal) if slots is not None else None
+        triggers = self._tables.triggers.get(frame.key) if self._swapper is not None else None
+        if slot is None or frame.diverged:
+            return Kept(tensor) if triggers is None or ordinal not in triggers else _Trigger(tensor, triggers[ordinal])
+        if not self._fits(tensor, slot):
+            self._diverged(frame)
+            return Kept(tensor)
+        handle = Planned(tensor, slot)
+        if slot.ref.is_output and slot.ref.node:
+            node = tensor.grad_fn.name() if tensor.grad_fn is not None else ""
+            self._act(handle, slot.ref.consumer if node == slot.ref.node else "")
+        else:
+            self._unsettled.append(handle)
+        return handle
+
+    @staticmethod
+    def _fits(tensor: Tensor, slot: PlannedSlot) -> bool:
+        return tensor.dim() == slot.ref.dims and str(tensor.dtype) == f"torch.{slot.ref.dtype}"
+
+    def unpack(self, handle: Kept | Planned) -> Tensor:
+        """The hook: the tensor, made again, read back or decoded. May be called again (`retain_graph`)."""
+        if self._swapper is not None:
+            self._swapper.collect()
+        if isinstance(handle, Kept):
+            if isinstance(handle, _Trigger) and self._swapper is not None:
+                self._swapper.prefetch(handle.actions)
+            return handle.get()
+        triggers = self._tables.triggers.get(handle.slot.ref.module)
+        if triggers is not None and self._swapper is not None and handle.slot.ref.ordinal in triggers:
+            self._swapper.prefetch(triggers[handle.slot.ref.ordinal])
+        original = handle.original()
+        if original is not None:
+            check_version(original, handle.version)
+        if handle.tensor is not None:
+            check_version(handle.tensor, handle.version)
+            return handle.tensor
+        return self._restore(handle)
+
+    def _restore(self, handle: Planned) -> Tensor:
+        content = handle.content
+        if isinstance(content, Value):
+            tensor = handle.on(make(content))
+            if not handle.served:
+                handle.served = True
+                content.waiting -= 1
+                if content.waiting <= 0:
+                    content.cached = None
+            return tensor
+        if isinstance(content, SwappedStorage):
+            tensor = handle.on(content.get())
+            if not handle.served:
+                handle.served = True
+                content.served()
+            return tensor
+        assert isinstance(content, Encoded)
+        if handle.slot.ref.need != "values" and torch.is_grad_enabled():
+            raise RuntimeError(
+                "memopt compressed what this backward does not read, but a backward with create_graph=True does; "
+                "the profiled iteration had none. Nothing wrong was computed; advise with --deny compress"
+            )
+        whole = decode(content)
+        return whole if handle.slot.ref.need != "values" else handle.on(whole.untyped_storage())
+
+    # --- actions
+
+    def _settle(self, op: str) -> None:
+        """Op `op` has run: act on what was packed before it."""
+        waiting, self._unsettled = self._unsettled, []
+        for handle in waiting:
+            self._act(handle, op)
+
+    def settle_all(self) -> None:
+        """Forward is over: act on what is left, except where the op had to be seen."""
+        self._settle("")
+
+    def _act(self, handle: Planned, op: str) -> None:
+        slot, tensor = handle.slot, handle.tensor
+        assert tensor is not None
+        if tensor._version != handle.version:
+            self._decline(slot, "it was changed in place by the op that saved it")
+        elif slot.kind == "recompute":
+            self._drop_for_replay(handle, tensor)
+        elif slot.kind == "swap":
+            self._swap(handle, tensor)
+        elif op != slot.ref.consumer or not op:
+            self._decline(slot, f"another op ran than {slot.ref.consumer}")
+        else:
+            self._compress(handle, tensor)
+
+    def _drop_for_replay(self, handle: Planned, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        value = self._values.get(storage._cdata)
+        if value is None or value.storage is None or value.storage() is not storage:
+            self._decline(handle.slot, "the op that made it was not seen")
+            return
+        value.waiting += 1
+        self._take(handle, value)
+
+    def _swap(self, handle: Planned, tensor: Tensor) -> None:
+        if self._swapper is None:
+            self._decline(handle.slot, "there is no place to swap to")
+            return
+        content = self._swapper.swap_out(handle.slot.action, tensor.untyped_storage())
+        if content is None:
+            self._decline(handle.slot, self._swapper.reason)
+            return
+        self._take(handle, content)
+
+    def _compress(self, handle: Planned, tensor: Tensor) -> None:
+        slot = handle.slot
+        if slot.ref.need == "values":
+            encoded = self._encode_storage(slot.codec, tensor)
+        else:
+            params = {name: tuple(v) if isinstance(v, list) else v for name, v in slot.ref.params.items()}
+            encoded = encode_for(Need(slot.ref.need, tuple(params.items())), tensor)
+        if encoded is None:
+            self._decline(slot, f"codec {slot.codec} does not apply to these values")
+            return
+        self._take(handle, encoded)
+
+    def _encode_storage(self, codec: str, tensor: Tensor) -> Encoded | None:
+        """One encoded form for all views of a storage."""
+        storage = tensor.untyped_storage()
+        known = self._encoded.get(storage._cdata)
+        if known is not None and known[0]() is storage:
+            shared = known[1]()
+            if shared is not None:
+                return shared
+        encoded = encode(codec, flat_storage(tensor), {})
+        if encoded is not None:
+            self._encoded[storage._cdata] = (weakref.ref(storage), weakref.ref(encoded))
+        return encoded
+
+    def _take(self, handle: Planned, content: Value | SwappedStorage | Encoded) -> None:
+        handle.content = content
+        handle.tensor = None
+        self.done[handle.slot.action] += 1
+
+    def _decline(self, slot: PlannedSlot, why: str) -> None:
+        self.declined.setdefault(slot.action, why)
+
+    def _diverged(self, frame: Frame) -> None:
+        if not frame.diverged:
+            frame.diverged = True
+            self.divergences += 1
+
+    # --- the loop
+
+    def new_iteration(self) -> None:
+        """Forget what ended with the iteration."""
+        self.done.clear()
+        self._encoded.clear()
+        self._pins = {a: live for a, refs in self._pins.items() if (live := [r for r in refs if r() is not None])}
+        if self._swapper is not None:
+            self._swapper.new_iteration()
+
+
+class _Trigger(Kept):
+    """A kept tensor whose unpack starts swap-ins."""
+
+    __slots__ = ("actions",)
+
+    def __init__(self, tensor: Tensor, actions: list[int]) -> None:
+        super().__init__(tensor)
+        self.actions = actions

@@ -1,0 +1,288 @@
+"""Ops remembered in forward so that what they made can be made again in backward: tensor-granular recomputation.
+
+A record holds the overload, its arguments and the generator's state. A tensor argument is a *view of a value* when its
+producer was recorded too, and is pinned (held) otherwise. A value is one version of a storage; it is *there* while its
+storage lives in that version, or while a replay's result waits for its last consumer.
+
+Making a value walks its records depth first, runs each once, frees what nobody waits for as soon as it was read
+(`estimators.chains` and `estimators.timeline` do the same walk on the trace). In-place ops write on private copies.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from memopt.instrument.ops import OpKind
+
+_KEEPS_VERSION = torch._C.DispatchKey.ADInplaceOrView
+
+
+class CannotReplay(RuntimeError):
+    """A source of a replay was changed behind memopt's back: the value is lost, and a wrong one is never handed out."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Where a tensor lies in a value."""
+
+    value: Value
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    def on(self, storage: UntypedStorage) -> Tensor:
+        return view_of(storage, self.size, self.stride, self.offset, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """An argument that is held: an alias and the version that the op read."""
+
+    tensor: Tensor
+    version: int
+
+
+class Value:
+    """One version of a storage, made by a recorded op."""
+
+    __slots__ = ("__weakref__", "cached", "place", "record", "storage", "waiting")
+
+    def __init__(self, record: Record, place: int, storage: UntypedStorage) -> None:
+        self.record = record
+        self.place = place
+        """Index among the outputs, or -1 - (position in the flat arguments) when written in place."""
+        self.storage: weakref.ref[UntypedStorage] | None = weakref.ref(storage)
+        """The storage that forward made; None once it is gone or has been overwritten."""
+        self.cached: UntypedStorage | None = None
+        """Made again, and held for those who still wait."""
+        self.waiting = 0
+        """Handles that have not been served."""
+
+    def there(self) -> UntypedStorage | None:
+        if self.cached is not None:
+            return self.cached
+        return self.storage() if self.storage is not None else None
+
+
+class Record:
+    """One op that can run again."""
+
+    __slots__ = ("__weakref__", "args", "func", "kind", "rng", "spec", "values", "written")
+
+    def __init__(self, func: Any, kind: OpKind, args: list[Any], spec: TreeSpec, rng: tuple[Any, Tensor] | None) -> None:
+        self.func = func
+        self.kind = kind
+        self.args = args
+        self.spec = spec
+        self.rng = rng
+        self.written = _written_positions(kind, spec)
+        """Flat positions of arguments that the op writes: a replay gives it private copies."""
+        self.values: list[weakref.ref[Value]] = []
+
+    def writes_unrecorded(self) -> bool:
+        """Does it write in place what no record can make again? Then it cannot be replayed."""
+        statistics = _statistics_positions(self.kind, self.spec)
+        return any(not isinstance(self.args[position], View) for position in self.written - statistics)
+
+    def sources(self) -> Iterator[Value]:
+        for argument in self.args:
+            if isinstance(argument, View):
+                yield argument.value
+
+
+def view_of(storage: UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> Tensor:
+    """A tensor over `storage`; allocates nothing."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+def pin(tensor: Tensor) -> Pinned:
+    """Hold `tensor` from inside a dispatch mode: an alias without a graph that shares the version counter."""
+    with torch._C._SetExcludeDispatchKeyGuard(_KEEPS_VERSION, False):
+        alias = tensor.detach()
+    return Pinned(alias, tensor._version)
+
+
+def generator_state(args: list[Any]) -> tuple[Any, Tensor]:
+    """The generator that an op with these flat arguments draws from, and its state now."""
+    generator = next((a for a in args if isinstance(a, torch.Generator)), None)
+    if generator is None:
+        device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+        if device.type == "cuda":
+            generator = torch.cuda.default_generators[device.index or 0]
+        else:
+            generator = torch.default_generator
+    return generator, generator.get_state()
+
+
+def make(value: Value) -> UntypedStorage:
+    """The storage of `value`, made again if it is not there. Bit for bit what forward made.
+
+    Raises `CannotReplay` when a pinned source was changed in place since forward.
+    """
+    found = value.there()
+    if found is not None:
+        return found
+    order = _order(value)
+    with torch.no_grad(), torch._C._DisableAutocast(), _disable_current_modes():
+        return _Replay(order, value).run()
+
+
+def _order(value: Value) -> list[Record]:
+    """Records to run, inputs first, each once."""
+    order: list[Record] = []
+    seen: set[int] = set()
+    stack: list[tuple[Value, bool]] = [(value, False)]
+    while stack:
+        wanted, expanded = stack.pop()
+        record = wanted.record
+        if expanded:
+            if id(record) not in seen:
+                seen.add(id(record))
+                order.append(record)
+            continue
+        if id(record) in seen or wanted.there() is not None:
+            continue
+        stack.append((wanted, True))
+        stack.extend((source, False) for source in reversed(list(record.sources())))
+    return order
+
+
+class _Replay:
+    """One walk: what it has made so far and how often each value is still to be read."""
+
+    def __init__(self, order: list[Record], target: Value) -> None:
+        self._order = order
+        self._target = target
+        self._made: dict[int, UntypedStorage] = {}
+        self._reads: dict[int, int] = {id(target): 1}
+        for record in order:
+            for source in record.sources():
+                self._reads[id(source)] = self._reads.get(id(source), 0) + 1
+
+    def run(self) -> UntypedStorage:
+        for record in self._order:
+            self._run(record)
+        found = self._made.get(id(self._target))
+        if found is None:
+            found = self._target.there()
+        assert found is not None
+        return found
+
+    def _run(self, record: Record) -> None:
+        flat = [self._argument(record, position, argument) for position, argument in enumerate(record.args)]
+        args, kwargs = tree_unflatten(flat, record.spec)
+        out = self._call(record, args, kwargs)
+        outputs = list(_tensors(out))
+        for reference in record.values:
+            value = reference()
+            if value is None:
+                continue
+            tensor = outputs[value.place] if value.place >= 0 else flat[-1 - value.place]
+            self._keep(value, tensor.untyped_storage())
+
+    @staticmethod
+    def _call(record: Record, args: Any, kwargs: Any) -> Any:
+        if record.rng is None:
+            return record.func(*args, **kwargs)
+        generator, state = record.rng
+        now = generator.get_state()
+        generator.set_state(state)
+        try:
+            return record.func(*args, **kwargs)
+        finally:
+            generator.set_state(now)
+
+    def _keep(self, value: Value, storage: UntypedStorage) -> None:
+        if value.waiting > 0 and value.there() is None:
+            value.cached = storage
+        if self._reads.get(id(value), 0) > 0:
+            self._made[id(value)] = storage
+
+    def _argument(self, record: Record, position: int, argument: Any) -> Any:
+        written = position in record.written
+        if isinstance(argument, Pinned):
+            if argument.tensor._version != argument.version and not written:
+                raise _changed(record, argument)
+            return _private(argument.tensor) if written else argument.tensor
+        if not isinstance(argument, View):
+            return argument
+        value = argument.value
+        self._reads[id(value)] -= 1
+        last = self._reads[id(value)] == 0
+        mine = self._made.pop(id(value), None) if last else self._made.get(id(value))
+        storage = mine if mine is not None else value.there()
+        assert storage is not None
+        tensor = argument.on(storage)
+        if written and (mine is None or not last or value.cached is not None):
+            return _private(tensor)
+        return tensor
+
+
+def _written_positions(kind: OpKind, spec: TreeSpec) -> frozenset[int]:
+    if not kind.writes:
+        return _statistics_positions(kind, spec)
+    args, kwargs = tree_unflatten(list(range(spec.num_leaves)), spec)
+    found: set[int] = set()
+    for position, name in zip(kind.writes, kind.write_names, strict=True):
+        given = args[position] if position < len(args) else kwargs.get(name)
+        found.update(leaf for leaf in tree_flatten(given)[0] if leaf is not None)
+    return frozenset(found) | _statistics_positions(kind, spec)
+
+
+def _statistics_positions(kind: OpKind, spec: TreeSpec) -> frozenset[int]:
+    if kind.statistics is None:
+        return frozenset()
+    args, _ = tree_unflatten(list(range(spec.num_leaves)), spec)
+    return frozenset(args[place] for place in kind.statistics[:2])
+
+
+def _private(tensor: Tensor) -> Tensor:
+    """The same view on a copy of the whole storage."""
+    storage = tensor.untyped_storage().clone()
+    return view_of(storage, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+
+
+def _tensors(out: Any) -> Iterator[Any]:
+    if isinstance(out, (tuple, list)):
+        for part in out:
+            if isinstance(part, (tuple, list)):
+                yield from part
+            else:
+                yield part
+    else:
+        yield out
+
+
+def _changed(record: Record, argument: Pinned) -> CannotReplay:
+    return CannotReplay(
+        f"memopt cannot compute {record.kind.name} again: its input {tuple(argument.tensor.shape)} was changed in place "
+        "after forward, outside of what memopt watches. Nothing wrong was computed; profile the script again, "
+        "or advise without recompute (--deny recompute)"
+    )
+
+
+def record_op(
+    func: Any,
+    kind: OpKind,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    freeze: Callable[[Tensor], View | Pinned],
+) -> Record:
+    """Remember a call before it runs; `freeze` says what to hold of each tensor argument."""
+    flat, spec = tree_flatten((args, kwargs))
+    rng = generator_state(flat) if kind.random else None
+    return Record(func, kind, [freeze(a) if isinstance(a, Tensor) else a for a in flat], spec, rng)
+
+
+def output_tensors(out: Any) -> list[Any]:
+    """Outputs in the order in which a replay counts them."""
+    return list(_tensors(out))

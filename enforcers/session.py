@@ -1,0 +1,218 @@
+"""A run under a plan: install the engine when the script imports torch, follow its iterations, measure, tell the outcome."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from memopt.instrument.on_import import call_after_import, quiet_allocator
+from memopt.outcome import ActionCounts, Outcome
+from memopt.plan import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+    from memopt.enforcers.engine import Engine
+    from memopt.enforcers.swapped import Swapper
+    from memopt.instrument.frames import Frames
+    from memopt.instrument.iterations import Iterations
+    from memopt.instrument.saved import SavedTensorHooks
+    from memopt.profiler.meter import Meter
+
+log = logging.getLogger(__name__)
+
+MEASURED = (3, 4)
+"""Iterations in which the bytes are measured on a CPU; their times do not count."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to apply a plan."""
+
+    swap_dir: Path
+    measure: bool = True
+
+
+class ApplySession:
+    """Listens to the training loop and keeps the engine in step with it."""
+
+    def __init__(self, plan: Plan, options: Options) -> None:
+        self._plan = plan
+        self._options = options
+        self._pid = os.getpid()
+        self._engine: Engine | None = None
+        self._frames: Frames | None = None
+        self._iterations: Iterations | None = None
+        self._hooks: SavedTensorHooks | None = None
+        self._swapper: Swapper | None = None
+        self._meter: Meter | None = None
+        self._peaks: list[int] = []
+        self._times_ms: list[float] = []
+        self._done: set[int] = set()
+        self._log_level: Callable[[], None] = lambda: None
+        self.notes: list[str] = []
+
+    # --- life
+
+    def install(self) -> None:
+        """Be there when the script imports torch."""
+        self._log_level = quiet_allocator()
+        call_after_import("torch", self._torch_imported)
+
+    def _torch_imported(self) -> None:
+        self._log_level()
+        from memopt.enforcers.engine import Engine
+        from memopt.enforcers.tables import tables_of
+        from memopt.instrument.frames import Frames
+        from memopt.instrument.iterations import Iterations
+        from memopt.instrument.saved import SavedTensorHooks
+
+        self._frames = Frames()
+        self._frames.install()
+        self._iterations = Iterations(self)
+        self._iterations.install()
+        tables = tables_of(self._plan)
+        self._swapper = self._open_tiers(tables.actions)
+        self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
+        self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
+        self._hooks.install()
+        self._engine.enter()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _open_tiers(self, actions: list) -> Swapper | None:  # type: ignore[type-arg]
+        from memopt.enforcers.swapped import Swapper
+
+        wanted = {number: action.tier for number, action in enumerate(actions) if action.kind == "swap" and action.tier}
+        if not wanted:
+            return None
+        tiers = {}
+        for tier in sorted(set(wanted.values())):
+            try:
+                tiers[tier] = self._open_tier(tier, actions)
+            except Exception as error:
+                self.notes.append(f"no {tier} tier: {error}; what was to be swapped there is kept")
+        return Swapper(tiers, {number: str(tier) for number, tier in wanted.items()})
+
+    def _open_tier(self, tier: str, actions: list):  # type: ignore[no-untyped-def, type-arg]
+        if tier == "disk":
+            from memopt.enforcers.disk import DiskStore
+
+            return DiskStore(self._options.swap_dir)
+        from memopt.enforcers.host import HostStore
+
+        return HostStore([action.size_bytes for action in actions if action.tier == "host"])
+
+    def _forked(self) -> None:
+        """A DataLoader worker forked from us is not ours to steer."""
+        if self._engine is not None:
+            self._engine.active = False
+
+    def finished(self) -> Outcome | None:
+        """Call when the script has ended; None in a process that was forked from ours."""
+        if os.getpid() != self._pid:
+            return None
+        self._stop_measuring()
+        outcome = self._outcome()
+        for part in (self._hooks, self._iterations, self._frames):
+            if part is not None:
+                part.remove()
+        if self._swapper is not None:
+            self._swapper.close()
+        return outcome
+
+    def _outcome(self) -> Outcome:
+        plan, engine = self._plan, self._engine
+        planned = len([action for action in plan.actions if action.kind != "keep"])
+        times = self._times_ms or [0.0]
+        notes = [*self.notes, *self._declined()]
+        if self._hooks is not None and self._hooks.stepped_aside:
+            notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
+        return Outcome(
+            budget_bytes=plan.budget_bytes,
+            unplanned_peak_bytes=plan.unplanned_peak_bytes,
+            predicted_peak_bytes=plan.predicted_peak_bytes,
+            measured_peak_bytes=max(self._peaks, default=0),
+            plain_step_ms=plan.plain_step_ms,
+            predicted_step_ms=plan.predicted_step_ms,
+            measured_step_ms=median(times),
+            actions=ActionCounts(planned=planned, done=len(self._done), skipped=planned - len(self._done)),
+            divergences=engine.divergences if engine is not None else 0,
+            iterations=self._iterations.count if self._iterations is not None else 0,
+            rss_peak_bytes=_resident_peak_bytes(),
+            notes=notes,
+        )
+
+    def _declined(self) -> list[str]:
+        if self._engine is None:
+            return []
+        reasons: dict[str, int] = {}
+        for action, why in self._engine.declined.items():
+            if action not in self._done:
+                reasons[why] = reasons.get(why, 0) + 1
+        return [f"{count} actions skipped: {why}" for why, count in sorted(reasons.items(), key=lambda item: -item[1])]
+
+    # --- the training loop (Listener)
+
+    def iteration_ended(self, count: int, milliseconds: float) -> None:
+        if os.getpid() != self._pid or self._engine is None or self._frames is None:
+            return
+        engine = self._engine
+        engine.settle_all()
+        if count > 1 and self._meter is None:
+            self._times_ms.append(milliseconds)
+        self._stop_measuring()
+        actions = self._plan_slots(engine)
+        self._done |= {number for number, taken in engine.done.items() if taken >= actions[number]}
+        engine.new_iteration()
+        self._frames.new_iteration()
+        engine.enter()
+        if self._options.measure and count + 1 in MEASURED:
+            from memopt.profiler.meter import meter_for
+
+            self._meter = meter_for(self._plan.device.kind)
+            self._meter.start()
+
+    def _plan_slots(self, engine: Engine) -> list[int]:
+        return [len(action.slots) for action in engine.actions]
+
+    def _stop_measuring(self) -> None:
+        if self._meter is not None:
+            peak = self._meter.stop()
+            self._meter = None
+            if peak is not None:
+                self._peaks.append(peak)
+
+    def backward_begins(self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
+        if self._engine is None or self._frames is None:
+            return
+        self._engine.settle_all()
+        self._engine.leave()
+        self._frames.paused = True
+
+    def backward_ended(self) -> None:
+        if self._engine is None or self._frames is None:
+            return
+        self._frames.paused = False
+        self._engine.enter()
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._engine is not None and self._engine.holds_sources:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self._engine.source_changes(parameter.untyped_storage()._cdata)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+
+def _resident_peak_bytes() -> int:
+    """The process's largest resident set so far."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

@@ -1,0 +1,108 @@
+"""Swapped storages: copied out after their forward consumer, copied in at the plan's trigger or when they are asked for."""
+
+from __future__ import annotations
+
+import weakref
+from concurrent.futures import Future
+from typing import Any
+
+from torch import UntypedStorage
+
+from memopt.enforcers.swap import SwapFailed, SwapTier
+
+
+class SwappedStorage:
+    """One storage that a tier holds, shared by all handles on it."""
+
+    __slots__ = ("__weakref__", "_coming", "_home", "_storage", "_ticket", "_tier", "source", "waiting")
+
+    def __init__(self, tier: SwapTier[Any], storage: UntypedStorage) -> None:
+        self._tier = tier
+        self._ticket = tier.write_async(storage)
+        self._storage: UntypedStorage | None = None
+        self._coming: Future[None] | None = None
+        self._home = False
+        """The swap was called off: the bytes are here only."""
+        self.source = weakref.ref(storage)
+        self.waiting = 0
+        """Handles that have not been served."""
+
+    def prefetch(self) -> None:
+        """Start to bring it back; a storage that has not left yet just stays."""
+        if self._storage is not None:
+            return
+        held = self._tier.take_back(self._ticket)
+        if held is not None:
+            self._storage = held
+            self._home = True
+            return
+        like = self._ticket
+        self._storage = UntypedStorage(like.nbytes, device=getattr(like, "device", "cpu"))
+        self._coming = self._tier.read_async(like, self._storage)
+
+    def get(self) -> UntypedStorage:
+        """The storage with its bytes; waits for the copy."""
+        alive = self.source()
+        if alive is not None:
+            return alive
+        self.prefetch()
+        if self._coming is not None:
+            self._coming.result()
+            self._coming = None
+        storage = self._storage
+        assert storage is not None
+        return storage
+
+    def served(self) -> None:
+        """One handle has been served; the device copy goes with the last one."""
+        self.waiting -= 1
+        if self.waiting <= 0 and not self._home:
+            self._storage = None
+
+
+class Swapper:
+    """Tiers by name and what is swapped in this iteration."""
+
+    def __init__(self, tiers: dict[str, SwapTier[Any]], tier_of_action: dict[int, str]) -> None:
+        self._tiers = tiers
+        self._tier_of = tier_of_action
+        self._swapped: dict[int, weakref.ref[SwappedStorage]] = {}
+        self.reason = "there is no place to swap to"
+
+    def swap_out(self, action: int, storage: UntypedStorage) -> SwappedStorage | None:
+        """Start to swap `storage` out, or join the swap that another of its slots has started; None: keep it."""
+        known = self._swapped.get(action)
+        content = known() if known is not None else None
+        if content is None or content.source() is not storage:
+            tier = self._tiers.get(self._tier_of.get(action, ""))
+            if tier is None:
+                return None
+            try:
+                content = SwappedStorage(tier, storage)
+            except SwapFailed as error:
+                self.reason = error.what
+                return None
+            self._swapped[action] = weakref.ref(content)
+        content.waiting += 1
+        return content
+
+    def prefetch(self, actions: list[int]) -> None:
+        """Start the swap-ins of `actions`."""
+        for action in actions:
+            reference = self._swapped.get(action)
+            content = reference() if reference is not None else None
+            if content is not None:
+                content.prefetch()
+
+    def collect(self) -> None:
+        """Let go of what has safely been copied out."""
+        for tier in self._tiers.values():
+            tier.collect()
+
+    def new_iteration(self) -> None:
+        self._swapped.clear()
+        self.collect()
+
+    def close(self) -> None:
+        for tier in self._tiers.values():
+            tier.close()

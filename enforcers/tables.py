@@ -1,0 +1,52 @@
+"""A plan turned around: what the engine looks up when an op runs or a tensor is saved."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from memopt.plan import Action, OpRef, Plan, SlotRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedSlot:
+    """A saved tensor that the plan names."""
+
+    ref: SlotRef
+    action: int
+    """Index into the plan's actions."""
+    kind: str
+    codec: str
+
+
+@dataclass(slots=True)
+class Tables:
+    """Lookups by module call and ordinal. Module calls that the plan does not name are absent."""
+
+    actions: list[Action]
+    slots: dict[str, dict[int, PlannedSlot]] = field(default_factory=lambda: defaultdict(dict))
+    ops: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
+    """Ops to record: overload names."""
+    triggers: dict[str, dict[int, list[int]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    """Slots whose unpack starts swap-ins, as action indices."""
+
+    @property
+    def empty(self) -> bool:
+        return not self.slots
+
+
+def tables_of(plan: Plan) -> Tables:
+    """The lookups of `plan`; `keep` actions need none."""
+    tables = Tables(actions=[action for action in plan.actions if action.kind != "keep"])
+    for number, action in enumerate(tables.actions):
+        for ref in action.slots:
+            tables.slots[ref.module][ref.ordinal] = PlannedSlot(ref, number, action.kind, action.codec)
+        for op in action.records:
+            _add_op(tables, op)
+        if action.prefetch is not None:
+            tables.triggers[action.prefetch.module][action.prefetch.ordinal].append(number)
+    return tables
+
+
+def _add_op(tables: Tables, op: OpRef) -> None:
+    tables.ops[op.module][op.ordinal] = op.name

@@ -1,0 +1,100 @@
+"""The most that was on the device during one iteration, by the allocator's own events, for runs that are not recorded op by op."""
+
+from __future__ import annotations
+
+import gc
+import time
+import warnings
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from memopt.profiler.clock import memory_events, quiet
+
+
+class Meter(Protocol):
+    """Between `start` and `stop`: the peak in bytes; None when it could not be measured."""
+
+    def start(self) -> None: ...
+    def stop(self) -> int | None: ...
+
+
+class CpuMeter:
+    """Bytes of the storages that live at the start, and from there on every allocation and free of the CPU allocator.
+
+    The allocator's events know nothing of blocks older than the profile: their ends are seen by weak references.
+    """
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+        self._base_bytes = 0
+        self._ends: list[tuple[int, int, int]] = []
+        self._watch: list[weakref.ref[UntypedStorage]] = []
+
+    def start(self) -> None:
+        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        try:
+            with quiet():
+                self._profile.start()
+        except RuntimeError:
+            self._profile = None
+            return
+        for storage in living_storages("cpu"):
+            size = storage.nbytes()
+            self._base_bytes += size
+            self._watch.append(weakref.ref(storage, lambda _, size=size: self._ends.append((time.time_ns(), 1, -size))))
+
+    def stop(self) -> int | None:
+        if self._profile is None:
+            return None
+        with quiet():
+            self._profile.stop()
+        self._watch.clear()
+        events = memory_events(self._profile.profiler.kineto_results.events())
+        self._profile = None
+        held = most = self._base_bytes
+        for _, _, size in sorted([*events, *self._ends]):
+            held += size
+            most = max(most, held)
+        return most
+
+
+class CudaMeter:
+    """The caching allocator's own high-water mark. Has not run on a GPU yet (docs/status.md)."""
+
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def stop(self) -> int | None:
+        return torch.cuda.max_memory_allocated()
+
+
+def meter_for(device: str) -> Meter:
+    """The meter of device type `device`."""
+    return CudaMeter() if device == "cuda" else CpuMeter()
+
+
+def living_storages(device: str) -> list[UntypedStorage]:
+    """Every storage on `device` that a Python object holds, each once."""
+    found: dict[int, UntypedStorage] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thing in gc.get_objects():
+            storage = _storage_of(thing, device)
+            if storage is not None:
+                found.setdefault(storage._cdata, storage)
+    return list(found.values())
+
+
+def _storage_of(thing: object, device: str) -> UntypedStorage | None:
+    kind = type(thing)
+    try:
+        if issubclass(kind, Tensor):
+            return thing.untyped_storage() if thing.device.type == device else None  # type: ignore[attr-defined, no-any-return]
+        if issubclass(kind, UntypedStorage):
+            return thing if thing.device.type == device else None  # type: ignore[attr-defined, return-value]
+    except (NotImplementedError, RuntimeError, TypeError):
+        return None
+    return None
