@@ -8,6 +8,7 @@ the script's own exit code, and death by the signal that killed it. Imports no t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
@@ -15,6 +16,7 @@ import signal
 import sys
 import threading
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -75,9 +77,10 @@ def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
     return spec
 
 
-def run(command: Command) -> int:
+def run(command: Command, *, raised: Callable[[BaseException], object] = lambda error: None) -> int:
     """Run `command` to its end and return its exit code; a traceback shows the user's frames only.
 
+    `raised` is told of an exception that ends the script while the script's frames, and what they hold, still live.
     `KeyboardInterrupt` is re-raised after its traceback was shown, so that the caller can die of the signal.
     """
     source = find_source(command)
@@ -88,6 +91,8 @@ def run(command: Command) -> int:
     except SystemExit as stop:
         return exit_code_of(stop)
     except BaseException as error:
+        with contextlib.suppress(Exception):
+            raised(error)
         _show(error)
         if isinstance(error, KeyboardInterrupt):
             raise
@@ -99,12 +104,13 @@ def _prepare(command: Command, source: Path) -> types.ModuleType:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     if sys.version_info < (3, 14):
-        main.__dict__["__annotations__"] = {}  # the interpreter's own `__main__` has it from the start
+        main.__annotations__ = {}  # the interpreter's own `__main__` has it from the start
     main.__file__ = os.path.join(os.getcwd(), source)
     if command.as_module:
         spec = _module_spec(command.argv[0])
         main.__spec__, main.__package__ = spec, spec.parent
         main.__loader__ = spec.loader
+        main.__dict__["__cached__"] = spec.cached
         sys.path[0] = os.getcwd()
     else:
         main.__spec__ = None

@@ -211,11 +211,8 @@ class Recorder(TorchDispatchMode):
 
     def _row_of(self, tensor: Tensor, born: int = -1) -> int:
         """Row of the tensor's storage, made if it is new; -1 for other devices and tensors without a storage of bytes."""
-        if tensor.device.type != self._device:
-            return -1
-        try:
-            storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+        storage = self._storage_of(tensor)
+        if storage is None:
             return -1
         address = storage._cdata
         number = self._rows.get(address)
@@ -229,6 +226,15 @@ class Recorder(TorchDispatchMode):
         if born < 0:
             self.storages[number].value = self._new_value(number, -1, -1)
         return number
+
+    def _storage_of(self, tensor: Tensor) -> Any:
+        """The tensor's storage on the watched device; None where it has none of bytes (sparse, meta, other subclasses)."""
+        if tensor.device.type != self._device:
+            return None
+        try:
+            return tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return None
 
     def _died(self, address: int) -> None:
         number = self._rows.pop(address, None)
@@ -253,6 +259,12 @@ class Recorder(TorchDispatchMode):
         if number >= 0 and not self.storages[number].category:
             self.storages[number].category = category
             self.storages[number].name = name
+
+    def know_again(self, tensor: Tensor, category: str, name: str) -> None:
+        """As `know`, but only for what the recording has met."""
+        storage = self._storage_of(tensor)
+        if storage is not None and storage._cdata in self._rows:
+            self.know(tensor, category, name)
 
     # --- saved tensors
 

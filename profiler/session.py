@@ -13,8 +13,10 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from memopt.device import Device
+from memopt.errors import MemoptError, RunFailed
 from memopt.instrument.on_import import call_after_import, quiet_allocator
 from memopt.instrument.runner import Command, StopScript, find_source
+from memopt.profiler.ending import in_words, is_out_of_memory, know_what_is_saved
 from memopt.trace import Script, Trace
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from memopt.profiler.recorder import Recorder
 
 log = logging.getLogger(__name__)
+
+_MOST_STOPS = 3
+"""A script that catches the exit that often means to go on; it is left alone then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,15 +62,19 @@ class _Result:
     recorder: Recorder
     usage: Usage | None
     iteration: int
+    snapshot: bool = False
+    """Of one moment: storages without ops."""
     more_times_us: list[list[float]] = field(default_factory=list)
 
 
 class ProfileSession:
     """Listens to the training loop of the script that runs in this process. `trace` is there when it is done."""
 
-    def __init__(self, command: Command, wanted: Wanted) -> None:
+    def __init__(self, command: Command, wanted: Wanted, done: Callable[[Trace], None] | None = None) -> None:
+        """`done` is given the trace as soon as there is one, before the script goes on or is stopped."""
         self._command = command
         self._wanted = wanted
+        self._tell = done or (lambda trace: None)
         self._pid = os.getpid()
         self._frames: Frames | None = None
         self._iterations: Iterations | None = None
@@ -80,8 +89,13 @@ class ProfileSession:
         self._notes: list[str] = []
         self._hooks: SavedTensorHooks | None = None
         self._done = False
+        self._over = False
+        self._stops = 0
         self._log_level: Callable[[], None] = lambda: None
         self.trace: Trace | None = None
+        self.failure: MemoptError | None = None
+        """What went wrong in memopt itself; the script is not disturbed by it."""
+        self.torch_seen = False
 
     # --- life
 
@@ -96,6 +110,7 @@ class ProfileSession:
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
 
+        self.torch_seen = True
         self._frames = Frames()
         self._frames.install()
         self._iterations = Iterations(self)
@@ -118,25 +133,77 @@ class ProfileSession:
         """A DataLoader worker forked from us records nothing."""
         if self._now is not None:
             self._now.recorder.stop()
+            self._now = None
         self._done = True
 
-    def finished(self, problem: str = "") -> Trace | None:
+    def ended_by(self, error: BaseException) -> None:
+        """Call when an exception ends the script, while its frames still hold what they hold."""
+        self.finished(in_words(error), out_of_memory=is_out_of_memory(error))
+
+    def finished(self, problem: str = "", *, out_of_memory: bool = False) -> Trace | None:
         """Call when the script has ended. A run that ended early leaves what was seen, marked partial."""
         if os.getpid() != self._pid:
             return None
-        if self.trace is None and self._now is not None and self._now.recorder.ops:
-            self._end_recording()
-        if self.trace is None:
-            result = self._result or self._first
-            if result is not None and result.recorder.backward_calls + result.recorder.forward_saves > 0:
-                self.trace = self._build(result, problem or "the script ended before the iteration that was to be recorded")
-        if self._hooks is not None:
-            self._hooks.remove()
-        if self._iterations is not None:
-            self._iterations.remove()
-        if self._frames is not None:
-            self._frames.remove()
+        if not self._over:
+            self._over = True
+            self._guard(lambda: self._wind_up(problem, out_of_memory))
+            for part in (self._hooks, self._iterations, self._frames):
+                if part is not None:
+                    part.remove()
         return self.trace
+
+    def _wind_up(self, problem: str, out_of_memory: bool) -> None:
+        if self._now is not None:
+            self._end_recording()
+        elif out_of_memory and self.trace is None and self._frames is not None:
+            self._first = self._snapshot()
+            self._notes.append("the iteration in which memory ran out was not recorded: this is what was there at its end, without ops")
+        result = self._result or self._first
+        if self.trace is not None or result is None or not _is_training(result):
+            return
+        if not problem:
+            problem = "the script ended before the iteration that was to be recorded"
+        self._done = True
+        self._publish(self._build(result, problem))
+
+    def _snapshot(self) -> _Result:
+        """What is on the device now, as a recording without ops."""
+        from memopt.profiler.clock import TimeOnly
+        from memopt.profiler.known import device_in_use, tell_all
+        from memopt.profiler.recorder import Recorder
+
+        assert self._frames is not None
+        assert self._iterations is not None
+        self._device = self._wanted.device or device_in_use()
+        recorder = Recorder(self._frames, self._iterations, TimeOnly(), self._device)
+        tell_all(recorder.know, self._frames)
+        know_what_is_saved(recorder)
+        recorder.stop()
+        return _Result(recorder, None, self._iterations.count + 1, snapshot=True)
+
+    def _publish(self, trace: Trace) -> None:
+        self.trace = trace
+        self._tell(trace)
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Run `action`; what it raises is memopt's fault and must not end the script."""
+        if self.failure is not None:
+            return
+        try:
+            action()
+        except StopScript:
+            raise
+        except Exception as error:
+            log.error("memopt failed while it recorded the script; the script goes on", exc_info=True)
+            self.failure = RunFailed(
+                "no profile was written: memopt failed while it recorded the script",
+                why=f"{type(error).__name__}: {error}",
+                try_="reporting the traceback above",
+            )
+            self._done = True
+            if self._now is not None:
+                self._now.recorder.stop()
+                self._now = None
 
     @property
     def iterations_seen(self) -> int:
@@ -145,9 +212,16 @@ class ProfileSession:
     # --- the training loop (Listener)
 
     def iteration_ended(self, count: int, milliseconds: float) -> None:
-        assert self._frames is not None
-        if self._done or os.getpid() != self._pid:
+        if os.getpid() != self._pid:
             return
+        if not self._done:
+            self._guard(lambda: self._next(count, milliseconds))
+        if self._done and self.trace is not None and not self._wanted.keep_running and self._stops < _MOST_STOPS:
+            self._stops += 1
+            raise StopScript(0)
+
+    def _next(self, count: int, milliseconds: float) -> None:
+        assert self._frames is not None
         wanted = self._wanted
         if self._now is None:
             self._plain_ms.append(milliseconds)
@@ -157,14 +231,16 @@ class ProfileSession:
         self._frames.new_iteration()
         if wanted.warmup <= count < wanted.warmup + wanted.steps:
             self._begin(iteration=count + 1, with_bytes=self._result is None)
-        elif count >= wanted.warmup + wanted.steps:
-            self._finish()
+        elif count >= wanted.warmup + wanted.steps and self._result is not None:
+            self._done = True
+            self._publish(self._build(self._result, ""))
 
     def backward_begins(self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
         assert self._frames is not None
         self._frames.paused = True
         if self._now is not None:
-            self._now.recorder.backward_began(keep_graph=keep_graph, create_graph=create_graph)
+            recorder = self._now.recorder
+            self._guard(lambda: recorder.backward_began(keep_graph=keep_graph, create_graph=create_graph))
 
     def backward_ended(self) -> None:
         assert self._frames is not None
@@ -175,13 +251,15 @@ class ProfileSession:
         if self._now is not None:
             from memopt.profiler.known import tell_gradients
 
-            tell_gradients(self._now.recorder.know, optimizer)
+            know = self._now.recorder.know
+            self._guard(lambda: tell_gradients(know, optimizer))
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._now is not None:
             from memopt.profiler.known import tell_state
 
-            tell_state(self._now.recorder.know, optimizer, {})
+            know = self._now.recorder.know
+            self._guard(lambda: tell_state(know, optimizer, {}))
 
     # --- recording
 
@@ -216,6 +294,7 @@ class ProfileSession:
         now = self._now
         assert now is not None
         self._now = None
+        self._name_what_lives(now.recorder)
         now.recorder.stop()
         usage = now.clock.stop()
         _leave(now.recorder)
@@ -228,12 +307,12 @@ class ProfileSession:
         else:
             self._notes.append(f"iteration {now.iteration} ran other ops than iteration {self._result.iteration}")
 
-    def _finish(self) -> None:
-        self._done = True
-        assert self._result is not None
-        self.trace = self._build(self._result, "")
-        if not self._wanted.keep_running:
-            raise StopScript(0)
+    def _name_what_lives(self, recorder: Recorder) -> None:
+        """Parameters, buffers and states that this very iteration made."""
+        from memopt.profiler.known import tell_all
+
+        assert self._frames is not None
+        tell_all(recorder.know_again, self._frames)
 
     def _build(self, result: _Result, partial: str) -> Trace:
         from memopt.profiler.bandwidth import measure_device
@@ -282,6 +361,11 @@ def describe_script(command: Command) -> Script:
         python=platform.python_version(),
         torch=str(torch.__version__),
     )
+
+
+def _is_training(result: _Result) -> bool:
+    """Is there anything of a training step in what was recorded?"""
+    return result.snapshot or result.recorder.backward_calls > 0 or bool(result.recorder.slots)
 
 
 def _same_ops(a: Recorder, b: Recorder) -> bool:

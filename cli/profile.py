@@ -1,0 +1,182 @@
+"""`memopt profile`: run a training script as python would, record one steady iteration, and write it down."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from memopt.errors import MemoptError, RunFailed, UsageError
+
+if TYPE_CHECKING:
+    from memopt.instrument.runner import Command
+    from memopt.profiler.session import ProfileSession
+    from memopt.trace import Trace
+
+_SOFTWARE = RunFailed.exit_code
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("-o", "--output", metavar="FILE", default=None, help="Where to write the profile; %p pid, %r rank, %h host. [default: memopt-SCRIPT.profile.json.gz]")  # fmt: skip
+@click.option("-f", "--force", is_flag=True, help="Overwrite the file if it exists.")
+@click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True, help="Iterations before the recorded one.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Iterations over which op times are medians.")  # fmt: skip
+@click.option("--keep-running", is_flag=True, help="Let the script go on after the recording.")
+@click.option("--swap-dir", type=click.Path(path_type=Path), default=Path("."), show_default="current folder", help="The folder whose disk is measured, for plans that swap.")  # fmt: skip
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="Whose memory to record.  [default: where the parameters are]")  # fmt: skip
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing unless something went wrong.")
+@click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def profile(
+    output: str | None,
+    force: bool,
+    warmup: int,
+    steps: int,
+    keep_running: bool,
+    swap_dir: Path,
+    device: str | None,
+    quiet: bool,
+    as_module: bool,
+    script: str,
+    args: tuple[str, ...],
+) -> int:
+    """Record one steady iteration of a training SCRIPT.
+
+    SCRIPT runs unmodified, with all that follows it as its own arguments, and is stopped once its
+    third iteration is recorded. Its output, its exit code and its signals stay its own.
+    """
+    from memopt.files import refuse_overwrite
+    from memopt.instrument.runner import Command, find_source
+    from memopt.profiler.session import ProfileSession, Wanted
+
+    command = Command((script, *args), as_module=as_module)
+    path = profile_path(output, command)
+    refuse_overwrite(path, force=force)
+    find_source(command)
+    ending = _Ending(path, quiet)
+    wanted = Wanted(
+        warmup=warmup, steps=steps, keep_running=keep_running, swap_dir=swap_dir.absolute(), device=device or ""
+    )
+    return ending.run(ProfileSession(command, wanted, done=ending.write), command, keep_running=keep_running)
+
+
+def profile_path(output: str | None, command: Command) -> Path:
+    """The file that the profile of `command` goes to, `-o` given as `output`. Raises `UsageError` where it cannot be one."""
+    rank = os.environ.get("RANK", "")
+    if output is None:
+        stem = command.stem or "script"
+        return Path(f"memopt-{stem}{f'-rank{rank}' if rank.isdecimal() else ''}.profile.json.gz").absolute()
+    if output in ("-", ""):
+        raise UsageError(
+            "a profile cannot be written to stdout",
+            why="stdout belongs to the script that is run",
+            try_="-o FILE",
+        )
+    path = expand(output, rank)
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1") and path == expand(output, "other"):
+        raise UsageError(
+            f"every rank would write {output}",
+            why=f"{os.environ['WORLD_SIZE']} processes run this script",
+            try_="-o NAME-%r.profile.json.gz, where %r is the rank",
+        )
+    return Path(path).absolute()
+
+
+def expand(name: str, rank: str) -> str:
+    """`name` with %p, %r, %h and %% filled in."""
+    filled = {"%p": str(os.getpid()), "%r": rank or "0", "%h": socket.gethostname(), "%%": "%"}
+    parts = []
+    while name:
+        parts.append(filled.get(name[:2], name[:1]))
+        name = name[2:] if name[:2] in filled else name[1:]
+    return "".join(parts)
+
+
+class _Ending:
+    """Writes the profile when there is one, and says at the end what became of it."""
+
+    def __init__(self, path: Path, quiet: bool) -> None:
+        self._path = path
+        self._quiet = quiet
+        self._pid = os.getpid()
+        self._trace: Trace | None = None
+        self._failure: MemoptError | None = None
+
+    def write(self, trace: Trace) -> None:
+        """Write `trace` at once: the script may go on for hours, or end without asking."""
+        self._trace = trace
+        try:
+            trace.save(self._path)
+        except MemoptError as error:
+            self._failure = error
+
+    def run(self, session: ProfileSession, command: Command, *, keep_running: bool) -> int:
+        """Run the script to its end and return the exit code; dies of the signal that the script died of."""
+        from memopt.instrument import runner
+        from memopt.instrument.on_import import call_after_import
+        from memopt.instrument.signals import before_terminating
+
+        call_after_import("torch", lambda: before_terminating(lambda: self._terminated(session)))
+        session.install()
+        try:
+            code = runner.run(command, raised=session.ended_by)
+        except KeyboardInterrupt:
+            if os.getpid() == self._pid:
+                self._end(session, ended_well=False)
+            runner.die_of(signal.SIGINT)
+        if os.getpid() != self._pid:
+            return code
+        return self._end(session, ended_well=code == 0 and not keep_running) or code
+
+    def _terminated(self, session: ProfileSession) -> None:
+        if os.getpid() == self._pid:
+            session.finished("the script was stopped by SIGTERM")
+            self._end(session, ended_well=False)
+
+    def _end(self, session: ProfileSession, *, ended_well: bool) -> int:
+        """Say what was written; the exit code when memopt failed and the script did not."""
+        session.finished()
+        failure = self._failure or session.failure or (None if self._trace else nothing_seen(session))
+        if failure is not None:
+            click.echo(f"memopt: {failure}", err=True)
+            return _SOFTWARE if ended_well else 0
+        if not self._quiet and self._trace is not None:
+            for line in what_was_written(self._trace, self._path):
+                click.echo(f"memopt: {line}", err=True)
+        return 0
+
+
+def nothing_seen(session: ProfileSession) -> RunFailed:
+    """Why there is no profile at all."""
+    if not session.torch_seen:
+        why = "it never imported torch in this process"
+    elif session.iterations_seen:
+        why = "its iterations ran no op on the device that was watched"
+    else:
+        why = "it ended without a training iteration in this process: no optimizer step and no backward call"
+    return RunFailed(
+        "no profile was written: the script trained nothing that memopt could see",
+        why=why,
+        try_="the script that calls backward(), with arguments that make it train for at least three steps",
+    )
+
+
+def what_was_written(trace: Trace, path: Path) -> list[str]:
+    """The last lines: the file, what it holds, and the command to type next."""
+    from memopt.units import format_bytes
+
+    try:
+        name = str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        name = str(path)
+    lines = [f"wrote {name} (peak {format_bytes(trace.peak_bytes)}, {trace.op_count} ops)"]
+    if trace.partial:
+        lines.append(f"it is partial: {trace.partial}")
+        return [*lines, f"next: memopt show {shlex.quote(name)}"]
+    return [*lines, f"next: memopt advise {shlex.quote(name)} --budget 80%"]

@@ -1,0 +1,38 @@
+"""How a script ended, in words, and what was on the device at that moment if nothing was being recorded."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from memopt.profiler.recorder import Recorder
+
+_ALLOCATION_FAILED = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def in_words(error: BaseException) -> str:
+    """One line on why the script ended: `the script raised ValueError: ...`."""
+    if isinstance(error, KeyboardInterrupt):
+        return "the script was interrupted"
+    text = " ".join(str(error).split())
+    kind = type(error).__name__
+    verb = "ran out of memory" if is_out_of_memory(error) else "raised"
+    return f"the script {verb}: {kind}: {text}"[:500] if text else f"the script {verb}: {kind}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Did an allocation of host or device memory fail?"""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(part in text for part in _ALLOCATION_FAILED)
+
+
+def know_what_is_saved(recorder: Recorder) -> None:
+    """Tell `recorder` of the tensors that autograd holds through hooks that recorded nothing."""
+    from memopt.instrument.saved import Kept
+
+    for thing in gc.get_objects():
+        if type(thing) is Kept:
+            recorder.know(thing.tensor, "activation", "saved for backward")
