@@ -38,8 +38,8 @@ format: $(READY) ## Format the code
 	$(BIN)/ruff format $(SOURCES)
 
 types: $(READY) ## Check types (mypy --strict) through a view in which the rooms lie inside the package
-	rm -rf build/types && mkdir -p build/types/memopt
-	ln -s $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/py.typed build/types/memopt/
+	@mkdir -p build/types/memopt && find build/types -xtype l -delete
+	@ln -sfn $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/py.typed build/types/memopt/
 	$(BIN)/mypy
 
 bench: $(READY) ## Models x budgets: predicted and measured peak and step time, bit-identical or not
