@@ -7,6 +7,7 @@ anywhere without harm. Values of tensors up to 64 KiB are kept: shapes, axes and
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,8 @@ class Node:
     outputs: tuple[str, ...]
     attributes: Mapping[str, Any] = field(default_factory=dict)
     name: str = ""
+    scope: str = ""
+    """The module that the node came from, as far as the exporter wrote it down."""
 
     @property
     def title(self) -> str:
@@ -202,8 +205,24 @@ def _port(proto: Any) -> Port:
 def _node(proto: Any, depth: int) -> Node:
     attributes = {a.name: _attribute(a, depth) for a in proto.attribute}
     return Node(
-        proto.op_type, _domain(proto.domain), tuple(proto.input), tuple(proto.output), attributes, proto.name
+        proto.op_type,
+        _domain(proto.domain),
+        tuple(proto.input),
+        tuple(proto.output),
+        attributes,
+        proto.name,
+        _scope(proto),
     )
+
+
+def _scope(proto: Any) -> str:
+    """`layer1.0.conv1` from torch.onnx's metadata (dynamo) or from the node's name (`/layer1/layer1.0/conv1/Conv`)."""
+    for entry in proto.metadata_props:
+        if entry.key == "pkg.torch.onnx.name_scopes":
+            quoted: list[str] = re.findall(r"'([^']*)'", entry.value)
+            return quoted[-2] if len(quoted) > 1 else ""
+    parts = proto.name.strip("/").split("/")[:-1]
+    return next((p for p in reversed(parts) if p), "")
 
 
 def _attribute(proto: Any, depth: int) -> Any:

@@ -77,6 +77,8 @@ class Run:
         """Operators that were not really computed -> why."""
         self.bounded: dict[str, None] = {}
         self.steps = 0
+        self.entering: Callable[[str], None] | None = None
+        """Told the module that each node comes from."""
         self._guard = FakeTensorMode(allow_non_fake_inputs=True)
 
     # for operators
@@ -138,10 +140,13 @@ class Run:
         self.steps += 1
         if self.steps > MOST_STEPS:
             raise BadFile(f"the model runs more than {MOST_STEPS} operations in one pass", why="one of its loops does not end")
+        if self.entering is not None:
+            self.entering(node.scope)
         values = [env.get(name) if name else None for name in node.inputs]
         known = [v if is_known(v) else None for v in values]
         result: Any = None
-        if all(k is not None for k, v in zip(known, values, strict=True) if v is not None):
+        needed = 1 if node.op == "CastLike" else len(values)
+        if all(k is not None for k, v in zip(known[:needed], values, strict=False) if v is not None):
             result = self._known(node, values, known, env)
         if result is None:
             result = self._faked(node, values, known, env, graph)

@@ -176,8 +176,8 @@ def batch_names(graph: Graph) -> set[str]:
     return called or first
 
 
-def fix_dims(graph: Graph, batch_size: int | None, dims: Mapping[str, int]) -> tuple[Graph, dict[str, int], list[str]]:
-    """The graph with every input dim a number, the sizes by name, and what had to be said about it.
+def fix_dims(graph: Graph, batch_size: int | None, dims: Mapping[str, int]) -> tuple[Graph, list[str]]:
+    """The graph with every input dim a number, and what had to be said about it.
 
     Raises `UsageError` naming the dims that are still free and the flag that sets each.
     """
@@ -202,7 +202,7 @@ def fix_dims(graph: Graph, batch_size: int | None, dims: Mapping[str, int]) -> t
         listed = ", ".join(f"'{n}' ({_places(free[n])})" for n in missing)
         raise UsageError(f"the model leaves dims free: {listed}", try_=_flags({n: free[n] for n in missing}, graph))
     inputs = tuple(_fixed(p, sizes, batch_size if fixed_batch else None, notes) for p in graph.inputs)
-    return dataclasses.replace(graph, inputs=inputs), sizes, notes
+    return dataclasses.replace(graph, inputs=inputs), notes
 
 
 def _places(places: list[tuple[str, int]]) -> str:

@@ -105,8 +105,9 @@ def attend(
 
 @op("Attention", domain="memopt")
 def matched_attention(call: Call) -> Tensor:
-    """What `onnx_match` found to be attention: queries, keys (not yet transposed), values, mask."""
+    """What `onnx_match_attention` found: queries, keys (still transposed where `turned`), values, mask."""
     q, k, v = alike([call.tensor(0), call.tensor(1), call.tensor(2)])
+    k = k.transpose(-1, -2) if call.number("turned", 0) else k
     causal = bool(call.number("causal", 0))
     return attend(q, k, v, call.optional(3), causal, call.attribute("scale"), call.attribute("ratio", 0.0))
 

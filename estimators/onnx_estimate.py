@@ -1,0 +1,136 @@
+"""What training an ONNX model would take: `model.onnx` -> the recording of a few steps, and what must be said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from memopt.errors import BadFile, UsageError
+from memopt.estimators.fake_record import Target
+from memopt.estimators.onnx_folded import assume_batch_norms, folded_batch_norms, warnings
+from memopt.estimators.onnx_graph import MOST_ELEMENTS, Graph, Model, Weight, read_model
+from memopt.estimators.onnx_interpret import Env, Run
+from memopt.estimators.onnx_lower import fix_dims, lower, without_dead
+from memopt.estimators.onnx_match import match
+from memopt.estimators.onnx_parameters import pack, parameters, twins
+from memopt.estimators.onnx_training import Plan, check_choices, choose_loss, fold, known_values, main_type, record
+from memopt.estimators.recording import Recording
+from memopt.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxRecording:
+    """The recorded steps of a model's training, and how far they can be trusted."""
+
+    recording: Recording
+    notes: list[str]
+    """What was assumed, matched, guessed or found missing, one sentence each."""
+    partial: bool
+    """Some operators were not really computed; the notes name them."""
+    parameter_count: int
+    node_count: int
+
+
+def plan_training(
+    path: Path,
+    *,
+    batch_size: int | None,
+    dims: Mapping[str, int],
+    loss: str | None = None,
+    faithful: bool = False,
+    assume_bn: bool = False,
+) -> Plan:
+    """The model at `path` made ready for training: dims fixed, parameters found, fused operators matched."""
+    model = read_model(path)
+    graph, notes = fix_dims(lower(model), batch_size, dims)
+    _only_tensors(graph)
+    trained = parameters(graph)
+    suspects = folded_batch_norms(graph) if assume_bn else []
+    if suspects:
+        graph, added = assume_batch_norms(graph, suspects)
+        graph = without_dead(graph)
+        trained = {**{n: w for n, w in trained.items() if n in graph.weights}, **added}
+    values, run = _folded(path, model, graph, trained, notes)
+    graph, trained = pack(graph, trained, {n: tuple(v.shape) for n, v in values.items() if isinstance(v, Tensor)})
+    chosen, said = choose_loss([values.get(o) for o in graph.outputs], loss)
+    notes = [*warnings(graph, trained, len(suspects)), *notes, said]
+    known = known_values(graph, values, trained)
+    graph = _without_known(graph, known)
+    if not faithful:
+        matched = match(graph, values, trained, model.producer, model.opset)
+        graph = matched.graph
+        notes += [f"matched back: {_counted(matched.counts)} (--faithful leaves the graph as it is)"] if matched.counts else []
+    trained = {n: w for n, w in trained.items() if n in graph.weights}
+    notes += _remarks(graph, trained, run)
+    return Plan(graph, trained, known, model.opset, main_type(trained), chosen, notes, dict(run.partial))
+
+
+def _folded(path: Path, model: Model, graph: Graph, trained: Mapping[str, Weight], notes: list[str]) -> tuple[Env, Run]:
+    try:
+        return fold(model, graph, trained)
+    except BadFile as error:
+        why = "; ".join([error.why, *notes])
+        raise BadFile(f"{path}: {error.what}", why=why, try_=error.try_ or f"python -m onnx.checker {path}") from error
+
+
+def _only_tensors(graph: Graph) -> None:
+    for port in graph.inputs:
+        if not port.is_tensor:
+            raise UsageError(f"the input '{port.name}' is no tensor", why="sequences and maps as inputs are not estimated")
+        elements = math.prod(d for d in port.dims or () if isinstance(d, int))
+        if elements > MOST_ELEMENTS:
+            raise UsageError(f"the input '{port.name}' would have {elements} elements", try_="a smaller --batch-size or --dim")
+
+
+def _without_known(graph: Graph, known: Mapping[str, object]) -> Graph:
+    nodes = tuple(n for n in graph.nodes if not all(o in known for o in n.outputs if o))
+    return without_dead(dataclasses.replace(graph, nodes=nodes))
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _remarks(graph: Graph, trained: Mapping[str, Weight], run: Run) -> list[str]:
+    said = []
+    if not trained:
+        said.append("no trainable weight was found: only activations are counted")
+    for table, head in twins(graph, trained):
+        size = format_bytes(trained[head].elements * 4)
+        said.append(f"'{table}' and '{head}' are counted as two weights; if the script ties them, {size} of fp32 weight is one too many")
+    said += [f"partial: {op} was not computed ({why}); its shapes are inferred and its inputs and outputs kept" for op, why in run.partial.items()]
+    said += [f"the size of {op}'s output depends on data: the largest possible one was taken" for op in run.bounded]
+    return said
+
+
+def record_onnx(
+    path: Path | str,
+    *,
+    batch_size: int | None = None,
+    dims: Mapping[str, int] | None = None,
+    optimizer: str = "adamw",
+    dtype: str = "fp32",
+    loss: str | None = None,
+    target: Target = "cuda",
+    faithful: bool = False,
+    assume_bn: bool = False,
+    steps: int = 3,
+) -> OnnxRecording:
+    """The storages that `steps` training steps of the model would allocate and free, without running or reading it."""
+    check_choices(optimizer, dtype, loss)
+    plan = plan_training(
+        Path(path), batch_size=batch_size, dims=dims or {}, loss=loss, faithful=faithful, assume_bn=assume_bn
+    )
+    recording = record(plan, optimizer=optimizer, dtype=dtype, target=target, steps=steps)
+    return OnnxRecording(
+        recording=recording,
+        notes=[*plan.notes, *recording.notes],
+        partial=bool(plan.partial),
+        parameter_count=sum(w.elements for w in plan.trained.values()),
+        node_count=len(plan.graph.nodes),
+    )

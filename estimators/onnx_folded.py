@@ -1,0 +1,93 @@
+"""What an exporter took out of the training graph: batch norms folded into convolutions, dropouts dropped."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from memopt.estimators.onnx_graph import Graph, Node, Weight
+from memopt.estimators.onnx_lower import reads
+from memopt.estimators.onnx_parameters import made_up
+
+_NORMS = {
+    "BatchNormalization", "GroupNormalization", "InstanceNormalization", "LRN", "LayerNormalization",
+    "MeanVarianceNormalization", "RMSNormalization",
+}  # fmt: skip
+_AFTER_NORM = {
+    "Add", "Clip", "Concat", "Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "Mul", "PRelu", "Relu", "Selu", "Sigmoid",
+    "Silu", "Softplus", "Swish",
+}  # fmt: skip
+
+
+def folded_batch_norms(graph: Graph) -> list[Node]:
+    """Convolutions that look as if a batch norm had been folded into them.
+
+    In a graph of several convolutions without any normalisation, those with a bias (folding leaves one behind) that
+    lead straight to an activation, a sum or a join. A network that never had batch norms looks the same, apart from
+    weights that keep their module's name: with a named bias on every convolution nothing is suspected.
+    """
+    convolutions = [n for n in graph.nodes if n.op in ("Conv", "ConvTranspose")]
+    if len(convolutions) < 2 or any(n.op in _NORMS for n in graph.nodes):
+        return []
+    followers: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        for name in reads(node):
+            followers.setdefault(name, set()).add(node.op)
+    suspects = [
+        n for n in convolutions if _has_bias(n) and followers.get(n.outputs[0], set()) & _AFTER_NORM
+    ]
+    honest = [n for n in suspects if not made_up(n.inputs[1]) and not _left_by_folding(n.inputs[1], n.inputs[2])]
+    return [] if len(honest) == len(suspects) else suspects
+
+
+def _has_bias(node: Node) -> bool:
+    return len(node.inputs) > 2 and bool(node.inputs[2])
+
+
+def _left_by_folding(weight: str, bias: str) -> bool:
+    """Whether the bias has not the name that a module would give it beside its weight."""
+    return made_up(bias) or bias != weight.removesuffix("weight") + "bias"
+
+
+def assume_batch_norms(graph: Graph, convolutions: list[Node]) -> tuple[Graph, dict[str, Weight]]:
+    """`graph` with a batch norm after each of `convolutions` in place of its bias, and the weights that this adds."""
+    wanted = {n.outputs[0] for n in convolutions}
+    weights = dict(graph.weights)
+    added: dict[str, Weight] = {}
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        if not node.outputs or node.outputs[0] not in wanted:
+            nodes.append(node)
+            continue
+        out, before = node.outputs[0], f"{node.outputs[0]}/before_bn"
+        bias = weights[node.inputs[2]] if node.inputs[2] in weights else None
+        channels = bias.elements if bias is not None else weights[node.inputs[1]].dims[0]
+        kind = weights[node.inputs[1]].kind if node.inputs[1] in weights else 1
+        names = [f"{out}/bn.{part}" for part in ("weight", "bias", "running_mean", "running_var")]
+        for name in names:
+            weights[name] = Weight(name, kind, (channels,))
+        added.update({n: weights[n] for n in names[:2]})
+        nodes.append(dataclasses.replace(node, inputs=node.inputs[:2], outputs=(before, *node.outputs[1:])))
+        nodes.append(Node("BatchNormalization", "", (before, *names), (out,), {}, f"{node.name}/bn", node.scope))
+    return dataclasses.replace(graph, nodes=tuple(nodes), weights=weights), added
+
+
+def warnings(graph: Graph, trained: Mapping[str, Weight], assumed: int) -> list[str]:
+    """What must be said about the graph as a training graph."""
+    said: list[str] = []
+    suspects = folded_batch_norms(graph)
+    if assumed:
+        said.append(f"a batch norm was assumed after {assumed} convolutions (--assume-bn)")
+    elif suspects:
+        said.append(
+            f"batch norm was folded into {len(suspects)} convolutions when the file was exported: in training each keeps one "
+            "more activation, so this estimate is too low (--assume-bn adds them; or export with optimize=False in train mode)"
+        )
+    ops = {n.op for n in graph.nodes}
+    frozen = [n for n in graph.nodes if n.op == "Dropout"]
+    if not frozen and ops & {"Softmax", "Attention", "Linear", "Gemm", "MatMul", "LSTM", "GRU"} and trained:
+        said.append(
+            "the file has no Dropout: exporters drop it outside train mode; if the script trains with it, its masks "
+            "(1 byte an element on a GPU) and outputs are missing here"
+        )
+    return said
