@@ -1,0 +1,65 @@
+"""The registry of graph strategies, and `plan_graph`: a graph and a budget in, a judged schedule out."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from memopt.advisors.graph import Graph
+from memopt.advisors.graph_auto import auto
+from memopt.advisors.graph_online import ONLINE
+from memopt.advisors.graph_problem import EVERYTHING, GraphProblem, Strategy, finish
+from memopt.advisors.graph_runs import peak_of_runs, plain_runs
+from memopt.advisors.schedule import Schedule
+from memopt.errors import UsageError
+
+GRAPH_STRATEGIES: dict[str, Strategy] = {"auto": auto, **ONLINE}
+"""Every strategy that plans a graph, by name."""
+
+
+def plan_graph(
+    graph: Graph,
+    budget_bytes: int,
+    *,
+    out_gbps: float = 0.0,
+    in_gbps: float = 0.0,
+    allow: frozenset[str] = EVERYTHING,
+    time_limit_s: float = 20.0,
+    strategy: str = "auto",
+) -> Schedule:
+    """The schedule that `strategy` makes of `graph` under `budget_bytes`, replayed and found valid.
+
+    Raises `BudgetInfeasible` with the smallest peak that the strategy reached, `UsageError` for arguments that cannot be meant.
+    """
+    if strategy not in GRAPH_STRATEGIES:
+        raise UsageError(f"there is no graph strategy '{strategy}'", try_=", ".join(GRAPH_STRATEGIES))
+    if not allow <= EVERYTHING:
+        raise UsageError(f"cannot allow {', '.join(sorted(allow - EVERYTHING))}", try_=", ".join(sorted(EVERYTHING)))
+    for name, rate in (("--out-gbps", out_gbps), ("--in-gbps", in_gbps)):
+        if not (math.isfinite(rate) and 0 <= rate <= 1e6):
+            raise UsageError(f"{name} {rate} is not a usable bandwidth", try_="a number of GB/s, such as 12")
+    if not time_limit_s > 0:
+        raise UsageError(f"--time-limit {time_limit_s} is not a usable time", try_="seconds, such as 20")
+    begin = time.monotonic()
+    problem = GraphProblem(
+        graph=graph,
+        budget_bytes=budget_bytes,
+        out_gbps=out_gbps,
+        in_gbps=in_gbps,
+        allow=allow,
+        until=begin + effort_s(graph, time_limit_s),
+    )
+    schedule = finish(problem, GRAPH_STRATEGIES[strategy](problem), strategy)
+    schedule.stats["seconds"] = round(time.monotonic() - begin, 3)
+    return schedule
+
+
+def effort_s(graph: Graph, time_limit_s: float) -> float:
+    """Seconds to search: 4 for up to 3,000 ops, rising to 17 at 8,000; what a limit beyond 20 s grants comes on top."""
+    usual = 4.0 + 13.0 * min(1.0, max(0.0, (graph.op_count - 3000) / 5000))
+    return min(0.92 * time_limit_s, usual + max(0.0, time_limit_s - 20.0))
+
+
+def unplanned_peak(graph: Graph) -> int:
+    """Peak of the graph when nothing is planned."""
+    return peak_of_runs(graph, plain_runs(graph))

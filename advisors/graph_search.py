@@ -1,0 +1,284 @@
+"""Large-neighbourhood search over run sequences: ruin (take reruns away) and recreate (evict until it fits again).
+
+State and deltas are exact (`graph_state`), so a move costs tens of microseconds however long the graph is.
+Recreate: at an overfull slot, pick among the tensors that are idle there by relief per recompute time (with noise),
+and rerun its maker before the next read; each missing input is either kept longer, if that fits, or rerun too. A later rerun
+that the new copy makes needless goes at once. Moves that raise the cost are accepted as in simulated annealing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+
+from memopt.advisors.graph import Graph
+from memopt.advisors.graph_state import ADDED, EMPTY, RunState
+
+TRIES = 3
+
+
+class Search:
+    """The best run sequence known, and the search that improves it. `overflow` is 0 when the budget holds."""
+
+    def __init__(self, graph: Graph, runs: list[int], budget_bytes: int, *, seed: int = 0) -> None:
+        self.graph = graph
+        self.budget = budget_bytes
+        self.random = random.Random(seed)
+        self.room = 3 if graph.op_count <= 20_000 else 2
+        self.full = False
+        ceiling = max(1, int(graph.tensor_bytes.max(initial=1)) // 2000)
+        may_go = (graph.producer >= 0) & graph.replayable[np.maximum(graph.producer, 0)]
+        self.movable = np.flatnonzero(may_go & (graph.tensor_bytes >= ceiling))
+        self.load(runs)
+        self.best_runs = runs
+        self.best_cost = self.state.cost
+        self.best_over = self.overflow()
+        self.iterations = 0
+
+    def load(self, runs: list[int]) -> None:
+        """Work on `runs` from now on."""
+        self.state = RunState(self.graph, runs, room=self.room)
+
+    def overflow(self) -> int:
+        """Bytes over the budget, summed over all slots."""
+        over = self.state.memory - self.budget
+        return int(over[over > 0].sum())
+
+    # --- moves -----------------------------------------------------------------------------------
+
+    def drop_if_fits(self, op: int, slot: int) -> bool:
+        """Take a rerun away if the budget still holds without it."""
+        state = self.state
+        mark = len(state.journal)
+        low, high = self._reach(op, slot)
+        state.remove_with_idle(op, slot)
+        if int(state.memory[low:high].max()) <= self.budget:
+            return True
+        state.undo_to(mark)
+        return False
+
+    def _reach(self, op: int, slot: int) -> tuple[int, int]:
+        """Slots over which outputs of the rerun at `slot` would have to be kept without it."""
+        state = self.state
+        slots = state.runs_at[op]
+        position = bisect_left(slots, slot)
+        start = slots[position - 1]
+        low = slot
+        for tensor in state.writes[op]:
+            uses = state.uses[tensor]
+            index = bisect_left(uses, slot)
+            last = uses[index - 1] if index and uses[index - 1] > start else start
+            low = min(low, last)
+        return low, slot + 1
+
+    def evict(self, tensor: int, slot: int, before: int) -> bool:
+        """Let `tensor` be absent across `slot`: rerun its maker just before the run at `before`. False: not possible here."""
+        state = self.state
+        memory = state.memory
+        free = before - 1
+        heap: list[int] = [-state.maker[tensor]]
+        waiting: dict[int, list[tuple[int, int]]] = {state.maker[tensor]: []}
+        worst = int(memory[max(0, before - 40) : before + 1].max())
+        limit = max(self.budget, worst)
+        placed: list[tuple[int, int]] = []
+        while heap:
+            op = -heapq.heappop(heap)
+            full = free < 0 or (state.slot_op[free] != EMPTY and not state.make_empty(free))
+            if full or not state.replayable[op] or state.runs_at[op][0] >= free:
+                self.full |= full
+                for reads in waiting.values():
+                    for used, at in reads:
+                        state.add_use(used, at)
+                return False
+            state.add_writes(op, free)
+            placed.append((op, free))
+            for used, at in waiting.pop(op):
+                state.add_use(used, at)
+            pending_reads = state.reads[op]
+            for source in pending_reads:
+                if state.alive(source, free):
+                    state.add_use(source, free)
+                    continue
+                maker = state.maker[source]
+                if maker in waiting:
+                    waiting[maker].append((source, free))
+                    continue
+                end = state.life_end(source, free)
+                top = int(memory[end + 1 : free + 1].max())
+                if top + state.size[source] <= self.budget or not state.replayable[maker]:
+                    state.add_use(source, free)
+                else:
+                    waiting[maker] = [(source, free)]
+                    heapq.heappush(heap, -maker)
+            free -= 1
+        if int(memory[free + 1 : before + 1].max()) > limit:
+            return False
+        for op, at in placed:
+            slots = state.runs_at[op]
+            position = bisect_left(slots, at) + 1
+            if position < len(slots):
+                self.drop_if_fits(op, slots[position])
+        return True
+
+    def candidates(self, slot: int) -> list[tuple[float, int, int]]:
+        """(time per relieved byte, tensor, slot of next use) of idle tensors on the device across `slot`, cheapest first."""
+        state = self.state
+        over = int(state.memory[slot]) - self.budget
+        movable = self.movable
+        found = movable[(state.first_slot[movable] < slot) & (state.last_slot[movable] > slot)].tolist()
+        if len(found) > 80:
+            found = self.random.sample(found, 80)
+        covered = np.cumsum(state.memory > self.budget)
+        noise = self.noise
+        rank: list[tuple[float, int, int]] = []
+        for tensor in found:
+            uses = state.uses[tensor]
+            index = bisect_left(uses, slot)
+            if index == len(uses):
+                continue
+            after = uses[index]
+            maker = state.maker[tensor]
+            slots = state.runs_at[maker]
+            position = bisect_left(slots, slot)
+            if after == slot or (position < len(slots) and (slots[position] <= after)):
+                continue
+            start = slots[position - 1]
+            last = uses[index - 1] if index and uses[index - 1] > start else start
+            cost = state.ms[maker] + 1e-7
+            for source in state.reads[maker]:
+                if not state.alive(source, after):
+                    cost += state.ms[state.maker[source]]
+            span = int(covered[after - 1] - covered[last]) if after > last + 1 else 1
+            relief = min(state.size[tensor], max(over, 1)) * max(span, 1) ** self.breadth
+            rank.append((cost / relief * math.exp(noise * self.random.gauss(0.0, 1.0)), tensor, after))
+        rank.sort()
+        return rank
+
+    noise = 0.5
+    breadth = 0.5
+
+    def recreate(self, most_cost: float, banned: set[int]) -> bool:
+        """Evict until the budget holds; False when stuck or dearer than `most_cost`."""
+        state = self.state
+        memory = state.memory
+        for _ in range(400):
+            slot = int(memory.argmax())
+            if int(memory[slot]) <= self.budget:
+                return True
+            if state.cost > most_cost:
+                return False
+            if not self._relieve(slot, banned):
+                return False
+        return False
+
+    def _relieve(self, slot: int, banned: set[int]) -> bool:
+        state = self.state
+        mark = len(state.journal)
+        before_over = self.overflow()
+        before_cost = state.cost
+        best: tuple[float, int, int] | None = None
+        tried = 0
+        for _, tensor, after in self.candidates(slot):
+            if tensor in banned:
+                continue
+            if self.evict(tensor, slot, after):
+                gain = before_over - self.overflow()
+                if gain > 0:
+                    value = (state.cost - before_cost + 1e-7) / gain
+                    if best is None or value < best[0]:
+                        best = (value, tensor, after)
+                    tried += 1
+            state.undo_to(mark)
+            if tried >= TRIES:
+                break
+        if best is None:
+            return False
+        return self.evict(best[1], slot, best[2])
+
+    def polish(self, reruns: list[tuple[int, int]]) -> None:
+        """Try to drop each of these reruns, dearest first."""
+        state = self.state
+        for op, slot in sorted(reruns, key=lambda item: -state.ms[item[0]]):
+            if state.slot_op[slot] == op and state.runs_at[op][0] != slot:
+                self.drop_if_fits(op, slot)
+
+    # --- the loop --------------------------------------------------------------------------------
+
+    def reruns(self) -> list[tuple[int, int]]:
+        """All reruns of the state."""
+        state = self.state
+        runs_at = state.runs_at
+        return [(op, slot) for slot, op in enumerate(state.slot_op) if op != EMPTY and runs_at[op][0] != slot]
+
+    def polish_all(self) -> None:
+        """Drop whatever can go."""
+        self.polish(self.reruns())
+        self.state.journal.clear()
+        self.keep_if_best()
+
+    def keep_if_best(self) -> bool:
+        """Remember the state when it is the best so far."""
+        over = self.overflow()
+        if (over, self.state.cost) < (self.best_over, self.best_cost - 1e-9):
+            self.best_over, self.best_cost = over, self.state.cost
+            self.best_runs = self.state.runs()
+            return True
+        return False
+
+    def run(self, until: float, *, tell: Callable[[Search], None] | None = None) -> None:
+        """Improve until `time.monotonic()` reaches `until`."""
+        self.polish_all()
+        begin = time.monotonic()
+        state = self.state
+        current = state.cost
+        reruns = self.reruns()
+        while (now := time.monotonic()) < until and reruns:
+            self.iterations += 1
+            state = self.state
+            progress = (now - begin) / max(1e-9, until - begin)
+            heat = 0.004 * current * (1.0 - progress) ** 2
+            self.noise = self.random.choice((0.1, 0.4, 0.8))
+            self.breadth = self.random.choice((0.0, 0.5, 1.0))
+            state.journal.clear()
+            removed = self.ruin(reruns)
+            allowed = current - heat * math.log(self.random.random() + 1e-12)
+            banned = {tensor for op, _ in removed if self.random.random() < 0.3 for tensor in state.writes[op]}
+            done = self.recreate(allowed, banned)
+            if done:
+                fresh = [(op, slot) for kind, op, slot in state.journal if kind == ADDED]
+                low = min((slot for _, slot in removed), default=0)
+                near = [item for item in reruns if abs(item[1] - low) < 400]
+                self.polish([item for item in fresh + near if state.slot_op[item[1]] == item[0]])
+            if done and state.cost <= allowed:
+                current = state.cost
+                if current < self.best_cost - 1e-9:
+                    self.keep_if_best()
+                reruns = self.reruns()
+            else:
+                state.undo_to(0)
+            if self.full:
+                self.full = False
+                self.load(state.runs())
+                reruns = self.reruns()
+
+    def ruin(self, reruns: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Take some reruns away: neighbours in time, or any."""
+        state = self.state
+        rnd = self.random
+        op, slot = rnd.choice(reruns)
+        count = rnd.choice((1, 1, 2, 3, 5, 8))
+        if rnd.random() < 0.7:
+            near = sorted(reruns, key=lambda item: abs(item[1] - slot))[: 3 * count]
+            chosen = rnd.sample(near, min(count, len(near)))
+        else:
+            chosen = rnd.sample(reruns, min(count, len(reruns)))
+        for op, slot in chosen:
+            if state.slot_op[slot] == op:
+                state.remove_with_idle(op, slot)
+        return chosen
