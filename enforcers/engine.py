@@ -19,8 +19,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_iter
 
-from memopt.enforcers.codecs import decode, encode, encode_for, flat_storage
-from memopt.enforcers.encoded import Encoded
+from memopt.enforcers.codecs import decode, encode, encode_for
+from memopt.enforcers.encoded import Encoded, flat_storage
 from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors, pin, record_op, view_of
 from memopt.enforcers.slot_needs import Need
 from memopt.enforcers.swapped import Swapper, SwappedStorage
