@@ -6,6 +6,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Callable, Iterable
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
@@ -96,15 +97,21 @@ def _roots(modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _variables() -> dict[int, str]:
-    """id of a tensor -> the variable that holds it, from the frames that are running and from `__main__`."""
+    """id of a tensor -> the variable that holds it, from `__main__` and, where that is safe, from the frames that are running.
+
+    Before Python 3.13 a function's `f_locals` is a copy that stays in the frame: reading it would keep old batches alive.
+    """
     found: dict[int, str] = {}
-    frame = sys._getframe(1)
-    while frame is not None:
+    scopes = [vars(sys.modules["__main__"])]
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and sys.version_info >= (3, 13):
         if "torch" not in frame.f_code.co_filename:
-            for name, value in list(frame.f_locals.items()):
-                for tensor in _tensors_in(value if not isinstance(value, dict) else list(value.values())):
-                    found.setdefault(id(tensor), f"variable {name}")
-        frame = frame.f_back  # type: ignore[assignment]
+            scopes.append(frame.f_locals)
+        frame = frame.f_back
+    for scope in scopes:
+        for name, value in list(scope.items()):
+            for tensor in _tensors_in(value if not isinstance(value, dict) else list(value.values())):
+                found.setdefault(id(tensor), f"variable {name}")
     return found
 
 
