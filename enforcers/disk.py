@@ -65,6 +65,11 @@ class Ticket:
     def room_bytes(self) -> int:
         return -(-self.nbytes // PAGE_BYTES) * PAGE_BYTES
 
+    @property
+    def taken(self) -> bool:
+        """Whether the storage was taken back: then the ticket is worth nothing any more."""
+        return self.state is _State.OFF
+
     def __del__(self) -> None:  # any thread, any moment: only note it, the next placement collects
         if self.offset is not None:
             self._freed.append((self.offset, self.room_bytes))

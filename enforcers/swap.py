@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from memopt.errors import NotPossibleHere
@@ -23,6 +22,13 @@ class SwapFailed(NotPossibleHere):
     """A tier cannot take, or cannot give back, bytes. After a failed write the ticket still holds its storage: keep that."""
 
 
+class Pending(Protocol):
+    """Bytes on their way. `result` returns when the caller may use them (on a device: when its stream will have them)."""
+
+    def result(self, timeout: float | None = None, /) -> None:
+        """Raises `SwapFailed` when they did not arrive."""
+
+
 class SwapTier(Protocol[AnyTicket]):
     """Where swapped bytes go. `DiskStore` and `HostStore` are both one."""
 
@@ -32,7 +38,7 @@ class SwapTier(Protocol[AnyTicket]):
     def write_async(self, storage: torch.UntypedStorage, /) -> AnyTicket:
         """Start to take `storage` away. The ticket holds it until the copy is safe and `collect` comes by. Do not write to it."""
 
-    def read_async(self, ticket: AnyTicket, into: torch.UntypedStorage, /) -> Future[None]:
+    def read_async(self, ticket: AnyTicket, into: torch.UntypedStorage, /) -> Pending:
         """Start to fill `into` with the bytes of `ticket`; as often as wanted."""
 
     def wait(self, ticket: AnyTicket, /) -> None:

@@ -1,0 +1,329 @@
+"""The host tier of a GPU: bytes of whole storages in one pinned arena, moved by two side streams.
+
+Three rules (each broken once by somebody, with silently wrong gradients or no overlap at all):
+
+* no `record_stream`: what a copy reads or fills is kept alive here until its event has come to pass;
+* the compute stream is taken *before* the side stream is entered; inside, "current" would be the side stream itself;
+* nothing is pinned on the fly: the plan knows the bytes, so the arena is made once; growing is the exception, and counted.
+
+Every block of pinned memory stays with its ticket until the last copy out of it has ended, so a place is never written while it is
+read. The device work is behind `Accelerator`, which the tests replace. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from memopt.enforcers.swap import FreeSpace, SwapFailed
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK_BYTES = 512
+GROW_BYTES = 256 << 20
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether it has come to pass."""
+
+    def synchronize(self) -> None:
+        """Block this thread until it has."""
+
+
+class Stream(Protocol):
+    """A queue of device work."""
+
+    def record_event(self) -> Event:
+        """The point after everything that is queued now."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let what is queued from now on run after `event`; does not block the host."""
+
+
+class Accelerator(Protocol):
+    """The few things that the tier asks of a device."""
+
+    device: Any
+
+    def current_stream(self) -> Stream:
+        """The stream that this thread computes on."""
+
+    def new_stream(self) -> Stream:
+        """A stream of our own."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Queue copies to `stream` inside the block."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """A page-locked uint8 row."""
+
+    def unpin(self, row: torch.Tensor) -> None:
+        """Before `row` goes."""
+
+
+class TorchAccelerator:
+    """The machine's own accelerator. Raises `SwapFailed` on a CPU-only machine."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        import torch
+
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if here is None:
+            raise SwapFailed(
+                "there is no host tier here",
+                why="host memory is a place to swap to only for a GPU",
+                try_="the disk tier",
+            )
+        self.device = device or torch.device(here.type, torch.accelerator.current_device_index())
+        self._registered: set[int] = set()
+
+    def current_stream(self) -> Stream:
+        import torch
+
+        return torch.accelerator.current_stream(self.device)
+
+    def new_stream(self) -> Stream:
+        import torch
+
+        return torch.Stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        entered: AbstractContextManager[object] = stream
+        return entered
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Exactly `nbytes` where CUDA can register them (torch's own pinned allocator rounds up to a power of two)."""
+        import torch
+
+        if self.device.type == "cuda":
+            row = torch.empty(nbytes, dtype=torch.uint8)
+            if int(_cuda_runtime().cudaHostRegister(row.data_ptr(), nbytes, 0)) == 0:
+                self._registered.add(row.data_ptr())
+                return row
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise SwapFailed(
+                f"{nbytes} bytes of host memory cannot be pinned",
+                why=str(error),
+                try_="ulimit -l unlimited, or the disk tier",
+            ) from error
+
+    def unpin(self, row: torch.Tensor) -> None:
+        if row.data_ptr() in self._registered:
+            self._registered.discard(row.data_ptr())
+            _cuda_runtime().cudaHostUnregister(row.data_ptr())
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    row: torch.Tensor
+    space: FreeSpace
+
+
+class PinnedArena:
+    """Pinned memory of a size that the plan knows, handed out by first fit; grows, by `grown_bytes` in all, if it must."""
+
+    def __init__(self, accelerator: Accelerator, nbytes: int) -> None:
+        self._accelerator = accelerator
+        self._segments: list[_Segment] = []
+        self._freed: deque[tuple[_Segment, int, int]] = deque()
+        self.grown_bytes = 0
+        if nbytes:
+            self._add(nbytes)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(segment.space.size_bytes for segment in self._segments)
+
+    @property
+    def free_bytes(self) -> int:
+        self._collect()
+        return sum(segment.space.free_bytes for segment in self._segments)
+
+    def take(self, nbytes: int) -> tuple[_Segment, int, torch.Tensor]:
+        """(segment, offset, row) of `nbytes`."""
+        self._collect()
+        room = _room(nbytes)
+        for segment in self._segments:
+            offset = segment.space.take(room)
+            if offset is not None:
+                return segment, offset, segment.row[offset : offset + nbytes]
+        added = max(room, GROW_BYTES)
+        segment = self._add(added)
+        self.grown_bytes += added
+        offset = segment.space.take(room)
+        assert offset == 0
+        return segment, offset, segment.row[:nbytes]
+
+    def give(self, segment: _Segment, offset: int, nbytes: int) -> None:
+        """Release a place; from any thread, at any moment."""
+        self._freed.append((segment, offset, _room(nbytes)))
+
+    def close(self) -> None:
+        for segment in self._segments:
+            self._accelerator.unpin(segment.row)
+        self._segments.clear()
+
+    def _collect(self) -> None:
+        while self._freed:
+            segment, offset, room = self._freed.popleft()
+            segment.space.give(offset, room)
+
+    def _add(self, nbytes: int) -> _Segment:
+        size = _room(nbytes)
+        segment = _Segment(self._accelerator.pinned(size), FreeSpace(size))
+        self._segments.append(segment)
+        return segment
+
+
+def _room(nbytes: int) -> int:
+    return max(1, -(-nbytes // BLOCK_BYTES)) * BLOCK_BYTES
+
+
+class HostTicket:
+    """Bytes that were given to the host tier. Their place is free again when the ticket is gone."""
+
+    __slots__ = ("__weakref__", "copied", "device", "nbytes", "offset", "row", "source", "taken")
+
+    def __init__(self, storage: torch.UntypedStorage, arena: PinnedArena) -> None:
+        self.nbytes = storage.nbytes()
+        self.device = storage.device
+        self.source: torch.UntypedStorage | None = storage
+        self.taken = False
+        segment, self.offset, self.row = arena.take(self.nbytes)
+        self.copied: Event | None = None
+        weakref.finalize(self, arena.give, segment, self.offset, self.nbytes).atexit = False
+
+
+@dataclass(slots=True, eq=False)
+class _InFlight:
+    """A copy, and everything that must outlive it."""
+
+    event: Event
+    ticket: HostTicket
+    target: torch.UntypedStorage | None = None
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A copy to the device that was started."""
+
+    event: Event
+    accelerator: Accelerator = field(repr=False)
+
+    def result(self, timeout: float | None = None) -> None:
+        """From here on this thread's compute stream has the bytes; the host does not wait."""
+        self.accelerator.current_stream().wait_event(self.event)
+
+
+class HostStore:
+    """Pinned host memory as a place to swap to; `sizes_bytes` are the storages that the plan may have there at once.
+
+    Raises `SwapFailed` on a machine without an accelerator, and where so much cannot be pinned.
+    """
+
+    def __init__(self, sizes_bytes: Iterable[int], *, accelerator: Accelerator | None = None) -> None:
+        self._accelerator = accelerator or TorchAccelerator()
+        self._arena = PinnedArena(self._accelerator, sum(map(_room, sizes_bytes)))
+        self._out = self._accelerator.new_stream()
+        self._in = self._accelerator.new_stream()
+        self._leaving: deque[_InFlight] = deque()
+        self._coming: deque[_InFlight] = deque()
+        self.failure: SwapFailed | None = None
+        self.written_bytes = 0
+        self.read_bytes = 0
+
+    @property
+    def grown_bytes(self) -> int:
+        """Bytes that had to be pinned beyond the plan."""
+        return self._arena.grown_bytes
+
+    def write_async(self, storage: torch.UntypedStorage) -> HostTicket:
+        """Start to copy `storage` out, after what this thread has queued so far. It must not be written to meanwhile."""
+        self.collect()
+        if self.failure is not None:
+            raise self.failure
+        try:
+            ticket = HostTicket(storage, self._arena)
+        except SwapFailed as error:
+            self.failure = error
+            raise
+        ready = self._accelerator.current_stream().record_event()
+        with self._accelerator.on(self._out):
+            self._out.wait_event(ready)
+            ticket.row.copy_(_row_of(storage), non_blocking=True)
+            ticket.copied = self._out.record_event()
+        self._leaving.append(_InFlight(ticket.copied, ticket))
+        self.written_bytes += ticket.nbytes
+        return ticket
+
+    def read_async(self, ticket: HostTicket, into: torch.UntypedStorage) -> Arrival:
+        """Start to copy the bytes of `ticket` into `into` (of the device); again and again, if wanted."""
+        self.collect()
+        if into.nbytes() < ticket.nbytes:
+            raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
+        if ticket.taken or ticket.copied is None:
+            raise ValueError("this ticket was taken back")
+        ready = self._accelerator.current_stream().record_event()
+        with self._accelerator.on(self._in):
+            self._in.wait_event(ready)
+            self._in.wait_event(ticket.copied)
+            _row_of(into)[: ticket.nbytes].copy_(ticket.row, non_blocking=True)
+            event = self._in.record_event()
+        self._coming.append(_InFlight(event, ticket, into))
+        self.read_bytes += ticket.nbytes
+        return Arrival(event, self._accelerator)
+
+    def wait(self, ticket: HostTicket) -> None:
+        """Let the compute stream wait for the copy, and drop the storage now: what follows in the stream may reuse its memory."""
+        if ticket.copied is not None and ticket.source is not None:
+            self._accelerator.current_stream().wait_event(ticket.copied)
+            ticket.source = None
+        self.collect()
+
+    def collect(self) -> int:
+        """Drop the storages whose copies have ended; their bytes. Never blocks."""
+        dropped_bytes = 0
+        while self._leaving and self._leaving[0].event.query():
+            ticket = self._leaving.popleft().ticket
+            if ticket.source is not None:
+                dropped_bytes += ticket.nbytes
+                ticket.source = None
+        while self._coming and self._coming[0].event.query():
+            self._coming.popleft()
+        return dropped_bytes
+
+    def take_back(self, ticket: HostTicket) -> torch.UntypedStorage | None:
+        """The storage, if the ticket still holds it; None once it has been dropped."""
+        storage, ticket.source = ticket.source, None
+        if storage is not None:
+            ticket.taken = True
+        return storage
+
+    def close(self) -> None:
+        """Let every copy end, then give the pinned memory back."""
+        for copy in (*self._leaving, *self._coming):
+            copy.event.synchronize()
+        self.collect()
+        self._arena.close()
+
+
+def _cuda_runtime() -> Any:
+    import torch
+
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _row_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

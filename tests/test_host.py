@@ -1,0 +1,359 @@
+"""The host tier's logic on a pretended device: streams that run late and in any order that their events allow.
+
+Copies are queued, not done, and memory that the tier lets go of is scribbled over at once by the compute stream, as a caching
+allocator would let it be. So a missing wait, a copy that outlives its memory, or a place used twice shows as wrong bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memopt.enforcers.host import BLOCK_BYTES, GROW_BYTES, HostStore, PinnedArena, TorchAccelerator
+from memopt.enforcers.swap import SwapFailed
+from memopt.errors import NotPossibleHere
+
+
+class PretendedEvent:
+    def __init__(self, device: PretendedDevice) -> None:
+        self.device, self.passed = device, False
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.device.run(until=self)
+
+
+class PretendedStream:
+    def __init__(self, device: PretendedDevice, name: str) -> None:
+        self.device, self.name = device, name
+        self.work: deque[Callable[[], bool]] = deque()
+
+    def queue(self, act: Callable[[], object]) -> None:
+        self.work.append(lambda: act() is not NotImplemented)
+
+    def record_event(self) -> PretendedEvent:
+        event = PretendedEvent(self.device)
+        self.queue(lambda: setattr(event, "passed", True))
+        return event
+
+    def wait_event(self, event: PretendedEvent) -> None:
+        self.work.append(lambda: event.passed)
+
+    def step(self) -> bool:
+        """Do the first thing queued, if it can be done."""
+        if self.work and self.work[0]():
+            self.work.popleft()
+            return True
+        return False
+
+
+class QueueCopies(TorchDispatchMode):
+    def __init__(self, stream: PretendedStream) -> None:
+        super().__init__()
+        self.stream = stream
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            assert args[2] is True, "a blocking copy"
+            target, source = (as_bytes(t) for t in args[:2])
+            self.stream.queue(lambda: target.__setitem__(slice(None), source))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def as_bytes(row: torch.Tensor) -> memoryview:
+    """The memory itself, however long torch keeps the tensor."""
+    return memoryview(row.numpy()).cast("B")
+
+
+class PretendedDevice:
+    """An `Accelerator` whose memory is a few Python buffers."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.compute = PretendedStream(self, "compute")
+        self.streams = [self.compute]
+        self.entered: list[str] = []
+        self.pinned_bytes: list[int] = []
+        self.unpinned = 0
+        self.most_pinned_bytes = 1 << 40
+        self.inside = False
+
+    def current_stream(self) -> PretendedStream:
+        assert not self.inside, "the current stream is asked for inside the side stream"
+        return self.compute
+
+    def new_stream(self) -> PretendedStream:
+        self.streams.append(PretendedStream(self, f"side {len(self.streams)}"))
+        return self.streams[-1]
+
+    @contextlib.contextmanager
+    def on(self, stream: PretendedStream) -> Iterator[None]:
+        self.entered.append(stream.name)
+        self.inside = True
+        with QueueCopies(stream):
+            yield
+        self.inside = False
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        if sum(self.pinned_bytes) + nbytes > self.most_pinned_bytes:
+            raise SwapFailed("cannot be pinned")
+        self.pinned_bytes.append(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def unpin(self, row: torch.Tensor) -> None:
+        self.unpinned += row.numel()
+
+    def run(self, *, until: PretendedEvent | None = None, steps: int = 1 << 30) -> None:
+        """Let streams advance in random turns; all the way, or until an event, or for some steps."""
+        for _ in range(steps):
+            if until is not None and until.passed:
+                return
+            if not any(stream.step() for stream in self.random.sample(self.streams, len(self.streams))):
+                break
+        else:
+            return
+        assert until is None or until.passed, "waiting for ever"
+        assert all(not stream.work for stream in self.streams), "streams wait for each other"
+
+    def storage(self, payload: bytes) -> torch.UntypedStorage:
+        """A storage that the compute stream will fill with `payload`; once it is dropped, the compute stream scribbles over it."""
+        memory = bytearray(max(1, len(payload)))
+        storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        view = memoryview(memory)[: len(payload)]
+        self.compute.queue(lambda: view.__setitem__(slice(None), payload))
+        weakref.finalize(
+            storage, self.compute.queue, lambda: view.__setitem__(slice(None), b"\xee" * len(payload))
+        )
+        return storage
+
+    def look(self, storage: torch.UntypedStorage, nbytes: int) -> list[bytes]:
+        """What the compute stream reads of `storage`, when it comes to it."""
+        seen: list[bytes] = []
+        view = as_bytes(torch.empty(0, dtype=torch.uint8).set_(storage))
+        self.compute.queue(lambda: seen.append(bytes(view[:nbytes])))
+        return seen
+
+
+def test_out_and_in_again_in_any_order_of_the_streams():
+    for seed in range(30):
+        device = PretendedDevice(seed)
+        store = HostStore([1000], accelerator=device)
+        ticket = store.write_async(device.storage(b"abc" * 300))
+        if seed % 2:
+            store.wait(ticket)
+            assert ticket.source is None, "waiting drops the storage at once"
+        else:
+            device.run(steps=seed)
+            store.collect()
+        again = device.storage(b"\x11" * 900)
+        store.read_async(ticket, again).result()
+        seen = device.look(again, 900)
+        second = torch.UntypedStorage(1000)
+        store.read_async(ticket, second).result()
+        seen_again = device.look(second, 900)
+        device.run()
+        assert seen == [b"abc" * 300]
+        assert seen_again == seen
+        store.close()
+
+
+def test_the_storage_stays_until_the_copy_has_ended():
+    device = PretendedDevice()
+    store = HostStore([4096], accelerator=device)
+    ticket = store.write_async(device.storage(b"x" * 4096))
+    assert store.collect() == 0
+    assert ticket.source is not None
+    device.run()
+    assert store.collect() == 4096
+    assert ticket.source is None
+    assert store.collect() == 0
+
+
+def test_taken_back_is_the_storage_itself():
+    device = PretendedDevice()
+    store = HostStore([10], accelerator=device)
+    storage = device.storage(b"0123456789")
+    ticket = store.write_async(storage)
+    assert store.take_back(ticket) is storage
+    assert store.take_back(ticket) is None
+    assert ticket.taken
+    with pytest.raises(ValueError, match="taken back"):
+        store.read_async(ticket, torch.UntypedStorage(10))
+    device.run()
+    assert store.collect() == 0
+    seen = device.look(storage, 10)
+    device.run()
+    assert seen == [b"0123456789"]
+
+
+def test_a_target_that_is_too_small_is_refused():
+    device = PretendedDevice()
+    store = HostStore([10], accelerator=device)
+    ticket = store.write_async(device.storage(b"0123456789"))
+    with pytest.raises(ValueError, match="do not fit"):
+        store.read_async(ticket, torch.UntypedStorage(9))
+
+
+def test_one_arena_is_pinned_at_once_and_reused():
+    device = PretendedDevice()
+    store = HostStore([1000, 3000], accelerator=device)
+    for i in range(20):
+        tickets = [store.write_async(device.storage(bytes([i]) * n)) for n in (1000, 3000)]
+        device.run()
+        del tickets
+        store.collect()
+    assert device.pinned_bytes == [1024 + 3072]
+    assert store.grown_bytes == 0
+
+
+def test_growing_is_the_exception_and_is_counted():
+    device = PretendedDevice()
+    store = HostStore([100], accelerator=device)
+    first = store.write_async(device.storage(b"a" * 100))
+    second = store.write_async(device.storage(b"b" * 100))
+    assert store.grown_bytes == GROW_BYTES
+    assert len(device.pinned_bytes) == 2
+    device.run()
+    for ticket, letter in ((first, b"a"), (second, b"b")):
+        target = torch.UntypedStorage(100)
+        store.read_async(ticket, target).result()
+        seen = device.look(target, 100)
+        device.run()
+        assert seen == [letter * 100]
+    store.close()
+    assert device.unpinned == sum(device.pinned_bytes)
+
+
+def test_no_pinned_memory_to_be_had_is_told_and_keeps_the_bytes():
+    device = PretendedDevice()
+    device.most_pinned_bytes = 1024
+    with pytest.raises(SwapFailed):
+        HostStore([2000], accelerator=device)
+    store = HostStore([1000], accelerator=device)
+    kept = store.write_async(device.storage(b"k" * 1000))
+    storage = device.storage(b"z" * 1000)
+    with pytest.raises(SwapFailed) as caught:
+        store.write_async(storage)
+    assert store.failure is caught.value
+    with pytest.raises(SwapFailed):
+        store.write_async(storage)
+    target = torch.UntypedStorage(1000)
+    store.read_async(kept, target).result()
+    seen = device.look(target, 1000)
+    device.run()
+    assert seen == [b"k" * 1000]
+
+
+def test_a_place_is_not_used_again_while_a_copy_out_of_it_is_under_way():
+    device = PretendedDevice()
+    store = HostStore([512], accelerator=device)
+    ticket = store.write_async(device.storage(b"1" * 512))
+    device.run()
+    target = torch.UntypedStorage(512)
+    arrival = store.read_async(ticket, target)
+    del ticket
+    gc.collect()
+    store.write_async(device.storage(b"2" * 512))
+    assert store.grown_bytes == GROW_BYTES, "the only place is still being read"
+    arrival.result()
+    seen = device.look(target, 512)
+    device.run()
+    assert seen == [b"1" * 512]
+
+
+def test_an_arena_hands_out_places_that_do_not_overlap():
+    arena = PinnedArena(PretendedDevice(), 10 * BLOCK_BYTES)
+    taken = [arena.take(n) for n in (1, BLOCK_BYTES, BLOCK_BYTES + 1)]
+    assert [offset for _, offset, _ in taken] == [0, BLOCK_BYTES, 2 * BLOCK_BYTES]
+    assert arena.free_bytes == 6 * BLOCK_BYTES
+    arena.give(taken[0][0], 0, 1)
+    assert arena.free_bytes == 7 * BLOCK_BYTES
+    assert arena.take(1)[1] == 0
+    assert arena.size_bytes == 10 * BLOCK_BYTES
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["write", "read", "drop", "wait", "collect", "take_back", "run"]),
+            st.integers(0, 3000),
+        ),
+        max_size=30,
+    ),
+)
+def test_any_order_of_calls_and_of_streams(seed, steps):
+    device = PretendedDevice(seed)
+    store = HostStore([3000, 2000, 1000], accelerator=device)
+    held, looks = [], []
+    for kind, number in steps:
+        if kind == "write":
+            payload = bytes([number % 251]) * (number + 1)
+            held.append((store.write_async(device.storage(payload)), payload))
+        elif kind == "collect":
+            store.collect()
+        elif kind == "run":
+            device.run(steps=number % 20)
+        elif held:
+            ticket, payload = held.pop(number % len(held))
+            if kind == "read":
+                target = device.storage(b"\x77" * len(payload))
+                store.read_async(ticket, target).result()
+                looks.append((device.look(target, len(payload)), payload))
+                held.append((ticket, payload))
+            elif kind == "wait":
+                store.wait(ticket)
+                held.append((ticket, payload))
+            elif kind == "take_back":
+                back = store.take_back(ticket)
+                if back is not None:
+                    looks.append((device.look(back, len(payload)), payload))
+    for ticket, payload in held:
+        target = device.storage(b"\x77" * len(payload))
+        store.read_async(ticket, target).result()
+        looks.append((device.look(target, len(payload)), payload))
+    device.run()
+    for seen, payload in looks:
+        assert seen == [payload]
+    store.close()
+
+
+def test_the_pretended_device_would_show_a_missing_wait():
+    device = PretendedDevice(3)
+    store = HostStore([900], accelerator=device)
+    wrong = 0
+    for i in range(20):
+        payload = bytes([i + 1]) * 900
+        ticket = store.write_async(device.storage(payload))
+        target = device.storage(b"\x77" * 900)
+        store.read_async(ticket, target)
+        seen = device.look(target, 900)
+        device.run()
+        wrong += seen != [payload]
+        del ticket
+    assert wrong > 0
+
+
+def test_without_an_accelerator_there_is_no_host_tier():
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(NotPossibleHere, match="host tier"):
+        HostStore([100])
+    with pytest.raises(NotPossibleHere):
+        TorchAccelerator()
