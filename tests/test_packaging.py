@@ -91,12 +91,13 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
 
 
 def test_wheel_holds_every_data_file(wheel: Path) -> None:
-    data = {
-        f"memopt/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "estimators").glob("data/*.json")
-    }
-    data |= {f"memopt/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / "reports").glob("templates/*")}
+    files = {path for room in ("memopt", *ROOMS) for path in (ROOT / room).rglob("*") if path.is_file()}
+    data = {path for path in files if path.suffix != ".py" and "__pycache__" not in path.parts}
+    names = {path.relative_to(ROOT).as_posix() for path in data}
     with zipfile.ZipFile(wheel) as archive:
-        assert data <= set(archive.namelist())
+        held = set(archive.namelist())
+    assert "memopt/py.typed" in names
+    assert {name if name.startswith("memopt/") else f"memopt/{name}" for name in names} <= held
 
 
 @pytest.fixture(scope="module")
