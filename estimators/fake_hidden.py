@@ -43,3 +43,9 @@ def _of(tensor: Any) -> int:
 def _safe_softmax(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
     """ATen/native/transformers/attention.cpp: softmax, `== -inf`, then `where` into another tensor."""
     return (_of(result) + result.numel(),)
+
+
+@hidden("cpu", aten.embedding_dense_backward.default)
+def _embedding_backward(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
+    """ATen/native/Embedding.cpp: `grad.contiguous()` first."""
+    return () if args[0].is_contiguous() else (_of(args[0]),)

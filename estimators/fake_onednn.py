@@ -50,7 +50,8 @@ def _rnn(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
     make, batch, key = _rnn_call(args)
     probe = recorder.probes.add(("rnn", key), make, batch)
     probe.workspaces.append(recorder.workspace_later("mkldnn_rnn_layer"))
-    probe.outputs.append((recorder.index_of(result[3]), 3))
+    if torch.is_grad_enabled():
+        probe.outputs.append((recorder.index_of(result[3]), 3))
     return ()
 
 
@@ -61,9 +62,15 @@ def _rnn_call(args: Any) -> tuple[Any, int, Any]:
 
     def make(batch: int) -> Call:
         inputs = [s.zeros(1 if i == 0 else len(s.shape) - 2 if i in states else None, batch) for i, s in enumerate(specs)]
-        return lambda: aten.mkldnn_rnn_layer.default(*inputs, *rest)
 
-    return make, args[0].shape[1], (*(s.key for s in specs), repr(rest))
+        def call() -> Any:
+            with torch.set_grad_enabled(training):
+                return aten.mkldnn_rnn_layer.default(*inputs, *rest)
+
+        return call
+
+    training = torch.is_grad_enabled()  # only then does the kernel keep its workspace
+    return make, args[0].shape[1], (*(s.key for s in specs), repr(rest), training)
 
 
 @hidden("cpu", aten.mkldnn_rnn_layer_backward.default)
@@ -81,9 +88,10 @@ def _rnn_backward(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterabl
             return spec.zeros(dim, batch)
 
         inputs = [zeros(i) for i in range(13)]
-        forward = aten.mkldnn_rnn_layer.default(
-            *inputs[:7], reverse, sizes, mode, hidden_size, layers, biases, both, first, True
-        )
+        with torch.enable_grad():
+            forward = aten.mkldnn_rnn_layer.default(
+                *inputs[:7], reverse, sizes, mode, hidden_size, layers, biases, both, first, True
+            )
         workspace = forward[3]
         return lambda: aten.mkldnn_rnn_layer_backward.default(*inputs, *rest, workspace)
 

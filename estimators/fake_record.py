@@ -32,6 +32,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memopt.estimators import fake_onednn  # noqa: F401  registers its formulas
+from memopt.estimators.fake_choices import plain_choices
+from memopt.estimators.fake_cuda_ops import cuda_choices
 from memopt.estimators.fake_guess import Guesser
 from memopt.estimators.fake_hidden import hidden_bytes
 from memopt.estimators.fake_probe import Probes
@@ -87,10 +89,9 @@ class FakeRecorder(TorchDispatchMode):
 
         super().__enter__()
         try:
+            plain_choices()
             if self.target == "cuda":
-                from memopt.estimators.fake_choices import cuda_choices
-
-                self._stack.enter_context(cuda_choices(self))
+                cuda_choices(self)
             self._stack.enter_context(watching(self))
         except BaseException:
             super().__exit__(None, None, None)
