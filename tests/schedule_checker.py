@@ -1,0 +1,164 @@
+"""A slow checker of schedules, written from GRAPH_FORMAT.md alone. Shares no code with memopt: it reads plain JSON dicts.
+
+It keeps every in-flight copy in one event list and re-adds the bytes on the device from scratch at each step.
+Where the form leaves room it takes the strict reading.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+
+class Wrong(AssertionError):
+    """The schedule breaks a rule."""
+
+
+def check(graph: dict[str, Any], schedule: dict[str, Any]) -> dict[str, float]:
+    """Peak and overhead of a schedule; `Wrong` when it is not valid."""
+    size = {t["id"]: t["bytes"] for t in graph["tensors"]}
+    resident = {t["id"] for t in graph["tensors"] if t.get("resident")}
+    ops = graph["ops"]
+    budget = schedule["budget_bytes"]
+    here = {t: "whole" for t in resident}
+    arrives: dict[int, Fraction] = {}
+    leaves: list[tuple[Fraction, int]] = []
+    host: dict[int, Fraction] = {}
+    clock = out_lane = in_lane = Fraction(0)
+    peak = 0
+    ran = [0] * len(ops)
+
+    def on_device() -> int:
+        return sum(size[t] for t in here)
+
+    def settle(now: Fraction) -> None:
+        while leaves and leaves[0][0] <= now:
+            del here[leaves.pop(0)[1]]
+
+    def note(extra: int, what: str) -> None:
+        nonlocal peak
+        if on_device() + extra > budget:
+            raise Wrong(f"{what}: {on_device() + extra} > {budget}")
+        peak = max(peak, on_device() + extra)
+
+    note(0, "start")
+    for verb, what in schedule["steps"]:
+        if verb == "run":
+            op = ops[what]
+            if not ran[what] and not all(ran[:what]):
+                raise Wrong(f"first run of {what} is out of order")
+            if ran[what] and not op.get("replayable", True):
+                raise Wrong(f"{what} ran twice")
+            start = clock
+            for t in op["reads"]:
+                if here.get(t) != "whole":
+                    raise Wrong(f"{what} reads {t}: {here.get(t)}")
+                start = max(start, arrives.get(t, start))
+            settle(start)
+            extra = sum(size[t] for t in op["writes"]) + op.get("workspace_bytes", 0)
+            while on_device() + extra > budget and leaves:
+                start = max(start, leaves[0][0])
+                settle(start)
+            note(extra, f"run {what}")
+            for t in op["writes"]:
+                if here.setdefault(t, "whole") != "whole":
+                    raise Wrong(f"{what} writes {t} while it leaves")
+            ran[what] += 1
+            clock = start + Fraction(op["ms"])
+        elif verb == "free":
+            if what in resident or here.get(what) != "whole" or arrives.get(what, clock) > clock:
+                raise Wrong(f"free {what}")
+            del here[what]
+        elif verb == "out":
+            if what in resident or here.get(what) != "whole" or arrives.get(what, clock) > clock:
+                raise Wrong(f"out {what}")
+            out_lane = max(out_lane, clock) + Fraction(size[what]) / Fraction(schedule["out_gbps"] * 1e6)
+            here[what] = "leaving"
+            host[what] = out_lane
+            leaves.append((out_lane, what))
+        elif verb == "in":
+            settle(clock)
+            if what in here or what not in host:
+                raise Wrong(f"in {what}")
+            here[what] = "whole"
+            note(0, f"in {what}")
+            in_lane = max(in_lane, clock, host[what]) + Fraction(size[what]) / Fraction(schedule["in_gbps"] * 1e6)
+            arrives[what] = in_lane
+        else:
+            raise Wrong(f"step {verb}")
+    if not all(ran):
+        raise Wrong("an op never ran")
+    for t in graph.get("keep", []):
+        if here.get(t) != "whole":
+            raise Wrong(f"kept {t} is {here.get(t)}")
+        clock = max(clock, arrives.get(t, clock))
+    plain = sum((Fraction(op["ms"]) for op in ops), Fraction(0))
+    return {"peak_bytes": peak, "overhead": float(clock / plain - 1) if plain else 0.0}
+
+
+def unplanned(graph: dict[str, Any]) -> int:
+    """Peak without a plan, from the definition."""
+    last: dict[int, int] = {}
+    for position, op in enumerate(graph["ops"]):
+        for t in [*op["writes"], *op["reads"]]:
+            last[t] = position
+    for t in graph.get("keep", []):
+        last[t] = len(graph["ops"])
+    here = {t["id"]: t["bytes"] for t in graph["tensors"] if t.get("resident")}
+    pinned = set(here)
+    size = {t["id"]: t["bytes"] for t in graph["tensors"]}
+    peak = sum(here.values())
+    for position, op in enumerate(graph["ops"]):
+        here.update({t: size[t] for t in op["writes"]})
+        peak = max(peak, sum(here.values()) + op.get("workspace_bytes", 0))
+        for t in [*op["writes"], *op["reads"]]:
+            if last[t] == position and t not in pinned:
+                here.pop(t, None)
+    return peak
+
+
+def cheapest(graph: dict[str, Any], budget: int, most_runs: int) -> float | None:
+    """Least recompute time of any schedule without copies and with at most `most_runs` runs, by exhaustive search over device contents."""
+    import heapq
+
+    size = {t["id"]: t["bytes"] for t in graph["tensors"]}
+    resident = frozenset(t["id"] for t in graph["tensors"] if t.get("resident"))
+    base = sum(size[t] for t in resident)
+    ops = graph["ops"]
+    keep = frozenset(graph.get("keep", [])) - resident
+    best: dict[tuple[int, frozenset[int]], float] = {}
+    heap: list[tuple[float, int, int, frozenset[int], int]] = [(0.0, 0, 0, frozenset(), 0)]
+    tie = 0
+    while heap:
+        cost, _, done, here, runs = heapq.heappop(heap)
+        if done == len(ops) and keep <= here:
+            return cost
+        if best.get((done, here), float("inf")) < cost - 1e-12 or runs >= most_runs:
+            continue
+        for index in range(min(done + 1, len(ops))):
+            op = ops[index]
+            first = index == done
+            if not first and not op.get("replayable", True):
+                continue
+            if not set(op["reads"]) - resident <= here:
+                continue
+            need = base + sum(size[t] for t in here) + sum(size[t] for t in op["writes"]) + op.get("workspace_bytes", 0)
+            if need > budget:
+                continue
+            after = here | set(op["writes"])
+            for gone in subsets(sorted(after)):
+                state = (done + first, after - gone)
+                price = cost + (0.0 if first else op["ms"])
+                if price < best.get(state, float("inf")) - 1e-12:
+                    best[state] = price
+                    tie += 1
+                    heapq.heappush(heap, (price, tie, done + first, after - gone, runs + 1))
+    return None
+
+
+def subsets(items: list[int]) -> list[frozenset[int]]:
+    """All subsets."""
+    found = [frozenset[int]()]
+    for item in items:
+        found += [one | {item} for one in found]
+    return found
