@@ -14,6 +14,7 @@ import msgspec
 
 from memopt.errors import BadFile
 from memopt.estimators.allocator import CachingAllocator
+from memopt.estimators.allocator_blocks import Block
 from memopt.estimators.allocator_replay import AllocatorEvents
 from memopt.estimators.allocator_settings import AllocatorSettings
 from memopt.files import read_bytes
@@ -81,10 +82,15 @@ def replay_trace(trace: AllocatorTrace, settings: AllocatorSettings | None = Non
             "this recording used expandable segments",
             why="its addresses depend on spans that it does not name",
         )
-    return _Replayer(trace, settings).run()
+    try:
+        return TraceReplayer(trace, settings).run()
+    except ValueError as error:
+        raise BadFile("this allocator trace contradicts itself", why=str(error)) from error
 
 
-class _Replayer:
+class TraceReplayer:
+    """One replay; `mismatch` is what was allocated elsewhere than recorded, with the address recorded, the first time."""
+
     def __init__(self, trace: AllocatorTrace, settings: AllocatorSettings | None) -> None:
         self.trace = trace
         self.given: list[tuple[int, int]] = []
@@ -94,9 +100,11 @@ class _Replayer:
             self.allocator.adopt_segment(address, size, small=pool == 0, stream=stream, live=blocks)
         self.recorded_bytes = self.allocator.stats.reserved_bytes
         self.result = TraceReplay(recorded_peak_reserved_bytes=self.recorded_bytes)
+        self.mismatch: tuple[Block, int] | None = None
         self._own_address = 1 << 50
 
-    def run(self) -> TraceReplay:
+    def run(self, *, to_mismatch: bool = False) -> TraceReplay:
+        """Replay all events, or up to the first that comes to lie elsewhere."""
         result, stats = self.result, self.allocator.stats
         releasing = False
         for action, address, size, stream in self.trace.events:
@@ -104,6 +112,8 @@ class _Replayer:
                 self.allocator.empty_cache()
             releasing = action == "segment_free"
             self._step(action, address, size, stream)
+            if to_mismatch and self.mismatch is not None:
+                break
             result.recorded_peak_reserved_bytes = max(
                 result.recorded_peak_reserved_bytes, self.recorded_bytes
             )
@@ -126,7 +136,10 @@ class _Replayer:
         elif action == "alloc" and size:
             block = self.allocator.malloc(address, size, stream)
             self.result.allocations += 1
-            self.result.same_address += block is not None and block.address == address
+            same = block is not None and block.address == address
+            self.result.same_address += same
+            if block is not None and not same and self.mismatch is None:
+                self.mismatch = (block, address)
             self.given.clear()
         elif action == "free_completed" and address in self.allocator.live:
             self.allocator.free(address)

@@ -13,7 +13,7 @@ import pytest
 from memopt.errors import BadFile
 from memopt.estimators.allocator_replay import EMPTY_CACHE, AllocatorEvents, replay, smallest_that_runs
 from memopt.estimators.allocator_settings import MIB, AllocatorSettings, parse_settings
-from memopt.estimators.allocator_trace import load_allocator_trace, replay_trace
+from memopt.estimators.allocator_trace import AllocatorTrace, load_allocator_trace, replay_trace
 
 DATA = Path(__file__).parent / "data" / "allocator_traces"
 SHARED = Path(__file__).parents[2] / "shared" / "groundtruth" / "traces"
@@ -88,6 +88,17 @@ def test_hostile_traces_are_refused(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     with pytest.raises(BadFile):
         load_allocator_trace(path)
+
+
+def test_a_trace_that_contradicts_itself_is_refused() -> None:
+    twice = [("alloc", 512, 512, 0), ("alloc", 512, 512, 0)]
+    trace = AllocatorTrace(init=[], events=twice, expandable=False, end_allocated=0, end_reserved=0)
+    with pytest.raises(BadFile):
+        replay_trace(trace)
+    overlapping = [(0, 4 * MIB, 1, 0, [(0, 2 * MIB), (MIB, 2 * MIB)])]
+    trace = AllocatorTrace(init=overlapping, events=[], expandable=False, end_allocated=0, end_reserved=0)
+    with pytest.raises(BadFile):
+        replay_trace(trace)
 
 
 def test_outcome_and_curve() -> None:
