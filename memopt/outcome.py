@@ -1,16 +1,19 @@
-"""Outcome: what a run under a plan came to, beside what was predicted."""
+"""Outcome: what a run under a plan came to, predicted beside measured. JSON, versioned."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+from memopt.files import write_atomic
 
 SCHEMA = "memopt.outcome/1"
 
 
 class ActionCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """`done` were taken on all their slots in at least one iteration."""
+    """Actions of the plan, by what became of them."""
 
     planned: int
     done: int
@@ -18,7 +21,7 @@ class ActionCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted and measured of one run. Bytes, and ms a step; 0 where nothing could be measured."""
+    """Bytes are peaks over a step, times are medians of steps. 0 means not measured."""
 
     schema: Literal["memopt.outcome/1"] = SCHEMA
     budget_bytes: int
@@ -30,8 +33,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     measured_step_ms: float
     actions: ActionCounts
     divergences: int
-    """Module calls in which something was not as planned, and was kept."""
-    iterations: int = 0
-    rss_peak_bytes: int = 0
-    """The process's largest resident set, everything included."""
+    """Times that the run did other ops than the profiled one; each lost savings until the next module boundary."""
+    process_peak_bytes: int = 0
+    """Largest resident set of the process; 0 when not known."""
+    steps: int = 0
+    """Iterations that were enforced."""
     notes: list[str] = []
+    """What the reader should know: why actions were skipped, where the run left the plan, ..."""
+
+    def save(self, path: Path) -> None:
+        """Write the outcome, indented, whole or not at all."""
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
