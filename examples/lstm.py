@@ -45,7 +45,7 @@ def main():
 
     series = waves(512, args.length, features=8)
     loader = DataLoader(TensorDataset(series), args.batch, shuffle=True, drop_last=True)
-    model = Forecaster(8, args.hidden, layers=2)
+    model = Forecaster(8, args.hidden, layers=3)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=50, gamma=0.5)
     criterion = nn.SmoothL1Loss()
