@@ -61,7 +61,11 @@ def profile(
     find_source(command)
     ending = _Ending(path, quiet)
     wanted = Wanted(
-        warmup=warmup, steps=steps, keep_running=keep_running, swap_dir=swap_dir.absolute(), device=device or ""
+        warmup=warmup,
+        steps=steps,
+        keep_running=keep_running,
+        swap_dir=swap_dir.absolute(),
+        device=device or "",
     )
     return ending.run(ProfileSession(command, wanted, done=ending.write), command, keep_running=keep_running)
 
@@ -122,7 +126,10 @@ class _Ending:
         from memopt.instrument.on_import import call_after_import
         from memopt.instrument.signals import before_terminating
 
-        call_after_import("torch", lambda: before_terminating(lambda: self._terminated(session)))
+        def at_torch() -> None:
+            before_terminating(lambda: self._terminated(session))
+
+        call_after_import("torch", at_torch)
         session.install()
         try:
             code = runner.run(command, raised=session.ended_by)

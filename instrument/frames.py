@@ -78,7 +78,11 @@ class Frames:
             return
         name = self._names.get(module)
         if name is None:
-            name = self.name_of_root(module) if not self._stack else f"{self._stack[-1].key.rpartition('#')[0]}.<{type(module).__name__}>"
+            name = (
+                self.name_of_root(module)
+                if not self._stack
+                else f"{self._stack[-1].key.rpartition('#')[0]}.<{type(module).__name__}>"
+            )
             self._names.setdefault(module, name)
         name += "#" if torch.is_grad_enabled() else "~"
         call = self._calls.get(name, 0)

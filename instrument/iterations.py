@@ -26,7 +26,9 @@ class Listener(Protocol):
     """Told of what the training loop does. All calls come from the thread that imported torch."""
 
     def iteration_ended(self, count: int, milliseconds: float) -> None: ...
-    def backward_begins(self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None: ...
+    def backward_begins(
+        self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
+    ) -> None: ...
     def backward_ended(self) -> None: ...
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None: ...
@@ -78,14 +80,14 @@ class Iterations:
                 self._after_backward()
 
         torch.autograd.graph._engine_run_backward = _engine_run_backward
-        torch.autograd._engine_run_backward = _engine_run_backward
+        torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         if self._run_backward is not None:
-            torch.autograd.graph._engine_run_backward = self._run_backward  # type: ignore[assignment]
-            torch.autograd._engine_run_backward = self._run_backward
+            torch.autograd.graph._engine_run_backward = self._run_backward
+            torch.autograd._engine_run_backward = self._run_backward  # type: ignore[attr-defined]
 
     def _ours(self) -> bool:
         return threading.get_ident() == self._thread and os.getpid() == self._pid

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -11,12 +11,14 @@ import torch
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).resolve().parent.parent)
-_OURS = tuple(f"{_HERE}/{room}/" for room in ("memopt", "instrument", "profiler", "enforcers", "estimators", "cli"))
+_OURS = tuple(
+    f"{_HERE}/{room}/" for room in ("memopt", "instrument", "profiler", "enforcers", "estimators", "cli")
+)
 
 _FOREIGN, _LIBRARY, _USER = range(3)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _owner(code: CodeType) -> int:
     name = code.co_filename
     if name.startswith((_TORCH, "<")) or name.startswith(_OURS):
@@ -24,7 +26,7 @@ def _owner(code: CodeType) -> int:
     return _LIBRARY if "site-packages" in name or "/lib/python" in name else _USER
 
 
-@lru_cache(maxsize=None)
+@cache
 def _short(filename: str, line: int) -> str:
     return f"{Path(filename).name}:{line}"
 

@@ -72,4 +72,8 @@ def quiet_allocator() -> Callable[[], None]:
     if name in os.environ:
         return lambda: None
     os.environ[name] = "ERROR"
-    return lambda: os.environ.pop(name, None) and None
+
+    def forget() -> None:
+        os.environ.pop(name, None)
+
+    return forget

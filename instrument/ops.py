@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,7 +11,13 @@ from torch.nn import Parameter
 
 PLAIN_TYPES = (Tensor, Parameter, torch.nn.Buffer)
 
-_VIEWS_WITHOUT_ALIAS_INFO = {"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::alias", "aten::detach"}
+_VIEWS_WITHOUT_ALIAS_INFO = {
+    "aten::_unsafe_view",
+    "aten::_reshape_alias",
+    "aten::lift_fresh",
+    "aten::alias",
+    "aten::detach",
+}
 
 _RUNNING_STATISTICS = {
     "aten::native_batch_norm": (3, 4, 5),
@@ -51,12 +57,14 @@ class OpKind:
     """Running statistics that it updates though its schema does not say so."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def kind_of(func: torch._ops.OpOverload) -> OpKind:
     """The kind of overload `func`."""
     schema = func._schema
     packet = schema.name
-    writes = tuple(i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+    writes = tuple(
+        i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    )
     aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
     random = torch.Tag.nondeterministic_seeded in func.tags
     own = packet.startswith(("aten::", "prims::"))

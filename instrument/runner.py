@@ -50,14 +50,24 @@ def find_source(command: Command) -> Path:
     if path.is_dir():
         path = path / "__main__.py"
         if not path.is_file():
-            raise UsageError(f"cannot run {command.argv[0]}", why="it is a folder without __main__.py", try_="name the script")
+            raise UsageError(
+                f"cannot run {command.argv[0]}",
+                why="it is a folder without __main__.py",
+                try_="name the script",
+            )
     try:
         with path.open("rb") as file:
             head = file.read(4096)
     except OSError as error:
-        raise UsageError(f"cannot run {path}", why=error.strerror or str(error), try_="the path of a Python script") from error
+        raise UsageError(
+            f"cannot run {path}", why=error.strerror or str(error), try_="the path of a Python script"
+        ) from error
     if b"\0" in head:
-        raise UsageError(f"cannot run {path}", why="it is a binary file, not Python source", try_="the path of a Python script")
+        raise UsageError(
+            f"cannot run {path}",
+            why="it is a binary file, not Python source",
+            try_="the path of a Python script",
+        )
     return path
 
 
@@ -73,7 +83,11 @@ def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
     finally:
         sys.path.remove(here)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise UsageError(f"cannot run module {name}", why=f"python finds no such module to run from {here}", try_="its full name")
+        raise UsageError(
+            f"cannot run module {name}",
+            why=f"python finds no such module to run from {here}",
+            try_="its full name",
+        )
     return spec
 
 
@@ -117,7 +131,9 @@ def _prepare(command: Command, source: Path) -> types.ModuleType:
         main.__package__ = None
         main.__dict__["__cached__"] = None
         main.__loader__ = importlib.machinery.SourceFileLoader("__main__", main.__file__)
-        folder = command.argv[0] if Path(command.argv[0]).is_dir() else os.path.dirname(os.path.realpath(source))
+        folder = (
+            command.argv[0] if Path(command.argv[0]).is_dir() else os.path.dirname(os.path.realpath(source))
+        )
         if not sys.flags.safe_path or sys.path[0] != folder:
             sys.path[0] = folder
     first = str(source) if command.as_module else command.argv[0]

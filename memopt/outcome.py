@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
 from memopt.files import write_atomic
 
-SCHEMA = "memopt.outcome/1"
+SCHEMA: Final = "memopt.outcome/1"
 
 
 class ActionCounts(msgspec.Struct, frozen=True, kw_only=True):

@@ -119,7 +119,11 @@ def _context_bytes(index: int) -> int:
 
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        mine = [p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid == os.getpid()]
+        mine = [
+            p.usedGpuMemory
+            for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+            if p.pid == os.getpid()
+        ]
         return max(0, int(mine[0] or 0) - torch.cuda.memory_reserved(index)) if mine else 0
     except Exception:
         return 0

@@ -112,7 +112,10 @@ def _bytes_per_op(recorder: Recorder, usage: Usage | None, base_bytes: int) -> t
 
 def _ops(recorder: Recorder, strings: _Strings, times: list[float], live: list[int], extra: list[int]) -> Ops:
     rows = recorder.ops
-    workspace = [max(0, more - _born_bytes(recorder, op, row)) for op, (row, more) in enumerate(zip(rows, extra, strict=True))]
+    workspace = [
+        max(0, more - _born_bytes(recorder, op, row))
+        for op, (row, more) in enumerate(zip(rows, extra, strict=True))
+    ]
     return Ops(
         name=[strings(row.kind.name) for row in rows],
         module=[strings(row.module) for row in rows],
@@ -144,7 +147,10 @@ def _storages(recorder: Recorder, strings: _Strings) -> Storages:
     saved = {slot.storage for slot in recorder.slots}
     return Storages(
         size_bytes=[row.size_bytes for row in rows],
-        category=[CATEGORIES.index(_category(recorder, number, row, number in saved)) for number, row in enumerate(rows)],
+        category=[
+            CATEGORIES.index(_category(recorder, number, row, number in saved))
+            for number, row in enumerate(rows)
+        ],
         birth_op=[row.birth for row in rows],
         death_op=[end if row.death is None else row.death for row in rows],
         only_saved_from=[row.only_saved_from for row in rows],
@@ -163,7 +169,12 @@ def _category(recorder: Recorder, number: int, row: StorageRow, saved: bool) -> 
         return "optimizer state" if row.death is None else "temporary"
     if birth.phase == FORWARD and birth.module == "@" and not birth.reads:
         return "input"
-    if saved or (birth.phase == FORWARD and row.death is not None and row.death < len(recorder.ops) and _crosses(recorder, row)):
+    if saved or (
+        birth.phase == FORWARD
+        and row.death is not None
+        and row.death < len(recorder.ops)
+        and _crosses(recorder, row)
+    ):
         return "activation"
     return "temporary"
 
@@ -202,5 +213,7 @@ def _slots(recorder: Recorder, strings: _Strings) -> Slots:
         packed_before=[row.packed_before for row in rows],
         unpacks=Csr.of([row.unpacks for row in rows]),
         plain=[int(row.plain) for row in rows],
-        attributes=[strings(msgspec.json.encode(row.attributes).decode() if row.attributes else "") for row in rows],
+        attributes=[
+            strings(msgspec.json.encode(row.attributes).decode() if row.attributes else "") for row in rows
+        ],
     )

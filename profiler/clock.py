@@ -139,7 +139,9 @@ def _divide(events: list[tuple[int, int, int]], time_us: list[float], older: lis
             most = held
             op += 1
     held -= sum(size for _, size in waiting[place:])
-    return Usage(live_bytes=live, high_bytes=high, end_bytes=held, high_after_bytes=max(most, held), time_us=time_us)
+    return Usage(
+        live_bytes=live, high_bytes=high, end_bytes=held, high_after_bytes=max(most, held), time_us=time_us
+    )
 
 
 class CudaClock:
@@ -158,7 +160,7 @@ class CudaClock:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         self._live.append(torch.cuda.memory_allocated(self._device) - self._base)
         begin.record(torch.cuda.current_stream(self._device))
         try:

@@ -34,7 +34,9 @@ class CpuMeter:
         self._watch: list[weakref.ref[UntypedStorage]] = []
 
     def start(self) -> None:
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+        self._profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        )
         try:
             with quiet():
                 self._profile.start()
@@ -44,7 +46,9 @@ class CpuMeter:
         for storage in living_storages("cpu"):
             size = storage.nbytes()
             self._base_bytes += size
-            self._watch.append(weakref.ref(storage, lambda _, size=size: self._ends.append((time.time_ns(), 1, -size))))
+            self._watch.append(
+                weakref.ref(storage, lambda _, size=size: self._ends.append((time.time_ns(), 1, -size)))
+            )
 
     def stop(self) -> int | None:
         if self._profile is None:

@@ -83,11 +83,11 @@ class Handle(Kept):
         self.row = row
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode and the hooks' functions; rows grow while it is entered."""
 
     def __init__(self, frames: Frames, iterations: Iterations, clock: OpClock, device: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._frames = frames
         self._iterations = iterations
@@ -114,7 +114,9 @@ class Recorder(TorchDispatchMode):
 
     # --- ops
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not self._recording:
             return func(*args, **kwargs)
@@ -136,9 +138,13 @@ class Recorder(TorchDispatchMode):
         if phase == BACKWARD:
             frame, forward_op = self._backward_place(frame)
         else:
-            self._node_ops.setdefault(torch.autograd._get_sequence_nr() - 1, op)
+            self._node_ops.setdefault(torch._C._autograd._get_sequence_nr() - 1, op)
         statistics = {id(t) for t in updated_statistics(kind, args)}
-        reads = [self._value_of(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor) and id(t) not in statistics]
+        reads = [
+            self._value_of(t)
+            for t in tree_iter((args, kwargs))
+            if isinstance(t, Tensor) and id(t) not in statistics
+        ]
         row = OpRow(
             kind=kind,
             module=frame.key,
@@ -166,7 +172,9 @@ class Recorder(TorchDispatchMode):
             return Frame(frame.key), -1
         return Frame(self.ops[forward_op].module), forward_op
 
-    def _close_row(self, row: OpRow, op: int, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _close_row(
+        self, row: OpRow, op: int, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
         for tensor in (*self._written(row.kind, args, kwargs), *updated_statistics(row.kind, args)):
             self._write(tensor, row, op, -1)
         outputs = out if isinstance(out, (tuple, list)) else (out,)
@@ -288,7 +296,7 @@ class Recorder(TorchDispatchMode):
                 dtype=str(tensor.dtype).removeprefix("torch."),
                 shape=list(tensor.shape),
                 stride=list(tensor.stride()),
-                offset=tensor.storage_offset(),
+                offset=int(tensor.storage_offset()),
                 plain=plain,
                 packed_before=len(self.ops),
             )

@@ -157,7 +157,9 @@ class ProfileSession:
             self._end_recording()
         elif out_of_memory and self.trace is None and self._frames is not None:
             self._first = self._snapshot()
-            self._notes.append("the iteration in which memory ran out was not recorded: this is what was there at its end, without ops")
+            self._notes.append(
+                "the iteration in which memory ran out was not recorded: this is what was there at its end, without ops"
+            )
         result = self._result or self._first
         if self.trace is not None or result is None or not _is_training(result):
             return
@@ -216,7 +218,12 @@ class ProfileSession:
             return
         if not self._done:
             self._guard(lambda: self._next(count, milliseconds))
-        if self._done and self.trace is not None and not self._wanted.keep_running and self._stops < _MOST_STOPS:
+        if (
+            self._done
+            and self.trace is not None
+            and not self._wanted.keep_running
+            and self._stops < _MOST_STOPS
+        ):
             self._stops += 1
             raise StopScript(0)
 
@@ -235,7 +242,9 @@ class ProfileSession:
             self._done = True
             self._publish(self._build(self._result, ""))
 
-    def backward_begins(self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
+    def backward_begins(
+        self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
+    ) -> None:
         assert self._frames is not None
         self._frames.paused = True
         if self._now is not None:
@@ -276,7 +285,7 @@ class ProfileSession:
         if iteration > 1:
             tell_all(recorder.know, self._frames)
         clock.start()
-        recorder.__enter__()
+        recorder.__enter__()  # type: ignore[no-untyped-call]
         self._now = _Recording(recorder, clock, iteration)
 
     def _clock(self, with_bytes: bool) -> OpClock:
@@ -305,7 +314,9 @@ class ProfileSession:
         elif _same_ops(self._result.recorder, now.recorder):
             self._result.more_times_us.append(now.clock.time_us)  # type: ignore[attr-defined]
         else:
-            self._notes.append(f"iteration {now.iteration} ran other ops than iteration {self._result.iteration}")
+            self._notes.append(
+                f"iteration {now.iteration} ran other ops than iteration {self._result.iteration}"
+            )
 
     def _name_what_lives(self, recorder: Recorder) -> None:
         """Parameters, buffers and states that this very iteration made."""
@@ -345,7 +356,9 @@ class ProfileSession:
             "keep_graph": recorder.keep_graph,
             "create_graph": recorder.create_graph,
             "iterations_seen": self.iterations_seen,
-            "boundary_is_backward": int(self._iterations is not None and self._iterations.boundary == "backward"),
+            "boundary_is_backward": int(
+                self._iterations is not None and self._iterations.boundary == "backward"
+            ),
         }
 
 
@@ -372,9 +385,9 @@ def _same_ops(a: Recorder, b: Recorder) -> bool:
     return [row.kind.name for row in a.ops] == [row.kind.name for row in b.ops]
 
 
-def _leave(mode: Any) -> None:
+def _leave(mode: Recorder) -> None:
     """Exit the mode if it is the innermost; one that the script entered since then stays, ours records nothing any more."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode
 
     if _get_current_dispatch_mode() is mode:
-        mode.__exit__(None, None, None)
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]

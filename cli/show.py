@@ -1,0 +1,62 @@
+"""`memopt show`: what a profile or plan holds, in words first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from memopt.errors import BadFile
+from memopt.files import read_bytes
+from memopt.plan import Plan, load_plan
+from memopt.trace import Trace, load_trace
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Write the figures as JSON.")
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows a table.")
+@click.argument("file", metavar="PROFILE|PLAN", type=click.Path(path_type=Path))
+def show(as_json: bool, top: int, file: Path) -> None:
+    """Say in words what a profile or plan holds."""
+    found = load(file)
+    if as_json:
+        from memopt.reports.summary import encode, summarize_plan, summarize_trace
+
+        click.echo(
+            encode(
+                summarize_plan(found, top=top) if isinstance(found, Plan) else summarize_trace(found, top=top)
+            )
+        )
+        return
+    from memopt.cli.console import out
+    from memopt.reports.terminal import render_plan, render_trace
+
+    out().print(render_plan(found, top=top) if isinstance(found, Plan) else render_trace(found, top=top))
+
+
+class _AnySchema(msgspec.Struct):
+    schema: str = ""
+
+
+def load(path: Path) -> Trace | Plan:
+    """The profile or plan at `path`, told apart by the schema inside. Raises `BadFile` for anything else."""
+    data = read_bytes(path, "profile or plan")
+    try:
+        schema = msgspec.json.decode(data, type=_AnySchema).schema
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadFile(
+            f"{path} is neither a profile nor a plan",
+            why=str(error) or "it is nested too deeply",
+            try_="a file that memopt profile or memopt advise wrote",
+        ) from error
+    family = schema.rpartition("/")[0]
+    if family == "memopt.plan":
+        return load_plan(path)
+    if family == "memopt.trace":
+        return load_trace(path)
+    raise BadFile(
+        f"{path} is neither a profile nor a plan",
+        why=f"its schema is '{schema[:60]}'" if schema else "it has no schema",
+        try_="a file that memopt profile or memopt advise wrote",
+    )

@@ -1,0 +1,144 @@
+"""Reports for a person at a terminal, as rich renderables: what a profile shows, what a plan does."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.text import Text
+
+from memopt.plan import Action, Plan
+from memopt.reports import verdict
+from memopt.reports.area import Area
+from memopt.reports.moment import Moment, end_of, peak_of
+from memopt.reports.tables import Name, biggest_table, pairs_table, plain_table, shares_table
+from memopt.trace import Trace
+from memopt.units import format_bytes, format_ms
+
+_WIDE = 120
+
+
+def render_trace(trace: Trace, *, top: int = 10) -> RenderableType:
+    """The verdict, the picture, and what fills the device at the peak (or where a partial profile was cut off)."""
+    peak, end = peak_of(trace), end_of(trace)
+    parts: list[RenderableType] = [
+        Text(verdict.of_run(trace), style="dim"),
+        Text(verdict.of_peak(trace, peak), style="bold"),
+    ]
+    if trace.partial:
+        parts.append(Text(f"Partial: {trace.partial}.", style="bold red"))
+    if end is not None:
+        parts.append(Text(verdict.of_end(trace, end), style="bold"))
+    parts += [Text(f"Note: {note}.") for note in trace.notes]
+    if trace.op_count:
+        parts += [Text(), Area(trace)]
+    return Group(*parts, *_moment(trace, end or peak, top, at="when it ended" if end else "at the peak"))
+
+
+def _moment(trace: Trace, moment: Moment, top: int, *, at: str) -> list[RenderableType]:
+    total = moment.total_bytes
+    parts: list[RenderableType] = [
+        Text(),
+        shares_table(f"What fills the device {at}", "kind", moment.by_category, total, 10, colors=True),
+        shares_table(f"By module {at}", "module", moment.by_module(max(top, 8)), total, max(top, 8)),
+    ]
+    if moment.by_line:
+        parts.append(shares_table(f"By line {at}", "line", moment.by_line, total, top))
+    parts.append(_Biggest(moment, top))
+    before = [held for held in moment.held if held.born_op < 0]
+    if before:
+        sizes: dict[str, int] = defaultdict(int)
+        for held in before:
+            sizes[held.category] += held.size_bytes
+        words = ", ".join(
+            f"{format_bytes(size)} {name}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])
+        )
+        parts.append(Text(f"There before the iteration: {format_bytes(moment.from_before_bytes)} ({words})."))
+    return parts
+
+
+class _Biggest:
+    """The table of the biggest tensors, with their lines where there is room for them."""
+
+    def __init__(self, moment: Moment, top: int) -> None:
+        self._moment = moment
+        self._top = top
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        moment = self._moment
+        yield biggest_table(moment.held, moment.total_bytes, self._top, lines=options.max_width >= _WIDE)
+
+
+def render_plan(plan: Plan, *, top: int = 10) -> RenderableType:
+    """The verdict, totals by kind, and the biggest actions with their reasons."""
+    parts: list[RenderableType] = [
+        Text(f"{' '.join(plan.script.argv)}: plan by {plan.strategy} from {plan.profile}", style="dim"),
+        Text(verdict.of_plan(plan), style="bold"),
+    ]
+    parts += [Text(f"Note: {note}.") for note in plan.notes]
+    if not plan.actions:
+        return Group(*parts, Text("No action is needed."))
+    return Group(*parts, Text(), _kinds(plan), _actions(plan, top))
+
+
+def what_it_does(action: Action) -> str:
+    """`swap to disk`, `compress (pool_index)`, `recompute (3 ops)`."""
+    if action.kind == "swap":
+        return f"swap to {action.tier}"
+    if action.kind == "compress":
+        return f"compress ({action.codec})"
+    if action.kind == "recompute":
+        count = len(action.records)
+        return f"recompute ({count} op{'s' if count > 1 else ''})"
+    return action.kind
+
+
+def _kinds(plan: Plan) -> RenderableType:
+    groups: dict[str, list[Action]] = defaultdict(list)
+    for action in plan.actions:
+        groups[action.kind].append(action)
+    rows = [
+        (
+            kind,
+            str(len(actions)),
+            format_bytes(sum(a.size_bytes for a in actions)),
+            format_bytes(sum(a.saved_bytes for a in actions)),
+            format_ms(sum(a.cost_ms for a in actions)),
+        )
+        for kind, actions in sorted(groups.items(), key=lambda item: -sum(a.saved_bytes for a in item[1]))
+    ]
+    return pairs_table(
+        "By kind of action", ("kind", "tensors", "their size", "saved at the peak", "cost a step"), rows
+    )
+
+
+def _actions(plan: Plan, top: int) -> RenderableType:
+    ranked = sorted(plan.actions, key=lambda action: (-action.saved_bytes, -action.size_bytes))
+    table = plain_table(
+        "Biggest actions",
+        [
+            ("size", "right"),
+            ("saved", "right"),
+            ("cost", "right"),
+            ("what", "left"),
+            ("tensor, and why", "name"),
+        ],
+    )
+    for action in ranked[:top]:
+        cells = (
+            format_bytes(action.size_bytes),
+            format_bytes(action.saved_bytes),
+            format_ms(action.cost_ms),
+            what_it_does(action),
+        )
+        table.add_row(*cells, Group(Name(action.label), Text(action.why, style="dim")))
+    if len(ranked) > top:
+        rest = ranked[top:]
+        table.add_row(
+            format_bytes(sum(a.size_bytes for a in rest)),
+            format_bytes(sum(a.saved_bytes for a in rest)),
+            format_ms(sum(a.cost_ms for a in rest)),
+            "",
+            Name(f"({len(rest)} more)"),
+        )
+    return table
