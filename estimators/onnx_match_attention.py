@@ -36,8 +36,8 @@ def attention(view: View, node: Node) -> Node | None:
         return None
     q, q_scaled = _unscaled(view, scores.product.inputs[0], inside)
     turned, k_scaled = _unscaled(view, scores.product.inputs[1], inside)
-    if view.from_torch and (view.opset >= 23 or not (q_scaled and k_scaled)):
-        return None  # F.scaled_dot_product_attention would have been exported otherwise
+    if view.from_torch and not (q_scaled and k_scaled):
+        return None  # written by hand: F.scaled_dot_product_attention is exported with both of them scaled
     return _fused(view, node, q, turned, scores.mask, ratio)
 
 

@@ -27,7 +27,7 @@ _BINARY: dict[str, Callable[[Any, Any], Tensor]] = {
     "Add": lambda a, b: a + b,
     "Sub": lambda a, b: a - b,
     "Mul": lambda a, b: a * b,
-    "Pow": lambda a, b: torch.pow(a, b),
+    "Pow": lambda a, b: _power(a, b),
     "And": torch.logical_and,
     "Or": torch.logical_or,
     "Xor": torch.logical_xor,
@@ -65,6 +65,12 @@ def _of_two(function: Callable[[Any, Any], Tensor]) -> Callable[[Call], Tensor]:
         return function(a, b)
 
     return binary
+
+
+def _power(base: Any, exponent: Any) -> Tensor:
+    """A power of the base's type, as ONNX has it; a plain number's type gives way."""
+    out: Tensor = torch.pow(base, exponent)
+    return out.to(base.dtype) if isinstance(base, Tensor) and not base.is_floating_point() else out
 
 
 @op("Div")
@@ -261,15 +267,13 @@ def top_k(call: Call) -> tuple[Tensor, Tensor]:
 @op("CumSum", "CumProd")
 def cumulative(call: Call) -> Tensor:
     function = torch.cumsum if call.node.op == "CumSum" else torch.cumprod
-    axis = int(call.scalar(1))
-    x = call.tensor(0)
-    if call.number("reverse", 0):
-        x = function(x.flip(axis), axis, dtype=x.dtype).flip(axis)
-    else:
-        x = function(x, axis, dtype=x.dtype)
+    x, axis, backwards = call.tensor(0), int(call.scalar(1)), bool(call.number("reverse", 0))
+    x = x.flip(axis) if backwards else x
     if call.number("exclusive", 0):
-        x = torch.cat([torch.zeros_like(x.narrow(axis, 0, 1)), x.narrow(axis, 0, x.shape[axis] - 1)], axis)
-    return x
+        first = torch.full_like(x.narrow(axis, 0, 1), 0 if call.node.op == "CumSum" else 1)
+        x = torch.cat([first, x.narrow(axis, 0, x.shape[axis] - 1)], axis)
+    x = function(x, axis, dtype=x.dtype)
+    return x.flip(axis) if backwards else x
 
 
 @op("MatMul")

@@ -174,7 +174,7 @@ def layer_norm(call: Call) -> Any:
     if not call.wants(1) and not call.wants(2):
         return y
     dims = list(range(axis, x.dim()))
-    return y, x.mean(dims, keepdim=True), x.var(dims, keepdim=True).rsqrt()
+    return y, x.mean(dims, keepdim=True), (x.var(dims, keepdim=True, unbiased=False) + eps).rsqrt()
 
 
 @op("RMSNormalization")
@@ -232,6 +232,15 @@ def lp_norm(call: Call) -> Tensor:
     return F.normalize(call.tensor(0), call.number("p", 2), call.number("axis", -1))
 
 
+@op("HannWindow", "HammingWindow", "BlackmanWindow")
+def window(call: Call) -> Tensor:
+    function = {"HannWindow": torch.hann_window, "HammingWindow": torch.hamming_window}.get(
+        call.node.op, torch.blackman_window
+    )
+    kind = call.run.dtype(call.number("output_datatype", 1))
+    return function(int(call.scalar(0)), periodic=bool(call.number("periodic", 1))).to(kind)
+
+
 @op("Dropout")
 def dropout(call: Call) -> Any:
     """Trained, whatever the file says; a ratio of 0 does nothing."""
@@ -255,6 +264,7 @@ def resize(call: Call) -> Tensor:
     else:
         scales = call.floats(at) if call.has(at) else list(call.attribute("scales", ()))
         wanted = [math.floor(x.shape[a] * s) for a, s in zip(axes, scales, strict=True)]
+    wanted = _same_ratio(call.attribute("keep_aspect_ratio_policy", "stretch"), wanted, [x.shape[a] for a in axes])
     for axis, length in zip(axes, wanted, strict=True):
         size[positive(axis, x.dim())] = int(length)
     if size == list(x.shape):
@@ -265,6 +275,14 @@ def resize(call: Call) -> Tensor:
     if mode == "bicubic" and x.dim() != 4:
         raise NeedsValue("cubic resizing of something else than images")
     return F.interpolate(x, size[2:], mode=mode)
+
+
+def _same_ratio(policy: str, wanted: list[float], lengths: list[int]) -> list[float]:
+    if policy not in ("not_larger", "not_smaller") or not lengths:
+        return wanted
+    ratios = [w / n for w, n in zip(wanted, lengths, strict=True)]
+    ratio = min(ratios) if policy == "not_larger" else max(ratios)
+    return [math.floor(n * ratio + 0.5) for n in lengths]
 
 
 @op("GridSample")

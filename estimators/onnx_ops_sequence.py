@@ -29,9 +29,9 @@ def recurrent(call: Call) -> Any:
     bias = call.optional(3)
     parameters: list[Tensor] = []
     for d in range(directions):
-        parameters += [w[d], r[d]]
+        parameters += [_direction(w, d), _direction(r, d)]
         if bias is not None:
-            parameters += bias[d].to(x.dtype).chunk(2)
+            parameters += _direction(bias, d).to(x.dtype).chunk(2)
     states = [_state(call, 5, x, directions, batch, hidden, batch_first)]
     if kind == "LSTM":
         states.append(_state(call, 6, x, directions, batch, hidden, batch_first))
@@ -41,6 +41,10 @@ def recurrent(call: Call) -> Any:
     if batch_first:
         return y.transpose(0, 1), *(s.transpose(0, 1) for s in last)
     return y.permute(0, 2, 1, 3), *last
+
+
+def _direction(weight: Tensor, index: int) -> Tensor:
+    return weight.squeeze(0) if weight.shape[0] == 1 else weight[index]
 
 
 def _state(call: Call, index: int, x: Tensor, directions: int, batch: int, hidden: int, first: bool) -> Tensor:
@@ -81,11 +85,44 @@ def attention(call: Call) -> Any:
         q, k, v = _heads(q, heads), _heads(k, kv_heads), _heads(v, kv_heads)
     if call.has(4) and call.has(5):
         k, v = torch.cat([call.tensor(4), k], 2), torch.cat([call.tensor(5), v], 2)
+    scale, causal = call.attribute("scale"), bool(call.number("is_causal", 0))
+    mask = _whole_mask(call.optional(3), k.shape[2])
+    shown = None
     if call.wants(3) or call.attribute("softcap", 0.0):
-        raise NeedsValue("attention that shows its matrix or caps it")
-    y = attend(q, k, v, call.optional(3), bool(call.number("is_causal", 0)), call.attribute("scale"))
+        y, shown = _by_hand(q, k, v, mask, causal, scale, call.attribute("softcap", 0.0), call.number("qk_matmul_output_mode", 0))
+    else:
+        y = attend(q, k, v, mask, causal, scale)
     y = y.transpose(1, 2).flatten(2) if flat else y
-    return (y, k, v)[: max(1, len(call.node.outputs))]
+    return (y, k, v, shown)[: max(1, len(call.node.outputs))]
+
+
+def _whole_mask(mask: Tensor | None, keys: int) -> Tensor | None:
+    """The mask for all keys: a shorter one hides the rest."""
+    if mask is None:
+        return None
+    mask = mask.unsqueeze(0) if mask.dim() == 1 else mask
+    short = keys - mask.shape[-1]
+    if short <= 0 or mask.shape[-1] == 1:
+        return mask
+    return F.pad(mask, (0, short), value=False if mask.dtype == torch.bool else float("-inf"))
+
+
+def _by_hand(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, cap: float, shown: int
+) -> tuple[Tensor, Tensor]:
+    """Attention whose matrix is capped or shown: no fused kernel does that, so the matrix exists."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    raw = torch.matmul(q, k.transpose(-1, -2)) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = cap * torch.tanh(raw / cap) if cap else raw
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    if causal:
+        triangle = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~triangle, float("-inf"))
+    weights = F.softmax(scores, -1)
+    return torch.matmul(weights, v), {0: raw, 1: scores, 2: scores}.get(shown, weights)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

@@ -258,9 +258,10 @@ def eye_like(call: Call) -> Tensor:
 def one_hot(call: Call) -> Tensor:
     indices, depth, values = call.tensor(0), int(call.scalar(1)), call.tensor(2)
     axis = positive(call.number("axis", -1), indices.dim() + 1)
-    out = torch.zeros(*indices.shape, depth, dtype=values.dtype)
-    out.scatter_(-1, indices.long().remainder(depth).unsqueeze(-1), 1)
-    return out.movedim(-1, axis)
+    off, on = values[0], values[1]
+    places = torch.arange(depth)
+    hits = indices.long().remainder(depth).unsqueeze(-1) == places
+    return torch.where(hits, on, off).movedim(-1, axis)
 
 
 @op("Trilu")
