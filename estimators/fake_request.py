@@ -19,6 +19,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the pretended GPU."""
     device_memory_bytes: int = 0
     compute_capability: tuple[int, int] = (8, 0)
+    multiprocessors: int = 108
     steps: int = 3
     flipped: list[str] = []
     """Lines whose guessed truth value is turned round."""

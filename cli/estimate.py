@@ -1,0 +1,194 @@
+"""`memopt estimate`: the peak memory of a training run before anything is run, from a script, an ONNX file or a profile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memopt.errors import GateFailed, NotPossibleHere, UsageError
+
+if TYPE_CHECKING:
+    from memopt.estimators.estimate import Estimate
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--device", default=None, metavar="NAME", help="The device to estimate for, such as a100-40gb or rtx-4090; cpu: a run on this machine.  [default: a100-80gb]")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps to follow.")
+@click.option("--timeout", type=click.FloatRange(min=1), default=600, show_default=True, metavar="SECONDS", help="Give a script up after so long.")  # fmt: skip
+@click.option("--alloc-conf", default="", metavar="SETTINGS", help="Allocator settings, as PYTORCH_ALLOC_CONF takes them.")  # fmt: skip
+@click.option("--fail-over", metavar="BYTES", default=None, help="Exit with 3 when the process would need more than this.")  # fmt: skip
+@click.option("--max-batch", is_flag=True, help="Find the largest batch that fits the device.")
+@click.option("--batch-arg", metavar="FLAG", default=None, help="The script's own flag that sets the batch size, for --max-batch (--batch-arg=--batch-size).")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--explain", is_flag=True, help="Show modules, policies and every assumption.")
+@click.option("-m", "as_module", is_flag=True, help="TARGET is a module's name, as in python -m.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=None, help="Batch size. (ONNX, profile)")
+@click.option("--dim", "dims", multiple=True, metavar="NAME=N", help="A free dimension of the model. (ONNX)")
+@click.option("--optimizer", default="adamw", show_default=True, help="What would train the model. (ONNX)")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "amp-bf16", "amp-fp16"]), default="fp32", show_default=True, help="Precision of training. (ONNX)")  # fmt: skip
+@click.option("--loss", default=None, help="What is minimised. (ONNX)")
+@click.option("--faithful", is_flag=True, help="Match nothing back to fused operators. (ONNX)")
+@click.option("--assume-bn", is_flag=True, help="Put batch norms back where the exporter folded them. (ONNX)")
+@click.argument("target")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def estimate(target: str, args: tuple[str, ...], **options: Any) -> int:
+    """Tell the peak memory of training TARGET: a script with its arguments, a model.onnx, or a recorded profile.
+
+    A script is run on fake tensors: nothing is computed, no memory is taken, nothing is saved.
+    """
+    from memopt.units import parse_bytes
+
+    gate = parse_bytes(options["fail_over"]) if options["fail_over"] else None
+    found = _estimate(target, args, options)
+    if options["as_json"]:
+        click.echo(json.dumps(found.as_json(), indent=2))
+    else:
+        from memopt.cli.console import out
+        from memopt.reports.estimate import print_estimate
+
+        print_estimate(out(), found, target, explain=options["explain"])
+    if gate is not None:
+        _gate(found, gate)
+    return 0
+
+
+def _estimate(target: str, args: tuple[str, ...], options: dict[str, Any]) -> Estimate:
+    kind = _kind(target, options["as_module"])
+    if kind == "script":
+        return _script([target, *args], options)
+    if args:
+        raise UsageError(f"'{args[0]}' is not understood", why="options go before the target", try_=f"memopt estimate [OPTIONS] {target}")
+    if not Path(target).is_file():
+        raise UsageError(f"there is no file {target}", try_="the path of a script, an ONNX model or a profile")
+    if kind == "onnx":
+        return _onnx(Path(target), options)
+    return _profile(Path(target), options)
+
+
+def _kind(target: str, as_module: bool) -> str:
+    """`script`, `onnx` or `profile`, by name; Python files and anything unknown are scripts."""
+    name = Path(target).name.lower()
+    if as_module or name.endswith(".py"):
+        return "script"
+    if name.endswith(".onnx"):
+        return "onnx"
+    return "profile" if ".profile" in name else "script"
+
+
+def _script(argv: list[str], options: dict[str, Any]) -> Estimate:
+    from memopt.cli.console import progress
+    from memopt.estimators.estimate import DEFAULT_DEVICE, estimate_script
+
+    def once(words: list[str]) -> Estimate:
+        return estimate_script(
+            words,
+            device=options["device"] or DEFAULT_DEVICE,
+            as_module=options["as_module"],
+            alloc_conf=options["alloc_conf"],
+            steps=options["steps"],
+            timeout_s=options["timeout"],
+        )
+
+    if options["max_batch"]:
+        return _largest(once, argv, options["batch_arg"])
+    with progress(f"following {argv[0]} on fake tensors"):
+        return once(argv)
+
+
+def _largest(once: Any, argv: list[str], flag: str | None) -> Estimate:
+    from memopt.cli.console import say
+    from memopt.estimators.batch_search import largest_batch
+
+    if not flag:
+        raise UsageError(
+            "--max-batch needs to know how the script takes its batch size", try_="--batch-arg=--batch-size"
+        )
+    batch, found = largest_batch(lambda size: once(_with_flag(argv, flag, size)), say)
+    say(f"the largest batch that fits is {batch}")
+    return found
+
+
+def _with_flag(argv: list[str], flag: str, size: int) -> list[str]:
+    kept: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word == flag:
+            next(words, None)
+        elif not word.startswith(f"{flag}="):
+            kept.append(word)
+    return [*kept, flag, str(size)]
+
+
+def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
+    from dataclasses import replace
+
+    from memopt.devices import find_device
+    from memopt.estimators.estimate import DEFAULT_DEVICE, estimate_recording
+    from memopt.estimators.onnx_estimate import record_onnx
+
+    spec = find_device(options["device"] or DEFAULT_DEVICE)
+
+    def once(batch: int | None) -> Estimate:
+        made = record_onnx(
+            path,
+            batch_size=batch,
+            dims=_dims(options["dims"]),
+            optimizer=options["optimizer"],
+            dtype=options["dtype"],
+            loss=options["loss"],
+            target="cpu" if spec.kind == "cpu" else "cuda",
+            faithful=options["faithful"],
+            assume_bn=options["assume_bn"],
+            steps=options["steps"],
+        )
+        found = estimate_recording(made.recording, spec, alloc_conf=options["alloc_conf"], partial=made.partial)
+        return replace(found, notes=list(dict.fromkeys(made.notes)))
+
+    if not options["max_batch"]:
+        return once(options["batch_size"])
+    from memopt.cli.console import say
+    from memopt.estimators.batch_search import largest_batch
+
+    batch, found = largest_batch(once, say)
+    say(f"the largest batch that fits is {batch}")
+    return found
+
+
+def _dims(given: tuple[str, ...]) -> dict[str, int]:
+    dims = {}
+    for text in given:
+        name, _, size = text.partition("=")
+        if not name or not size.isdecimal() or int(size) < 1:
+            raise UsageError(f"'--dim {text}' is not understood", try_="--dim seq=512")
+        dims[name] = int(size)
+    return dims
+
+
+def _profile(path: Path, options: dict[str, Any]) -> Estimate:
+    try:
+        from memopt.estimators.from_profile import estimate_profile
+    except ModuleNotFoundError as error:
+        if error.name != "memopt.estimators.from_profile":
+            raise
+        raise NotPossibleHere(
+            f"cannot estimate from the profile {path}",
+            why="this build has no memopt.estimators.from_profile",
+            try_="memopt estimate SCRIPT",
+        ) from None
+    found: Estimate = estimate_profile(path, options)
+    return found
+
+
+def _gate(found: Estimate, gate_bytes: int) -> None:
+    from memopt.units import format_bytes
+
+    need = found.process_bytes or found.allocated_bytes
+    if need > gate_bytes:
+        raise GateFailed(
+            f"the run needs {format_bytes(need)}, more than {format_bytes(gate_bytes)}",
+            why=", ".join(f"{name} {format_bytes(size)}" for name, size in list(found.by_category.items())[:4]),
+            try_="memopt advise, a smaller batch, or a higher --fail-over",
+        )

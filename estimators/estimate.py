@@ -1,0 +1,181 @@
+"""From a recorded sequence of storages to answers: allocated, reserved, process, by category and by module, and where it fits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from memopt.devices import DeviceSpec, common_gpus, find_device
+from memopt.errors import MemoptError
+from memopt.estimators.allocator_replay import AllocatorEvents, replay, smallest_that_runs
+from memopt.estimators.allocator_settings import AllocatorSettings, parse_settings
+from memopt.estimators.fake_request import Request
+from memopt.estimators.fake_run import record_script
+from memopt.estimators.recording import Recording
+
+DEFAULT_DEVICE = "a100-80gb"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fit:
+    """Whether the run fits on one device: with room for what the allocator would like to reserve, only just, or not."""
+
+    name: str
+    memory_bytes: int
+    verdict: str
+    """`yes`, `tight` (the allocator must give cached memory back and retry) or `no`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a training run would need. Bytes on the device; on a CPU the peak of tensor bytes."""
+
+    target: str
+    device: str
+    allocated_bytes: int
+    reserved_bytes: int
+    process_bytes: int | None
+    context_bytes: int
+    smallest_bytes: int | None
+    """The least that the allocator can run in, without the context."""
+    error: dict[str, float]
+    """Half-width of the error bar as a share, by answer."""
+    left_out: list[str]
+    partial: bool
+    notes: list[str]
+    by_category: dict[str, int]
+    """At the peak of allocated bytes."""
+    by_module: dict[str, int]
+    peak_phase: str
+    peak_op: str
+    fits: list[Fit] = field(default_factory=list)
+    fits_named: Fit | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        from dataclasses import asdict
+
+        return asdict(self)
+
+
+def estimate_script(
+    argv: list[str],
+    *,
+    device: str = DEFAULT_DEVICE,
+    as_module: bool = False,
+    alloc_conf: str = "",
+    steps: int = 3,
+    timeout_s: float = 600.0,
+) -> Estimate:
+    """The peak memory of training with the script `argv` on `device` (`cpu`: this machine's own operators)."""
+    spec = find_device(device)
+    target = "cpu" if spec.kind == "cpu" else "cuda"
+    request = Request(
+        argv=argv,
+        as_module=as_module,
+        target=target,  # type: ignore[arg-type]
+        device=spec.title,
+        device_memory_bytes=spec.memory_bytes,
+        compute_capability=spec.capability_pair if target == "cuda" else (0, 0),
+        multiprocessors=spec.multiprocessors,
+        steps=steps,
+    )
+    recording, partial = record_script(request, timeout_s=timeout_s)
+    return estimate_recording(recording, spec, alloc_conf=alloc_conf, partial=partial)
+
+
+def estimate_recording(
+    recording: Recording, spec: DeviceSpec, *, alloc_conf: str = "", partial: bool = False
+) -> Estimate:
+    """The answers for a recorded sequence on the device `spec`."""
+    if recording.target == "cpu":
+        return _on_cpu(recording, spec, partial)
+    return _on_gpu(recording, spec, parse_settings(alloc_conf), partial)
+
+
+def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
+    peak, at = recording.peak()
+    return Estimate(
+        target="cpu",
+        device=spec.name,
+        allocated_bytes=peak,
+        reserved_bytes=peak,
+        process_bytes=None,
+        context_bytes=0,
+        smallest_bytes=None,
+        error={"allocated": 0.01},
+        left_out=["Python's and torch's own memory", "what NumPy and the data loader hold outside tensors", *_untouched(recording)],
+        partial=partial,
+        notes=recording.notes,
+        fits_named=Fit(
+            name=spec.name, memory_bytes=spec.memory_bytes, verdict="yes" if peak <= spec.memory_bytes else "no"
+        ),
+        **_at_peak(recording, at),
+    )
+
+
+def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings, partial: bool) -> Estimate:
+    events = AllocatorEvents.of(list(recording.allocations()))
+    outcome = replay(events, settings)
+    _, at = recording.peak(512)
+    context, uncertainty = _context(spec)
+    try:
+        smallest: int | None = smallest_that_runs(events, settings)
+    except MemoptError:
+        smallest = None
+    process = outcome.peak_reserved_bytes + context
+    need = (smallest or outcome.peak_reserved_bytes) + context
+    return Estimate(
+        target="cuda",
+        device=spec.name,
+        allocated_bytes=outcome.peak_allocated_bytes,
+        reserved_bytes=outcome.peak_reserved_bytes,
+        process_bytes=process,
+        context_bytes=context,
+        smallest_bytes=smallest,
+        error={
+            "allocated": 0.015,
+            "reserved": 0.03,
+            "process": round((0.03 * outcome.peak_reserved_bytes + uncertainty) / max(process, 1), 3),
+        },
+        left_out=["workspaces that cuDNN takes under algorithms other than those assumed", *_untouched(recording)],
+        partial=partial,
+        notes=recording.notes,
+        fits=[_fit(each, process, need) for each in common_gpus()],
+        fits_named=_fit(spec, process, need),
+        **_at_peak(recording, at),
+    )
+
+
+def _fit(spec: DeviceSpec, process_bytes: int, least_bytes: int) -> Fit:
+    verdict = "yes" if process_bytes <= spec.memory_bytes else "tight" if least_bytes <= spec.memory_bytes else "no"
+    return Fit(name=spec.name, memory_bytes=spec.memory_bytes, verdict=verdict)
+
+
+def _context(spec: DeviceSpec) -> tuple[int, int]:
+    """`(bytes, uncertainty)` of the CUDA context and the kernels loaded into it."""
+    return 450 << 20, 150 << 20
+
+
+def _untouched(recording: Recording) -> list[str]:
+    steps = sum(1 for kind, _ in recording.marks if kind == "step")
+    if not steps:
+        return ["whatever the script does after the steps that were followed"]
+    return [f"whatever the script does only after its optimizer step {steps} (evaluation at an epoch's end, checkpoints)"]
+
+
+def _at_peak(recording: Recording, event_count: int) -> dict[str, Any]:
+    categories: Counter[str] = Counter()
+    modules: Counter[str] = Counter()
+    for index in recording.live_after(event_count):
+        row = recording.rows[index]
+        categories[row.category] += row.size_bytes
+        modules[row.module or "(outside modules)"] += row.size_bytes
+    last = recording.rows[abs(recording.events[event_count - 1]) - 1] if event_count else None
+    return {
+        "by_category": dict(categories.most_common()),
+        "by_module": dict(modules.most_common()),
+        "peak_phase": last.phase if last else "",
+        "peak_op": last.op if last else "",
+    }

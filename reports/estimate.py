@@ -1,0 +1,97 @@
+"""An estimate on the terminal: three answers with their error bars, what the peak is made of, and where it fits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from memopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from memopt.estimators.estimate import Estimate
+
+
+def print_estimate(console: Console, found: Estimate, target: str, *, explain: bool = False) -> None:
+    """Print `found` for the `target` that was asked about."""
+    console.print(f"{target} on {found.device}{' (partial)' if found.partial else ''}", style="bold")
+    console.print(_answers(found))
+    console.print(_parts(found))
+    for line in _fits(found):
+        console.print(line)
+    console.print("left out: " + "; ".join(found.left_out))
+    if explain:
+        console.print(_modules(found))
+        console.print(_policies(found))
+    for note in found.notes if explain else found.notes[:4]:
+        console.print(f"note: {note}")
+    if not explain and len(found.notes) > 4:
+        console.print(f"note: {len(found.notes) - 4} more with --explain")
+
+
+def _answers(found: Estimate) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("peak")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("error", justify="right", no_wrap=True)
+    table.add_column("what it is")
+    if found.target == "cpu":
+        rows = [("tensors", found.allocated_bytes, "allocated", "live tensors, kernels' temporaries included")]
+    else:
+        rows = [
+            ("allocated", found.allocated_bytes, "allocated", "torch.cuda.max_memory_allocated()"),
+            ("reserved", found.reserved_bytes, "reserved", "torch.cuda.max_memory_reserved()"),
+            ("process", found.process_bytes or 0, "process", "as nvidia-smi shows it: reserved and the CUDA context"),
+        ]
+    for name, size, key, meaning in rows:
+        table.add_row(name, format_bytes(size), f"±{100 * found.error[key]:.1f} %", meaning)
+    if found.smallest_bytes:
+        table.add_row("smallest", format_bytes(found.smallest_bytes), "", "the allocator's least, cached memory given back")
+    return table
+
+
+def _parts(found: Estimate) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"at the peak ({found.peak_phase}, {found.peak_op})")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    total = sum(found.by_category.values()) or 1
+    for name, size in found.by_category.items():
+        table.add_row(name, format_bytes(size), f"{100 * size / total:.1f} %")
+    return table
+
+
+def _fits(found: Estimate) -> list[str]:
+    lines = []
+    named = found.fits_named
+    if named is not None:
+        words = {"yes": "fits", "tight": "fits only just (the allocator must retry)", "no": "does not fit"}
+        lines.append(f"{words[named.verdict]} on {named.name} ({format_bytes(named.memory_bytes)})")
+    if found.fits:
+        good = [fit.name for fit in found.fits if fit.verdict != "no"]
+        lines.append(f"fits {len(good)} of {len(found.fits)} common GPUs" + (f": {', '.join(good)}" if good else ""))
+    return lines
+
+
+def _modules(found: Estimate, most: int = 20) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("at the peak, born in")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for name, size in list(found.by_module.items())[:most]:
+        table.add_row(name, format_bytes(size))
+    return table
+
+
+def _policies(found: Estimate) -> Table:
+    from memopt.estimators.recording import POLICIES
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("category", "allocated", "released"):
+        table.add_column(title)
+    for name in found.by_category:
+        policy = POLICIES.get(name)
+        if policy:
+            table.add_row(name, policy.allocation, policy.release)
+    return table
