@@ -43,6 +43,10 @@ class _State:
     kept: list[int] = field(default_factory=list)
     """Storages that could not be made again and stay."""
     recorded: set[int] = field(default_factory=set)
+    pinned: dict[int, int] = field(default_factory=dict)
+    """Source storage -> op until which some record holds it."""
+    staging_ms: float = 0.0
+    """Part of `added_ms`: copies that the compute lane has to make for the disk tier."""
 
 
 class Simulator:
@@ -76,6 +80,8 @@ class Simulator:
                 asked.append(saved)
             elif decision.kind in ("compress", "drop"):
                 self._compress(state, saved, decision)
+            elif decision.kind == "swap":
+                self._stage(state, saved)
         asked.sort(key=lambda saved: saved.first_use)
         for saved in asked:
             self._recompute(state, saved, decisions)
@@ -96,6 +102,17 @@ class Simulator:
             for use in self.view.trace.slots.unpacks.row(slot):
                 state.bump[use] += decision.decoded_bytes
                 state.added_ms[use] += decision.decode_ms
+
+    def staging_ms(self, saved: Saved) -> float:
+        """What swapping `saved` takes of the compute lane: on a CPU the cores that compute copy to and from the tier's buffers."""
+        rate = self.device.copy_bytes_per_s
+        return 2 * saved.size_bytes / rate * 1000 if self.device.kind == "cpu" and rate > 0 else 0.0
+
+    def _stage(self, state: _State, saved: Saved) -> None:
+        half_ms = self.staging_ms(saved) / 2
+        for op in (saved.packed_op + 1, saved.first_use):
+            state.added_ms[min(op, self.view.n)] += half_ms
+            state.staging_ms += half_ms
 
     def _recompute(self, state: _State, saved: Saved, decisions: Mapping[int, Decision]) -> None:
         gone = saved.gone_after + 1
@@ -178,10 +195,11 @@ class Simulator:
         view, until = self.view, target.release
         for value in chain.sources:
             storage = view.value_storage[value]
-            death = int(view.death[storage])
-            if death < until:
-                state.change[death + 1] += int(view.size[storage])
+            held_until = state.pinned.get(storage, int(view.death[storage]))
+            if held_until < until:
+                state.change[held_until + 1] += int(view.size[storage])
                 state.change[until + 1] -= int(view.size[storage])
+                state.pinned[storage] = until
         for op in chain.ops:
             if op not in state.recorded and view.random[op]:
                 state.change[op + 1] += view.record_bytes(op)
@@ -201,16 +219,16 @@ class Simulator:
             before = int(live[op]) - state.made_bytes.get(op, 0)
             high[op] = max(int(high[op]), before + most)
         peak_op = int(high.argmax()) if view.n else 0
-        replay_ms = float(state.added_ms.sum())
+        added_ms = float(state.added_ms.sum())
         return Timeline(
             live_bytes=live,
             high_bytes=high,
             start_ms=times,
             peak_bytes=int(high[peak_op]) if view.n else view.trace.base_bytes,
             peak_op=peak_op,
-            step_ms=view.trace.step_ms + replay_ms + stall_ms + mode_ms,
-            replay_ms=replay_ms,
-            stall_ms=stall_ms,
+            step_ms=view.trace.step_ms + added_ms + stall_ms + mode_ms,
+            replay_ms=added_ms - state.staging_ms,
+            stall_ms=stall_ms + state.staging_ms,
             lanes=tuple([*self._replay_lanes(state, times), *intervals]) if lanes else (),
         )
 

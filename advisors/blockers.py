@@ -1,0 +1,59 @@
+"""What stands in the way of a smaller peak, in words: what lives at the peak that no plan can move."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from memopt.advisors.problem import Decisions, Problem
+from memopt.errors import BudgetInfeasible
+from memopt.timeline import Timeline
+from memopt.trace import CATEGORIES
+from memopt.units import format_bytes
+
+_STATE = ("parameter", "gradient", "optimizer state", "buffer")
+
+
+def infeasible(problem: Problem, decisions: Decisions, who: str = "") -> BudgetInfeasible:
+    """The error that says how near `decisions` came and what remains at their peak."""
+    timeline = problem.run(decisions)
+    blockers = peak_blockers(problem, decisions, timeline)
+    peak = timeline.peak_bytes
+    needed = int(peak / (1 - 0.006)) + 1
+    try_ = f"a budget of at least {format_bytes(needed)}, or a smaller batch"
+    if len(problem.allow) < 4:
+        try_ += ", or fewer kinds of action denied"
+    return BudgetInfeasible(
+        problem.budget_bytes,
+        peak,
+        ((f"this is the best that {who} finds",) if who else ()) + blockers,
+        try_=try_,
+    )
+
+
+def peak_blockers(problem: Problem, decisions: Decisions, timeline: Timeline) -> tuple[str, ...]:
+    """State in one sentence, then the largest storages at the peak, then the op that runs there."""
+    view, op = problem.view, timeline.peak_op
+    trace = view.trace
+    state: dict[str, int] = defaultdict(int)
+    others: list[tuple[int, str]] = []
+    for storage in range(trace.storage_count):
+        if not view.birth[storage] < op <= view.death[storage]:
+            continue
+        size, category = int(view.size[storage]), CATEGORIES[trace.storages.category[storage]]
+        if category in _STATE:
+            state[category] += size
+        elif storage not in decisions:
+            others.append((size, trace.storage_label(storage)))
+    others.sort(reverse=True)
+    found = []
+    if state:
+        names = ", ".join(f"{name}s" if name != "optimizer state" else name for name in _STATE if state[name])
+        found.append(f"{names} take {format_bytes(sum(state.values()))}")
+    if others:
+        listed = ", ".join(f"{label} ({format_bytes(size)})" for size, label in others[:3])
+        found.append(f"needed at once at the peak: {listed}")
+    if view.n:
+        where = trace.strings[trace.ops.module[op]].partition("#")[0].lstrip("@") or "the script"
+        extra = format_bytes(int(view.extra[op]))
+        found.append(f"the peak is at {trace.op_name(op)} in {where}, which itself takes {extra}")
+    return tuple(found)

@@ -1,0 +1,116 @@
+"""Capuchin (Peng et al., ASPLOS 2020): swaps that hide first, then the cheaper of an exposed swap and a recomputation.
+
+Rule: candidates are tensors accessed twice whose span covers a moment above the budget. FreeTime = SwapInStart - SwapOutEnd;
+by falling FreeTime, swap while it is positive. Then, for the rest, compare the exposed time of a swap with the recompute time
+and take the cheaper; recompute targets by MSPS = bytes / recompute time, where a source that is itself dropped adds its own
+time: the scores of all that depend on a pick are updated after it. In-triggers: the latest access before SwapInStart.
+O(n^2) chain walks in the worst case. Differs: the prefix of the picks that is taken is the shortest that the simulator finds
+to fit (Capuchin stops by its own count of bytes), and the run-time feedback on triggers is the enforcer's.
+"""
+
+from __future__ import annotations
+
+from memopt.advisors.blockers import infeasible
+from memopt.advisors.prefetch import place_prefetches
+from memopt.advisors.problem import Candidate, Decisions, Problem
+from memopt.estimators.chains import Chain, find_chain, is_intact
+from memopt.estimators.decision import RECOMPUTE, Decision
+from memopt.estimators.timeline import REPLAY_MS
+
+_PROBES = 48
+
+
+class Capuchin:
+    name = "capuchin"
+    paper = "Peng et al. 2020, Capuchin: Tensor-based GPU Memory Management for Deep Learning"
+    needs = "a link that is faster than the compute between two uses; activations that can be made again"
+    allows = frozenset({"swap-host", "swap-disk", "recompute"})
+
+    def plan(self, problem: Problem, /) -> Decisions:
+        picks = capuchin_picks(problem)
+        best, nearest = shortest_fitting(problem, picks)
+        if best is None:
+            raise infeasible(problem, nearest, self.name)
+        return best
+
+
+def shortest_fitting(
+    problem: Problem, picks: list[tuple[int, Decision]]
+) -> tuple[Decisions | None, Decisions]:
+    """The first prefix of `picks` that fits (probed evenly, then refined), and the one with the lowest peak."""
+    nearest: Decisions = {}
+
+    def tried(count: int) -> Decisions | None:
+        nonlocal nearest
+        decisions = place_prefetches(problem, dict(picks[:count]))
+        timeline = problem.run(decisions)
+        if timeline.peak_bytes < problem.run(nearest).peak_bytes:
+            nearest = decisions
+        return decisions if problem.fits(timeline) else None
+
+    step = max(1, len(picks) // _PROBES)
+    for count in [*range(0, len(picks), step), len(picks)]:
+        found = tried(count)
+        if found is not None:
+            for fewer in range(max(0, count - step + 1), count):
+                earlier = tried(fewer)
+                if earlier is not None:
+                    return earlier, nearest
+            return found, nearest
+    return None, nearest
+
+
+def capuchin_picks(problem: Problem) -> list[tuple[int, Decision]]:
+    """All picks in Capuchin's order: hidden swaps, then exposed swaps and recomputations by what a byte costs."""
+    over = problem.plain.high_bytes > problem.target_bytes
+    rest = {c.storage: c for c in problem.candidates.values() if over[c.away].any()}
+    picks: list[tuple[int, Decision]] = []
+    for candidate in sorted(rest.values(), key=lambda c: -_free_ms(problem, c)):
+        swap = candidate.option("swap")
+        if swap is not None and _free_ms(problem, candidate) > 0:
+            picks.append((candidate.storage, swap))
+            del rest[candidate.storage]
+    chosen = dict(picks)
+    prices = {storage: _price(problem, candidate, chosen) for storage, candidate in rest.items()}
+    while prices:
+        storage = max(prices, key=lambda s: (rest[s].saved.size_bytes / (prices[s][0] + 1e-6), -s))
+        decision = prices.pop(storage)[1]
+        if decision is None:
+            continue
+        picks.append((storage, decision))
+        chosen[storage] = decision
+        for other in prices:
+            chain = prices[other][2]
+            if chain is not None and any(problem.view.value_storage[v] == storage for v in chain.sources):
+                prices[other] = _price(problem, rest[other], chosen)
+    return picks
+
+
+def _free_ms(problem: Problem, candidate: Candidate) -> float:
+    swap = candidate.option("swap")
+    return problem.free_ms(candidate.saved, swap) if swap is not None else float("-inf")
+
+
+def _price(
+    problem: Problem, candidate: Candidate, chosen: Decisions
+) -> tuple[float, Decision | None, Chain | None]:
+    """(ms, the cheaper decision, its chain) given what is chosen already; decision None when there is neither."""
+    swap = candidate.option("swap")
+    swap_ms = -_free_ms(problem, candidate) if swap is not None else float("inf")
+    chain = _chain(problem, candidate, chosen) if candidate.option("recompute") else None
+    if chain is None:
+        return swap_ms, swap, None
+    replay_ms = float(sum(problem.view.op_ms[op] + REPLAY_MS for op in chain.ops))
+    return (replay_ms, RECOMPUTE, chain) if replay_ms <= swap_ms else (swap_ms, swap, chain)
+
+
+def _chain(problem: Problem, candidate: Candidate, chosen: Decisions) -> Chain | None:
+    view, use, own = problem.view, candidate.saved.first_use, candidate.storage
+
+    def is_there(value: int) -> bool:
+        storage = view.value_storage[value]
+        if storage == own or (storage in chosen and use > view.saved[storage].gone_after):
+            return False
+        return is_intact(view, value, use)
+
+    return find_chain(view, [candidate.saved.value], is_there, lambda op: view.replayable[op])

@@ -1,0 +1,190 @@
+"""Decisions -> the plan that is enforced: every storage with all its slots, the ops to remember, the triggers, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+import memopt
+from memopt.advisors.problem import Candidate, Decisions, Problem
+from memopt.enforcers.slot_needs import VALUES, Need, Value
+from memopt.estimators.chains import Chain
+from memopt.estimators.decision import Decision
+from memopt.estimators.trace_view import Saved
+from memopt.plan import Action, OpRef, Plan, SlotRef
+from memopt.timeline import Timeline
+from memopt.units import format_bytes, format_ms
+
+_MOST_MARGINS = 400
+"""Actions whose saving is found by taking them away; beyond that it is their bytes at the plain peak."""
+_READS = {
+    "nothing": "its values are never read",
+    "predicate": "backward asks one yes-or-no question of each element, so one bit is held",
+    "pool_index": "an index inside its pooling window is all that backward needs",
+    "two_valued": "dropout noise has two values, so one bit an element is held",
+}
+
+
+def write_plan(
+    problem: Problem, decisions: Decisions, *, strategy: str, profile: str, notes: tuple[str, ...] = ()
+) -> Plan:
+    """The plan for `decisions`, the actions that save most first."""
+    chains, kept = problem.simulator.chains(decisions)
+    decisions = {storage: decision for storage, decision in decisions.items() if storage not in kept}
+    timeline = problem.run(decisions)
+    writer = _Writer(problem, decisions, timeline, chains)
+    actions = [
+        writer.action(problem.candidates[storage], decision) for storage, decision in decisions.items()
+    ]
+    actions.sort(key=lambda action: (-action.saved_bytes, -action.size_bytes, action.storage))
+    trace = problem.view.trace
+    return Plan(
+        memopt=memopt.__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        script=trace.script,
+        device=trace.device,
+        profile=profile,
+        strategy=strategy,
+        budget_bytes=problem.budget_bytes,
+        unplanned_peak_bytes=problem.unplanned_peak_bytes,
+        predicted_peak_bytes=timeline.peak_bytes if decisions else problem.unplanned_peak_bytes,
+        plain_step_ms=trace.step_ms,
+        predicted_step_ms=timeline.step_ms,
+        actions=actions,
+        notes=[*notes],
+    )
+
+
+class _Writer:
+    def __init__(
+        self, problem: Problem, decisions: Decisions, timeline: Timeline, chains: dict[int, Chain]
+    ) -> None:
+        self.problem, self.decisions, self.timeline = problem, decisions, timeline
+        self.view, self.trace = problem.view, problem.view.trace
+        self.chains = chains
+        self.chain_of_op: dict[int, list[Chain]] = {}
+        for chain in chains.values():
+            for op in chain.ops:
+                self.chain_of_op.setdefault(op, []).append(chain)
+        self.unpacked_before: dict[int, int] = {}
+        for slot in range(len(self.trace.slots.node)):
+            for op in self.trace.slots.unpacks.row(slot):
+                self.unpacked_before.setdefault(op, slot)
+
+    def action(self, candidate: Candidate, decision: Decision) -> Action:
+        saved = candidate.saved
+        saved_bytes, cost_ms = self._margins(saved, decision)
+        prefetch = self.unpacked_before.get(decision.prefetch_op) if decision.prefetch_op >= 0 else None
+        return Action(
+            kind=decision.kind,
+            storage=saved.storage,
+            label=self.trace.storage_label(saved.storage),
+            size_bytes=saved.size_bytes,
+            slots=self._slots(candidate, decision),
+            why=self._why(candidate, decision),
+            saved_bytes=saved_bytes,
+            cost_ms=round(cost_ms, 4),
+            tier=decision.tier,
+            codec=decision.codec,
+            prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
+            records=[self.op_ref(op) for op in self._recorded(saved)] if decision.kind == "recompute" else [],
+            line=self.trace.strings[self.trace.storages.line[saved.storage]],
+        )
+
+    def _margins(self, saved: Saved, decision: Decision) -> tuple[int, float]:
+        """(bytes by which the peak would rise, ms that would be saved) without this action."""
+        if len(self.decisions) > _MOST_MARGINS:
+            at_peak = saved.gone_after < self.problem.plain.peak_op < saved.first_use
+            return (saved.size_bytes - decision.encoded_bytes if at_peak else 0), self.problem.solo_ms(
+                self.problem.candidates[saved.storage], decision
+            )
+        without = self.problem.simulator.run({s: d for s, d in self.decisions.items() if s != saved.storage})
+        peak = max(0, without.peak_bytes - self.timeline.peak_bytes)
+        return peak, max(0.0, self.timeline.step_ms - without.step_ms)
+
+    def _slots(self, candidate: Candidate, decision: Decision) -> list[SlotRef]:
+        slots = candidate.saved.slots
+        codec = candidate.codec
+        if decision.kind not in ("compress", "drop") or codec is None or decision.codec == "two_valued":
+            return [self.slot_ref(slot) for slot in slots]
+        return [self.slot_ref(slot, need) for slot, need in zip(slots, codec.needs, strict=True)]
+
+    def slot_ref(self, slot: int, need: Need = VALUES) -> SlotRef:
+        slots, strings = self.trace.slots, self.trace.strings
+        consumer = slots.consumer[slot]
+        return SlotRef(
+            module=strings[slots.module[slot]],
+            ordinal=slots.ordinal[slot],
+            node=strings[slots.node[slot]],
+            slot=strings[slots.slot[slot]],
+            dtype=strings[slots.dtype[slot]].removeprefix("torch."),
+            dims=len(slots.shape.row(slot)),
+            consumer=self.trace.op_name(consumer) if consumer >= 0 else "",
+            is_output=consumer >= 0 and slots.packed_before[slot] > consumer,
+            need=need.kind,
+            params=_plain(need.parameters),
+        )
+
+    def op_ref(self, op: int) -> OpRef:
+        ops, strings = self.trace.ops, self.trace.strings
+        return OpRef(module=strings[ops.module[op]], ordinal=ops.ordinal[op], name=self.trace.op_name(op))
+
+    def _recorded(self, saved: Saved) -> list[int]:
+        """The replays that make the storage: its own chain, or its share of the chain that makes it on the way."""
+        own = self.chains.get(saved.storage)
+        if own is not None:
+            return sorted(own.ops)
+        producer = self.view.value_producer[saved.value]
+        found: set[int] = set()
+        for chain in self.chain_of_op.get(producer, ()):
+            found |= _ancestors(self, producer, set(chain.ops))
+        return sorted(found)
+
+    def _why(self, candidate: Candidate, decision: Decision) -> str:
+        saved = candidate.saved
+        times = self.timeline.start_ms
+        away_ms = float(times[saved.first_use] - times[min(saved.gone_after + 1, self.view.n - 1)])
+        away = f"unused for {format_ms(max(0.0, away_ms))} between forward and backward"
+        if decision.kind == "recompute":
+            return f"{self._replay_words(saved)}; {away}"
+        if decision.kind == "swap":
+            return f"{away}; {self._copy_words(saved, decision)}"
+        held = f"{format_bytes(decision.encoded_bytes)} instead of {format_bytes(saved.size_bytes)}"
+        words = _READS[decision.codec]
+        return words if decision.kind == "drop" else f"{words}: {held}"
+
+    def _replay_words(self, saved: Saved) -> str:
+        ops = self._recorded(saved)
+        names = list(dict.fromkeys(self.trace.op_name(op).split(".")[1] for op in ops))
+        took = format_ms(float(sum(self.view.op_ms[op] for op in ops)))
+        listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        if saved.storage in self.chains:
+            return f"made again by {len(ops)} op{'s' if len(ops) != 1 else ''} ({listed}) in {took}"
+        return f"comes back on the way when another tensor is made again ({listed})"
+
+    def _copy_words(self, saved: Saved, decision: Decision) -> str:
+        copy = self.problem.simulator.copy_ms
+        out = format_ms(copy(saved.size_bytes, decision, out=True))
+        back = format_ms(copy(saved.size_bytes, decision, out=False))
+        return f"copying takes {out} to the {decision.tier} and {back} back"
+
+
+def _ancestors(writer: _Writer, op: int, within: set[int]) -> set[int]:
+    """`op` and the ops of `within` that it stands on."""
+    found, stack = {op}, [op]
+    while stack:
+        for value in writer.view.reads[stack.pop()]:
+            producer = writer.view.value_producer[value]
+            if producer in within and producer not in found:
+                found.add(producer)
+                stack.append(producer)
+    return found
+
+
+def _plain(params: Mapping[str, Value]) -> dict[str, float | int | str | bool | list[int]]:
+    """As JSON holds them; a parameter that is None is left out, which codecs read the same."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in params.items()
+        if value is not None
+    }

@@ -1,0 +1,217 @@
+"""What a strategy is given: a trace, the judge, a budget, and what may be done with each storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from memopt.advisors.codec_options import CodecChoice, codec_choice
+from memopt.errors import NotPossibleHere, UsageError
+from memopt.estimators.chains import Chain, find_chain, is_intact
+from memopt.estimators.decision import RECOMPUTE, Decision
+from memopt.estimators.timeline import REPLAY_MS, Simulator
+from memopt.estimators.trace_view import Saved, TraceView
+from memopt.timeline import Timeline
+
+Decisions = dict[int, Decision]
+
+DEFAULT_ALLOW = frozenset({"recompute", "swap-host", "swap-disk", "compress"})
+"""Exact, and bit for bit the same run."""
+NAMES = ("recompute", "swap-host", "swap-disk", "compress", "lossy", "optimizer", "model-change")
+MARGIN = 0.005
+"""Share of the budget that plans leave free, for what the next run allocates differently."""
+LEAST_GAIN = 0.01
+"""No plan that lowers the peak by less is worth its hooks."""
+LEAST_SWAP_BYTES = 1 << 20
+_COVERED = 0.998
+_MOST_CANDIDATES = 6000
+
+
+def allowed(allow: tuple[str, ...], deny: tuple[str, ...]) -> frozenset[str]:
+    """What is allowed when a person typed `allow` and `deny`: naming a default kind in `allow` excludes the others."""
+    given, denied = _names(allow), _names(deny)
+    for name in [*given, *denied]:
+        if name not in NAMES:
+            raise UsageError(f"'{name}' is not a kind of action", try_=", ".join(NAMES))
+    for name in given:
+        if name not in DEFAULT_ALLOW:
+            raise UsageError(
+                f"no action of the kind '{name}' can be planned on a profile",
+                why="memopt's plans are exact; nothing in this build enforces such an action",
+                try_=f"--allow with some of {', '.join(sorted(DEFAULT_ALLOW))}",
+            )
+    return (frozenset(given) or DEFAULT_ALLOW) - frozenset(denied)
+
+
+def _names(texts: tuple[str, ...]) -> list[str]:
+    """Names as typed, with commas; `swap` is both tiers."""
+    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    return [each for name in names for each in (("swap-host", "swap-disk") if name == "swap" else (name,))]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A saved storage with something that may be done about it."""
+
+    saved: Saved
+    options: tuple[Decision, ...]
+    chain: Chain | None
+    """Its replay if nothing else were away."""
+    codec: CodecChoice | None
+
+    @property
+    def storage(self) -> int:
+        return self.saved.storage
+
+    @property
+    def away(self) -> slice:
+        """Ops during which it need not be on the device."""
+        return slice(self.saved.gone_after + 1, self.saved.first_use)
+
+    def option(self, kind: str) -> Decision | None:
+        return next((option for option in self.options if option.kind == kind), None)
+
+
+class Problem:
+    """Find decisions whose peak is at most `target_bytes`, at the least step time."""
+
+    def __init__(
+        self,
+        view: TraceView,
+        simulator: Simulator,
+        budget_bytes: int,
+        allow: frozenset[str] = DEFAULT_ALLOW,
+        *,
+        margin: float = MARGIN,
+    ) -> None:
+        if view.trace.partial:
+            raise NotPossibleHere(
+                "this profile is not whole, so nothing can be planned on it",
+                why=view.trace.partial,
+                try_="memopt profile SCRIPT with a smaller batch, then --budget with what the larger one needs",
+            )
+        self.view, self.simulator, self.budget_bytes, self.allow = view, simulator, budget_bytes, allow
+        self.device = simulator.device
+        self.plain = simulator.run({})
+        self.unplanned_peak_bytes = max(self.plain.peak_bytes, view.trace.peak_bytes)
+        self.target_bytes = min(
+            int(budget_bytes * (1 - margin)), int(self.unplanned_peak_bytes * (1 - LEAST_GAIN))
+        )
+        self._memo: dict[frozenset[tuple[int, Decision]], Timeline] = {}
+
+    @property
+    def is_met_unplanned(self) -> bool:
+        return self.unplanned_peak_bytes <= self.budget_bytes
+
+    def with_target(self, target_bytes: int) -> Problem:
+        """The same problem with another target; candidates are shared."""
+        other = Problem.__new__(Problem)
+        other.__dict__.update(self.__dict__)
+        other._memo = {}
+        other.target_bytes = target_bytes
+        return other
+
+    def run(self, decisions: Mapping[int, Decision]) -> Timeline:
+        """The judge's timeline, remembered."""
+        key = frozenset(decisions.items())
+        found = self._memo.get(key)
+        if found is None:
+            if len(self._memo) > 4000:
+                self._memo.clear()
+            found = self._memo[key] = self.simulator.run(decisions)
+        return found
+
+    def fits(self, timeline: Timeline) -> bool:
+        return timeline.peak_bytes <= self.target_bytes
+
+    @cached_property
+    def candidates(self) -> dict[int, Candidate]:
+        """Storages with at least one option, those that together matter, by storage."""
+        found = [c for c in (self._candidate(saved) for saved in self.view.saved.values()) if c is not None]
+        found.sort(key=lambda c: -c.saved.size_bytes)
+        total = sum(c.saved.size_bytes for c in found)
+        covered, chosen = 0, []
+        for candidate in found[:_MOST_CANDIDATES]:
+            if covered >= _COVERED * total and candidate.saved.size_bytes < self.unplanned_peak_bytes // 1000:
+                break
+            covered += candidate.saved.size_bytes
+            chosen.append(candidate)
+        return {c.storage: c for c in sorted(chosen, key=lambda c: (c.saved.packed_op, c.storage))}
+
+    def _candidate(self, saved: Saved) -> Candidate | None:
+        if not _may_act_on(self.view, saved):
+            return None
+        options: list[Decision] = []
+        codec = self._codec(saved)
+        if codec is not None:
+            options.append(codec.decision)
+        chain = self._chain(saved) if "recompute" in self.allow else None
+        if chain is not None:
+            options.append(RECOMPUTE)
+        if saved.size_bytes >= LEAST_SWAP_BYTES:
+            options.extend(self._swaps(saved))
+        return Candidate(saved, tuple(options), chain, codec) if options else None
+
+    def _codec(self, saved: Saved) -> CodecChoice | None:
+        if "compress" not in self.allow or self.view.trace.facts.get("create_graph", 0) > 0:
+            return None
+        return codec_choice(self.view, self.device, saved)
+
+    def _chain(self, saved: Saved) -> Chain | None:
+        """The replay of `saved` when all else is kept; None when it cannot be made again."""
+        if saved.value < 0 or self.view.next_write[saved.value] <= saved.release:
+            return None
+        view, use, own = self.view, saved.first_use, saved.storage
+        chain = find_chain(
+            view,
+            [saved.value],
+            lambda value: view.value_storage[value] != own and is_intact(view, value, use),
+            lambda op: view.replayable[op],
+        )
+        return chain if chain is not None and chain.ops else None
+
+    def _swaps(self, saved: Saved) -> list[Decision]:
+        tiers = (
+            (("disk", "swap-disk"),)
+            if self.device.kind == "cpu"
+            else (("host", "swap-host"), ("disk", "swap-disk"))
+        )
+        swaps = [Decision(kind="swap", tier=tier) for tier, name in tiers if name in self.allow]  # type: ignore[arg-type]
+        return [s for s in swaps if np.isfinite(self._round_trip_ms(saved.size_bytes, s))]
+
+    def _round_trip_ms(self, size_bytes: int, decision: Decision) -> float:
+        copy = self.simulator.copy_ms
+        return copy(size_bytes, decision, out=True) + copy(size_bytes, decision, out=False)
+
+    def solo_ms(self, candidate: Candidate, option: Decision) -> float:
+        """What `option` costs when nothing else is done: replay, encode and decode, or the copies that nothing hides."""
+        if option.kind == "recompute":
+            assert candidate.chain is not None
+            return float(sum(self.view.op_ms[op] + REPLAY_MS for op in candidate.chain.ops))
+        if option.kind == "swap":
+            return max(0.0, -self.free_ms(candidate.saved, option)) + self.simulator.staging_ms(
+                candidate.saved
+            )
+        unpacks = sum(len(self.view.trace.slots.unpacks.row(slot)) for slot in candidate.saved.slots)
+        return option.encode_ms + option.decode_ms * unpacks
+
+    def free_ms(self, saved: Saved, option: Decision) -> float:
+        """Capuchin's free time: what is left of the span between the uses after both copies; negative when exposed."""
+        times = self.view.start_ms
+        begin = float(times[min(saved.packed_op + 1, self.view.n - 1)])
+        end = float(times[saved.first_use])
+        return end - begin - self._round_trip_ms(saved.size_bytes, option)
+
+
+def _may_act_on(view: TraceView, saved: Saved) -> bool:
+    """Plain slots of one version, free of others before backward asks, gone before the iteration ends, and asked for once at least."""
+    return (
+        saved.plain
+        and saved.value >= 0
+        and saved.size_bytes > 0
+        and saved.gone_after + 1 < saved.first_use < view.n
+        and saved.release < view.n
+    )

@@ -1,0 +1,267 @@
+"""`memopt advise`: what to swap, recompute or compress so that a script fits a budget."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memopt.errors import BudgetInfeasible, UsageError
+
+if TYPE_CHECKING:
+    from memopt.advisors.advise import Adviser
+    from memopt.advisors.explain import Explanation
+    from memopt.advisors.frontier import Point
+    from memopt.plan import Plan
+    from memopt.trace import Trace
+
+_KINDS = "recompute, swap-host, swap-disk (swap: both), compress"
+
+
+@click.command()
+@click.option("--budget", "-b", metavar="BYTES", help="Most that may be on the device: 16GB, 16GiB, 60% of the unplanned peak.")  # fmt: skip
+@click.option("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="Where to write the plan.  [default: memopt-SCRIPT.plan.json]")  # fmt: skip
+@click.option("-f", "--force", is_flag=True, help="Overwrite the file if it exists.")
+@click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="Who plans (memopt strategies lists them); several: a comparison.  [default: auto]")  # fmt: skip
+@click.option("--allow", metavar="KINDS", multiple=True, help=f"Only these kinds of action: {_KINDS}.")
+@click.option("--deny", metavar="KINDS", multiple=True, help="None of these kinds of action.")
+@click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=0.1, max=86400), default=None, metavar="SECONDS", help="How long to search.  [default: 8]")  # fmt: skip
+@click.option("--max-overhead", metavar="SHARE", help="Find the lowest peak that costs at most this much time: 10%.")  # fmt: skip
+@click.option("--pareto", is_flag=True, help="Plan for budgets from 90% down and show peak against step time.")  # fmt: skip
+@click.option("--explain", metavar="TENSOR", help="Also say why this tensor is treated as it is (part of its name, or its number).")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Write the figures as JSON.")
+@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows a table.")
+@click.option("--graph", type=click.Path(path_type=Path), help="Plan a plain graph (memopt.graph/1) instead of a profile.")  # fmt: skip
+@click.option("--schedule", type=click.Path(path_type=Path), help="With --graph: where to write the schedule.")  # fmt: skip
+@click.option("--out-gbps", type=click.FloatRange(min=0), default=0.0, help="With --graph: link to the host, GB/s.")  # fmt: skip
+@click.option("--in-gbps", type=click.FloatRange(min=0), default=0.0, help="With --graph: link from the host, GB/s.")  # fmt: skip
+@click.argument("profile", required=False, type=click.Path(path_type=Path))
+def advise(profile: Path | None, **options: Any) -> int:
+    """Find what to swap, recompute or compress so that a script fits a budget.
+
+    PROFILE is what memopt profile wrote; left out, the newest one in the current folder is taken.
+    """
+    if options["graph"] is not None:
+        return _advise_graph(profile, options)
+    for name in ("schedule", "out_gbps", "in_gbps"):
+        if options[name]:
+            raise UsageError(f"--{name.replace('_', '-')} goes with --graph", try_="--graph graph.json")
+    return _Advise(profile or newest_profile(Path.cwd()), options).run()
+
+
+def newest_profile(folder: Path) -> Path:
+    """The profile in `folder` that was written last, which is said on stderr. Raises `UsageError` when there is none."""
+    found = sorted(folder.glob("*.profile.json.gz"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise UsageError(
+            "there is no profile in the current folder",
+            why="*.profile.json.gz is what memopt profile writes",
+            try_="memopt profile SCRIPT, or memopt advise PROFILE",
+        )
+    from memopt.cli.console import say
+
+    say(f"using {found[-1].name}, the newest profile here")
+    return found[-1].relative_to(folder)
+
+
+def _advise_graph(profile: Path | None, options: dict[str, Any]) -> int:
+    if profile is not None:
+        raise UsageError("--graph is planned instead of a profile", why=f"{profile} was given too")
+    from memopt.cli.graph_plan import advise_graph
+
+    return advise_graph(
+        options["graph"],
+        budget=_required_budget(options),
+        schedule=options["schedule"],
+        out_gbps=options["out_gbps"],
+        in_gbps=options["in_gbps"],
+        allow=options["allow"],
+        deny=options["deny"],
+        strategies=options["strategies"],
+        time_limit_s=options["time_limit_s"],
+        force=options["force"],
+        as_json=options["as_json"],
+    )
+
+
+def _required_budget(options: dict[str, Any]) -> str:
+    if options["budget"] is None:
+        raise UsageError("--budget is missing", try_="--budget 16GB, or --budget 60% of the unplanned peak")
+    return str(options["budget"])
+
+
+def parse_share(text: str) -> float:
+    """`10%` or `0.1`. Raises `UsageError`."""
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1e6:
+        raise UsageError(f"'{text}' is not a share of time", try_="10%")
+    return share
+
+
+class _Advise:
+    """One call of the command on a profile."""
+
+    def __init__(self, path: Path, options: dict[str, Any]) -> None:
+        self.path, self.options = path, options
+        self.strategies: tuple[str, ...] = options["strategies"] or ("auto",)
+
+    def run(self) -> int:
+        from memopt.advisors.advise import Adviser
+        from memopt.advisors.auto import TIME_LIMIT_S
+        from memopt.advisors.problem import allowed
+        from memopt.files import refuse_overwrite
+        from memopt.trace import load_trace
+
+        options = self.options
+        self._check_goal()
+        allow = allowed(options["allow"], options["deny"])
+        trace = load_trace(self.path)
+        ending = "pareto.json" if options["pareto"] else "plan.json"
+        self.output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.{ending}")
+        refuse_overwrite(self.output, force=options["force"])
+        limit = options["time_limit_s"] or TIME_LIMIT_S
+        adviser = Adviser(trace, allow, limit, str(self.path))
+        for name in self.strategies:
+            adviser.strategy(name)
+        if options["pareto"]:
+            return self._pareto(adviser)
+        plan, explanation, table = self._plan(adviser)
+        plan.save(self.output)
+        self._print(plan, explanation, table)
+        return 0
+
+    def _check_goal(self) -> None:
+        goals = [name for name in ("budget", "max_overhead", "pareto") if self.options[name]]
+        if len(goals) != 1:
+            what = "choose one goal" if goals else "--budget is missing"
+            raise UsageError(what, try_="--budget 16GB, --max-overhead 10% or --pareto")
+        if self.options["budget"] is None and len(self.strategies) > 1:
+            raise UsageError("several strategies are compared at one budget", try_="--budget 16GB")
+
+    def _budget(self, adviser: Adviser) -> int:
+        from memopt.units import parse_bytes
+
+        return parse_bytes(self.options["budget"], of_bytes=adviser.unplanned_peak_bytes)
+
+    def _plan(self, adviser: Adviser) -> tuple[Plan, Explanation | None, list[Row] | None]:
+        from memopt.advisors.explain import explain, find_storage
+        from memopt.advisors.frontier import lowest_peak
+
+        tensor = self.options["explain"]
+        if tensor is not None:
+            find_storage(adviser.problem(1), tensor)
+        if self.options["max_overhead"]:
+            plan = lowest_peak(adviser, parse_share(self.options["max_overhead"]), self.strategies[0])
+            if tensor is not None:
+                problem, decisions, _ = adviser.decide(plan.budget_bytes, self.strategies[0])
+                return plan, explain(problem, decisions, tensor), None
+            return plan, None, None
+        budget = self._budget(adviser)
+        if len(self.strategies) > 1:
+            rows = compare(adviser, budget, self.strategies)
+            return best_of(rows, budget), None, rows
+        problem, decisions, notes = adviser.decide(budget, self.strategies[0])
+        plan = adviser.write(problem, decisions, self.strategies[0], notes)
+        return plan, explain(problem, decisions, tensor) if tensor is not None else None, None
+
+    def _print(self, plan: Plan, explanation: Explanation | None, rows: list[Row] | None) -> None:
+        from memopt.cli.advise_tables import explanation_table, strategies_table
+        from memopt.cli.console import out, say
+
+        if self.options["as_json"]:
+            import msgspec
+
+            from memopt.reports.summary import encode, summarize_plan
+
+            figures = summarize_plan(plan, top=self.options["top"]) | {"plan": str(self.output)}
+            if explanation is not None:
+                figures["explanation"] = msgspec.to_builtins(explanation)
+            if rows is not None:
+                figures["strategies"] = [row.figures() for row in rows]
+            click.echo(encode(figures))
+        else:
+            from memopt.reports.terminal import render_plan
+
+            if rows is not None:
+                out().print(strategies_table(rows))
+            out().print(render_plan(plan, top=self.options["top"]))
+            if explanation is not None:
+                out().print(explanation_table(explanation, plan))
+        say(f"wrote {self.output}")
+        say(f"next: memopt apply {shlex.quote(str(self.output))}")
+
+    def _pareto(self, adviser: Adviser) -> int:
+        from memopt.advisors.frontier import frontier
+        from memopt.cli.advise_tables import pareto_figures, pareto_table
+        from memopt.cli.console import out, progress, say
+        from memopt.files import write_atomic
+        from memopt.reports.summary import encode
+
+        points: list[Point] = []
+        with progress("planning for budgets from 90 % down") as step:
+            for point in frontier(adviser, self.strategies[0]):
+                points.append(point)
+                step(1)
+        figures = pareto_figures(points, adviser.unplanned_peak_bytes)
+        write_atomic(self.output, encode(figures).encode() + b"\n")
+        if self.options["as_json"]:
+            click.echo(encode(figures))
+        else:
+            out().print(pareto_table(points, adviser.unplanned_peak_bytes))
+        say(f"wrote {self.output}")
+        return 0
+
+
+def script_stem(trace: Trace) -> str:
+    """The script's name without folder and ending; of a module the last part."""
+    argv = trace.script.argv
+    name = argv[0] if argv else "script"
+    return (name.rpartition(".")[2] if trace.script.as_module else Path(name).stem) or "script"
+
+
+class Row:
+    """What one strategy made of the budget."""
+
+    def __init__(self, strategy: str, plan: Plan | None, min_peak_bytes: int, seconds: float) -> None:
+        self.strategy, self.plan, self.min_peak_bytes, self.seconds = strategy, plan, min_peak_bytes, seconds
+
+    def figures(self) -> dict[str, Any]:
+        plan = self.plan
+        return {
+            "strategy": self.strategy,
+            "feasible": plan is not None,
+            "predicted_peak_bytes": plan.predicted_peak_bytes if plan else self.min_peak_bytes,
+            "predicted_step_ms": plan.predicted_step_ms if plan else None,
+            "actions": len(plan.actions) if plan else 0,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def compare(adviser: Adviser, budget_bytes: int, strategies: tuple[str, ...]) -> list[Row]:
+    """One row a strategy, in the order asked for."""
+    import time
+
+    rows = []
+    for name in dict.fromkeys(strategies):
+        begin = time.monotonic()
+        plan, smallest = None, 0
+        try:
+            plan = adviser.plan(budget_bytes, name)
+        except BudgetInfeasible as error:
+            smallest = error.min_peak_bytes
+        rows.append(Row(name, plan, smallest, time.monotonic() - begin))
+    return rows
+
+
+def best_of(rows: list[Row], budget_bytes: int) -> Plan:
+    """The fastest plan of a comparison. Raises `BudgetInfeasible` when there is none."""
+    plans = [row.plan for row in rows if row.plan is not None]
+    if not plans:
+        nearest = min(rows, key=lambda row: row.min_peak_bytes)
+        raise BudgetInfeasible(budget_bytes, nearest.min_peak_bytes, (f"found by {nearest.strategy}",))
+    return min(plans, key=lambda plan: plan.predicted_step_ms)

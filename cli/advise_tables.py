@@ -1,0 +1,119 @@
+"""Tables of `memopt advise` beside the plan's own: strategies compared, the curve, one tensor explained."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from memopt.reports.tables import pairs_table, share
+from memopt.units import format_bytes, format_ms
+
+if TYPE_CHECKING:
+    from memopt.advisors.explain import Explanation
+    from memopt.advisors.frontier import Point
+    from memopt.cli.advise import Row
+    from memopt.plan import Plan
+
+_BAR = 30
+
+
+def strategies_table(rows: list[Row]) -> RenderableType:
+    """Peak, step time and actions of each strategy."""
+    cells = []
+    for row in rows:
+        plan = row.plan
+        if plan is None:
+            cells.append(
+                (
+                    row.strategy,
+                    f"not met: {format_bytes(row.min_peak_bytes)}",
+                    "-",
+                    "-",
+                    "-",
+                    f"{row.seconds:.1f} s",
+                )
+            )
+            continue
+        cells.append(
+            (
+                row.strategy,
+                format_bytes(plan.predicted_peak_bytes),
+                format_ms(plan.predicted_step_ms),
+                _overhead(plan.predicted_step_ms, plan.plain_step_ms),
+                str(len(plan.actions)),
+                f"{row.seconds:.1f} s",
+            )
+        )
+    return pairs_table("Strategies", ("strategy", "peak", "step", "overhead", "actions", "planned in"), cells)
+
+
+def explanation_table(found: Explanation, plan: Plan) -> RenderableType:
+    """Options for one tensor, the chosen one marked."""
+    rows = [
+        (
+            f"{'* ' if each.chosen else '  '}{each.what}",
+            format_bytes(each.peak_bytes),
+            format_ms(each.step_ms),
+            _overhead(each.step_ms, plan.plain_step_ms),
+            "yes" if each.fits else "no",
+        )
+        for each in found.alternatives
+    ]
+    title = f"Options for tensor {found.storage}: {found.label} ({format_bytes(found.size_bytes)})"
+    table = pairs_table(title, ("option", "peak of the plan", "step", "overhead", "fits"), rows)
+    return Group(Text(), table, *(Text(f"{reason[0].upper()}{reason[1:]}.") for reason in found.reasons))
+
+
+def pareto_table(points: list[Point], unplanned_bytes: int) -> RenderableType:
+    """Budget, peak, overhead, with a bar for the overhead."""
+    most = max((point.overhead for point in points if point.plan), default=0.0) or 1.0
+    rows = []
+    for point in points:
+        if point.plan is None:
+            rows.append(
+                (
+                    share(point.budget_bytes, unplanned_bytes),
+                    f"not met: {format_bytes(point.min_peak_bytes)}",
+                    "-",
+                    "-",
+                    "",
+                )
+            )
+            continue
+        bar = "█" * max(0, round(_BAR * point.overhead / most))
+        step = point.plan.predicted_step_ms
+        rows.append(
+            (
+                share(point.budget_bytes, unplanned_bytes),
+                format_bytes(point.plan.predicted_peak_bytes),
+                format_ms(step),
+                _overhead(step, point.plan.plain_step_ms),
+                bar.ljust(_BAR),
+            )
+        )
+    title = f"Peak against step time (unplanned peak {format_bytes(unplanned_bytes)})"
+    return pairs_table(title, ("budget", "peak", "step", "overhead", ""), rows)
+
+
+def pareto_figures(points: list[Point], unplanned_bytes: int) -> dict[str, Any]:
+    """The curve as plain data."""
+    return {
+        "kind": "pareto",
+        "unplanned_peak_bytes": unplanned_bytes,
+        "points": [
+            {
+                "budget_bytes": point.budget_bytes,
+                "feasible": point.plan is not None,
+                "predicted_peak_bytes": point.min_peak_bytes,
+                "predicted_step_ms": point.plan.predicted_step_ms if point.plan else None,
+                "overhead": point.overhead if point.plan else None,
+            }
+            for point in points
+        ],
+    }
+
+
+def _overhead(step_ms: float, plain_ms: float) -> str:
+    return f"{100 * (step_ms / plain_ms - 1):+.1f} %" if plain_ms else "-"
