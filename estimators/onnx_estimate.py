@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -21,6 +22,9 @@ from memopt.estimators.onnx_parameters import pack, parameters, twins
 from memopt.estimators.onnx_training import Plan, check_choices, choose_loss, fold, known_values, main_type, record
 from memopt.estimators.recording import Recording
 from memopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from memopt.estimators.estimate import Estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +138,41 @@ def record_onnx(
         parameter_count=sum(w.elements for w in plan.trained.values()),
         node_count=len(plan.graph.nodes),
     )
+
+
+def estimate_onnx(
+    path: Path | str,
+    *,
+    batch_size: int | None = None,
+    dims: Mapping[str, int] | None = None,
+    optimizer: str = "adamw",
+    dtype: str = "fp32",
+    loss: str | None = None,
+    device: str = "a100-80gb",
+    faithful: bool = False,
+    assume_bn: bool = False,
+    alloc_conf: str = "",
+    steps: int = 3,
+) -> Estimate:
+    """The peak memory of training the model at `path` on `device`, without running it or reading its weights.
+
+    Raises `UsageError` for dims left free and names that do not exist, `BadFile` for a file that is no usable model.
+    """
+    from memopt.devices import find_device
+    from memopt.estimators.estimate import estimate_recording
+
+    spec = find_device(device)
+    made = record_onnx(
+        path,
+        batch_size=batch_size,
+        dims=dims,
+        optimizer=optimizer,
+        dtype=dtype,
+        loss=loss,
+        target="cpu" if spec.kind == "cpu" else "cuda",
+        faithful=faithful,
+        assume_bn=assume_bn,
+        steps=steps,
+    )
+    found = estimate_recording(made.recording, spec, alloc_conf=alloc_conf, partial=made.partial)
+    return dataclasses.replace(found, notes=list(dict.fromkeys([*made.notes, *found.notes])))
