@@ -366,3 +366,43 @@ def test_doctor_in_words() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "swap to disk?" in done.stdout
     assert "cannot be written (No such file or directory)" in done.stdout
+
+
+def test_progress_is_one_line_away_from_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    from memopt.cli.console import progress
+
+    with progress("searching", total=3) as advance:
+        for _ in range(3):
+            advance(1)
+    assert capsys.readouterr() == ("", "memopt: searching\n")
+
+
+def test_progress_is_a_bar_on_a_terminal() -> None:
+    code = """
+from memopt.cli.console import progress
+with progress("searching", total=2) as advance:
+    advance(1)
+    advance(1)
+"""
+    main, other = pty.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=other,
+        env=ENV | {"TERM": "xterm"},
+        timeout=30,
+    )
+    os.close(other)
+    shown = os.read(main, 65536).decode()
+    os.close(main)
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert "searching" in shown
+    assert "━" in shown
+
+
+def test_narrow_encoding_does_not_kill_the_output() -> None:
+    command = [sys.executable, "-c", PAINT.format(args=["advise"]).replace('Text("red"', 'Text("µs → ✓"')]
+    env = ENV | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert "?s ? ?" in done.stdout
