@@ -7,6 +7,7 @@ allocator would let it be. So a missing wait, a copy that outlives its memory, o
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import random
 import weakref
@@ -74,8 +75,8 @@ class QueueCopies(TorchDispatchMode):
 
 
 def as_bytes(row: torch.Tensor) -> memoryview:
-    """The memory itself, however long torch keeps the tensor."""
-    return memoryview(row.numpy()).cast("B")
+    """The memory by its address, as a device has it: this keeps nothing alive."""
+    return memoryview((ctypes.c_ubyte * row.numel()).from_address(row.data_ptr())).cast("B")
 
 
 class PretendedDevice:
@@ -87,9 +88,12 @@ class PretendedDevice:
         self.random = random.Random(seed)
         self.compute = PretendedStream(self, "compute")
         self.streams = [self.compute]
+        self.ranks = [self.compute]
         self.entered: list[str] = []
         self.pinned_bytes: list[int] = []
         self.unpinned = 0
+        self.newest_memory = memoryview(b"")
+        self.memory: list[object] = []
         self.most_pinned_bytes = 1 << 40
         self.inside = False
 
@@ -99,6 +103,7 @@ class PretendedDevice:
 
     def new_stream(self) -> PretendedStream:
         self.streams.append(PretendedStream(self, f"side {len(self.streams)}"))
+        self.ranks.insert(self.random.randrange(len(self.ranks) + 1), self.streams[-1])
         return self.streams[-1]
 
     @contextlib.contextmanager
@@ -113,7 +118,8 @@ class PretendedDevice:
         if sum(self.pinned_bytes) + nbytes > self.most_pinned_bytes:
             raise SwapFailed("cannot be pinned")
         self.pinned_bytes.append(nbytes)
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        self.memory.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return self.memory[-1]
 
     def unpin(self, row: torch.Tensor) -> None:
         self.unpinned += row.numel()
@@ -123,7 +129,9 @@ class PretendedDevice:
         for _ in range(steps):
             if until is not None and until.passed:
                 return
-            if not any(stream.step() for stream in self.random.sample(self.streams, len(self.streams))):
+            if self.random.random() < 0.2:
+                self.random.shuffle(self.ranks)  # mostly one stream runs ahead as far as it can
+            if not any(stream.step() for stream in self.ranks):
                 break
         else:
             return
@@ -133,8 +141,9 @@ class PretendedDevice:
     def storage(self, payload: bytes) -> torch.UntypedStorage:
         """A storage that the compute stream will fill with `payload`; once it is dropped, the compute stream scribbles over it."""
         memory = bytearray(max(1, len(payload)))
+        self.memory.append(memory)
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
-        view = memoryview(memory)[: len(payload)]
+        view = self.newest_memory = memoryview(memory)[: len(payload)]
         self.compute.queue(lambda: view.__setitem__(slice(None), payload))
         weakref.finalize(
             storage, self.compute.queue, lambda: view.__setitem__(slice(None), b"\xee" * len(payload))
@@ -274,6 +283,24 @@ def test_a_place_is_not_used_again_while_a_copy_out_of_it_is_under_way():
     seen = device.look(target, 512)
     device.run()
     assert seen == [b"1" * 512]
+
+
+def test_a_target_that_nobody_waits_for_outlives_its_copy():
+    for seed in range(20):
+        device = PretendedDevice(seed)
+        store = HostStore([512], accelerator=device)
+        ticket = store.write_async(device.storage(b"1" * 512))
+        device.run()
+        target = device.storage(b"\x77" * 512)
+        memory = device.newest_memory
+        owner = weakref.ref(target)
+        store.read_async(ticket, target)
+        del target
+        device.run()
+        store.collect()
+        device.run()
+        assert owner() is None
+        assert bytes(memory) == b"\xee" * 512, "the copy came after the memory had a new owner"
 
 
 def test_an_arena_hands_out_places_that_do_not_overlap():
