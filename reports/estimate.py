@@ -38,17 +38,29 @@ def _answers(found: Estimate) -> Table:
     table.add_column("error", justify="right", no_wrap=True)
     table.add_column("what it is")
     if found.target == "cpu":
-        rows = [("tensors", found.allocated_bytes, "allocated", "live tensors, kernels' temporaries included")]
+        rows = [
+            ("tensors", found.allocated_bytes, "allocated", "live tensors, kernels' temporaries included")
+        ]
     else:
         rows = [
             ("allocated", found.allocated_bytes, "allocated", "torch.cuda.max_memory_allocated()"),
             ("reserved", found.reserved_bytes, "reserved", "torch.cuda.max_memory_reserved()"),
-            ("process", found.process_bytes or 0, "process", "as nvidia-smi shows it: reserved and the CUDA context"),
+            (
+                "process",
+                found.process_bytes or 0,
+                "process",
+                "as nvidia-smi shows it: reserved and the CUDA context",
+            ),
         ]
     for name, size, key, meaning in rows:
         table.add_row(name, format_bytes(size), f"±{100 * found.error[key]:.1f} %", meaning)
     if found.smallest_bytes:
-        table.add_row("smallest", format_bytes(found.smallest_bytes), "", "the allocator's least, cached memory given back")
+        table.add_row(
+            "smallest",
+            format_bytes(found.smallest_bytes),
+            "",
+            "the allocator's least, cached memory given back",
+        )
     return table
 
 
@@ -71,7 +83,9 @@ def _fits(found: Estimate) -> list[str]:
         lines.append(f"{words[named.verdict]} on {named.name} ({format_bytes(named.memory_bytes)})")
     if found.fits:
         good = [fit.name for fit in found.fits if fit.verdict != "no"]
-        lines.append(f"fits {len(good)} of {len(found.fits)} common GPUs" + (f": {', '.join(good)}" if good else ""))
+        lines.append(
+            f"fits {len(good)} of {len(found.fits)} common GPUs" + (f": {', '.join(good)}" if good else "")
+        )
     return lines
 
 

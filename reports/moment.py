@@ -110,20 +110,23 @@ def module_path(key: str) -> str:
 
 
 def open_paths(sizes: list[tuple[str, int]], most: int) -> dict[str, int]:
-    """Totals by dotted path: the largest path is replaced by what is below it as long as at most `most` rows result."""
+    """Totals by dotted path, opened where the bytes are: a path is replaced by what is below it while the table stays
+    short (about three times the `most` rows that are shown), or when the path alone holds more than half."""
     groups: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for path, size in sizes:
         groups[path.partition(".")[0]].append((path, size))
     closed: set[str] = set()
+    half = sum(size for _, size in sizes) / 2
     while True:
         names = [name for name in groups if name not in closed]
         if not names:
             break
-        name = max(names, key=lambda name: sum(size for _, size in groups[name]))
+        totals = {name: sum(size for _, size in groups[name]) for name in names}
+        name = max(names, key=totals.__getitem__)
         parts: dict[str, list[tuple[str, int]]] = defaultdict(list)
         for path, size in groups[name]:
             parts[_one_deeper(name, path)].append((path, size))
-        if len(groups) - 1 + len(parts) > most or set(parts) == {name}:
+        if set(parts) == {name} or (len(groups) + len(parts) > 3 * most and totals[name] <= half):
             closed.add(name)
             continue
         del groups[name]

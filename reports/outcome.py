@@ -6,11 +6,10 @@ from typing import Any
 
 import msgspec
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from memopt.outcome import Outcome
 from memopt.reports import verdict
-from memopt.reports.tables import pairs_table
+from memopt.reports.tables import pairs_table, words
 from memopt.units import format_bytes, format_ms
 
 
@@ -21,15 +20,15 @@ def render_outcome(outcome: Outcome | dict[str, Any]) -> RenderableType:
     good = 0 < outcome.measured_peak_bytes <= outcome.budget_bytes
     counts = outcome.actions
     parts: list[RenderableType] = [
-        Text(verdict.of_outcome(outcome), style="bold green" if good else "bold red"),
+        words(verdict.of_outcome(outcome), style="bold green" if good else "bold red"),
         pairs_table("", ("", "plain", "predicted", "measured", "off by"), _rows(outcome)),
-        Text(
+        words(
             f"Actions: {counts.planned} planned, {counts.done} done, {counts.skipped} skipped; {_divergences(outcome)}."
         ),
     ]
     if outcome.process_peak_bytes:
-        parts.append(Text(f"The process's resident set reached {format_bytes(outcome.process_peak_bytes)}."))
-    return Group(*parts, *(Text(f"Note: {note}.") for note in outcome.notes))
+        parts.append(words(f"The process's resident set reached {format_bytes(outcome.process_peak_bytes)}."))
+    return Group(*parts, *(words(f"Note: {note}.") for note in outcome.notes))
 
 
 def _rows(outcome: Outcome) -> list[tuple[str, ...]]:

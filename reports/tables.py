@@ -24,7 +24,14 @@ COLORS = {
     "workspace": "bright_black",
 }
 _NARROWEST = 14
+_TIMES_FIT = 72
+_LINES_FIT = 120
 _BAR_WIDTH = 16
+
+
+def words(text: str, style: str = "") -> Text:
+    """`text` for a terminal: what a hostile file smuggles in (escape sequences) is shown as `?`."""
+    return Text("".join(c if c.isprintable() else "?" for c in text), style=style)
 
 
 class Name:
@@ -34,21 +41,24 @@ class Name:
         self.text = text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text(shorten(self.text, options.max_width), no_wrap=True, overflow="crop")
+        yield shorten(self.text, options.max_width)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        width = Text(self.text).cell_len
+        width = words(self.text).cell_len
         return Measurement(min(_NARROWEST, width), width)
 
 
-def shorten(text: str, width: int) -> str:
+def shorten(text: str, width: int) -> Text:
     """`text` in at most `width` columns, cut from the left."""
-    if Text(text).cell_len <= width:
-        return text
-    tail = text
-    while tail and Text(tail).cell_len > width - 1:
-        tail = tail[1:]
-    return f"…{tail}"[: max(0, width)]
+    whole = words(text)
+    whole.no_wrap, whole.overflow = True, "crop"
+    if whole.cell_len <= width:
+        return whole
+    start = 0
+    while start < len(whole) and whole[start:].cell_len > width - 1:
+        start += 1
+    short = Text("…", no_wrap=True, overflow="crop")
+    return short.append_text(whole[start:])
 
 
 def plain_table(title: str, columns: Sequence[tuple[str, str]]) -> Table:
@@ -92,31 +102,31 @@ def shares_table(
     return table
 
 
-def biggest_table(held: Sequence[Held], total: int, most: int, *, lines: bool) -> Table:
-    """The biggest tensors of a moment."""
-    columns = [
-        ("size", "right"),
-        ("share", "right"),
-        ("kind", "left"),
-        ("born at", "right"),
-        ("idle", "right"),
-        ("tensor", "name"),
-    ]
-    table = plain_table("Biggest tensors", [*columns, *([("line", "left")] if lines else [])])
+def biggest_table(held: Sequence[Held], total: int, most: int, width: int) -> Table:
+    """The biggest tensors of a moment; their times and lines where `width` has room."""
+    times, lines = width >= _TIMES_FIT, width >= _LINES_FIT
+    columns = [("size", "right"), ("share", "right"), ("kind", "left")]
+    columns += [("born at", "right"), ("idle", "right")] if times else []
+    columns += [("tensor", "name")] + ([("line", "left")] if lines else [])
+    table = plain_table("Biggest tensors", columns)
     for row in held[:most]:
-        cells: list[str | Text | Name] = [
-            format_bytes(row.size_bytes),
-            share(row.size_bytes, total),
-            Text(row.category, style=COLORS.get(row.category, "")),
-            "before" if row.born_op < 0 else f"op {row.born_op}",
-            format_ms(row.idle_ms) if row.idle_ms else "-",
-            Name(row.label),
-        ]
-        table.add_row(*cells, *([row.line] if lines else []))
+        cells: list[Text | Name | str] = [format_bytes(row.size_bytes), share(row.size_bytes, total)]
+        cells.append(Text(row.category, style=COLORS.get(row.category, "")))
+        if times:
+            cells.append("before" if row.born_op < 0 else f"op {row.born_op}")
+            cells.append(format_ms(row.idle_ms) if row.idle_ms else "-")
+        cells.append(Name(row.label))
+        table.add_row(*cells, *([words(row.line)] if lines else []))
     left = held[most:]
     if left:
         size = sum(row.size_bytes for row in left)
-        table.add_row(format_bytes(size), share(size, total), "", "", "", Name(f"({len(left)} more)"))
+        table.add_row(
+            format_bytes(size),
+            share(size, total),
+            "",
+            *(["", ""] if times else []),
+            Name(f"({len(left)} more)"),
+        )
     return table
 
 

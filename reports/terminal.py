@@ -11,25 +11,23 @@ from memopt.plan import Action, Plan
 from memopt.reports import verdict
 from memopt.reports.area import Area
 from memopt.reports.moment import Moment, end_of, peak_of
-from memopt.reports.tables import Name, biggest_table, pairs_table, plain_table, shares_table
+from memopt.reports.tables import Name, biggest_table, pairs_table, plain_table, shares_table, words
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
-
-_WIDE = 120
 
 
 def render_trace(trace: Trace, *, top: int = 10) -> RenderableType:
     """The verdict, the picture, and what fills the device at the peak (or where a partial profile was cut off)."""
     peak, end = peak_of(trace), end_of(trace)
     parts: list[RenderableType] = [
-        Text(verdict.of_run(trace), style="dim"),
-        Text(verdict.of_peak(trace, peak), style="bold"),
+        words(verdict.of_run(trace), style="dim"),
+        words(verdict.of_peak(trace, peak), style="bold"),
     ]
     if trace.partial:
-        parts.append(Text(f"Partial: {trace.partial}.", style="bold red"))
+        parts.append(words(f"Partial: {trace.partial}.", style="bold red"))
     if end is not None:
-        parts.append(Text(verdict.of_end(trace, end), style="bold"))
-    parts += [Text(f"Note: {note}.") for note in trace.notes]
+        parts.append(words(verdict.of_end(trace, end), style="bold"))
+    parts += [words(f"Note: {note}.") for note in trace.notes]
     if trace.op_count:
         parts += [Text(), Area(trace)]
     return Group(*parts, *_moment(trace, end or peak, top, at="when it ended" if end else "at the peak"))
@@ -50,32 +48,33 @@ def _moment(trace: Trace, moment: Moment, top: int, *, at: str) -> list[Renderab
         sizes: dict[str, int] = defaultdict(int)
         for held in before:
             sizes[held.category] += held.size_bytes
-        words = ", ".join(
+        parts_of = ", ".join(
             f"{format_bytes(size)} {name}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])
         )
-        parts.append(Text(f"There before the iteration: {format_bytes(moment.from_before_bytes)} ({words})."))
+        parts.append(
+            words(f"There before the iteration: {format_bytes(moment.from_before_bytes)} ({parts_of}).")
+        )
     return parts
 
 
 class _Biggest:
-    """The table of the biggest tensors, with their lines where there is room for them."""
+    """The table of the biggest tensors, as wide as the terminal allows."""
 
     def __init__(self, moment: Moment, top: int) -> None:
         self._moment = moment
         self._top = top
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        moment = self._moment
-        yield biggest_table(moment.held, moment.total_bytes, self._top, lines=options.max_width >= _WIDE)
+        yield biggest_table(self._moment.held, self._moment.total_bytes, self._top, options.max_width)
 
 
 def render_plan(plan: Plan, *, top: int = 10) -> RenderableType:
     """The verdict, totals by kind, and the biggest actions with their reasons."""
     parts: list[RenderableType] = [
-        Text(f"{' '.join(plan.script.argv)}: plan by {plan.strategy} from {plan.profile}", style="dim"),
-        Text(verdict.of_plan(plan), style="bold"),
+        words(f"{' '.join(plan.script.argv)}: plan by {plan.strategy} from {plan.profile}", style="dim"),
+        words(verdict.of_plan(plan), style="bold"),
     ]
-    parts += [Text(f"Note: {note}.") for note in plan.notes]
+    parts += [words(f"Note: {note}.") for note in plan.notes]
     if not plan.actions:
         return Group(*parts, Text("No action is needed."))
     return Group(*parts, Text(), _kinds(plan), _actions(plan, top))
@@ -131,7 +130,7 @@ def _actions(plan: Plan, top: int) -> RenderableType:
             format_ms(action.cost_ms),
             what_it_does(action),
         )
-        table.add_row(*cells, Group(Name(action.label), Text(action.why, style="dim")))
+        table.add_row(*cells, Group(Name(action.label), words(action.why, style="dim")))
     if len(ranked) > top:
         rest = ranked[top:]
         table.add_row(
