@@ -9,7 +9,7 @@ import argparse
 import time
 
 import torch
-from models import MODELS, SCALES, workload
+from models import MODELS, SCALES, checkpoint_blocks, workload
 
 
 def parse() -> argparse.Namespace:
@@ -19,6 +19,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="batch size (default: that of the scale)")
     parser.add_argument("--scale", choices=SCALES, default="bench")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
+    parser.add_argument("--checkpoint", action="store_true", help="torch.utils.checkpoint on every block")
     parser.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -31,6 +32,8 @@ def main() -> None:
     device = torch.device(args.device or accelerator or "cpu")
     task = workload(args.model, args.scale)
     model = task.build().to(device)
+    if args.checkpoint:
+        checkpoint_blocks(args.model, model)
     optimizer: torch.optim.Optimizer
     if args.optimizer == "adamw":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)

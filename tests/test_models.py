@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from benchmarks.models import MODELS, WORKLOADS, workload
+from benchmarks.models import MODELS, WORKLOADS, checkpoint_blocks, workload
 
 PARAMETERS = {
     "resnet50": 25_557_032,
@@ -58,3 +58,19 @@ def test_batch_size_can_be_overridden() -> None:
     inputs, targets = WORKLOADS["resnet50"]["tiny"].batch(3)
     assert inputs.shape == (3, 3, 32, 32)
     assert targets.shape == (3,)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpointed_by_hand_it_is_the_same_model(name: str) -> None:
+    losses = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        task = workload(name, "tiny")
+        model = task.build()
+        if wrap:
+            checkpoint_blocks(name, model)
+        inputs, targets = task.batch()
+        loss = task.loss(model(inputs), targets)
+        loss.backward()
+        losses.append((loss.item(), [p.grad.norm().item() for p in model.parameters() if p.grad is not None]))
+    assert losses[0] == losses[1]

@@ -32,6 +32,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from . import encoder, gpt2, lstm, mobilenet_v2, resnet50, unet, vgg16, vit
 
@@ -133,6 +134,25 @@ WORKLOADS: dict[str, dict[str, Workload]] = {
 }
 
 MODELS = tuple(WORKLOADS)
+
+BLOCKS: dict[str, type[nn.Module]] = {
+    "resnet50": resnet50.Bottleneck,
+    "vgg16": nn.Sequential,
+    "mobilenet_v2": mobilenet_v2.InvertedResidual,
+    "unet": nn.Sequential,
+    "gpt2": gpt2.Block,
+    "vit": vit.Block,
+    "lstm": nn.LSTM,
+    "encoder": nn.TransformerEncoderLayer,
+}
+"""What somebody who checkpoints by hand would wrap."""
+
+
+def checkpoint_blocks(name: str, model: nn.Module) -> None:
+    """Wrap every block of the model `name` in `torch.utils.checkpoint`, the usual way to save memory by hand."""
+    for module in model.modules():
+        if isinstance(module, BLOCKS[name]):
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
 
 
 def workload(name: str, scale: str = "bench") -> Workload:
