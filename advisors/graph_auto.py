@@ -12,9 +12,10 @@ import time
 from memopt.advisors.graph_bounds import overhead_bound
 from memopt.advisors.graph_engine import Engine, Stuck
 from memopt.advisors.graph_problem import Answer, GraphProblem, infeasible, plain_answer
-from memopt.advisors.graph_runs import peak_of_runs, plain_runs, rerun_ms, steps_of_runs
+from memopt.advisors.graph_runs import peak_of_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graph_scores import SCORES
 from memopt.advisors.graph_search import Search
+from memopt.advisors.graph_segments import Forward, greedy_cuts, runs_keeping, sqrt_cuts
 
 PORTFOLIO = ("msps", "dtr-local", "next-use", "dtr", "dtr-eqclass", "size", "lru", "megengine", "belady")
 
@@ -27,14 +28,13 @@ def auto(problem: GraphProblem) -> Answer:
     bound = overhead_bound(problem)
     starts = portfolio(problem)
     search = Search(problem.graph, starts[0][1], problem.budget_bytes)
-    stats: dict[str, float | int | str] = {"start": starts[0][2], "start_overhead": starts[0][0] / max(problem.graph.plain_ms, 1e-12)}
+    stats: dict[str, float | int | str] = {"start": starts[0][2], "start_ms": starts[0][0]}
     try:
-        if search.best_over:
-            search.recreate(float("inf"), set())
-            search.keep_if_best()
-        for _, runs, _ in starts[1:3]:
+        for _, runs, _ in starts[:4]:
             search.load(runs)
+            search.repair(problem.until)
             search.polish_all()
+        stats["first_ms"] = search.best_cost
         search.load(search.best_runs)
         search.run(problem.until)
     except KeyboardInterrupt:
@@ -46,16 +46,27 @@ def auto(problem: GraphProblem) -> Answer:
 
 
 def portfolio(problem: GraphProblem) -> list[tuple[float, list[int], str]]:
-    """Run sequences of the online rules that meet the budget, cheapest first; the plain one when none does."""
-    found: list[tuple[float, list[int], str]] = []
+    """Run sequences to start from: those that meet the budget, cheapest first; else those that exceed it least."""
+    graph = problem.graph
+    found: list[tuple[int, float, list[int], str]] = []
     begin = time.monotonic()
-    share = 0.3 * (problem.until - begin)
+    share = 0.2 * (problem.until - begin)
+
+    def note(runs: list[int], name: str) -> None:
+        over = max(0, peak_of_runs(graph, runs) - problem.budget_bytes)
+        found.append((over, rerun_ms(graph, runs), runs, name))
+
+    forward = Forward(graph)
+    for keep in sqrt_cuts(forward) + greedy_cuts(forward):
+        note(runs_keeping(forward, keep), "segments")
+        if time.monotonic() - begin > share / 2:
+            break
     for name in PORTFOLIO:
-        if time.monotonic() - begin > share and found:
+        if time.monotonic() - begin > share:
             break
         try:
-            runs = Engine(problem.graph, problem.budget_bytes, SCORES[name]()).plan()
+            note(Engine(graph, problem.budget_bytes, SCORES[name](), until=begin + share).plan(), name)
         except Stuck:
             continue
-        found.append((rerun_ms(problem.graph, runs), runs, name))
-    return sorted(found, key=lambda item: item[0]) or [(float("inf"), plain_runs(problem.graph), "plain")]
+    found.sort(key=lambda item: item[:2])
+    return [(cost, runs, name) for _, cost, runs, name in found]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from memopt.advisors.graph import Graph
+from memopt.advisors.graph import Graph, IntColumn
 from memopt.advisors.graph_problem import GraphProblem
 from memopt.advisors.graph_runs import lifetimes, memory_of_runs, plain_runs
 
@@ -29,11 +29,13 @@ def overhead_bound(problem: GraphProblem) -> float:
     order = np.argsort(-over[moments], kind="stable")[: MOST_MOMENTS // 2]
     spread = np.linspace(0, len(moments) - 1, MOST_MOMENTS // 2).astype(np.int64)
     chosen = sorted({*moments[order].tolist(), *moments[spread].tolist()})
-    return max(_bound_at(problem, graph, op, int(over[op])) for op in chosen) / graph.plain_ms
+    lives = lifetimes(graph)
+    return max(_bound_at(problem, lives, op, int(over[op])) for op in chosen) / graph.plain_ms
 
 
-def _bound_at(problem: GraphProblem, graph: Graph, op: int, excess: int) -> float:
-    first, last = lifetimes(graph)
+def _bound_at(problem: GraphProblem, lives: tuple[IntColumn, IntColumn], op: int, excess: int) -> float:
+    graph = problem.graph
+    first, last = lives
     idle = (first >= 0) & (first < op) & (last > op) & (graph.tensor_bytes > 0)
     idle[list(graph.reads[op])] = False
     link_ms = 0.0

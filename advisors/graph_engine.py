@@ -9,6 +9,7 @@ One run costs O(runs + evictions x tensors on the device), the scan being one Nu
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from typing import Protocol
 
@@ -46,8 +47,9 @@ class Engine:
     """One pass over the graph under one budget with one score."""
 
     def __init__(
-        self, graph: Graph, budget_bytes: int, score: Score, *, thrash: float = 3.0, least_bytes: int = 0
+        self, graph: Graph, budget_bytes: int, score: Score, *, thrash: float = 3.0, until: float = float("inf")
     ) -> None:
+        self.until = until
         self.graph = graph
         self.budget_bytes = budget_bytes
         self.score = score
@@ -66,7 +68,7 @@ class Engine:
         self.last_access: FloatColumn = np.zeros(count)
         self.evictable = np.zeros(count, dtype=np.bool_)
         self.may_go = [
-            maker >= 0 and self.replayable[maker] and size > 0 and size >= least_bytes
+            maker >= 0 and self.replayable[maker] and size > 0
             for maker, size in zip(self.maker, self.size, strict=True)
         ]
         self.use_ops: list[list[int]] = [[] for _ in range(count)]
@@ -87,6 +89,8 @@ class Engine:
         self.score.start(self)
         for op in range(self.graph.op_count):
             self.now = op
+            if time.monotonic() > self.until:
+                raise Stuck(op, self.used)
             self._perform(op)
         self.now = self.graph.op_count
         kept = np.flatnonzero(self.graph.kept & ~self.graph.resident).tolist()

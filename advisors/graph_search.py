@@ -77,8 +77,8 @@ class Search:
             low = min(low, last)
         return low, slot + 1
 
-    def evict(self, tensor: int, slot: int, before: int) -> bool:
-        """Let `tensor` be absent across `slot`: rerun its maker just before the run at `before`. False: not possible here."""
+    def evict(self, tensor: int, before: int, most_cost: float) -> bool:
+        """Rerun the maker of `tensor` just before the run at `before`, so that it can be absent until then. False: not possible (undo)."""
         state = self.state
         memory = state.memory
         free = before - 1
@@ -90,7 +90,7 @@ class Search:
         while heap:
             op = -heapq.heappop(heap)
             full = free < 0 or (state.slot_op[free] != EMPTY and not state.make_empty(free))
-            if full or not state.replayable[op] or state.runs_at[op][0] >= free:
+            if full or state.cost > most_cost or not state.replayable[op] or state.runs_at[op][0] >= free:
                 self.full |= full
                 for reads in waiting.values():
                     for used, at in reads:
@@ -173,11 +173,17 @@ class Search:
                 return True
             if state.cost > most_cost:
                 return False
-            if not self._relieve(slot, banned):
+            if not self._relieve(slot, banned, most_cost):
                 return False
         return False
 
-    def _relieve(self, slot: int, banned: set[int]) -> bool:
+    def repair(self, until: float) -> None:
+        """Evict, whatever it costs, until the budget holds or nothing more can go."""
+        while self.overflow() and time.monotonic() < until:
+            if not self._relieve(int(self.state.memory.argmax()), set(), math.inf):
+                return
+
+    def _relieve(self, slot: int, banned: set[int], most_cost: float) -> bool:
         state = self.state
         mark = len(state.journal)
         before_over = self.overflow()
@@ -187,7 +193,7 @@ class Search:
         for _, tensor, after in self.candidates(slot):
             if tensor in banned:
                 continue
-            if self.evict(tensor, slot, after):
+            if self.evict(tensor, after, most_cost):
                 gain = before_over - self.overflow()
                 if gain > 0:
                     value = (state.cost - before_cost + 1e-7) / gain
@@ -199,7 +205,7 @@ class Search:
                 break
         if best is None:
             return False
-        return self.evict(best[1], slot, best[2])
+        return self.evict(best[1], best[2], most_cost)
 
     def polish(self, reruns: list[tuple[int, int]]) -> None:
         """Try to drop each of these reruns, dearest first."""
@@ -219,7 +225,7 @@ class Search:
     def polish_all(self) -> None:
         """Drop whatever can go."""
         self.polish(self.reruns())
-        self.state.journal.clear()
+        self.state.commit()
         self.keep_if_best()
 
     def keep_if_best(self) -> bool:
@@ -245,7 +251,7 @@ class Search:
             heat = 0.004 * current * (1.0 - progress) ** 2
             self.noise = self.random.choice((0.1, 0.4, 0.8))
             self.breadth = self.random.choice((0.0, 0.5, 1.0))
-            state.journal.clear()
+            state.commit()
             removed = self.ruin(reruns)
             allowed = current - heat * math.log(self.random.random() + 1e-12)
             banned = {tensor for op, _ in removed if self.random.random() < 0.3 for tensor in state.writes[op]}

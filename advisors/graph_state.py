@@ -12,12 +12,13 @@ from bisect import bisect_left
 
 import numpy as np
 
-from memopt.advisors.graph import Graph
+from memopt.advisors.graph import Graph, IntColumn
 
 EMPTY = -1
 FAR = 2**60
-ADDED, REMOVED, SHIFTED = 0, 1, 2
-REACH = 200
+ADDED, REMOVED, MOVED = 0, 1, 2
+REACH = 400
+WANTED_HOLES = 16
 
 
 class RunState:
@@ -33,6 +34,7 @@ class RunState:
         self.maker: list[int] = graph.producer.tolist()
         self.cost = 0.0
         self.journal: list[tuple[int, int, int]] = []
+        self.moves: list[list[int]] = []
         self._lay_out(runs, room)
 
     def _lay_out(self, runs: list[int], room: int) -> None:
@@ -71,7 +73,7 @@ class RunState:
             if op != EMPTY and self.workspace[op]:
                 self.memory[slot] += self.workspace[op]
 
-    def _add_lives(self, tensor: int, slots: list[int], uses: list[int], change: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
+    def _add_lives(self, tensor: int, slots: list[int], uses: list[int], change: IntColumn) -> None:
         size = self.size[tensor]
         for index, start in enumerate(slots):
             following = slots[index + 1] if index + 1 < len(slots) else FAR
@@ -184,6 +186,11 @@ class RunState:
         self.cost -= self.ms[op]
         self.journal.append((REMOVED, op, slot))
 
+    def commit(self) -> None:
+        """Forget how to undo what was done so far."""
+        self.journal.clear()
+        self.moves.clear()
+
     def undo_to(self, mark: int) -> None:
         """Undo the edits after the journal's first `mark` entries."""
         journal = self.journal
@@ -194,46 +201,68 @@ class RunState:
             elif kind == REMOVED:
                 self.add_run(op, slot)
             else:
-                self._shift_right(op, slot)
+                self._move_back(op, slot)
                 continue
             journal.pop()
 
     def make_empty(self, slot: int) -> bool:
-        """Move the runs that end at `slot` one to the left, so that it is empty; False when there is no empty slot near."""
+        """Pack the runs that end at `slot` to the left, so that it and some before it are empty; False when all near slots are full."""
         slot_op = self.slot_op
-        hole = slot
-        while hole >= 0 and slot_op[hole] != EMPTY:
-            hole -= 1
-            if slot - hole > REACH:
-                return False
-        if hole < 0:
+        if slot < 0:
             return False
-        if hole == slot:
+        if slot_op[slot] == EMPTY:
             return True
-        last = slot_op[slot]
-        across = int(self.memory[slot]) - self.workspace[last]
-        for tensor in self.reads[last] + self.writes[last]:
-            if not self.alive(tensor, slot + 1):
-                across -= self.size[tensor]
-        for origin in range(hole + 1, slot + 1):
-            self._relabel(slot_op[origin], origin, origin - 1)
-        self.memory[hole:slot] = self.memory[hole + 1 : slot + 1].copy()
-        self.memory[slot] = across
-        slot_op[hole:slot] = slot_op[hole + 1 : slot + 1]
-        slot_op[slot] = EMPTY
-        self.journal.append((SHIFTED, hole, slot))
+        low = slot
+        holes = 0
+        while low > 0 and holes < WANTED_HOLES and slot - low < REACH:
+            low -= 1
+            holes += slot_op[low] == EMPTY
+        if not holes:
+            return False
+        while slot_op[low] != EMPTY:
+            low += 1
+        across = self._after(slot)
+        origins = [origin for origin in range(low, slot + 1) if slot_op[origin] != EMPTY]
+        self.moves.append(origins)
+        self.journal.append((MOVED, low, slot))
+        target = low
+        for origin in origins:
+            op = slot_op[origin]
+            self._relabel(op, origin, target)
+            self.memory[target] = self.memory[origin]
+            slot_op[origin] = EMPTY
+            slot_op[target] = op
+            target += 1
+        self.memory[target : slot + 1] = across
         return True
 
-    def _shift_right(self, hole: int, slot: int) -> None:
-        slot_op = self.slot_op
-        first = slot_op[hole]
-        across = int(self.memory[hole]) - self.workspace[first] - sum(self.size[tensor] for tensor in self.writes[first])
-        for origin in range(slot - 1, hole - 1, -1):
-            self._relabel(slot_op[origin], origin, origin + 1)
-        self.memory[hole + 1 : slot + 1] = self.memory[hole:slot].copy()
-        self.memory[hole] = across
-        slot_op[hole + 1 : slot + 1] = slot_op[hole:slot]
-        slot_op[hole] = EMPTY
+    def _after(self, slot: int) -> int:
+        """Bytes on the device between the run at `slot` and the next."""
+        op = self.slot_op[slot]
+        across = int(self.memory[slot]) - self.workspace[op]
+        for tensor in self.reads[op] + self.writes[op]:
+            if not self.alive(tensor, slot + 1):
+                across -= self.size[tensor]
+        return across
+
+    def _move_back(self, low: int, slot: int) -> None:
+        slot_op, memory = self.slot_op, self.memory
+        origins = self.moves.pop()
+        first = slot_op[low]
+        ahead = int(memory[low]) - self.workspace[first] - sum(self.size[tensor] for tensor in self.writes[first])
+        end = slot + 1
+        for target in range(low + len(origins) - 1, low - 1, -1):
+            op = slot_op[target]
+            across = self._after(target)
+            origin = origins[target - low]
+            self._relabel(op, target, origin)
+            held = int(memory[target])
+            slot_op[target] = EMPTY
+            slot_op[origin] = op
+            memory[origin] = held
+            memory[origin + 1 : end] = across
+            end = origin
+        memory[low:end] = ahead
 
     def _relabel(self, op: int, origin: int, target: int) -> None:
         slots = self.runs_at[op]
