@@ -42,14 +42,14 @@ types: $(READY) ## Check types (mypy --strict) through a view in which the rooms
 	@ln -sfn $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/py.typed build/types/memopt/
 	$(BIN)/mypy
 
-bench: $(READY) ## Models x budgets: predicted and measured peak and step time, bit-identical or not
-	$(BIN)/python benchmarks/bench.py $(ARGS)
+bench: $(READY) ## Models x budgets: predicted and measured peak and step time, same losses or not (ARGS="--models resnet50")
+	$(BIN)/python -m benchmarks.bench $(ARGS)
 
-bench-estimate: $(READY) ## Estimated against measured peaks
-	$(BIN)/python benchmarks/bench_estimate.py $(ARGS)
+bench-estimate: $(READY) ## Estimated against measured peaks: every benchmarks/estimate_*.py
+	@for file in benchmarks/estimate_*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done
 
-bench-advise: $(READY) ## Strategies against each other on graphs
-	$(BIN)/python benchmarks/bench_advise.py $(ARGS)
+bench-advise: $(READY) ## Strategies against each other: every benchmarks/advise_*.py
+	@for file in benchmarks/advise_*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done
 
 clean: ## Remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
