@@ -31,6 +31,13 @@ def unpack_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
     return spread_bits(packed, count)
 
 
+def fill_by_bits(
+    choice: torch.Tensor, into: torch.Tensor, unset: torch.Tensor, bit_set: torch.Tensor
+) -> None:
+    """`into` = `bit_set` where `choice`, else `unset`; all integers of one width, where arithmetic that wraps is exact."""
+    into.copy_(choice).mul_(bit_set - unset).add_(unset)
+
+
 def gather_bits(mask: torch.Tensor) -> torch.Tensor:
     """`pack_bits` in plain torch operations, for devices that numpy does not reach."""
     octets = torch.zeros(-(-mask.numel() // 8) * 8, dtype=torch.uint8, device=mask.device)

@@ -1,13 +1,13 @@
 """Max-pool indices name a place in the input plane; inside the pooling window it is one of k·k taps: 4 bits, or 8.
 
-Exact for every kernel, stride, padding, dilation and ceil_mode in two and three dimensions; checked while encoding by
-computing every index back, so that indices which somebody else made are declined.
+An index is its window's origin plus its tap's step, and both come from small tables. Exact for every kernel, stride, padding,
+dilation and ceil_mode in two and three dimensions; an index that is no tap of its window (somebody else made it) is declined.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,33 +34,21 @@ class _Window:
     def taps(self) -> int:
         return math.prod(self.kernel)
 
-    def starts(self, dimension: int, like: torch.Tensor) -> torch.Tensor:
-        """Input coordinate of tap 0 for every output place along `dimension`, shaped to broadcast."""
-        rank, length = len(self.kernel), like.shape[dimension - len(self.kernel)]
-        places = torch.arange(length, dtype=like.dtype, device=like.device)
-        begin = places * self.stride[dimension] - self.padding[dimension]
-        return begin.view(-1, *[1] * (rank - 1 - dimension))
+    def origins(self, outputs: Sequence[int], device: torch.device | str) -> torch.Tensor:
+        """For every output place the index (perhaps outside the plane) of its window's first tap."""
+        origins = torch.zeros((), dtype=torch.int64, device=device)
+        for d, length in enumerate(outputs):
+            begin = torch.arange(length, device=device) * self.stride[d] - self.padding[d]
+            origins = (origins * self.plane[d]).unsqueeze(-1) + begin
+        return origins
 
-    def taps_of(self, index: torch.Tensor) -> torch.Tensor:
-        taps = torch.zeros_like(index)
-        rest, weight = index, 1
-        for d in reversed(range(len(self.kernel))):
-            coordinate = rest % self.plane[d]
-            rest = rest.div(self.plane[d], rounding_mode="floor")
-            taps += (coordinate - self.starts(d, index)).div_(
-                self.dilation[d], rounding_mode="floor"
-            ) * weight
-            weight *= self.kernel[d]
-        return taps
-
-    def index_of(self, taps: torch.Tensor) -> torch.Tensor:
-        index = torch.zeros_like(taps)
-        weight = self.taps
+    def steps(self, device: torch.device | str) -> torch.Tensor:
+        """For every tap its index relative to the first one's."""
+        steps = torch.zeros(1, dtype=torch.int64, device=device)
         for d in range(len(self.kernel)):
-            weight //= self.kernel[d]
-            tap = taps.div(weight, rounding_mode="floor") % self.kernel[d]
-            index = index * self.plane[d] + (tap * self.dilation[d] + self.starts(d, taps))
-        return index
+            along = torch.arange(self.kernel[d], device=device) * self.dilation[d]
+            steps = ((steps * self.plane[d]).unsqueeze(-1) + along).flatten()
+        return steps
 
 
 def _window(params: Mapping[str, object]) -> _Window | None:
@@ -96,15 +84,29 @@ def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None
     if meta.cells != meta.numel or tensor.dim() <= len(window.kernel):
         return None
     taps = torch.empty_strided(meta.size, meta.stride, dtype=torch.uint8, device=meta.device)
+    origins, tap_at = (
+        window.origins(meta.size[-len(window.kernel) :], meta.device),
+        _tap_at(window, meta.device),
+    )
     for index, into in _planes(tensor.detach(), taps):
-        narrow = index.to(torch.int32)
-        found = window.taps_of(narrow)
-        exact = (window.index_of(found) == index) & (found >= 0) & (found < window.taps)
-        if not bool(exact.all()):
+        steps = index - origins
+        low, high = torch.stack(torch.aminmax(steps)).tolist()
+        if low < 0 or high >= tap_at.numel():
+            return None
+        found = tap_at[steps]
+        if bool((found < 0).any()):
             return None
         into.copy_(found)
     row = taps.as_strided((meta.cells,), (1,), 0)
     return Encoded(name, meta, (pack_nibbles(row) if window.taps <= 16 else row,), dict(params))
+
+
+def _tap_at(window: _Window, device: str) -> torch.Tensor:
+    """From a step back to its tap (of several, any: they mean the same place); -1 where no tap is."""
+    steps = window.steps(device)
+    tap_at = torch.full((int(steps.max()) + 1,), -1, dtype=torch.int16, device=device)
+    tap_at[steps] = torch.arange(window.taps, dtype=torch.int16, device=device)
+    return tap_at
 
 
 def decode(encoded: Encoded) -> torch.Tensor:
@@ -114,8 +116,10 @@ def decode(encoded: Encoded) -> torch.Tensor:
     (row,) = encoded.payload
     row = unpack_nibbles(row, encoded.meta.cells) if window.taps <= 16 else row
     taps = row.as_strided(encoded.meta.size, encoded.meta.stride, row.storage_offset())
+    origins = window.origins(encoded.meta.size[-len(window.kernel) :], encoded.meta.device)
+    steps = window.steps(encoded.meta.device)
     for part, into in _planes(taps, tensor):
-        into.copy_(window.index_of(part.to(torch.int32)))
+        torch.add(steps[part.to(torch.int32)], origins, out=into)
     return tensor
 
 

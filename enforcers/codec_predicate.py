@@ -8,12 +8,13 @@ answer NaN otherwise than their scalar tail does, so except where NaN is proven 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
-from memopt.enforcers.bits import pack_bits, unpack_bits
+from memopt.enforcers.bits import fill_by_bits, pack_bits, unpack_bits
 from memopt.enforcers.codec_sizes import bitmap_bytes
-from memopt.enforcers.encoded import Encoded, cells_of, chunks_of, is_plain, meta_of, new_cells
+from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
 
 name = "predicate"
 of_values = False
@@ -29,6 +30,19 @@ _KERNELS: dict[str, tuple[Callable[..., torch.Tensor], tuple[str, ...]]] = {
     "softshrink": (_aten.softshrink_backward, ("lambd",)),
 }
 Ask = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Answers:
+    """A value that answers yes, one that answers no, and the answer that means yes."""
+
+    yes: float
+    no: float
+    means_yes: torch.Tensor
+
+
+_found: dict[str, Answers | None] = {}
+_MOST_QUESTIONS = 1000
 
 
 def _question(params: Mapping[str, object]) -> Ask | None:
@@ -55,13 +69,20 @@ def _inside(x: torch.Tensor, low: float | int | None, high: float | int | None) 
     return inside if high is None else inside.logical_and_(x <= high)
 
 
-def _yes_and_no(
-    ask: Ask, params: Mapping[str, object], like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """A value that answers yes, one that answers no, and the answer that means yes; None if only one answer can be found."""
+def _yes_and_no(ask: Ask, params: Mapping[str, object], like: torch.Tensor) -> Answers | None:
+    """How this question is answered in this dtype, found once."""
+    key = f"{sorted(params.items())} {like.dtype} {like.device}"
+    if key not in _found:
+        if len(_found) >= _MOST_QUESTIONS:
+            _found.clear()
+        _found[key] = _find_answers(ask, params, like)
+    return _found[key]
+
+
+def _find_answers(ask: Ask, params: Mapping[str, object], like: torch.Tensor) -> Answers | None:
+    """None if only one answer can be found."""
     if like.dtype == torch.bool:
-        both = torch.tensor([True, False], device=like.device)
-        return both[0], both[1], both[0]
+        return Answers(1.0, 0.0, torch.tensor(True, device=like.device))
     bounds = [float(v) for v in params.values() if isinstance(v, int | float)]
     bounds = [b for b in bounds if abs(b) < float("inf")]
     reach = 4 * max([abs(b) for b in bounds] + [2.0])
@@ -71,7 +92,7 @@ def _yes_and_no(
     yes, no = answers.max(), answers.min()
     if bool(yes == no) or not bool(((answers == yes) | (answers == no)).all()):
         return None
-    return values[answers == yes][0], values[answers == no][0], yes
+    return Answers(values[answers == yes][0].item(), values[answers == no][0].item(), yes)
 
 
 def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None:
@@ -93,27 +114,29 @@ def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None
             return None
         answers = ask(chunk)
         pack_bits(
-            answers if answers.dtype == torch.bool else answers == found[2],
+            answers if answers.dtype == torch.bool else answers == found.means_yes,
             bitmap[part.start // 8 : bitmap_bytes(part.stop)],
         )
-    return Encoded(name, meta, (bitmap,), {"yes": found[0].item(), "no": found[1].item()})
+    return Encoded(name, meta, (bitmap,), {"yes": found.yes, "no": found.no})
 
 
 def _unsure(chunk: torch.Tensor, test: object) -> bool:
     """Whether the one bit could lose something: a NaN where kernels disagree, a bool that is neither 0 nor 1."""
     if test == "mask":
-        return bool((chunk.view(torch.uint8) > 1).any())
+        return bool(chunk.view(torch.uint8).max() > 1)
     return test not in _SURE_OF_NAN and bool(torch.isnan(chunk).any())
 
 
 def decode(encoded: Encoded) -> torch.Tensor:
     tensor, cells = new_cells(encoded.meta)
     (bitmap,) = encoded.payload
-    yes, no = (
-        torch.tensor(encoded.params[key], dtype=cells.dtype, device=cells.device) for key in ("yes", "no")
-    )
-    bits_will_do = bool(yes == 1) and bool(no == 0)
+    pair = torch.tensor([encoded.params["no"], encoded.params["yes"]], dtype=cells.dtype, device=cells.device)
+    no, yes = bits_of(pair)
+    out, bits_will_do = bits_of(cells), encoded.params["yes"] == 1 and encoded.params["no"] == 0
     for part in chunks_of(encoded.meta.cells, encoded.meta.device):
         bits = unpack_bits(bitmap[part.start // 8 : bitmap_bytes(part.stop)], part.stop - part.start)
-        cells[part] = bits if bits_will_do else torch.where(bits, yes, no)
+        if bits_will_do:
+            cells[part] = bits
+        else:
+            fill_by_bits(bits, out[part], no, yes)
     return tensor

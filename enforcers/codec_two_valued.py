@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from memopt.enforcers.bits import pack_bits, unpack_bits
+from memopt.enforcers.bits import fill_by_bits, pack_bits, unpack_bits
 from memopt.enforcers.codec_sizes import bitmap_bytes
 from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
 
@@ -42,5 +42,5 @@ def decode(encoded: Encoded) -> torch.Tensor:
     out = bits_of(cells)
     for part in chunks_of(encoded.meta.cells, encoded.meta.device):
         bits = unpack_bits(bitmap[part.start // 8 : bitmap_bytes(part.stop)], part.stop - part.start)
-        out[part] = torch.where(bits, pair[1], pair[0])
+        fill_by_bits(bits, out[part], pair[0], pair[1])
     return tensor

@@ -752,7 +752,8 @@ def test_pool_indices_of_any_window(data):
     padding = tuple(data.draw(st.integers(0, k // 2)) for k in kernel)
     dilation = tuple(data.draw(st.integers(1, 3)) for _ in range(rank))
     plane = tuple(
-        (k - 1) * d + 1 + data.draw(st.integers(0, 6)) for k, d in zip(kernel, dilation, strict=True)
+        max(1, (k - 1) * d + 1 - 2 * p) + data.draw(st.integers(0, 6))
+        for k, d, p in zip(kernel, dilation, padding, strict=True)
     )
     pool = F.max_pool2d if rank == 2 else F.max_pool3d
     x = torch.randn(2, 3, *plane)
