@@ -76,7 +76,7 @@ class Value:
 class Record:
     """One op that can run again."""
 
-    __slots__ = ("__weakref__", "args", "func", "kind", "rng", "spec", "values", "written")
+    __slots__ = ("__weakref__", "args", "func", "grad", "kind", "rng", "spec", "values", "written")
 
     def __init__(self, func: Any, kind: OpKind, args: list[Any], spec: TreeSpec, rng: tuple[Any, Tensor] | None) -> None:
         self.func = func
@@ -84,6 +84,8 @@ class Record:
         self.args = args
         self.spec = spec
         self.rng = rng
+        self.grad = torch.is_grad_enabled()
+        """Some kernels ask for the grad mode."""
         self.written = _written_positions(kind, spec)
         """Flat positions of arguments that the op writes: a replay gives it private copies."""
         self.values: list[weakref.ref[Value]] = []
@@ -132,7 +134,7 @@ def make(value: Value) -> UntypedStorage:
     if found is not None:
         return found
     order = _order(value)
-    with torch.no_grad(), torch._C._DisableAutocast(), _disable_current_modes():
+    with torch._C._DisableAutocast(), _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
         return _Replay(order, value).run()
 
 
@@ -187,19 +189,22 @@ class _Replay:
             if value is None:
                 continue
             tensor = outputs[value.place] if value.place >= 0 else flat[-1 - value.place]
+            if not isinstance(tensor, Tensor):
+                raise CannotReplay(f"memopt cannot compute {record.kind.name} again: the second run gave no such output")
             self._keep(value, tensor.untyped_storage())
 
     @staticmethod
     def _call(record: Record, args: Any, kwargs: Any) -> Any:
-        if record.rng is None:
-            return record.func(*args, **kwargs)
-        generator, state = record.rng
-        now = generator.get_state()
-        generator.set_state(state)
-        try:
-            return record.func(*args, **kwargs)
-        finally:
-            generator.set_state(now)
+        with torch.set_grad_enabled(record.grad):
+            if record.rng is None:
+                return record.func(*args, **kwargs)
+            generator, state = record.rng
+            now = generator.get_state()
+            generator.set_state(state)
+            try:
+                return record.func(*args, **kwargs)
+            finally:
+                generator.set_state(now)
 
     def _keep(self, value: Value, storage: UntypedStorage) -> None:
         if value.waiting > 0 and value.there() is None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.engine import Engine
     from memopt.enforcers.swapped import Swapper
     from memopt.instrument.frames import Frames
-    from memopt.instrument.iterations import Iterations
+    from memopt.instrument.iterations import Iterations, Listener
     from memopt.instrument.saved import SavedTensorHooks
     from memopt.profiler.meter import Meter
 
@@ -43,7 +43,8 @@ class Options:
 class ApplySession:
     """Listens to the training loop and keeps the engine in step with it."""
 
-    def __init__(self, plan: Plan, options: Options) -> None:
+    def __init__(self, plan: Plan, options: Options, *, also: Listener | None = None) -> None:
+        self._also = also
         self._plan = plan
         self._options = options
         self._pid = os.getpid()
@@ -144,8 +145,8 @@ class ApplySession:
             measured_step_ms=median(times),
             actions=ActionCounts(planned=planned, done=len(self._done), skipped=planned - len(self._done)),
             divergences=engine.divergences if engine is not None else 0,
-            iterations=self._iterations.count if self._iterations is not None else 0,
-            rss_peak_bytes=_resident_peak_bytes(),
+            steps=self._iterations.count if self._iterations is not None else 0,
+            process_peak_bytes=_resident_peak_bytes(),
             notes=notes,
         )
 
@@ -161,6 +162,11 @@ class ApplySession:
     # --- the training loop (Listener)
 
     def iteration_ended(self, count: int, milliseconds: float) -> None:
+        self._end_iteration(count, milliseconds)
+        if self._also is not None:
+            self._also.iteration_ended(count, milliseconds)
+
+    def _end_iteration(self, count: int, milliseconds: float) -> None:
         if os.getpid() != self._pid or self._engine is None or self._frames is None:
             return
         engine = self._engine
@@ -190,6 +196,8 @@ class ApplySession:
                 self._peaks.append(peak)
 
     def backward_begins(self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
+        if self._also is not None:
+            self._also.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)
         if self._engine is None or self._frames is None:
             return
         self._engine.settle_all()
@@ -203,6 +211,8 @@ class ApplySession:
         self._engine.enter()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._also is not None:
+            self._also.step_begins(optimizer)
         if self._engine is not None and self._engine.holds_sources:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

@@ -1,0 +1,151 @@
+"""`memopt apply`: run the script of a plan with the plan enforced, and tell predicted beside measured."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from memopt.errors import BadFile, UsageError
+
+if TYPE_CHECKING:
+    from memopt.enforcers.session import ApplySession
+    from memopt.instrument.runner import Command
+    from memopt.plan import Plan
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--outcome", "outcome_path", metavar="FILE", type=click.Path(path_type=Path), help="Write predicted and measured figures there, as JSON.")  # fmt: skip
+@click.option("-f", "--force", is_flag=True, help="Overwrite the outcome file if it exists.")
+@click.option("--verify", "verify_steps", metavar="N", type=click.IntRange(min=1), help="Run N iterations plain and N enforced and compare them bit for bit; exit 1 on any difference.")  # fmt: skip
+@click.option("--strict", is_flag=True, help="Refuse when the script has changed since it was profiled.")
+@click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="Folder for the swap file.  [default: the system's folder for temporary files]")  # fmt: skip
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing at the end.")
+@click.argument("plan", type=click.Path(path_type=Path))
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def apply(
+    outcome_path: Path | None,
+    force: bool,
+    verify_steps: int | None,
+    strict: bool,
+    swap_dir: Path | None,
+    quiet: bool,
+    plan: Path,
+    args: tuple[str, ...],
+) -> int:
+    """Run the script of PLAN as it was profiled, with the plan enforced.
+
+    ARGS, if given, take the place of the script's own arguments. The script's output, exit code and
+    signals stay its own; at the end stderr tells the measured peak and step time beside the predicted.
+    """
+    from memopt.cli.console import say
+    from memopt.enforcers.session import ApplySession, Options
+    from memopt.files import refuse_overwrite
+    from memopt.plan import load_plan
+
+    if outcome_path is not None:
+        outcome_path = outcome_path.absolute()
+        refuse_overwrite(outcome_path, force=force)
+    plan_path = plan.absolute()
+    loaded = load_plan(plan_path)
+    folder = (swap_dir or _temporary_folder()).absolute()
+    command = command_to_run(loaded, args)
+    for warning in _doubts(loaded, command, strict=strict):
+        say(warning)
+    if verify_steps is not None:
+        return _verify(plan_path, command, verify_steps, folder)
+    session = ApplySession(loaded, Options(swap_dir=folder))
+    return _run(session, command, outcome_path, quiet=quiet)
+
+
+def command_to_run(plan: Plan, args: tuple[str, ...]) -> Command:
+    """The plan's script with its own arguments or `args`, from its own folder. Raises when it is not there any more."""
+    from memopt.instrument.runner import Command, find_source
+
+    try:
+        os.chdir(plan.script.cwd)
+    except OSError as error:
+        raise BadFile(
+            f"the plan's working directory {plan.script.cwd} cannot be entered",
+            why=error.strerror or str(error),
+            try_="memopt profile in the present directory, then advise again",
+        ) from error
+    given = args[1:] if args[:1] == ("--",) else args
+    command = Command((plan.script.argv[0], *(given or plan.script.argv[1:])), plan.script.as_module)
+    find_source(command)
+    return command
+
+
+def _doubts(plan: Plan, command: Command, *, strict: bool) -> list[str]:
+    """What is different from the run that was profiled. With `strict`, a changed script is refused."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from memopt.instrument.runner import find_source
+
+    doubts = []
+    found = hashlib.sha256(find_source(command).read_bytes()).hexdigest()
+    if plan.script.sha256 and found != plan.script.sha256:
+        if strict:
+            raise UsageError(
+                f"{command.argv[0]} has changed since it was profiled",
+                why="--strict refuses a plan for another script",
+                try_="memopt profile and memopt advise again, or apply without --strict",
+            )
+        doubts.append(f"{command.argv[0]} has changed since it was profiled; what is found again by name is enforced, the rest is kept")
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:
+        installed = ""
+    if plan.script.torch and installed and plan.script.torch.split("+")[0] != installed.split("+")[0]:
+        doubts.append(f"the profile was made with torch {plan.script.torch}, this is {installed}")
+    return doubts
+
+
+def _temporary_folder() -> Path:
+    import tempfile
+
+    return Path(tempfile.gettempdir())
+
+
+def _verify(plan_path: Path, command: Command, steps: int, swap_dir: Path) -> int:
+    from memopt.cli.console import out, progress
+    from memopt.enforcers.verify import verify
+
+    with progress(f"running {steps} iterations plain and {steps} enforced"):
+        compared = verify(plan_path, list(command.argv), steps, swap_dir)
+    out().print(f"identical: losses, gradients, parameters and buffers of {compared} iterations, bit for bit")
+    return 0
+
+
+def _run(session: ApplySession, command: Command, outcome_path: Path | None, *, quiet: bool) -> int:
+    from memopt.instrument import runner
+    from memopt.instrument.on_import import call_after_import
+    from memopt.instrument.signals import before_terminating
+
+    def end() -> None:
+        outcome = session.finished()
+        if outcome is None:
+            return
+        if outcome_path is not None:
+            outcome.save(outcome_path)
+        if not quiet:
+            from memopt.cli.console import err
+            from memopt.reports.outcome import render_outcome
+
+            err().print(render_outcome(outcome))
+
+    call_after_import("torch", lambda: before_terminating(end))
+    session.install()
+    pid = os.getpid()
+    try:
+        code = runner.run(command)
+    except KeyboardInterrupt:
+        end()
+        runner.die_of(signal.SIGINT)
+    if os.getpid() == pid:
+        end()
+    return code

@@ -1,0 +1,217 @@
+"""`apply --verify N`: the script plain and enforced, in two processes with the same seeds, compared bit for bit.
+
+Each process writes one line an iteration: digests of the losses, gradients, parameters and buffers. The module is also the
+program of those processes: `python -c BOOTSTRAP plan plain|enforced N out`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memopt.errors import VerifyFailed
+from memopt.instrument.on_import import call_after_import
+from memopt.instrument.runner import Command, StopScript, run
+from memopt.plan import Plan, load_plan
+
+if TYPE_CHECKING:
+    import torch
+
+_BOOTSTRAP = "import sys; sys.path.insert(0, {root!r}); from memopt.enforcers.verify import child; sys.path.remove({root!r}); child()"
+
+
+def verify(plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> int:
+    """Compare `steps` iterations; their number. Raises `VerifyFailed` at the first difference."""
+    plain, code = _run("plain", plan_path, argv, steps, swap_dir)
+    enforced, enforced_code = _run("enforced", plan_path, argv, steps, swap_dir)
+    if not plain:
+        raise VerifyFailed("nothing could be compared", why=f"the plain run ended with exit code {code} before an iteration was over")
+    difference = _difference(plain, enforced)
+    if not difference and code != enforced_code:
+        difference = f"the plain run ended with exit code {code}, the enforced one with {enforced_code}"
+    if not difference:
+        return len(plain)
+    again, _ = _run("plain", plan_path, argv, steps, swap_dir)
+    if _difference(plain, again):
+        raise VerifyFailed(
+            "the runs differ, but so do two plain runs: the script does not repeat by itself",
+            why=_difference(plain, again),
+            try_="torch.use_deterministic_algorithms(True) and fixed seeds in the script",
+        )
+    raise VerifyFailed("the enforced run differs from the plain one", why=difference, try_="please report this plan and script: it is a bug")
+
+
+def _run(mode: str, plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> tuple[list[dict[str, Any]], int]:
+    root = str(Path(__file__).resolve().parent.parent)
+    package_root = str(Path(root).parent) if Path(root).name == "memopt" else root
+    with tempfile.TemporaryDirectory(prefix="memopt-verify-") as folder:
+        out = Path(folder) / "digests.jsonl"
+        words = [str(plan_path.absolute()), mode, str(steps), str(out), str(swap_dir.absolute()), *argv]
+        code = _BOOTSTRAP.format(root=package_root)
+        done = subprocess.run([sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL, check=False)
+        lines = out.read_text().splitlines() if out.exists() else []
+    return [json.loads(line) for line in lines], done.returncode
+
+
+def _difference(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> str:
+    for number, (left, right) in enumerate(zip(a, b, strict=False), 1):
+        for part in ("losses", "gradients", "parameters and buffers"):
+            if left[part] != right[part]:
+                names = [name for name in left[part] if left[part][name] != right[part].get(name)]
+                return f"iteration {number}: {part} differ, first {names[0] if names else 'in number'}"
+    if len(a) != len(b):
+        return f"{len(a)} iterations against {len(b)}"
+    return ""
+
+
+def child() -> None:
+    """One of the two runs."""
+    plan_path, mode, steps, out, swap_dir, *argv = sys.argv[1:]
+    plan = load_plan(Path(plan_path))
+    digests = _Digests(Path(out), int(steps))
+    if mode == "enforced":
+        from memopt.enforcers.session import ApplySession, Options
+
+        session = ApplySession(plan, Options(swap_dir=Path(swap_dir), measure=False), also=digests)
+        session.install()
+    else:
+        session = None
+        digests.install()
+    call_after_import("torch", _seed)
+    os.chdir(plan.script.cwd)
+    code = run(command_of(plan, argv))
+    if session is not None:
+        session.finished()
+    sys.exit(code)
+
+
+def command_of(plan: Plan, argv: list[str]) -> Command:
+    """The command that `plan` was made from, or the same script with other arguments."""
+    return Command(tuple(argv or plan.script.argv), plan.script.as_module)
+
+
+def _seed() -> None:
+    import random
+
+    import torch
+
+    random.seed(0)
+    torch.manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+
+
+class _Digests:
+    """A listener that writes digests of what the loop computes, and stops it after some iterations."""
+
+    def __init__(self, out: Path, steps: int) -> None:
+        self._file = out.open("w")
+        self._steps = steps
+        self._losses: dict[str, str] = {}
+        self._gradients: dict[str, str] = {}
+        self._step = 0
+        self._pid = os.getpid()
+
+    def install(self) -> None:
+        def watch() -> None:
+            from memopt.instrument.iterations import Iterations
+
+            Iterations(self).install()
+
+        call_after_import("torch", watch)
+
+    def iteration_ended(self, count: int, milliseconds: float) -> None:
+        if os.getpid() != self._pid:
+            return
+        line = {"losses": self._losses, "gradients": self._gradients or _gradients(), "parameters and buffers": _state()}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        self._losses, self._gradients, self._step = {}, {}, 0
+        if count >= self._steps:
+            raise StopScript(0)
+
+    def backward_begins(self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
+        for root in roots:
+            self._losses[f"loss {len(self._losses)}"] = digest(root)
+
+    def backward_ended(self) -> None:
+        return None
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                if parameter.grad is not None:
+                    name = f"{type(optimizer).__name__} step {self._step} parameter {position} of {len(self._gradients)}"
+                    self._gradients[name] = digest(parameter.grad)
+        self._step += 1
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+
+def _modules() -> list[tuple[str, torch.nn.Module]]:
+    import gc
+
+    import torch
+
+    found = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
+    children = {id(child) for module in found for child in module._modules.values() if child is not None}
+    roots = [module for module in found if id(module) not in children]
+    return [(f"{type(module).__name__}.{number}", module) for number, module in enumerate(roots)]
+
+
+def _state() -> dict[str, str]:
+    """Digests of every parameter and buffer of the modules that live."""
+    found = {}
+    for top, module in _modules():
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+            found[f"{top}.{name}"] = digest(tensor)
+    return _by_content(found)
+
+
+def _gradients() -> dict[str, str]:
+    found = {}
+    for top, module in _modules():
+        for name, parameter in module.named_parameters():
+            if parameter.grad is not None:
+                found[f"{top}.{name}"] = digest(parameter.grad)
+    return _by_content(found)
+
+
+def _by_content(found: dict[str, str]) -> dict[str, str]:
+    """The order in which the garbage collector lists modules may differ between processes; the names below them do not."""
+    counts: dict[str, int] = {}
+    named = {}
+    for name, content in sorted(found.items(), key=lambda item: (_short(item[0]), item[1])):
+        short = _short(name)
+        counts[short] = counts.get(short, 0) + 1
+        named[f"{short} ({counts[short]})" if counts[short] > 1 else short] = content
+    return named
+
+
+def _short(name: str) -> str:
+    top, _, rest = name.partition(".")
+    return f"{top}.{rest.partition('.')[2]}"
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Digest of shape, dtype and every bit of `tensor`."""
+    import torch
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with torch.no_grad(), _disable_current_modes():
+        plain = tensor.detach()
+        if plain.layout is not torch.strided:
+            plain = plain.to_dense()
+        if type(plain) is not torch.Tensor:
+            plain = plain.as_subclass(torch.Tensor)
+        whole = plain.resolve_conj().resolve_neg().contiguous().cpu()
+        data = whole.reshape(-1).view(torch.uint8).numpy().tobytes() if whole.numel() else b""
+    head = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.blake2b(head + data, digest_size=16).hexdigest()
