@@ -6,8 +6,8 @@ lies beside it. Order matters: the context first, then workspaces in a fresh thr
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -105,20 +105,21 @@ def measure(gpu: Gpu) -> HiddenRows:
 
 def _workspace(gpu: Gpu) -> _Row:
     """What a first product in a thread of its own leaves allocated once its result is gone."""
-    left: list[int] = []
 
-    def work() -> None:
+    def work() -> int:
         before_bytes = gpu.allocated_bytes()
         gpu.product()
-        left.append(gpu.allocated_bytes() - before_bytes)
+        return gpu.allocated_bytes() - before_bytes
 
-    thread = threading.Thread(target=work, name="memopt-calibrate")
-    thread.start()
-    thread.join()
-    if not left:
-        raise NotPossibleHere("the GPU could not be calibrated", why="a matrix product failed on it")
+    try:
+        with ThreadPoolExecutor(1, "memopt-calibrate") as fresh_thread:
+            left_bytes = fresh_thread.submit(work).result()
+    except RuntimeError as error:
+        raise NotPossibleHere(
+            "the GPU could not be calibrated", why=f"a matrix product failed on it: {error}"
+        ) from error
     return _Row(
-        "cublas_workspace", left[0], "bytes", "allocated", "thread", "first product in a fresh thread"
+        "cublas_workspace", left_bytes, "bytes", "allocated", "thread", "first product in a fresh thread"
     )
 
 
@@ -190,7 +191,6 @@ class CudaGpu:
         self.torch_version = str(torch.__version__)
         self.cuda_version = str(torch.version.cuda or torch.version.hip or "")
         self._handle = self._nvml_handle(str(getattr(properties, "uuid", "")))
-        torch.cuda.init()
         torch.cuda.synchronize()
         self._tensor = torch.ones(1, device="cuda")
         self._sizes = (2048, 2048)

@@ -92,10 +92,11 @@ def test_the_file_is_read_back_and_preferred(tmp_path: Path) -> None:
 def test_a_failing_product_is_told() -> None:
     class Broken(PlayedGpu):
         def product(self) -> None:
-            raise SystemExit
+            raise RuntimeError("CUDA error: no kernel image")
 
-    with pytest.raises(NotPossibleHere):
+    with pytest.raises(NotPossibleHere) as caught:
         measure(Broken())
+    assert "no kernel image" in caught.value.why
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
