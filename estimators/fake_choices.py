@@ -9,23 +9,28 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
-_LIBRARY = torch.library.Library("aten", "IMPL")
-_DONE: set[str] = set()
 
 
-def override(name: str, function: Callable[..., Any], key: str = "CompositeImplicitAutograd") -> None:
-    """Replace the kernel of `aten::name` in this process, for good."""
-    if (done := f"{name}/{key}") in _DONE:
-        return
-    _DONE.add(done)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _LIBRARY.impl(name, function, key, allow_override=True)
+class Overrides:
+    """Kernels replaced in the dispatcher until `close`."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+
+    def add(self, name: str, function: Callable[..., Any], key: str = "CompositeImplicitAutograd") -> None:
+        """Replace the kernel of `aten::name` for `key`."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._library.impl(name, function, key, allow_override=True)
+
+    def close(self) -> None:
+        """Put every kernel back."""
+        self._library._destroy()
 
 
-def plain_choices() -> None:
+def plain_choices(overrides: Overrides) -> None:
     """What any device does with plain tensors."""
-    override("linear", _linear)
+    overrides.add("linear", _linear)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

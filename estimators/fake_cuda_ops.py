@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake_record import FakeRecorder
+    from memopt.estimators.fake_choices import Overrides
 
 
-def cuda_choices(recorder: FakeRecorder) -> None:
+def cuda_choices(overrides: Overrides) -> None:
     """Flash and efficient attention, one-byte dropout masks, cuDNN batch norm."""

@@ -185,6 +185,20 @@ def _repeat_interleave(
     return (_new(recorder, [size], torch.int64),)
 
 
+def _pack(
+    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    """pack_padded_sequence: as long as the real lengths say; at full length when they are fake."""
+    values, lengths, batch_first = args
+    batch, longest = values.shape[0 if batch_first else 1], values.shape[1 if batch_first else 0]
+    if isinstance(lengths, FakeTensor):
+        guesser.note(user_line(), "every sequence was taken to have full length (an upper bound)")
+        lengths = torch.full((batch,), longest)
+    steps = torch.arange(int(lengths.max()))
+    sizes = (lengths.unsqueeze(0) > steps.unsqueeze(1)).sum(1)
+    return ((_new(recorder, [int(lengths.sum()), *values.shape[2:]], values.dtype), sizes),)
+
+
 def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
     """Indexing by a mask: the mask becomes one index tensor a dimension, as long as the mask has elements."""
     op = getattr(aten, name)
@@ -193,19 +207,18 @@ def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
         guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any] | None:
         indices = args[1]
-        masks = [
-            x is not None and x.dtype in (torch.bool, torch.uint8) and isinstance(x, FakeTensor)
-            for x in indices
-        ]
+        masks = [x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices]
         if not any(masks):
             return None
-        guesser.note(user_line(), "every element of a mask was taken to be selected (an upper bound)")
         wide: list[Any] = []
         for index, is_mask in zip(indices, masks, strict=True):
-            if is_mask:
+            if not is_mask:
+                wide.append(index)
+            elif isinstance(index, FakeTensor):
+                guesser.note(user_line(), "every element of a mask was taken to be selected (an upper bound)")
                 wide += [_new(recorder, [index.numel()], torch.int64) for _ in range(index.dim())]
             else:
-                wide.append(index)
+                wide += index.nonzero().unbind(1)
         return (op(args[0], wide, *args[2:], **kwargs),)
 
     return rule
@@ -222,6 +235,7 @@ _RULES: dict[Any, Callable[..., tuple[Any] | None]] = {
     aten.unique_dim.default: _unique_dim,
     aten.bincount.default: _bincount,
     aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten._pack_padded_sequence.default: _pack,
     aten.index.Tensor: _with_positions("index"),
     aten.index_put_.default: _with_positions("index_put_"),
     aten.index_put.default: _with_positions("index_put"),

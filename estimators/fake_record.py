@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memopt.estimators import fake_onednn  # noqa: F401  registers its formulas
-from memopt.estimators.fake_choices import plain_choices
+from memopt.estimators.fake_choices import Overrides, plain_choices
 from memopt.estimators.fake_cuda_ops import cuda_choices
 from memopt.estimators.fake_guess import Guesser
 from memopt.estimators.fake_hidden import hidden_bytes
@@ -89,9 +89,11 @@ class FakeRecorder(TorchDispatchMode):
 
         super().__enter__()
         try:
-            plain_choices()
+            overrides = Overrides()
+            self._stack.callback(overrides.close)
+            plain_choices(overrides)
             if self.target == "cuda":
-                cuda_choices(self)
+                cuda_choices(overrides)
             self._stack.enter_context(watching(self))
         except BaseException:
             super().__exit__(None, None, None)

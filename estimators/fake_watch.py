@@ -40,7 +40,7 @@ class Watch:
             node = torch._C._current_autograd_node()
             return self.node_paths.get(node._sequence_nr(), "") if node is not None else ""
         if self.paths and torch.is_grad_enabled():
-            self.node_paths[torch._C._autograd._get_sequence_nr() - 1] = self.paths[-1]
+            self.node_paths.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.paths[-1])
         return self.paths[-1] if self.paths else ""
 
     def _rephase(self) -> None:
