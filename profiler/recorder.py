@@ -6,6 +6,7 @@ Nothing that the script owns is kept alive by it: rows hold numbers, never tenso
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,7 +106,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._node_ops: dict[int, int] = {}
         """Autograd sequence number -> forward op."""
         self._named_nodes: set[int] = set()
-        self._naming: list[int] | None = None
         self._recording = True
         self.backward_calls = 0
         self.keep_graph = 0
@@ -311,42 +311,57 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def unpack(self, handle: Kept) -> Tensor:
         """The hook: the tensor of `handle`, and when it was asked for."""
         row = handle.row if isinstance(handle, Handle) and handle.owner is self else -1
-        if self._naming is not None:
-            self._naming.append(row)
-            return handle.tensor
         if self._recording and row >= 0:
             self._name_node()
             self.slots[row].unpacks.append(len(self.ops))
         return handle.get()
 
     def _name_node(self) -> None:
-        """Read every `_saved_*` attribute of the running node once, to learn which handle is which slot."""
+        """Look at what the running node saved, once, to learn which handle is which slot.
+
+        The raw slots are looked at, not their tensors: reading a tensor would call the unpack hook of whoever packed it, and
+        a second unpack inside non-reentrant `checkpoint` recomputes out of turn.
+        """
         node = torch._C._current_autograd_node()
         if node is None or node._sequence_nr() in self._named_nodes:
             return
         self._named_nodes.add(node._sequence_nr())
         found: dict[int, str] = {}
         attributes: dict[str, Any] = {}
-        for attribute in dir(node):
-            if not attribute.startswith("_saved_") and attribute != "saved_tensors":
+        names = dir(node)
+        for attribute in names:
+            if not attribute.startswith("_raw_saved_"):
                 continue
-            self._naming = []
-            try:
-                value = getattr(node, attribute)
-            except RuntimeError:
-                value = None
-            rows, self._naming = self._naming, None
-            name = attribute.removeprefix("_saved_")
+            rows = self._rows_of(node, attribute)
+            name = "saved_tensors" if "saved_tensors" in names else attribute.removeprefix("_raw_saved_")
             for place, row in enumerate(rows):
                 found.setdefault(row, name if len(rows) == 1 else f"{name}[{place}]")
-            if not rows and _is_simple(value):
-                attributes[name] = list(value) if isinstance(value, tuple) else value
+        for attribute in names:
+            if attribute.startswith("_saved_") and f"_raw{attribute}" not in names:
+                with contextlib.suppress(RuntimeError):
+                    value = getattr(node, attribute)
+                    if _is_simple(value):
+                        name = attribute.removeprefix("_saved_")
+                        attributes[name] = list(value) if isinstance(value, tuple) else value
         attributes["needs_input_grad"] = [edge[0] is not None for edge in node.next_functions]
         consumer = self._node_ops.get(node._sequence_nr(), -1)
         for row, name in found.items():
             if row >= 0:
                 slot = self.slots[row]
                 slot.node, slot.slot, slot.consumer, slot.attributes = node.name(), name, consumer, attributes
+
+    def _rows_of(self, node: Any, attribute: str) -> list[int]:
+        """Slots that we packed for the raw `attribute` of `node`; -1 for one that somebody else did."""
+        try:
+            raw = getattr(node, attribute)
+        except RuntimeError:
+            return []
+        packed = [item.data for item in (raw if isinstance(raw, tuple) else (raw,))]
+        return [
+            handle.row if isinstance(handle, Handle) and handle.owner is self else -1
+            for handle in packed
+            if handle is not None
+        ]
 
     def _poll(self, op: int) -> None:
         """Which saved storages does nobody but autograd hold any more, now that op `op` has ended?"""
