@@ -3,11 +3,14 @@
 Starts are the plans of the published strategies and greedy constructions (bytes above the target that go, a millisecond that
 is paid, with several exponents). Each is mended until it fits and pruned; then large-neighbourhood moves on the best until the
 time limit. Anytime: Ctrl-C keeps the best so far. Never worse than the strategies it starts from, since their plans
-are among the starts and are judged by the same simulator. No lower bound is claimed here.
+are among the starts and are judged by the same simulator. Optimal (under the simulator, for the options there are) only for
+problems small enough to try every combination; no bound on the step time is claimed.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections.abc import Iterator
 
@@ -18,6 +21,8 @@ from memopt.advisors.search import Plan, Search
 from memopt.advisors.sublinear import sublinear_plans
 
 TIME_LIMIT_S = 8.0
+_ALL = 1024
+"""Problems with at most this many combinations of options are searched completely."""
 _STALLED = 160
 """Moves without an improvement after which the search ends early."""
 
@@ -46,6 +51,12 @@ class Auto:
 
     def _improving(self, search: Search, best: Plan) -> Iterator[Plan]:
         """Better and better plans."""
+        if math.prod(1 + len(c.options) for c in search.problem.candidates.values()) <= _ALL:
+            for plan in every_plan(search):
+                if search.better(plan, best):
+                    best = plan
+                    yield best
+            return
         for decisions in starts(search):
             plan = search.judge(decisions)
             if search.better(plan, best):
@@ -66,6 +77,14 @@ class Auto:
             plan = search.exchange(best)
             if search.better(plan, best):
                 yield plan
+
+
+def every_plan(search: Search) -> Iterator[Plan]:
+    """All combinations of options: only for a handful of candidates, where the best of them is the optimum."""
+    candidates = list(search.problem.candidates.values())
+    for options in itertools.product(*((None, *c.options) for c in candidates)):
+        pairs = zip(candidates, options, strict=True)
+        yield search.judge({c.storage: option for c, option in pairs if option is not None})
 
 
 def starts(search: Search) -> Iterator[Decisions]:

@@ -22,12 +22,9 @@ def infeasible(problem: Problem, decisions: Decisions, who: str = "") -> BudgetI
     try_ = f"a budget of at least {format_bytes(needed)}, or a smaller batch"
     if len(problem.allow) < 4:
         try_ += ", or fewer kinds of action denied"
-    return BudgetInfeasible(
-        problem.budget_bytes,
-        peak,
-        ((f"this is the best that {who} finds",) if who else ()) + blockers,
-        try_=try_,
-    )
+    found_by = (f"this is the best that {who} finds",) if who else ()
+    floor = (f"no plan can go below {format_bytes(problem.floor_bytes)}",)
+    return BudgetInfeasible(problem.budget_bytes, peak, found_by + blockers + floor, try_=try_)
 
 
 def peak_blockers(problem: Problem, decisions: Decisions, timeline: Timeline) -> tuple[str, ...]:

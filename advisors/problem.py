@@ -141,6 +141,15 @@ class Problem:
             chosen.append(candidate)
         return {c.storage: c for c in sorted(chosen, key=lambda c: (c.saved.packed_op, c.storage))}
 
+    @cached_property
+    def floor_bytes(self) -> int:
+        """No plan goes below: the most that is there at some op when everything that may be away then is away for nothing."""
+        low = self.plain.high_bytes.copy()
+        for candidate in self.candidates.values():
+            least = min(option.encoded_bytes for option in candidate.options)
+            low[candidate.away] -= candidate.saved.size_bytes - least
+        return int(low.max(initial=0))
+
     def _candidate(self, saved: Saved) -> Candidate | None:
         if not _may_act_on(self.view, saved):
             return None

@@ -43,8 +43,8 @@ class _State:
     kept: list[int] = field(default_factory=list)
     """Storages that could not be made again and stay."""
     recorded: set[int] = field(default_factory=set)
-    pinned: dict[int, int] = field(default_factory=dict)
-    """Source storage -> op until which some record holds it."""
+    sources: list[tuple[int, int]] = field(default_factory=list)
+    """(value that a replay reads, op until which its record lives)."""
     staging_ms: float = 0.0
     """Part of `added_ms`: copies that the compute lane has to make for the disk tier."""
 
@@ -85,6 +85,7 @@ class Simulator:
         asked.sort(key=lambda saved: saved.first_use)
         for saved in asked:
             self._recompute(state, saved, decisions)
+        self._pin(state)
         return state
 
     def _compress(self, state: _State, saved: Saved, decision: Decision) -> None:
@@ -180,7 +181,7 @@ class Simulator:
             self._away(state, saved, use)
         state.made_bytes[use] = already + sum(saved.size_bytes for saved in stays)
         state.added_ms[use] += sum(view.op_ms[op] + REPLAY_MS for op in chain.ops)
-        self._pin(state, chain, target)
+        self._record(state, chain, target)
 
     def _waits(self, state: _State, storage: int, value: int, use: int, decisions: Mapping[int, Decision]) -> Saved | None:
         """The recomputed storage that this value is, if somebody will still ask for it."""
@@ -190,21 +191,27 @@ class Simulator:
         saved = self.view.saved[storage]
         return saved if saved.value == value and use <= saved.last_use < self.view.n and use > saved.gone_after else None
 
-    def _pin(self, state: _State, chain: Chain, target: Saved) -> None:
-        """Records hold their sources until the target's consumers let go of the record."""
-        view, until = self.view, target.release
-        for value in chain.sources:
-            storage = view.value_storage[value]
-            held_until = state.pinned.get(storage, int(view.death[storage]))
-            if held_until < until:
-                state.change[held_until + 1] += int(view.size[storage])
-                state.change[until + 1] -= int(view.size[storage])
-                state.pinned[storage] = until
+    def _record(self, state: _State, chain: Chain, target: Saved) -> None:
+        """Records live until the target's consumers let go of them, and hold sources and generator states."""
+        until = target.release
+        state.sources.extend((value, until) for value in chain.sources)
         for op in chain.ops:
-            if op not in state.recorded and view.random[op]:
-                state.change[op + 1] += view.record_bytes(op)
-                state.change[until + 1] -= view.record_bytes(op)
+            if op not in state.recorded and self.view.random[op]:
+                state.change[op + 1] += self.view.record_bytes(op)
+                state.change[until + 1] -= self.view.record_bytes(op)
         state.recorded.update(chain.ops)
+
+    def _pin(self, state: _State) -> None:
+        """A source whose own op is not recorded is held by the records that read it, once for all of them."""
+        view = self.view
+        held: dict[int, int] = {}
+        for value, until in state.sources:
+            if view.value_producer[value] not in state.recorded:
+                storage = view.value_storage[value]
+                held[storage] = max(until, held.get(storage, int(view.death[storage])))
+        for storage, until in held.items():
+            state.change[int(view.death[storage]) + 1] += int(view.size[storage])
+            state.change[until + 1] -= int(view.size[storage])
 
     # --- swaps, and the sum of it all
 

@@ -1,8 +1,9 @@
 """Iteration boundaries of an unmodified training loop, found from outside.
 
-An iteration is the span between two consecutive steps of the first optimizer that steps: gradient accumulation, GANs with
-several optimizers and evaluation between steps come out right. Where no optimizer object exists (`p.data.add_`), the end of
-each backward call is the boundary.
+An iteration is the span between two consecutive steps of one optimizer: the one that steps last in the script's first round,
+since a graph that two optimizers share (a GAN's generator) then lives inside one iteration. Gradient accumulation, several
+optimizers and evaluation between steps come out right. Where no optimizer object exists (`p.data.add_`), the end of each
+backward call is the boundary.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ class Iterations:
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
-        self._first: weakref.ref[torch.optim.Optimizer] | None = None
+        self._chosen: weakref.ref[torch.optim.Optimizer] | None = None
+        """The optimizer whose steps end iterations."""
+        self._rounds = 0
+        """Iterations that it has ended."""
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._pid = os.getpid()
         self._thread = threading.get_ident()
         self._began_ns = 0
@@ -106,7 +111,7 @@ class Iterations:
         if self._depth > 0:
             return
         self._listener.backward_ended()
-        if self._first is not None or self._steps_open:
+        if self._chosen is not None or self._steps_open:
             return
         self._backwards += 1
         if self.boundary == "" and (self._backwards >= _MOST_BACKWARDS_A_STEP or not _optimizer_exists()):
@@ -125,12 +130,15 @@ class Iterations:
             return
         self._steps_open = max(0, self._steps_open - 1)
         self._listener.step_ended(optimizer)
-        first = self._first() if self._first is not None else None
-        if first is None:
-            self._first = weakref.ref(optimizer)
+        chosen = self._chosen() if self._chosen is not None else None
+        is_new = optimizer not in self._stepped
+        self._stepped.add(optimizer)
+        if chosen is None or (is_new and self._rounds < 2):
+            self._chosen = weakref.ref(optimizer)
             self.boundary = "optimizer"
-            first = optimizer
-        if first is optimizer and self._steps_open == 0:
+            chosen, self._rounds = optimizer, 0
+        if chosen is optimizer and self._steps_open == 0:
+            self._rounds += 1
             self._end_iteration()
 
     def _end_iteration(self) -> None:

@@ -1,0 +1,204 @@
+"""`memopt advise` and `memopt strategies`: files, exit codes, what goes to which stream."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt.cli.main import run
+from memopt.device import Device
+from memopt.plan import load_plan
+from memopt.trace import Trace
+from tests.layers_trace import Layer, build, chain
+
+
+@pytest.fixture
+def trace() -> Trace:
+    return build(chain([4000] * 10, [1, 5] * 5))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trace: Trace) -> Path:
+    monkeypatch.chdir(tmp_path)
+    trace.save(tmp_path / "memopt-train.profile.json.gz")
+    return tmp_path
+
+
+def advise(*args: str) -> int:
+    return run(["advise", "--time-limit", "1", *args])
+
+
+def test_the_plan_is_written_and_the_next_command_said(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert advise("memopt-train.profile.json.gz", "--budget", "70%") == 0
+    said = capsys.readouterr()
+    assert "Peak" in said.out
+    assert "Biggest actions" in said.out
+    assert said.err.splitlines() == [
+        "memopt: wrote memopt-train.plan.json",
+        "memopt: next: memopt apply memopt-train.plan.json",
+    ]
+    plan = load_plan(folder / "memopt-train.plan.json")
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+    assert plan.profile == "memopt-train.profile.json.gz"
+
+
+def test_the_newest_profile_is_taken_and_named(
+    folder: Path, trace: Trace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.utime(folder / "memopt-train.profile.json.gz", (1, 1))
+    trace.save(folder / "memopt-new.profile.json.gz")
+    assert advise("--budget", "70%", "-o", "x.json") == 0
+    assert "memopt: using memopt-new.profile.json.gz, the newest profile here" in capsys.readouterr().err
+    assert (folder / "x.json").exists()
+
+
+def test_no_profile_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert advise("--budget", "70%") == 2
+    assert "no profile" in capsys.readouterr().err
+
+
+def test_nothing_is_overwritten_unasked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "memopt-train.plan.json").write_text("mine")
+    assert advise("--budget", "70%") == 2
+    assert (folder / "memopt-train.plan.json").read_text() == "mine"
+    assert "--force" in capsys.readouterr().err
+    assert advise("--budget", "70%", "-f") == 0
+    load_plan(folder / "memopt-train.plan.json")
+
+
+def test_json_is_all_that_is_on_stdout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert advise("--budget", "70%", "--json", "--explain", "Net.3") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["kind"] == "plan"
+    assert figures["plan"] == "memopt-train.plan.json"
+    assert figures["predicted_peak_bytes"] <= figures["budget_bytes"]
+    options = {each["what"]: each for each in figures["explanation"]["alternatives"]}
+    assert set(options) == {"keep", "recompute"}
+    assert sum(each["chosen"] for each in options.values()) == 1
+
+
+def test_a_budget_that_cannot_be_met(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert advise("--budget", "1KB") == 3
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "cannot be met: the smallest peak found is" in said.err
+    assert "try: a budget of at least" in said.err
+    assert not (folder / "memopt-train.plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (), ("--budget", "0"), ("--budget", "-5"), ("--budget", "abc"), ("--budget", "1KB", "--pareto"),
+        ("--budget", "70%", "--strategy", "best"), ("--budget", "70%", "--allow", "magic"),
+        ("--budget", "70%", "--allow", "lossy"), ("--max-overhead", "ten"), ("--max-overhead", "-1%"),
+        ("--budget", "70%", "--out-gbps", "3"), ("--budget", "70%", "--explain", "no such tensor"),
+        ("--pareto", "--strategy", "auto", "--strategy", "sublinear"), ("--budget", "70%", "--time-limit", "0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant(
+    folder: Path, args: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["advise", *args]) == 2
+    assert capsys.readouterr().out == ""
+    assert list(folder.glob("*.plan.json")) == []
+
+
+def test_strategies_are_compared_and_the_best_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = (
+        "--budget",
+        "70%",
+        "--strategy",
+        "sublinear",
+        "--strategy",
+        "auto",
+        "--strategy",
+        "capuchin",
+        "--json",
+    )
+    assert advise(*args) == 0
+    figures = json.loads(capsys.readouterr().out)
+    rows = {row["strategy"]: row for row in figures["strategies"]}
+    assert list(rows) == ["sublinear", "auto", "capuchin"]
+    steps = [row["predicted_step_ms"] for row in rows.values() if row["feasible"]]
+    assert figures["predicted_step_ms"] == min(steps) == rows["auto"]["predicted_step_ms"]
+
+
+def test_the_comparison_is_a_table(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert advise("--budget", "70%", "--strategy", "sublinear", "--strategy", "auto") == 0
+    out = capsys.readouterr().out
+    assert "overhead" in out
+    assert "sublinear" in out
+
+
+def test_denied_kinds_are_not_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert advise("--budget", "70%", "--deny", "recompute") == 3
+    assert "fewer kinds of action denied" in capsys.readouterr().err
+
+
+def test_the_overhead_can_be_the_budget(folder: Path, trace: Trace) -> None:
+    assert advise("--max-overhead", "10%") == 0
+    plan = load_plan(folder / "memopt-train.plan.json")
+    assert plan.predicted_step_ms <= 1.1 * trace.step_ms
+    assert plan.predicted_peak_bytes < trace.peak_bytes
+    assert advise("--max-overhead", "40%", "-o", "more.json") == 0
+    assert load_plan(folder / "more.json").predicted_peak_bytes < plan.predicted_peak_bytes
+
+
+def test_the_curve(folder: Path, capsys: pytest.CaptureFixture[str], trace: Trace) -> None:
+    assert run(["advise", "--time-limit", "0.3", "--pareto", "--json"]) == 0
+    figures: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert json.loads((folder / "memopt-train.pareto.json").read_text()) == figures
+    met = [point for point in figures["points"] if point["feasible"]]
+    assert len(met) >= 3
+    assert all(point["predicted_peak_bytes"] <= point["budget_bytes"] for point in met)
+    assert met[-1]["predicted_peak_bytes"] < met[0]["predicted_peak_bytes"] < trace.peak_bytes
+    assert run(["advise", "--time-limit", "0.3", "--pareto", "-f"]) == 0
+    assert "Peak against step time" in capsys.readouterr().out
+
+
+def test_explain_says_what_stands_against_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    layers = [Layer(8000, replayable=False), *chain([4000] * 8)[1:]]
+    build(layers, device=Device(kind="cpu")).save(tmp_path / "a.profile.json.gz")
+    assert advise("--budget", "80%", "--explain", "Net.0", "-o", "a.json") == 0
+    out = capsys.readouterr().out
+    assert "It is too small to matter, or nothing that is allowed can be done with it." in out
+    assert advise("--budget", "80%", "--explain", "Net.weight", "-o", "b.json") == 0
+    assert "only tensors that autograd saves" in capsys.readouterr().out
+
+
+def test_a_budget_above_the_peak_writes_an_empty_plan(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert advise("--budget", "200%") == 0
+    assert load_plan(folder / "memopt-train.plan.json").actions == []
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_partial_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build(chain([400] * 3), partial="the script raised").save(tmp_path / "p.profile.json.gz")
+    assert advise(str(tmp_path / "p.profile.json.gz"), "--budget", "70%", "-o", str(tmp_path / "x.json")) == 1
+    assert "the script raised" in capsys.readouterr().err
+
+
+def test_strategies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["strategies"]) == 0
+    assert "capuchin" in capsys.readouterr().out
+    assert run(["strategies", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["strategies"]
+    assert {"auto", "sublinear", "capuchin"} <= {row["name"] for row in rows if row["plans"] == "profiles"}
+    assert all(row["paper"] and row["needs"] and row["allows"] for row in rows if row["plans"] == "profiles")
