@@ -139,6 +139,10 @@ def test_conv_workspace_is_the_copies_to_nhwc() -> None:
     assert own.high_bytes == 0
     turing = hidden("t4").conv_workspace(**shape, channels_last=False, depthwise=False)  # type: ignore[arg-type]
     assert turing.size_bytes == MIB
+    consumer = hidden("rtx-3060-12gb")
+    assert consumer.conv_workspace(**shape, channels_last=False, depthwise=False).size_bytes == MIB  # type: ignore[arg-type]
+    half = shape | {"dtype": "float16"}
+    assert consumer.conv_workspace(**half, channels_last=False, depthwise=False).size_bytes == 100 * MIB  # type: ignore[arg-type]
     exact = ampere.conv_workspace(**shape, channels_last=False, depthwise=False, allow_tf32=False)  # type: ignore[arg-type]
     assert exact.size_bytes == MIB
 
