@@ -19,6 +19,7 @@ from memopt.estimators.onnx_interpret import Env, Run
 from memopt.estimators.onnx_lower import fix_dims, lower, without_dead
 from memopt.estimators.onnx_match import match
 from memopt.estimators.onnx_parameters import pack, parameters, twins
+from memopt.estimators.onnx_registry import Malformed
 from memopt.estimators.onnx_training import Plan, check_choices, choose_loss, fold, known_values, main_type, record
 from memopt.estimators.recording import Recording
 from memopt.units import format_bytes
@@ -77,6 +78,8 @@ def plan_training(
 def _folded(path: Path, model: Model, graph: Graph, trained: Mapping[str, Weight], notes: list[str]) -> tuple[Env, Run]:
     try:
         return fold(model, graph, trained)
+    except Malformed as wrong:
+        raise BadFile(f"{path} cannot be interpreted", why=str(wrong), try_=f"python -m onnx.checker {path}") from wrong
     except BadFile as error:
         why = "; ".join([error.why, *notes])
         raise BadFile(f"{path}: {error.what}", why=why, try_=error.try_ or f"python -m onnx.checker {path}") from error
@@ -102,8 +105,6 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 def _remarks(graph: Graph, trained: Mapping[str, Weight], run: Run) -> list[str]:
     said = []
-    if not trained:
-        said.append("no trainable weight was found: only activations are counted")
     for table, head in twins(graph, trained):
         size = format_bytes(trained[head].elements * 4)
         said.append(f"'{table}' and '{head}' are counted as two weights; if the script ties them, {size} of fp32 weight is one too many")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from memopt.estimators.onnx_graph import Node, Weight
 
 Inferred = list[tuple[tuple[int, ...], int]]
+Make = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
 def infer_outputs(node: Node, inputs: list[Any], known: list[Tensor | None], opset: int) -> Inferred | None:
@@ -63,8 +65,8 @@ class _Opaque(torch.autograd.Function):
     """Keeps all its inputs and outputs for backward, and gives every input a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, made: list[tuple[tuple[int, ...], torch.dtype]], *inputs: Tensor) -> tuple[Tensor, ...]:
-        outputs = tuple(torch.empty(shape, dtype=kind) for shape, kind in made)
+    def forward(ctx: Any, make: Make, made: list[tuple[tuple[int, ...], torch.dtype]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        outputs = tuple(make(shape, kind) for shape, kind in made)
         ctx.save_for_backward(*inputs, *outputs)
         ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
         ctx.count = len(inputs)
@@ -73,12 +75,12 @@ class _Opaque(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         inputs = ctx.saved_tensors[: ctx.count]
-        needs = ctx.needs_input_grad[1:]
-        return None, *(torch.empty_like(t) if n else None for t, n in zip(inputs, needs, strict=True))
+        needs = ctx.needs_input_grad[2:]
+        return None, None, *(torch.empty_like(t) if n else None for t, n in zip(inputs, needs, strict=True))
 
 
-def opaque(made: list[tuple[tuple[int, ...], torch.dtype]], inputs: list[Any]) -> tuple[Tensor, ...]:
-    """Outputs of the given shapes, tied to `inputs` in autograd's graph."""
+def opaque(made: list[tuple[tuple[int, ...], torch.dtype]], inputs: list[Any], make: Make) -> tuple[Tensor, ...]:
+    """Outputs of the given shapes from `make`, tied to `inputs` in autograd's graph."""
     tensors = [t for v in inputs for t in (v if isinstance(v, list) else [v]) if isinstance(t, Tensor)]
-    outputs: tuple[Tensor, ...] = _Opaque.apply(made, *tensors)  # type: ignore[no-untyped-call]
+    outputs: tuple[Tensor, ...] = _Opaque.apply(make, made, *tensors)  # type: ignore[no-untyped-call]
     return outputs

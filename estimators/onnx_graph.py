@@ -145,19 +145,28 @@ def _model(proto: Any) -> Model:
     opset = opsets.get("", 0 if not opsets else 18)
     if not 1 <= opset <= 1000:
         raise _Wrong(f"it imports opset {opset} of the ONNX operators")
-    functions = {(_domain(f.domain), f.name): _function(f, opset) for f in proto.functions}
-    return Model(_graph(proto.graph, 0), opset, proto.producer_name.lower(), functions)
+    functions = {(_domain(f.domain), _text(f.name)): _function(f, opset) for f in proto.functions}
+    return Model(_graph(proto.graph, 0), opset, _text(proto.producer_name).lower(), functions)
 
 
-def _domain(domain: str) -> str:
-    return "" if domain == "ai.onnx" else domain
+def _domain(domain: Any) -> str:
+    return "" if domain == "ai.onnx" else _text(domain)
+
+
+def _text(value: Any) -> str:
+    """A string field; protobuf hands over bytes when it is no UTF-8."""
+    return value if isinstance(value, str) else bytes(value).decode("utf-8", "backslashreplace")
+
+
+def _texts(values: Any) -> tuple[str, ...]:
+    return tuple(_text(v) for v in values)
 
 
 def _function(proto: Any, opset: int) -> Function:
     own = {_domain(o.domain): o.version for o in proto.opset_import}
-    defaults = {a.name: _attribute(a, 0) for a in proto.attribute_proto}
+    defaults = {_text(a.name): _attribute(a, 0) for a in proto.attribute_proto}
     nodes = tuple(_node(n, 0) for n in proto.node)
-    return Function(tuple(proto.input), tuple(proto.output), nodes, own.get("", opset), defaults)
+    return Function(_texts(proto.input), _texts(proto.output), nodes, own.get("", opset), defaults)
 
 
 def _graph(proto: Any, depth: int) -> Graph:
@@ -165,52 +174,55 @@ def _graph(proto: Any, depth: int) -> Graph:
         raise _Wrong("graphs are nested more than 16 deep")
     weights: dict[str, Weight] = {}
     for tensor in proto.initializer:
-        if tensor.name in weights:
-            raise _Wrong(f"two initialisers are named '{tensor.name}'")
-        weights[tensor.name] = _weight(tensor)
+        name = _text(tensor.name)
+        if name in weights:
+            raise _Wrong(f"two initialisers are named '{name}'")
+        weights[name] = _weight(tensor)
     for sparse in proto.sparse_initializer:
-        name = sparse.values.name
+        name = _text(sparse.values.name)
         weights[name] = Weight(name, sparse.values.data_type, _dims(sparse.dims, name))
-    declared = {v.name: _port(v) for v in (*proto.input, *proto.value_info, *proto.output)}
+    ports = [_port(v) for v in (*proto.input, *proto.value_info, *proto.output)]
+    declared = {p.name: p for p in ports}
+    inputs = [declared[_text(v.name)] for v in proto.input]
     return Graph(
-        name=proto.name,
+        name=_text(proto.name),
         nodes=tuple(_node(n, depth) for n in proto.node),
-        inputs=tuple(declared[v.name] for v in proto.input if v.name not in weights),
-        outputs=tuple(v.name for v in proto.output),
+        inputs=tuple(p for p in inputs if p.name not in weights),
+        outputs=_texts(v.name for v in proto.output),
         weights=weights,
         declared=declared,
     )
 
 
 def _port(proto: Any) -> Port:
-    kind = proto.type.WhichOneof("value")
+    kind, name = proto.type.WhichOneof("value"), _text(proto.name)
     if kind != "tensor_type":
-        return Port(proto.name, 0, None, is_tensor=kind is None)
+        return Port(name, 0, None, is_tensor=kind is None)
     tensor = proto.type.tensor_type
     if not tensor.HasField("shape"):
-        return Port(proto.name, tensor.elem_type, None)
+        return Port(name, tensor.elem_type, None)
     dims: list[Dim] = []
     for dim in tensor.shape.dim:
         if dim.WhichOneof("value") == "dim_value":
             if dim.dim_value < 0:
-                raise _Wrong(f"'{proto.name}' has a dimension of {dim.dim_value}")
+                raise _Wrong(f"'{name}' has a dimension of {dim.dim_value}")
             dims.append(dim.dim_value)
         else:
-            dims.append(dim.dim_param or None)
+            dims.append(_text(dim.dim_param) or None)
     known = [d for d in dims if isinstance(d, int)]
-    _dims(known, proto.name)
-    return Port(proto.name, tensor.elem_type, tuple(dims))
+    _dims(known, name)
+    return Port(name, tensor.elem_type, tuple(dims))
 
 
 def _node(proto: Any, depth: int) -> Node:
-    attributes = {a.name: _attribute(a, depth) for a in proto.attribute}
+    attributes = {_text(a.name): _attribute(a, depth) for a in proto.attribute}
     return Node(
-        proto.op_type,
+        _text(proto.op_type),
         _domain(proto.domain),
-        tuple(proto.input),
-        tuple(proto.output),
+        _texts(proto.input),
+        _texts(proto.output),
         attributes,
-        proto.name,
+        _text(proto.name),
         _scope(proto),
     )
 
@@ -219,15 +231,15 @@ def _scope(proto: Any) -> str:
     """`layer1.0.conv1` from torch.onnx's metadata (dynamo) or from the node's name (`/layer1/layer1.0/conv1/Conv`)."""
     for entry in proto.metadata_props:
         if entry.key == "pkg.torch.onnx.name_scopes":
-            quoted: list[str] = re.findall(r"'([^']*)'", entry.value)
+            quoted: list[str] = re.findall(r"'([^']*)'", _text(entry.value))
             return quoted[-2] if len(quoted) > 1 else ""
-    parts = proto.name.strip("/").split("/")[:-1]
+    parts = _text(proto.name).strip("/").split("/")[:-1]
     return next((p for p in reversed(parts) if p), "")
 
 
 def _attribute(proto: Any, depth: int) -> Any:
     if proto.ref_attr_name:
-        return Reference(proto.ref_attr_name)
+        return Reference(_text(proto.ref_attr_name))
     match proto.type:
         case 1:
             return proto.f
@@ -249,13 +261,17 @@ def _attribute(proto: Any, depth: int) -> Any:
             return tuple(_graph(g, depth + 1) for g in proto.graphs)
         case 11:
             values = proto.sparse_tensor.values
-            return Weight(proto.name, values.data_type, _dims(proto.sparse_tensor.dims, proto.name))
+            name = _text(proto.name)
+            return Weight(name, values.data_type, _dims(proto.sparse_tensor.dims, name))
     return None
 
 
 def _weight(proto: Any) -> Weight:
-    dims = _dims(proto.dims, proto.name)
-    return Weight(proto.name, proto.data_type, dims, _values(proto, dims))
+    name = _text(proto.name)
+    dims = _dims(proto.dims, name)
+    if not 1 <= proto.data_type <= 63:
+        raise _Wrong(f"tensor '{name}' has no element type")
+    return Weight(name, proto.data_type, dims, _values(proto, dims))
 
 
 def _values(proto: Any, dims: tuple[int, ...]) -> Array | None:
@@ -272,7 +288,7 @@ def _values(proto: Any, dims: tuple[int, ...]) -> Array | None:
             return None
         return np.asarray(numpy_helper.to_array(proto))
     except (ValueError, TypeError, KeyError) as error:
-        raise _Wrong(f"the data of tensor '{proto.name}' do not fill its dims {list(dims)}") from error
+        raise _Wrong(f"the data of tensor '{_text(proto.name)}' do not fill its dims {list(dims)}") from error
 
 
 def _dims(dims: Any, name: str) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from memopt.estimators.onnx_wire import SMALL_BYTES
 ROOMS = (onnx_ops_control, onnx_ops_math, onnx_ops_nn, onnx_ops_sequence, onnx_ops_shape)
 """The modules whose import fills the registry."""
 
-MOST_STEPS = 200_000
+MOST_STEPS = 60_000
 """Node executions of one pass; a loop that wants more is refused."""
 
 DTYPES = {
@@ -79,6 +79,7 @@ class Run:
         self.steps = 0
         self.entering: Callable[[str], None] | None = None
         """Told the module that each node comes from."""
+        self.make: Callable[[tuple[int, ...], torch.dtype], Tensor] = self._empty
         self._guard = FakeTensorMode(allow_non_fake_inputs=True)
 
     # for operators
@@ -114,10 +115,14 @@ class Run:
                     return made.to(DTYPES[weight.kind]).reshape(weight.dims)
             except (TypeError, KeyError, ValueError, RuntimeError):
                 pass
-        with self.fake_mode:
-            return torch.empty(weight.dims, dtype=self.dtype(weight.kind) if weight.kind != 8 else torch.uint8)
+        kind = DTYPES.get(weight.kind, torch.uint8)
+        return self.make(weight.dims, self.cast if kind == self.main and not self.exact else kind)
 
     # running
+
+    def _empty(self, shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        with self.fake_mode:
+            return torch.empty(shape, dtype=kind)
 
     def graph(self, graph: Graph, outer: Env, inputs: Mapping[str, Any], *, done: Mapping[str, Any] | None = None) -> list[Any]:
         """The outputs of `graph`. `outer` is what it can see around it, `done` what need not be computed again."""
@@ -182,7 +187,7 @@ class Run:
 
     def _opaque(self, node: Node, inputs: list[Any], known: list[Tensor | None], graph: Graph) -> Any:
         found = infer_outputs(node, inputs, known, self.opset) or self._declared(node, inputs, graph)
-        made = opaque([(shape, self.dtype(kind)) for shape, kind in found], inputs)
+        made = opaque([(shape, self.dtype(kind)) for shape, kind in found], inputs, self.make)
         return made[0] if len(made) == 1 else made
 
     def _declared(self, node: Node, inputs: list[Any], graph: Graph) -> list[tuple[tuple[int, ...], int]]:

@@ -19,30 +19,48 @@ MOST_DIM = 2**31 - 1
 
 def lower(model: Model) -> Graph:
     """The model's graph without calls of local functions and without Constant nodes."""
+    _check_size(model)
     inliner = _Inliner(model.functions)
     nodes = inliner.inline(model.graph.nodes, {}, {})
     graph = dataclasses.replace(model.graph, nodes=tuple(nodes))
     return without_dead(hoist_constants(graph))
 
 
+def _check_size(model: Model) -> None:
+    """Functions that call functions can double at every level: count before anything is written out."""
+    sizes: dict[tuple[str, str], int] = {}
+
+    def size(nodes: Iterable[Node]) -> int:
+        total = 0
+        for node in nodes:
+            key = (node.domain, node.op)
+            if key in model.functions and key not in sizes:
+                sizes[key] = size(model.functions[key].nodes)
+            total += sizes.get(key, 1) + sum(size(g.nodes) for g in subgraphs(node))
+        return total
+
+    written = size(model.graph.nodes)
+    if written > MOST_NODES:
+        raise BadFile(f"the model writes itself out to {written} nodes", why=f"its functions call each other; {MOST_NODES} is the most")
+
+
 class _Inliner:
     def __init__(self, functions: Mapping[tuple[str, str], Function]) -> None:
         self.functions = functions
         self.calls = 0
-        self.written = 0
 
     def inline(self, nodes: Iterable[Node], names: Mapping[str, str], given: Mapping[str, Any]) -> list[Node]:
         out: list[Node] = []
         for node in nodes:
-            node = self._renamed(node, names, given)
+            if names or given:
+                node = self._renamed(node, names, given)
+            elif any(True for _ in subgraphs(node)):
+                node = self._renamed(node, names, given)
             function = self.functions.get((node.domain, node.op))
             if function is not None:
                 out += self._body(node, function)
-                continue
-            self.written += 1
-            if self.written > MOST_NODES:
-                raise BadFile(f"the model writes itself out to more than {MOST_NODES} nodes", why="its functions call each other")
-            out.append(node)
+            else:
+                out.append(node)
         return out
 
     def _body(self, call: Node, function: Function) -> list[Node]:

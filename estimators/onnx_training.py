@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,11 +67,23 @@ def main_type(trained: Mapping[str, Weight]) -> torch.dtype:
     return sizes.most_common(1)[0][0] if sizes else torch.float32
 
 
+@contextmanager
+def without_torch_logs() -> Iterator[None]:
+    """Torch logs a traceback for every shape that does not fit; what does not fit is told in our own words."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    silent = logging.Filter("nobody")
+    logger.addFilter(silent)
+    try:
+        yield
+    finally:
+        logger.removeFilter(silent)
+
+
 def fold(model: Model, graph: Graph, trained: Mapping[str, Weight]) -> tuple[Env, Run]:
     """Every value of `graph` by name, known ones real and the others fake, without recording anything."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     run = Run(model.opset, mode, main=main_type(trained))
-    with torch.no_grad(), mode:
+    with without_torch_logs(), torch.no_grad(), mode:
         env: Env = {p.name: torch.empty(_whole(p.dims), dtype=_input_type(p.kind)) for p in graph.inputs}
         for name, weight in graph.weights.items():
             if name in trained:
@@ -142,6 +155,8 @@ def make_optimizer(name: str, target: Target) -> Callable[[list[Any]], torch.opt
 def record(plan: Plan, *, optimizer: str, dtype: str, target: Target, steps: int = 3) -> Recording:
     """The recording of `steps` training steps of `plan`."""
     made = make_optimizer(optimizer, target)
+    if not plan.trained:
+        raise UsageError("the model has nothing to train", why="none of its floating-point weights is used as one (or they are inputs)")
 
     def build(recorder: FakeRecorder) -> tuple[Callable[[], Tensor], list[Tensor]]:
         step = _Step(plan, recorder, dtype, target)
@@ -158,6 +173,7 @@ class _Step:
         self.plan, self.recorder, self.target = plan, recorder, target
         self.run = Run(plan.opset, recorder.fake_mode, main=plan.main, cast=cast)
         self.run.entering = self._entering
+        self.run.make = lambda shape, kind: recorder.fake(shape, kind, category="")
         self.autocast = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}.get(dtype)
         self.parameters: dict[str, Tensor] = {}
         self.given: Env = {}
@@ -193,6 +209,8 @@ class _Step:
                 )
                 self._entering("")
                 loss = take_loss(self.plan.loss, outputs, self._labels(outputs))
+        if not loss.requires_grad:
+            raise UsageError("the model's floating-point output does not depend on any trained weight", try_="--loss mean")
         return loss
 
     def _labels(self, outputs: list[Any]) -> Tensor | None:
