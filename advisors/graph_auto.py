@@ -19,6 +19,9 @@ from memopt.advisors.graph_segments import Forward, greedy_cuts, runs_keeping, s
 
 PORTFOLIO = ("msps", "dtr-local", "next-use", "dtr", "dtr-eqclass", "size", "lru", "megengine", "belady")
 
+GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), *((0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0)) * 4)
+"""Noise and breadth of the greedy starts."""
+
 
 def auto(problem: GraphProblem) -> Answer:
     """The best plan found by `problem.until`."""
@@ -30,7 +33,13 @@ def auto(problem: GraphProblem) -> Answer:
     search = Search(problem.graph, starts[0][1], problem.budget_bytes)
     stats: dict[str, float | int | str] = {"start": starts[0][2], "start_ms": starts[0][0]}
     try:
-        for _, runs, _ in starts[:4]:
+        spent = 0.3 * (problem.until - time.monotonic())
+        pause = time.monotonic() + spent
+        for noise, breadth in GREEDY:
+            search.greedy(noise, breadth, problem.until)
+            if time.monotonic() > pause:
+                break
+        for _, runs, _ in starts[:3]:
             search.load(runs)
             search.repair(problem.until)
             search.polish_all()

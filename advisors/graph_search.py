@@ -13,7 +13,6 @@ import math
 import random
 import time
 from bisect import bisect_left
-from collections.abc import Callable
 
 import numpy as np
 
@@ -21,6 +20,9 @@ from memopt.advisors.graph import Graph
 from memopt.advisors.graph_state import ADDED, EMPTY, RunState
 
 TRIES = 3
+FAILURES = 8
+SAMPLE = 64
+REFINED = 16
 
 
 class Search:
@@ -30,6 +32,7 @@ class Search:
         self.graph = graph
         self.budget = budget_bytes
         self.random = random.Random(seed)
+        self.normal = np.random.default_rng(seed)
         self.room = 3 if graph.op_count <= 20_000 else 2
         self.full = False
         ceiling = max(1, int(graph.tensor_bytes.max(initial=1)) // 2000)
@@ -129,15 +132,16 @@ class Search:
     def candidates(self, slot: int) -> list[tuple[float, int, int]]:
         """(time per relieved byte, tensor, slot of next use) of idle tensors on the device across `slot`, cheapest first."""
         state = self.state
-        over = int(state.memory[slot]) - self.budget
+        over = max(1, int(state.memory[slot]) - self.budget)
         movable = self.movable
         found = movable[(state.first_slot[movable] < slot) & (state.last_slot[movable] > slot)].tolist()
-        if len(found) > 80:
-            found = self.random.sample(found, 80)
+        if len(found) > SAMPLE:
+            found = self.random.sample(found, SAMPLE)
         covered = np.cumsum(state.memory > self.budget)
-        noise = self.noise
+        breadth, noise = self.breadth, self.noise
+        factors: list[float] = np.exp(self.normal.standard_normal(len(found)) * noise).tolist()
         rank: list[tuple[float, int, int]] = []
-        for tensor in found:
+        for tensor, factor in zip(found, factors, strict=True):
             uses = state.uses[tensor]
             index = bisect_left(uses, slot)
             if index == len(uses):
@@ -146,19 +150,29 @@ class Search:
             maker = state.maker[tensor]
             slots = state.runs_at[maker]
             position = bisect_left(slots, slot)
-            if after == slot or (position < len(slots) and (slots[position] <= after)):
+            if after == slot or (position < len(slots) and slots[position] <= after):
                 continue
             start = slots[position - 1]
             last = uses[index - 1] if index and uses[index - 1] > start else start
-            cost = state.ms[maker] + 1e-7
-            for source in state.reads[maker]:
+            relief = min(state.size[tensor], over)
+            if breadth:
+                relief *= max(int(covered[after - 1] - covered[last]), 1) ** breadth
+            rank.append((factor * (state.ms[maker] + 1e-7) / relief, tensor, after))
+        rank.sort()
+        return self._refine(rank[:REFINED]) + rank[REFINED:]
+
+    def _refine(self, rank: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
+        """Add the makers of inputs that are away then to the cost."""
+        state = self.state
+        refined = []
+        for price, tensor, after in rank:
+            own = cost = state.ms[state.maker[tensor]] + 1e-7
+            for source in state.reads[state.maker[tensor]]:
                 if not state.alive(source, after):
                     cost += state.ms[state.maker[source]]
-            span = int(covered[after - 1] - covered[last]) if after > last + 1 else 1
-            relief = min(state.size[tensor], max(over, 1)) * max(span, 1) ** self.breadth
-            rank.append((cost / relief * math.exp(noise * self.random.gauss(0.0, 1.0)), tensor, after))
-        rank.sort()
-        return rank
+            refined.append((price * cost / own, tensor, after))
+        refined.sort()
+        return refined
 
     noise = 0.5
     breadth = 0.5
@@ -177,6 +191,13 @@ class Search:
                 return False
         return False
 
+    def greedy(self, noise: float, breadth: float, until: float) -> None:
+        """Load the plain sequence, evict until the budget holds, drop what turned out needless."""
+        self.noise, self.breadth = noise, breadth
+        self.load(list(range(self.graph.op_count)))
+        self.repair(until)
+        self.polish_all()
+
     def repair(self, until: float) -> None:
         """Evict, whatever it costs, until the budget holds or nothing more can go."""
         while self.overflow() and time.monotonic() < until:
@@ -189,7 +210,7 @@ class Search:
         before_over = self.overflow()
         before_cost = state.cost
         best: tuple[float, int, int] | None = None
-        tried = 0
+        tried = failed = 0
         for _, tensor, after in self.candidates(slot):
             if tensor in banned:
                 continue
@@ -200,8 +221,10 @@ class Search:
                     if best is None or value < best[0]:
                         best = (value, tensor, after)
                     tried += 1
+            else:
+                failed += 1
             state.undo_to(mark)
-            if tried >= TRIES:
+            if tried >= TRIES or (tried and failed >= FAILURES):
                 break
         if best is None:
             return False
@@ -237,54 +260,92 @@ class Search:
             return True
         return False
 
-    def run(self, until: float, *, tell: Callable[[Search], None] | None = None) -> None:
-        """Improve until `time.monotonic()` reaches `until`."""
+    def run(self, until: float) -> None:
+        """Improve the loaded state until `time.monotonic()` reaches `until`."""
         self.polish_all()
         begin = time.monotonic()
-        state = self.state
-        current = state.cost
+        current = self.state.cost
         reruns = self.reruns()
+        arms = Arms(self.random)
         while (now := time.monotonic()) < until and reruns:
             self.iterations += 1
             state = self.state
-            progress = (now - begin) / max(1e-9, until - begin)
-            heat = 0.004 * current * (1.0 - progress) ** 2
-            self.noise = self.random.choice((0.1, 0.4, 0.8))
-            self.breadth = self.random.choice((0.0, 0.5, 1.0))
             state.commit()
-            removed = self.ruin(reruns)
+            heat = self.heat * current * (1.0 - (now - begin) / (until - begin)) ** 2
             allowed = current - heat * math.log(self.random.random() + 1e-12)
-            banned = {tensor for op, _ in removed if self.random.random() < 0.3 for tensor in state.writes[op]}
-            done = self.recreate(allowed, banned)
-            if done:
-                fresh = [(op, slot) for kind, op, slot in state.journal if kind == ADDED]
-                low = min((slot for _, slot in removed), default=0)
-                near = [item for item in reruns if abs(item[1] - low) < 400]
-                self.polish([item for item in fresh + near if state.slot_op[item[1]] == item[0]])
+            arm = arms.pick()
+            done = self._attempt(reruns, arm, allowed)
+            gain = 0.0
             if done and state.cost <= allowed:
+                gain = max(0.0, current - state.cost)
                 current = state.cost
                 if current < self.best_cost - 1e-9:
                     self.keep_if_best()
                 reruns = self.reruns()
             else:
                 state.undo_to(0)
+            arms.learn(arm, gain, time.monotonic() - now)
             if self.full:
                 self.full = False
                 self.load(state.runs())
                 reruns = self.reruns()
 
-    def ruin(self, reruns: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Take some reruns away: neighbours in time, or any."""
-        state = self.state
-        rnd = self.random
-        op, slot = rnd.choice(reruns)
-        count = rnd.choice((1, 1, 2, 3, 5, 8))
-        if rnd.random() < 0.7:
-            near = sorted(reruns, key=lambda item: abs(item[1] - slot))[: 3 * count]
+    heat = 0.004
+
+    def _attempt(self, reruns: list[tuple[int, int]], arm: tuple[str, int], allowed: float) -> bool:
+        """Ruin, recreate, polish; whether the budget holds."""
+        state, rnd = self.state, self.random
+        self.noise = rnd.choice((0.05, 0.2, 0.4, 0.8))
+        self.breadth = rnd.choice((0.0, 0.5, 1.0))
+        removed = self.ruin(reruns, *arm)
+        banned = {tensor for op, _ in removed if rnd.random() < 0.3 for tensor in state.writes[op]}
+        if not self.recreate(allowed, banned):
+            return False
+        fresh = [(op, slot) for kind, op, slot in state.journal if kind == ADDED]
+        slot = rnd.choice(removed)[1]
+        near = reruns[max(0, bisect_left(reruns, slot, key=_slot) - 12) :][:24]
+        self.polish(fresh + near)
+        return True
+
+    def ruin(self, reruns: list[tuple[int, int]], where: str, count: int) -> list[tuple[int, int]]:
+        """Take `count` reruns away: neighbours in time (all or some of them), or any."""
+        state, rnd = self.state, self.random
+        count = min(count, len(reruns))
+        start = rnd.randrange(len(reruns))
+        if where == "block":
+            chosen = reruns[max(0, start - count // 2) :][:count]
+        elif where == "near":
+            near = reruns[max(0, start - 2 * count) :][: 4 * count]
             chosen = rnd.sample(near, min(count, len(near)))
         else:
-            chosen = rnd.sample(reruns, min(count, len(reruns)))
+            chosen = rnd.sample(reruns, count)
         for op, slot in chosen:
             if state.slot_op[slot] == op:
                 state.remove_with_idle(op, slot)
         return chosen
+
+
+class Arms:
+    """Which ruin to try next: in proportion to what each gained per second so far, with a floor for all."""
+
+    CHOICES = tuple((where, count) for where in ("block", "near", "any") for count in (1, 2, 4, 8, 20, 60))
+
+    def __init__(self, rnd: random.Random) -> None:
+        self.random = rnd
+        self.gain = dict.fromkeys(self.CHOICES, 1e-9)
+        self.seconds = dict.fromkeys(self.CHOICES, 1e-3)
+
+    def pick(self) -> tuple[str, int]:
+        """An arm."""
+        rates = [self.gain[arm] / self.seconds[arm] for arm in self.CHOICES]
+        least = 0.03 * sum(rates) + 1e-12
+        return self.random.choices(self.CHOICES, [rate + least for rate in rates])[0]
+
+    def learn(self, arm: tuple[str, int], gain: float, seconds: float) -> None:
+        """Older gains count less."""
+        self.gain[arm] = 0.98 * self.gain[arm] + gain
+        self.seconds[arm] = 0.98 * self.seconds[arm] + seconds
+
+
+def _slot(item: tuple[int, int]) -> int:
+    return item[1]
