@@ -98,4 +98,7 @@ def test_common_gpus_go_from_small_to_large() -> None:
 
 def test_the_table_needs_no_torch() -> None:
     code = "import sys, memopt.devices as d; d.find_device('t4'); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[1], check=False).returncode
+        == 0
+    )
