@@ -285,19 +285,24 @@ SIZES = st.one_of(st.integers(0, 3000), st.integers(0, 3 * MIB), st.integers(0, 
 STEPS = st.lists(st.tuples(st.booleans(), SIZES, st.integers(0, 1), st.integers(0, 1 << 30)), max_size=80)
 
 
-@settings(max_examples=150, deadline=None)
-@given(text=st.sampled_from(CONFIGS), limit=st.sampled_from([None, 100 * MIB, 300 * MIB]), steps=STEPS)
+@settings(max_examples=250, deadline=None)
+@given(
+    text=st.sampled_from(CONFIGS),
+    limit=st.sampled_from([None, 100 * MIB, 300 * MIB]),
+    device=st.sampled_from([None, 90 * MIB, 250 * MIB]),
+    steps=STEPS,
+)
 def test_invariants_hold_at_every_step(
-    text: str, limit: int | None, steps: list[tuple[bool, int, int, int]]
+    text: str, limit: int | None, device: int | None, steps: list[tuple[bool, int, int, int]]
 ) -> None:
-    a = CachingAllocator(parse_settings(text), limit)
+    a = CachingAllocator(parse_settings(text), limit, device_bytes=device)
     live: dict[int, tuple[int, int]] = {}
     for handle, (allocate, size, stream, pick) in enumerate(steps):
         if allocate or not live:
             try:
                 a.malloc(handle, size, stream)
             except OutOfDeviceMemory:
-                assert limit is not None
+                assert limit is not None or device is not None
                 continue
             live[handle] = (size, stream)
         else:
@@ -337,6 +342,8 @@ def check(a: CachingAllocator, live: dict[int, tuple[int, int]]) -> None:
     for block in blocks:
         if block.next is not None and not block.allocated and block.next.mapped:
             assert block.next.allocated, "free neighbours are merged"
+    if a.device_bytes is not None:
+        assert a.stats.peak_reserved_bytes <= a.device_bytes
     if a.limit_bytes is not None:
         # The limit is asked about a segment's size, and then whole pages are mapped: PyTorch oversteps it so, too.
         page = a.settings.large_segment_size_bytes if a.settings.expandable_segments else 0
