@@ -37,13 +37,15 @@ def _run(request: Request) -> Result:
     from memopt.estimators.fake_record import FakeRecorder
     from memopt.estimators.recording import classify
 
-    recorder = FakeRecorder(request.target, guesser=Guesser(frozenset(request.flipped)))
+    recorder = FakeRecorder(
+        request.target, capability=request.compute_capability, guesser=Guesser(frozenset(request.flipped))
+    )
     fake_tensors.install(recorder)
     fake_script.install(recorder)
     if request.target == "cuda":
         from memopt.estimators import fake_cuda
 
-        fake_cuda.install(recorder, request.device)
+        fake_cuda.install(recorder, request)
     problem, line = "", ""
     with recorder:
         watch = recorder.watch

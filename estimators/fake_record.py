@@ -32,8 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from memopt.estimators import fake_onednn  # noqa: F401  registers its formulas
+from memopt.estimators.fake_autocast import CudaAutocast
 from memopt.estimators.fake_choices import Overrides, plain_choices
-from memopt.estimators.fake_cuda_ops import cuda_choices
+from memopt.estimators.fake_cuda_ops import device_choices
 from memopt.estimators.fake_guess import Guesser
 from memopt.estimators.fake_hidden import hidden_bytes
 from memopt.estimators.fake_probe import Probes
@@ -63,15 +64,19 @@ class _StorageRef(weakref.ref):  # type: ignore[type-arg]
 class FakeRecorder(TorchDispatchMode):
     """Runs every op on fake tensors and keeps the sequence of storages allocated and freed on the target device."""
 
-    def __init__(self, target: Target = "cuda", *, guesser: Guesser | None = None) -> None:
+    def __init__(
+        self, target: Target = "cuda", *, capability: tuple[int, int] = (8, 0), guesser: Guesser | None = None
+    ) -> None:
         super().__init__()
         self.target = target
+        self.capability = capability
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.guesser = guesser or Guesser()
         self.probes = Probes()
         self.rows: list[StorageRow] = []
         self.events: list[int] = []
         """`i + 1` when row i is allocated, `-(i + 1)` when it is freed."""
+        self.live_bytes = self.peak_bytes = 0
         self.op_count = 0
         self.inside = 0
         self.phase = "forward"
@@ -92,8 +97,9 @@ class FakeRecorder(TorchDispatchMode):
             overrides = Overrides()
             self._stack.callback(overrides.close)
             plain_choices(overrides)
+            device_choices(overrides, self)
             if self.target == "cuda":
-                cuda_choices(overrides)
+                self._stack.callback(CudaAutocast(self).close)
             self._stack.enter_context(watching(self))
         except BaseException:
             super().__exit__(None, None, None)
@@ -145,8 +151,12 @@ class FakeRecorder(TorchDispatchMode):
     @contextmanager
     def paused(self) -> Any:
         """Ops inside are not seen."""
-        with _disable_current_modes():
-            yield
+        self.inside += 1
+        try:
+            with _disable_current_modes():
+                yield
+        finally:
+            self.inside -= 1
 
     # asking and telling
 
@@ -222,32 +232,42 @@ class FakeRecorder(TorchDispatchMode):
         ref.key = storage._cdata
         index = self._row(storage.nbytes(), op)
         self._live[ref.key] = (ref, index)
-        self.events.append(index + 1)
+        self._event(index + 1)
+
+    def _event(self, event: int) -> None:
+        self.events.append(event)
+        size = -(-self.rows[abs(event) - 1].size_bytes // 512) * 512
+        self.live_bytes += size if event > 0 else -size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def empty_cache(self) -> None:
+        """`torch.cuda.empty_cache()`, for the allocator."""
+        self.marks.append(("empty_cache", len(self.events)))
 
     def _row(self, size_bytes: int, op: str, category: str = "") -> int:
         self.rows.append(StorageRow(size_bytes, category, self.phase, self.where(), op, self.op_count))
         return len(self.rows) - 1
 
     def _resized(self, key: int, known: tuple[_StorageRef, int], storage: torch.UntypedStorage) -> None:
-        self.events.append(-(known[1] + 1))
+        self._event(-(known[1] + 1))
         old = self.rows[known[1]]
         index = self._row(storage.nbytes(), old.op, old.category)
         self._live[key] = (known[0], index)
-        self.events.append(index + 1)
+        self._event(index + 1)
 
     def _freed(self, ref: _StorageRef) -> None:
         known = self._live.pop(ref.key, None)
         if known is not None:
-            self.events.append(-(known[1] + 1))
+            self._event(-(known[1] + 1))
 
     def workspace(self, size_bytes: int, op: str, *, forever: bool = False) -> None:
         """Memory that a kernel takes from the allocator without a tensor to show for it."""
         if size_bytes <= 0:
             return
         index = self._row(size_bytes, op, "workspace")
-        self.events.append(index + 1)
+        self._event(index + 1)
         if not forever:
-            self.events.append(-(index + 1))
+            self._event(-(index + 1))
 
     def workspace_later(self, op: str) -> int:
         """A workspace whose bytes are not known yet; the row to fill in."""
@@ -273,7 +293,7 @@ class FakeRecorder(TorchDispatchMode):
         device, kwargs = self._device(tensors, kwargs)
         self.inside += 1
         try:
-            result = self._run(func, args, kwargs, tensors)
+            result = self._run(func, args, kwargs, tensors, device)
         finally:
             self.inside -= 1
         self.op_count += 1
@@ -308,7 +328,12 @@ class FakeRecorder(TorchDispatchMode):
         return "cpu", kwargs
 
     def _run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        device: str,
     ) -> Any:
         fakes = any(isinstance(t, FakeTensor) for t in tensors)
         if fakes:
@@ -318,15 +343,22 @@ class FakeRecorder(TorchDispatchMode):
             if func is aten.add.Tensor and self._adds_in_place(args, kwargs):
                 return args[0].add_(args[1])
             return _own(func, args, func(*args, **kwargs))
-        if self._stays_real(func, args, kwargs, tensors):
+        if self._stays_real(func, args, kwargs, tensors, device):
             return func(*args, **kwargs)
         with self.fake_mode:
             return _own(func, args, func(*args, **kwargs))
 
     def _stays_real(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        device: str,
     ) -> bool:
         if tensors:
+            if device == "cuda" and any(t.is_floating_point() and t.numel() > _FLOATS_REAL for t in tensors):
+                return False
             return sum(_bytes(t) for t in tensors) <= _REAL_BYTES
         kind = kwargs.get("dtype") or torch.get_default_dtype()
         name = func._schema.name

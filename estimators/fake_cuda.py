@@ -1,0 +1,185 @@
+"""A `cuda` device that is not there: where tensors say they are, how they get there, and what `torch.cuda` answers.
+
+Tensors stay fake *cpu* tensors for C++; the recorder knows which storages the script believes to be on `cuda`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memopt.estimators.fake_record import FakeRecorder
+from memopt.estimators.fake_request import Request
+
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+
+
+def install(recorder: FakeRecorder, request: Request) -> None:
+    """Patch torch in this process, for good."""
+    from memopt.estimators import fake_cuda_api
+
+    _whereabouts(recorder)
+    _moves(recorder)
+    _constructors(recorder)
+    _grouping(recorder)
+    fake_cuda_api.install(recorder, request)
+
+
+def _whereabouts(recorder: FakeRecorder) -> None:
+    plain: Any = torch._C.TensorBase.device
+    fake: Any = FakeTensor.device
+    layout: Any = torch._C.TensorBase.is_cuda
+
+    def device(self: torch.Tensor) -> torch.device:
+        real = fake.__get__(self) if isinstance(self, FakeTensor) else plain.__get__(self)
+        if recorder.inside or real.type == "meta":
+            return real  # type: ignore[no-any-return]
+        return CUDA if recorder.device_of(self) == "cuda" else CPU
+
+    def is_cuda(self: torch.Tensor) -> bool:
+        return bool(layout.__get__(self)) if recorder.inside else recorder.device_of(self) == "cuda"
+
+    def is_cpu(self: torch.Tensor) -> bool:
+        return recorder.device_of(self) == "cpu" or bool(recorder.inside)
+
+    def get_device(self: torch.Tensor) -> int:
+        return 0 if recorder.device_of(self) == "cuda" else -1
+
+    kind = torch.Tensor.type
+
+    def type_of(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is None:
+            name = str(kind(self))
+            return name.replace("torch.", "torch.cuda.") if recorder.device_of(self) == "cuda" else name
+        if isinstance(dtype, str) and "cuda." in dtype:
+            return kind(self.cuda(), dtype.replace("cuda.", ""), *args, **kwargs)
+        return kind(self, dtype, *args, **kwargs)
+
+    torch.Tensor.device = property(device)  # type: ignore[assignment,misc]
+    FakeTensor.device = property(device)  # type: ignore[assignment,misc]
+    torch.Tensor.is_cuda = property(is_cuda)  # type: ignore[assignment,misc]
+    torch.Tensor.is_cpu = property(is_cpu)  # type: ignore[assignment,misc]
+    torch.Tensor.get_device = get_device  # type: ignore[method-assign,assignment]
+    torch.Tensor.type = type_of  # type: ignore[method-assign,assignment]
+    torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign,assignment,misc]
+    torch.Tensor.is_pinned = lambda self, *args: False  # type: ignore[method-assign,assignment,misc]
+    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment,misc]
+
+
+def device_kind(device: Any) -> str:
+    """`cuda`, `cpu` or `meta` of whatever a script may give as a device."""
+    if device is None or isinstance(device, int):
+        return "cuda"
+    kind = torch.device(device).type
+    return kind if kind in ("cuda", "meta") else "cpu"
+
+
+def _moves(recorder: FakeRecorder) -> None:
+    to = torch.Tensor.to
+
+    def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        device, rest = _asked(args, kwargs, recorder)
+        if device is None or device == "meta" or torch._C.TensorBase.device.__get__(self).type == "meta":  # type: ignore[attr-defined]
+            return to(self, *args, **kwargs)
+        if recorder.device_of(self) == device:
+            return to(self, **rest) if rest else self
+        rest.pop("copy", None)
+        rest.setdefault("dtype", self.dtype)
+        with recorder.claiming(device):
+            return to(self, copy=True, **rest)
+
+    torch.Tensor.to = moved  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, device=None, non_blocking=False, memory_format=None: moved(self, "cuda")  # type: ignore[method-assign,assignment,misc]
+    torch.Tensor.cpu = lambda self, memory_format=None: moved(self, "cpu")  # type: ignore[method-assign,assignment,misc]
+
+
+def _asked(args: tuple[Any, ...], kwargs: dict[str, Any], recorder: FakeRecorder) -> tuple[str | None, dict[str, Any]]:
+    """`(device or None, the other arguments by name)` of a call of `Tensor.to`."""
+    rest = {k: v for k, v in kwargs.items() if k in ("dtype", "copy", "memory_format", "non_blocking") and v is not None}
+    device: Any = kwargs.get("device")
+    kind = None if device is None else device_kind(device)
+    other = kwargs.get("other")
+    flags = 0
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            other = arg
+        elif isinstance(arg, torch.dtype):
+            rest["dtype"] = arg
+        elif isinstance(arg, bool):
+            rest["copy" if flags else "non_blocking"] = arg
+            flags += 1
+        elif arg is not None:
+            kind = device_kind(arg)
+    if isinstance(other, torch.Tensor):
+        rest.setdefault("dtype", other.dtype)
+        kind = recorder.device_of(other)
+    return kind, rest
+
+
+def _constructors(recorder: FakeRecorder) -> None:
+    def placing(function: Any) -> Any:
+        def call(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+            if device is None:
+                device = _default_device()
+            result = function(*args, **kwargs)
+            if device is not None and device_kind(device) == "cuda":
+                return result if recorder.device_of(result) == "cuda" else _placed(recorder, result)
+            return result
+
+        call.__name__ = function.__name__
+        return call
+
+    for name in ("tensor", "as_tensor", "asarray"):
+        setattr(torch, name, placing(getattr(torch, name)))
+
+    def from_data(self: torch.Tensor, data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        kwargs.setdefault("dtype", self.dtype)
+        result = torch.tensor(data, *args, **kwargs)
+        kind = device_kind(device) if device is not None else recorder.device_of(self)
+        return _placed(recorder, result) if kind == "cuda" else result
+
+    torch.Tensor.new_tensor = from_data  # type: ignore[method-assign,assignment]
+
+    class Generator(torch._C.Generator):
+        def __new__(cls, device: Any = None) -> Any:
+            return super().__new__(cls)
+
+        @property
+        def device(self) -> torch.device:
+            return CPU
+
+    torch.Generator = Generator  # type: ignore[misc]
+
+
+def _default_device() -> Any:
+    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    return context.device if context is not None else None
+
+
+def _placed(recorder: FakeRecorder, tensor: torch.Tensor) -> torch.Tensor:
+    wants_grad = tensor.requires_grad
+    with torch.no_grad():
+        made = tensor.detach().to("cuda")
+    return made.requires_grad_(wants_grad)
+
+
+def _grouping(recorder: FakeRecorder) -> None:
+    """Foreach optimizers group by device in C++, which knows only the cpu."""
+
+    def group(lists: Any, with_indices: bool = False) -> dict[Any, Any]:
+        groups: dict[Any, Any] = {}
+        for index, first in enumerate(lists[0]):
+            key = (first.device, first.dtype)
+            if key not in groups:
+                groups[key] = ([[] for _ in lists], [])
+            columns, indices = groups[key]
+            for column, values in zip(columns, lists, strict=True):
+                if values:
+                    column.append(values[index])
+            indices.append(index)
+        return groups
+
+    torch._C._group_tensors_by_device_and_dtype = group
