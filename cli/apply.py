@@ -95,7 +95,9 @@ def _doubts(plan: Plan, command: Command, *, strict: bool) -> list[str]:
                 why="--strict refuses a plan for another script",
                 try_="memopt profile and memopt advise again, or apply without --strict",
             )
-        doubts.append(f"{command.argv[0]} has changed since it was profiled; what is found again by name is enforced, the rest is kept")
+        doubts.append(
+            f"{command.argv[0]} has changed since it was profiled; what is found again by name is enforced, the rest is kept"
+        )
     try:
         installed = version("torch")
     except PackageNotFoundError:

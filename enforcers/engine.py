@@ -21,9 +21,20 @@ from torch.utils._pytree import tree_iter
 
 from memopt.enforcers.codecs import decode, encode, encode_for
 from memopt.enforcers.encoded import Encoded, flat_storage
-from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors, pin, record_op, view_of
+from memopt.enforcers.premises import Call, describe_call, hold
+from memopt.enforcers.records import (
+    Pinned,
+    Record,
+    Value,
+    View,
+    make,
+    output_tensors,
+    pin,
+    record_op,
+    view_of,
+)
 from memopt.enforcers.slot_needs import Need
-from memopt.enforcers.swapped import Swapper, SwappedStorage
+from memopt.enforcers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.tables import PlannedSlot, Tables
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
@@ -35,7 +46,19 @@ from memopt.plan import Action
 class Planned:
     """What autograd holds instead of a planned tensor."""
 
-    __slots__ = ("__weakref__", "content", "dtype", "offset", "original", "served", "shape", "slot", "stride", "tensor", "version")
+    __slots__ = (
+        "__weakref__",
+        "content",
+        "dtype",
+        "offset",
+        "original",
+        "served",
+        "shape",
+        "slot",
+        "stride",
+        "tensor",
+        "version",
+    )
 
     def __init__(self, tensor: Tensor, slot: PlannedSlot) -> None:
         self.slot = slot
@@ -57,7 +80,9 @@ class Planned:
 class Engine(TorchDispatchMode):
     """The mode and the hooks of one run."""
 
-    def __init__(self, tables: Tables, frames: Frames, iterations: Iterations, swapper: Swapper | None, device: str) -> None:
+    def __init__(
+        self, tables: Tables, frames: Frames, iterations: Iterations, swapper: Swapper | None, device: str
+    ) -> None:
         super().__init__()
         self._tables = tables
         self._frames = frames
@@ -71,6 +96,8 @@ class Engine(TorchDispatchMode):
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
         """Storage address -> records that hold it as a source."""
         self._unsettled: list[Planned] = []
+        self._called: Call | None = None
+        """The last call, where its outputs may be compressed."""
         self._encoded: dict[int, tuple[weakref.ref[UntypedStorage], weakref.ref[Encoded]]] = {}
         self.active = True
         self.done: Counter[int] = Counter()
@@ -94,7 +121,12 @@ class Engine(TorchDispatchMode):
 
     def enter(self) -> None:
         """Watch ops from here on, if there is anything to watch for and the mode is not on already."""
-        if self.active and not self._tables.empty and _get_current_dispatch_mode() is not self and not self._is_open():
+        if (
+            self.active
+            and not self._tables.empty
+            and _get_current_dispatch_mode() is not self
+            and not self._is_open()
+        ):
             self.__enter__()
 
     def leave(self) -> None:
@@ -102,12 +134,20 @@ class Engine(TorchDispatchMode):
         if _get_current_dispatch_mode() is self:
             self.__exit__(None, None, None)
 
+    def stop(self) -> None:
+        """Enforce nothing from here on; what has been taken away is still given back when it is asked for."""
+        self.active = False
+        self._unsettled.clear()
+        self.leave()
+
     def _is_open(self) -> bool:
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
         return any(mode is self for mode in _get_current_dispatch_mode_stack())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         iterations = self._iterations
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
@@ -124,11 +164,23 @@ class Engine(TorchDispatchMode):
         frame.ops += 1
         planned = self._tables.ops.get(frame.key)
         name = planned.get(ordinal) if planned is not None and not frame.diverged else None
+        readers = self._tables.readers.get(frame.key)
+        self._called = (
+            describe_call(kind.name, func, args, kwargs) if readers and kind.name in readers else None
+        )
         if name is None and not self._unsettled and not kind.writes:
             return func(*args, **kwargs)
         return self._watch(func, kind, args, kwargs, frame, name)
 
-    def _watch(self, func: Any, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], frame: Frame, name: str | None) -> Any:
+    def _watch(
+        self,
+        func: Any,
+        kind: OpKind,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        frame: Frame,
+        name: str | None,
+    ) -> Any:
         record = None
         if name is not None and name != kind.name:
             self._diverged(frame)
@@ -142,7 +194,8 @@ class Engine(TorchDispatchMode):
         if record is not None:
             self._remember(record, args, kwargs, out)
         if self._unsettled:
-            self._settle(kind.name)
+            lossy = any(handle.slot.ref.need != "values" for handle in self._unsettled)
+            self._settle(describe_call(kind.name, func, args, kwargs) if lossy else None)
         return out
 
     # --- records
@@ -153,7 +206,9 @@ class Engine(TorchDispatchMode):
         storage = tensor.untyped_storage()
         value = self._values.get(storage._cdata)
         if value is not None and value.storage is not None and value.storage() is storage:
-            return View(value, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+            return View(
+                value, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
+            )
         return pin(tensor)
 
     def _remember(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -165,7 +220,9 @@ class Engine(TorchDispatchMode):
                 storage = flat[position].untyped_storage()
                 taken.add(storage._cdata)
                 self._new_value(record, -1 - position, storage)
-        inputs = {t.untyped_storage()._cdata for t in flat if isinstance(t, Tensor) and t.layout is torch.strided}
+        inputs = {
+            t.untyped_storage()._cdata for t in flat if isinstance(t, Tensor) and t.layout is torch.strided
+        }
         for place, tensor in enumerate(output_tensors(out)):
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
@@ -174,7 +231,9 @@ class Engine(TorchDispatchMode):
                     self._new_value(record, place, storage)
         for argument in record.args:
             if isinstance(argument, Pinned):
-                self._pins.setdefault(argument.tensor.untyped_storage()._cdata, []).append(weakref.ref(record))
+                self._pins.setdefault(argument.tensor.untyped_storage()._cdata, []).append(
+                    weakref.ref(record)
+                )
 
     def _new_value(self, record: Record, place: int, storage: UntypedStorage) -> None:
         address = storage._cdata
@@ -188,7 +247,9 @@ class Engine(TorchDispatchMode):
         if value is not None and value.storage is gone:
             del self._values[address]
 
-    def _about_to_write(self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None) -> list[UntypedStorage]:
+    def _about_to_write(
+        self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None
+    ) -> list[UntypedStorage]:
         """Storages that the op writes; whatever was to be made from their present bytes is made now."""
         if not kind.writes:
             return []
@@ -196,7 +257,11 @@ class Engine(TorchDispatchMode):
         for position, name in zip(kind.writes, kind.write_names, strict=True):
             given = args[position] if position < len(args) else kwargs.get(name)
             for tensor in tree_iter(given):
-                if isinstance(tensor, Tensor) and tensor.layout is torch.strided and type(tensor) in PLAIN_TYPES:
+                if (
+                    isinstance(tensor, Tensor)
+                    and tensor.layout is torch.strided
+                    and type(tensor) in PLAIN_TYPES
+                ):
                     storages.append(tensor.untyped_storage())
         for storage in storages:
             self.source_changes(storage._cdata, but=record)
@@ -233,14 +298,18 @@ class Engine(TorchDispatchMode):
         slot = slots.get(ordinal) if slots is not None else None
         triggers = self._tables.triggers.get(frame.key) if self._swapper is not None else None
         if slot is None or frame.diverged:
-            return Kept(tensor) if triggers is None or ordinal not in triggers else _Trigger(tensor, triggers[ordinal])
+            return (
+                Kept(tensor)
+                if triggers is None or ordinal not in triggers
+                else _Trigger(tensor, triggers[ordinal])
+            )
         if not self._fits(tensor, slot):
             self._diverged(frame)
             return Kept(tensor)
         handle = Planned(tensor, slot)
         if slot.ref.is_output and slot.ref.node:
             node = tensor.grad_fn.name() if tensor.grad_fn is not None else ""
-            self._act(handle, slot.ref.consumer if node == slot.ref.node else "")
+            self._act(handle, self._called if node == slot.ref.node else None)
         else:
             self._unsettled.append(handle)
         return handle
@@ -251,7 +320,7 @@ class Engine(TorchDispatchMode):
 
     def unpack(self, handle: Kept | Planned) -> Tensor:
         """The hook: the tensor, made again, read back or decoded. May be called again (`retain_graph`)."""
-        if self._swapper is not None:
+        if self._swapper is not None and self.active:
             self._swapper.collect()
         if isinstance(handle, Kept):
             if isinstance(handle, _Trigger) and self._swapper is not None:
@@ -295,17 +364,18 @@ class Engine(TorchDispatchMode):
 
     # --- actions
 
-    def _settle(self, op: str) -> None:
-        """Op `op` has run: act on what was packed before it."""
+    def _settle(self, call: Call | None) -> None:
+        """A call has been made: act on what was packed before it."""
         waiting, self._unsettled = self._unsettled, []
         for handle in waiting:
-            self._act(handle, op)
+            self._act(handle, call)
 
     def settle_all(self) -> None:
         """Forward is over: act on what is left, except where the op had to be seen."""
-        self._settle("")
+        self._settle(None)
 
-    def _act(self, handle: Planned, op: str) -> None:
+    def _act(self, handle: Planned, reader: Call | None) -> None:
+        """Let go of the tensor as planned; `reader` is the call whose node saved it, if it was seen."""
         slot, tensor = handle.slot, handle.tensor
         assert tensor is not None
         if tensor._version != handle.version:
@@ -314,8 +384,8 @@ class Engine(TorchDispatchMode):
             self._drop_for_replay(handle, tensor)
         elif slot.kind == "swap":
             self._swap(handle, tensor)
-        elif op != slot.ref.consumer or not op:
-            self._decline(slot, f"another op ran than {slot.ref.consumer}")
+        elif slot.ref.need != "values" and not hold(slot.ref, reader):
+            self._decline(slot, f"{slot.ref.consumer or slot.ref.node} was not called as in the profile")
         else:
             self._compress(handle, tensor)
 
@@ -382,7 +452,9 @@ class Engine(TorchDispatchMode):
         """Forget what ended with the iteration."""
         self.done.clear()
         self._encoded.clear()
-        self._pins = {a: live for a, refs in self._pins.items() if (live := [r for r in refs if r() is not None])}
+        self._pins = {
+            a: live for a, refs in self._pins.items() if (live := [r for r in refs if r() is not None])
+        }
         if self._swapper is not None:
             self._swapper.new_iteration()
 

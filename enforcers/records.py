@@ -78,7 +78,9 @@ class Record:
 
     __slots__ = ("__weakref__", "args", "func", "grad", "kind", "rng", "spec", "values", "written")
 
-    def __init__(self, func: Any, kind: OpKind, args: list[Any], spec: TreeSpec, rng: tuple[Any, Tensor] | None) -> None:
+    def __init__(
+        self, func: Any, kind: OpKind, args: list[Any], spec: TreeSpec, rng: tuple[Any, Tensor] | None
+    ) -> None:
         self.func = func
         self.kind = kind
         self.args = args
@@ -101,7 +103,9 @@ class Record:
                 yield argument.value
 
 
-def view_of(storage: UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype) -> Tensor:
+def view_of(
+    storage: UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
+) -> Tensor:
     """A tensor over `storage`; allocates nothing."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
@@ -190,7 +194,9 @@ class _Replay:
                 continue
             tensor = outputs[value.place] if value.place >= 0 else flat[-1 - value.place]
             if not isinstance(tensor, Tensor):
-                raise CannotReplay(f"memopt cannot compute {record.kind.name} again: the second run gave no such output")
+                raise CannotReplay(
+                    f"memopt cannot compute {record.kind.name} again: the second run gave no such output"
+                )
             self._keep(value, tensor.untyped_storage())
 
     @staticmethod
@@ -253,7 +259,9 @@ def _statistics_positions(kind: OpKind, spec: TreeSpec) -> frozenset[int]:
 def _private(tensor: Tensor) -> Tensor:
     """The same view on a copy of the whole storage."""
     storage = tensor.untyped_storage().clone()
-    return view_of(storage, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
+    return view_of(
+        storage, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
+    )
 
 
 def _tensors(out: Any) -> Iterator[Any]:

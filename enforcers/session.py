@@ -90,7 +90,11 @@ class ApplySession:
     def _open_tiers(self, actions: list) -> Swapper | None:  # type: ignore[type-arg]
         from memopt.enforcers.swapped import Swapper
 
-        wanted = {number: action.tier for number, action in enumerate(actions) if action.kind == "swap" and action.tier}
+        wanted = {
+            number: action.tier
+            for number, action in enumerate(actions)
+            if action.kind == "swap" and action.tier
+        }
         if not wanted:
             return None
         tiers = {}
@@ -113,7 +117,7 @@ class ApplySession:
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
         if self._engine is not None:
-            self._engine.active = False
+            self._engine.stop()
 
     def finished(self) -> Outcome | None:
         """Call when the script has ended; None in a process that was forked from ours."""
@@ -121,6 +125,8 @@ class ApplySession:
             return None
         self._stop_measuring()
         outcome = self._outcome()
+        if self._engine is not None:
+            self._engine.stop()
         for part in (self._hooks, self._iterations, self._frames):
             if part is not None:
                 part.remove()
@@ -157,7 +163,10 @@ class ApplySession:
         for action, why in self._engine.declined.items():
             if action not in self._done:
                 reasons[why] = reasons.get(why, 0) + 1
-        return [f"{count} actions skipped: {why}" for why, count in sorted(reasons.items(), key=lambda item: -item[1])]
+        return [
+            f"{count} actions skipped: {why}"
+            for why, count in sorted(reasons.items(), key=lambda item: -item[1])
+        ]
 
     # --- the training loop (Listener)
 
@@ -171,6 +180,8 @@ class ApplySession:
             return
         engine = self._engine
         engine.settle_all()
+        if count == 1:
+            engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
         if count > 1 and self._meter is None:
             self._times_ms.append(milliseconds)
         self._stop_measuring()
@@ -195,7 +206,9 @@ class ApplySession:
             if peak is not None:
                 self._peaks.append(peak)
 
-    def backward_begins(self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
+    def backward_begins(
+        self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
+    ) -> None:
         if self._also is not None:
             self._also.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)
         if self._engine is None or self._frames is None:

@@ -27,8 +27,13 @@ class Tables:
     slots: dict[str, dict[int, PlannedSlot]] = field(default_factory=lambda: defaultdict(dict))
     ops: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
     """Ops to record: overload names."""
-    triggers: dict[str, dict[int, list[int]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    triggers: dict[str, dict[int, list[int]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
     """Slots whose unpack starts swap-ins, as action indices."""
+
+    readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Overloads whose own outputs are compressed: their calls have to be looked at."""
 
     @property
     def empty(self) -> bool:
@@ -41,6 +46,8 @@ def tables_of(plan: Plan) -> Tables:
     for number, action in enumerate(tables.actions):
         for ref in action.slots:
             tables.slots[ref.module][ref.ordinal] = PlannedSlot(ref, number, action.kind, action.codec)
+            if ref.is_output and ref.need != "values":
+                tables.readers[ref.module].add(ref.consumer)
         for op in action.records:
             _add_op(tables, op)
         if action.prefetch is not None:

@@ -31,7 +31,10 @@ def verify(plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> int:
     plain, code = _run("plain", plan_path, argv, steps, swap_dir)
     enforced, enforced_code = _run("enforced", plan_path, argv, steps, swap_dir)
     if not plain:
-        raise VerifyFailed("nothing could be compared", why=f"the plain run ended with exit code {code} before an iteration was over")
+        raise VerifyFailed(
+            "nothing could be compared",
+            why=f"the plain run ended with exit code {code} before an iteration was over",
+        )
     difference = _difference(plain, enforced)
     if not difference and code != enforced_code:
         difference = f"the plain run ended with exit code {code}, the enforced one with {enforced_code}"
@@ -44,10 +47,16 @@ def verify(plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> int:
             why=_difference(plain, again),
             try_="torch.use_deterministic_algorithms(True) and fixed seeds in the script",
         )
-    raise VerifyFailed("the enforced run differs from the plain one", why=difference, try_="please report this plan and script: it is a bug")
+    raise VerifyFailed(
+        "the enforced run differs from the plain one",
+        why=difference,
+        try_="please report this plan and script: it is a bug",
+    )
 
 
-def _run(mode: str, plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> tuple[list[dict[str, Any]], int]:
+def _run(
+    mode: str, plan_path: Path, argv: list[str], steps: int, swap_dir: Path
+) -> tuple[list[dict[str, Any]], int]:
     root = str(Path(__file__).resolve().parent.parent)
     package_root = str(Path(root).parent) if Path(root).name == "memopt" else root
     with tempfile.TemporaryDirectory(prefix="memopt-verify-") as folder:
@@ -129,14 +138,20 @@ class _Digests:
     def iteration_ended(self, count: int, milliseconds: float) -> None:
         if os.getpid() != self._pid:
             return
-        line = {"losses": self._losses, "gradients": self._gradients or _gradients(), "parameters and buffers": _state()}
+        line = {
+            "losses": self._losses,
+            "gradients": self._gradients or _gradients(),
+            "parameters and buffers": _state(),
+        }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         self._losses, self._gradients, self._step = {}, {}, 0
         if count >= self._steps:
             raise StopScript(0)
 
-    def backward_begins(self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
+    def backward_begins(
+        self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
+    ) -> None:
         for root in roots:
             self._losses[f"loss {len(self._losses)}"] = digest(root)
 

@@ -1,0 +1,111 @@
+"""Run a training loop plain, profiled and enforced in this process, and give back what it computed, as digests."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from memopt.advisors.advise import Adviser
+from memopt.advisors.problem import Decisions, Problem, allowed
+from memopt.enforcers.session import ApplySession, Options
+from memopt.enforcers.verify import digest
+from memopt.estimators.decision import Decision
+from memopt.instrument.runner import Command, StopScript
+from memopt.outcome import Outcome
+from memopt.plan import Plan
+from memopt.profiler.session import ProfileSession, Wanted
+from memopt.trace import Trace
+
+Loop = Callable[[int], list[str]]
+"""steps -> digests of everything that the loop computed"""
+
+
+def seeded(loop: Loop, steps: int) -> list[str]:
+    random.seed(0)
+    torch.manual_seed(0)
+    return loop(steps)
+
+
+def recorded(loop: Loop, folder: Path, *, warmup: int = 2) -> Trace:
+    """The trace of the third iteration of `loop`."""
+    script = folder / "loop.py"
+    script.write_text("# run in process\n")
+    session = ProfileSession(Command((str(script),)), Wanted(warmup=warmup, swap_dir=folder))
+    session.install()
+    try:
+        seeded(loop, warmup + 2)
+    except StopScript:
+        pass
+    trace = session.finished()
+    assert trace is not None
+    assert not trace.partial, trace.partial
+    return trace
+
+
+def problem_of(trace: Trace, budget_bytes: int = 1) -> tuple[Adviser, Problem]:
+    adviser = Adviser(trace, allowed((), ()))
+    return adviser, adviser.problem(budget_bytes)
+
+
+def plan_of(trace: Trace, choose: Callable[[Problem], Decisions]) -> Plan:
+    """A plan with the decisions of `choose`, good or bad."""
+    adviser, problem = problem_of(trace)
+    return adviser.write(problem, choose(problem), "chosen by a test")
+
+
+def enforced(loop: Loop, plan: Plan, folder: Path, steps: int) -> tuple[list[str], Outcome]:
+    session = ApplySession(plan, Options(swap_dir=folder, measure=False))
+    session.install()
+    try:
+        computed = seeded(loop, steps)
+    finally:
+        outcome = session.finished()
+    assert outcome is not None
+    return computed, outcome
+
+
+def everything(kind: str) -> Callable[[Problem], Decisions]:
+    """Every storage that can have an action of `kind` has it."""
+
+    def choose(problem: Problem) -> Decisions:
+        chosen = {}
+        for storage, candidate in problem.candidates.items():
+            option = SWAP if kind == "swap" else candidate.option(kind)
+            if option is not None:
+                chosen[storage] = option
+        return chosen
+
+    return choose
+
+
+SWAP = Decision(kind="swap", tier="disk")
+"""However small the storage is."""
+
+
+def any_mixture(seed: int) -> Callable[[Problem], Decisions]:
+    """A random action, or none, for each storage."""
+
+    def choose(problem: Problem) -> Decisions:
+        draw = random.Random(seed)
+        chosen = {}
+        for storage, candidate in problem.candidates.items():
+            options = [None, SWAP, *candidate.options]
+            picked = draw.choice(options)
+            if picked is not None:
+                chosen[storage] = picked
+        return chosen
+
+    return choose
+
+
+def state_digests(*modules: torch.nn.Module) -> list[str]:
+    found = []
+    for module in modules:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            found.append(digest(tensor))
+            if tensor.grad is not None:
+                found.append(digest(tensor.grad))
+    return found
