@@ -1,7 +1,10 @@
-"""`auto` for graphs: portfolio, then exact-delta large-neighbourhood search, anytime.
+"""`auto` for graphs: portfolio, then exact-delta large-neighbourhood search over reruns and swaps together, anytime.
 
-1. Every online rule gives a start (first valid plan in milliseconds); each start is polished: reruns that the budget does not need go.
-2. `graph_search` improves the best ones until the time is up, or until the lower bound is met. Ctrl-C keeps the best.
+1. Every online rule (`graph_scores`), Chen's segments and an offline greedy (evict from the plain sequence by relief per recompute time,
+   with exact deltas) give starts; the first valid plan is there in milliseconds.
+2. The best start of each family is searched for a while (`graph_search`), then the better one until the time is up or the bound is met.
+3. With a link, reruns are traded for swaps that the two lanes can hide (`graph_lanes`); the plan without swaps stays in hand,
+   so a link never makes a plan worse. Ctrl-C keeps the best.
 It is not optimal in general: `overhead_bound` says how far off it can be at most.
 """
 
@@ -9,18 +12,101 @@ from __future__ import annotations
 
 import time
 
+from memopt.advisors.graph import Graph
 from memopt.advisors.graph_bounds import overhead_bound
 from memopt.advisors.graph_engine import Engine, Stuck
+from memopt.advisors.graph_lanes import Lanes
 from memopt.advisors.graph_problem import Answer, GraphProblem, infeasible, plain_answer
-from memopt.advisors.graph_runs import peak_of_runs, rerun_ms, steps_of_runs
+from memopt.advisors.graph_runs import peak_of_runs, plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graph_scores import SCORES
 from memopt.advisors.graph_search import Search
 from memopt.advisors.graph_segments import Forward, greedy_cuts, runs_keeping, sqrt_cuts
 
 PORTFOLIO = ("msps", "dtr-local", "next-use", "dtr", "dtr-eqclass", "size", "lru", "megengine", "belady")
-
 GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), *((0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0)) * 4)
 """Noise and breadth of the greedy starts."""
+
+
+class AutoPlan:
+    """The state of one `auto` run; each stage leaves the best plan so far in `search`."""
+
+    def __init__(self, problem: GraphProblem) -> None:
+        self.problem = problem
+        self.bound = 0.0
+        lanes = Lanes(problem.graph, problem.out_gbps, problem.in_gbps) if problem.may_swap else None
+        self.search = Search(
+            problem.graph, plain_runs(problem.graph), problem.budget_bytes, lanes=lanes, replays=problem.may_recompute
+        )
+        self.stats: dict[str, float | int | str] = {}
+
+    def plan(self) -> None:
+        """All stages, until the time is up."""
+        begin = time.monotonic()
+        left = self.problem.until - begin
+        self.bound = overhead_bound(self.problem)
+        greedy = self._greedy_start(begin + 0.15 * left)
+        self.stats["first_s"] = round(time.monotonic() - begin, 3)
+        if self.problem.may_recompute:
+            online = self._online_start(begin + 0.35 * left)
+            self._climb(greedy, begin + 0.45 * left)
+            if online:
+                self._climb(online, begin + 0.55 * left)
+        if self.search.lanes:
+            self._swap(begin + 0.65 * left)
+        self.search.load_best()
+        self.search.run(self.problem.until, enough=self.bound * self.problem.graph.plain_ms)
+
+    def _greedy_start(self, until: float) -> list[int]:
+        """Best run sequence of the offline greedy."""
+        for noise, breadth in GREEDY:
+            self.search.greedy(noise, breadth, self.problem.until)
+            if time.monotonic() > until:
+                break
+        return self.search.best_runs
+
+    def _online_start(self, until: float) -> list[int]:
+        """Best polished run sequence of the online rules and the segments."""
+        problem, search = self.problem, self.search
+        best: tuple[tuple[int, float], list[int]] | None = None
+        for runs in starts(problem, until)[:4]:
+            search.load(runs)
+            search.repair(until)
+            search.polish_all()
+            value = (search.overflow(), search.state.cost)
+            if best is None or value < best[0]:
+                best = (value, search.state.runs())
+        return best[1] if best else []
+
+    def _climb(self, runs: list[int], until: float) -> None:
+        self.search.load(runs)
+        if not self.search.overflow():
+            self.search.run(until)
+
+    def _swap(self, until: float) -> None:
+        """Starts with swaps: from the best plan without, and from the plain sequence with swaps first."""
+        search = self.search
+        search.load_best()
+        search.convert(until)
+        for noise, breadth in GREEDY[:6]:
+            search.greedy(noise, breadth, until, swap_first=1.0)
+            search.convert(until)
+            if time.monotonic() > until:
+                break
+
+    def answer(self) -> Answer:
+        """The best plan; raises `BudgetInfeasible` when none was found."""
+        problem, search = self.problem, self.search
+        self.stats["iterations"] = search.iterations
+        if search.best_over:
+            raise infeasible(problem, self.smallest_peak())
+        search.load_best()
+        steps = search.lanes.steps(search.state) if search.lanes else steps_of_runs(problem.graph, search.best_runs)
+        return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
+
+    def smallest_peak(self) -> int:
+        """Smallest peak reached without meeting the budget."""
+        self.search.load_best()
+        return int(self.search.state.memory.max())
 
 
 def auto(problem: GraphProblem) -> Answer:
@@ -28,54 +114,34 @@ def auto(problem: GraphProblem) -> Answer:
     plain = plain_answer(problem)
     if plain is not None:
         return plain
-    bound = overhead_bound(problem)
-    starts = portfolio(problem)
-    search = Search(problem.graph, starts[0][1], problem.budget_bytes)
-    stats: dict[str, float | int | str] = {"start": starts[0][2], "start_ms": starts[0][0]}
+    work = AutoPlan(problem)
     try:
-        spent = 0.3 * (problem.until - time.monotonic())
-        pause = time.monotonic() + spent
-        for noise, breadth in GREEDY:
-            search.greedy(noise, breadth, problem.until)
-            if time.monotonic() > pause:
-                break
-        for _, runs, _ in starts[:3]:
-            search.load(runs)
-            search.repair(problem.until)
-            search.polish_all()
-        stats["first_ms"] = search.best_cost
-        search.load(search.best_runs)
-        search.run(problem.until)
+        work.plan()
     except KeyboardInterrupt:
-        stats["interrupted"] = 1
-    stats["iterations"] = search.iterations
-    if search.best_over:
-        raise infeasible(problem, peak_of_runs(problem.graph, search.best_runs))
-    return Answer(steps=steps_of_runs(problem.graph, search.best_runs), overhead_bound=bound, stats=stats)
+        work.stats["interrupted"] = 1
+    return work.answer()
 
 
-def portfolio(problem: GraphProblem) -> list[tuple[float, list[int], str]]:
-    """Run sequences to start from: those that meet the budget, cheapest first; else those that exceed it least."""
+def starts(problem: GraphProblem, until: float) -> list[list[int]]:
+    """Run sequences of the online rules and of Chen's segments: those that meet the budget, cheapest first; then the others."""
     graph = problem.graph
-    found: list[tuple[int, float, list[int], str]] = []
+    found: list[tuple[int, float, list[int]]] = []
     begin = time.monotonic()
-    share = 0.2 * (problem.until - begin)
-
-    def note(runs: list[int], name: str) -> None:
-        over = max(0, peak_of_runs(graph, runs) - problem.budget_bytes)
-        found.append((over, rerun_ms(graph, runs), runs, name))
-
     forward = Forward(graph)
     for keep in sqrt_cuts(forward) + greedy_cuts(forward):
-        note(runs_keeping(forward, keep), "segments")
-        if time.monotonic() - begin > share / 2:
+        found.append(_valued(graph, problem.budget_bytes, runs_keeping(forward, keep)))
+        if time.monotonic() - begin > 0.3 * (until - begin):
             break
     for name in PORTFOLIO:
-        if time.monotonic() - begin > share:
+        if time.monotonic() > until:
             break
         try:
-            note(Engine(graph, problem.budget_bytes, SCORES[name](), until=begin + share).plan(), name)
+            runs = Engine(graph, problem.budget_bytes, SCORES[name](), until=until).plan()
         except Stuck:
             continue
-    found.sort(key=lambda item: item[:2])
-    return [(cost, runs, name) for _, cost, runs, name in found]
+        found.append(_valued(graph, problem.budget_bytes, runs))
+    return [runs for _, _, runs in sorted(found, key=lambda item: item[:2])]
+
+
+def _valued(graph: Graph, budget_bytes: int, runs: list[int]) -> tuple[int, float, list[int]]:
+    return max(0, peak_of_runs(graph, runs) - budget_bytes), rerun_ms(graph, runs), runs

@@ -13,10 +13,12 @@ import math
 import random
 import time
 from bisect import bisect_left
+from collections.abc import Iterable
 
 import numpy as np
 
 from memopt.advisors.graph import Graph
+from memopt.advisors.graph_lanes import Lanes, Swap
 from memopt.advisors.graph_state import ADDED, EMPTY, RunState
 
 TRIES = 3
@@ -28,25 +30,37 @@ REFINED = 16
 class Search:
     """The best run sequence known, and the search that improves it. `overflow` is 0 when the budget holds."""
 
-    def __init__(self, graph: Graph, runs: list[int], budget_bytes: int, *, seed: int = 0) -> None:
+    def __init__(
+        self, graph: Graph, runs: list[int], budget_bytes: int, *, seed: int = 0, lanes: Lanes | None = None, replays: bool = True
+    ) -> None:
         self.graph = graph
+        self.lanes = lanes
         self.budget = budget_bytes
         self.random = random.Random(seed)
         self.normal = np.random.default_rng(seed)
         self.room = 3 if graph.op_count <= 20_000 else 2
         self.full = False
         ceiling = max(1, int(graph.tensor_bytes.max(initial=1)) // 2000)
-        may_go = (graph.producer >= 0) & graph.replayable[np.maximum(graph.producer, 0)]
+        may_go = replays & (graph.producer >= 0) & graph.replayable[np.maximum(graph.producer, 0)]
         self.movable = np.flatnonzero(may_go & (graph.tensor_bytes >= ceiling))
+        self.large = np.flatnonzero((graph.producer >= 0) & (graph.tensor_bytes >= ceiling))
         self.load(runs)
         self.best_runs = runs
         self.best_cost = self.state.cost
         self.best_over = self.overflow()
+        self.best_swaps: frozenset[Swap] = frozenset()
         self.iterations = 0
 
-    def load(self, runs: list[int]) -> None:
-        """Work on `runs` from now on."""
+    def load(self, runs: list[int], swaps: Iterable[Swap] = ()) -> None:
+        """Work on `runs` and `swaps` from now on."""
         self.state = RunState(self.graph, runs, room=self.room)
+        if self.lanes:
+            self.lanes.swaps = set(swaps)
+            self.lanes.retime(self.state)
+
+    def load_best(self) -> None:
+        """Work on the best plan known."""
+        self.load(self.best_runs, self.best_swaps)
 
     def overflow(self) -> int:
         """Bytes over the budget, summed over all slots."""
@@ -191,9 +205,9 @@ class Search:
                 return False
         return False
 
-    def greedy(self, noise: float, breadth: float, until: float) -> None:
+    def greedy(self, noise: float, breadth: float, until: float, swap_first: float = 0.0) -> None:
         """Load the plain sequence, evict until the budget holds, drop what turned out needless."""
-        self.noise, self.breadth = noise, breadth
+        self.noise, self.breadth, self.swap_first = noise, breadth, swap_first
         self.load(list(range(self.graph.op_count)))
         self.repair(until)
         self.polish_all()
@@ -206,6 +220,8 @@ class Search:
 
     def _relieve(self, slot: int, banned: set[int], most_cost: float) -> bool:
         state = self.state
+        if self.lanes and self.random.random() < self.swap_first and self._swap_out(slot):
+            return True
         mark = len(state.journal)
         before_over = self.overflow()
         before_cost = state.cost
@@ -227,8 +243,48 @@ class Search:
             if tried >= TRIES or (tried and failed >= FAILURES):
                 break
         if best is None:
-            return False
+            return self._swap_out(slot)
         return self.evict(best[1], best[2], most_cost)
+
+    swap_first = 0.0
+
+    def _swap_out(self, slot: int) -> bool:
+        """Add the swap that relieves `slot` of a tensor that is dear to recompute, if the lanes have time for one."""
+        if not self.lanes:
+            return False
+        lanes, state = self.lanes, self.state
+        before = self.overflow()
+        for swap in self.idle_swaps(slot)[:4]:
+            if swap in lanes.swaps:
+                continue
+            lanes.swaps.add(swap)
+            lanes.retime(state)
+            if self.overflow() < before:
+                return True
+            lanes.swaps.discard(swap)
+        lanes.retime(state)
+        return False
+
+    def idle_swaps(self, slot: int) -> list[Swap]:
+        """Swaps of tensors that are idle at `slot`, dearest to recompute first (with noise)."""
+        state, rnd = self.state, self.random
+        large = self.large
+        found = large[(state.first_slot[large] < slot) & (state.last_slot[large] > slot)].tolist()
+        rank: list[tuple[float, Swap]] = []
+        for tensor in rnd.sample(found, min(len(found), SAMPLE)):
+            uses = state.uses[tensor]
+            index = bisect_left(uses, slot)
+            if index == len(uses) or uses[index] == slot or not state.alive(tensor, slot):
+                continue
+            need = uses[index]
+            reader = state.slot_op[need] if need < state.end else self.graph.op_count
+            if need < state.end and state.runs_at[reader][0] != need:
+                continue
+            maker = state.maker[tensor]
+            price = (state.ms[maker] if state.replayable[maker] else 1e9) / state.size[tensor]
+            rank.append((-price * math.exp(self.noise * rnd.gauss(0.0, 1.0)), (tensor, reader)))
+        rank.sort()
+        return [swap for _, swap in rank]
 
     def polish(self, reruns: list[tuple[int, int]]) -> None:
         """Try to drop each of these reruns, dearest first."""
@@ -248,6 +304,8 @@ class Search:
     def polish_all(self) -> None:
         """Drop whatever can go."""
         self.polish(self.reruns())
+        if self.lanes:
+            self.lanes.retime(self.state)
         self.state.commit()
         self.keep_if_best()
 
@@ -257,23 +315,25 @@ class Search:
         if (over, self.state.cost) < (self.best_over, self.best_cost - 1e-9):
             self.best_over, self.best_cost = over, self.state.cost
             self.best_runs = self.state.runs()
+            self.best_swaps = frozenset(self.lanes.swaps) if self.lanes else frozenset()
             return True
         return False
 
-    def run(self, until: float) -> None:
-        """Improve the loaded state until `time.monotonic()` reaches `until`."""
+    def run(self, until: float, enough: float = 0.0) -> None:
+        """Improve the loaded state until `time.monotonic()` reaches `until` or the cost `enough`."""
         self.polish_all()
         begin = time.monotonic()
         current = self.state.cost
         reruns = self.reruns()
         arms = Arms(self.random)
-        while (now := time.monotonic()) < until and reruns:
+        while (now := time.monotonic()) < until and reruns and self.best_cost > enough + 1e-9:
             self.iterations += 1
             state = self.state
             state.commit()
             heat = self.heat * current * (1.0 - (now - begin) / (until - begin)) ** 2
             allowed = current - heat * math.log(self.random.random() + 1e-12)
             arm = arms.pick()
+            swaps = set(self.lanes.swaps) if self.lanes else None
             done = self._attempt(reruns, arm, allowed)
             gain = 0.0
             if done and state.cost <= allowed:
@@ -284,10 +344,13 @@ class Search:
                 reruns = self.reruns()
             else:
                 state.undo_to(0)
+                if self.lanes and swaps is not None:
+                    self.lanes.swaps = swaps
+                    self.lanes.retime(state)
             arms.learn(arm, gain, time.monotonic() - now)
             if self.full:
                 self.full = False
-                self.load(state.runs())
+                self.load(state.runs(), self.lanes.swaps if self.lanes else ())
                 reruns = self.reruns()
 
     heat = 0.004
@@ -297,15 +360,79 @@ class Search:
         state, rnd = self.state, self.random
         self.noise = rnd.choice((0.05, 0.2, 0.4, 0.8))
         self.breadth = rnd.choice((0.0, 0.5, 1.0))
+        self.swap_first = rnd.choice((0.0, 0.0, 0.3))
         removed = self.ruin(reruns, *arm)
         banned = {tensor for op, _ in removed if rnd.random() < 0.3 for tensor in state.writes[op]}
+        if self.lanes:
+            self._change_swaps(removed)
         if not self.recreate(allowed, banned):
             return False
         fresh = [(op, slot) for kind, op, slot in state.journal if kind == ADDED]
         slot = rnd.choice(removed)[1]
         near = reruns[max(0, bisect_left(reruns, slot, key=_slot) - 12) :][:24]
         self.polish(fresh + near)
-        return True
+        return not self.lanes or self._settled(allowed)
+
+    def _settled(self, allowed: float) -> bool:
+        """Whether the budget holds, perhaps after a few more evictions, once the copies moved with the runs."""
+        assert self.lanes
+        for _ in range(3):
+            self.lanes.retime(self.state)
+            if int(self.state.memory.max()) <= self.budget:
+                return True
+            if not self.recreate(allowed, set()):
+                return False
+        return False
+
+    def _change_swaps(self, removed: list[tuple[int, int]]) -> None:
+        """Swap out some of what is not recomputed any more, and perhaps leave some others where they are."""
+        assert self.lanes
+        rnd, swaps = self.random, self.lanes.swaps
+        if swaps and rnd.random() < 0.5:
+            for swap in rnd.sample(sorted(swaps), min(len(swaps), rnd.choice((1, 1, 2, 4)))):
+                swaps.discard(swap)
+        for op, slot in removed:
+            if rnd.random() < 0.6:
+                swaps.update(self.swaps_for(op, slot))
+        if rnd.random() < 0.4:
+            swaps.update(self.idle_swaps(rnd.choice(removed)[1])[: rnd.choice((1, 2))])
+        self.lanes.retime(self.state)
+
+    def swaps_for(self, op: int, slot: int) -> list[Swap]:
+        """Swaps that would bring the outputs of `op` back for their first use after `slot`."""
+        state = self.state
+        found: list[Swap] = []
+        for tensor in state.writes[op]:
+            uses = state.uses[tensor]
+            index = bisect_left(uses, slot)
+            if index == len(uses) or not state.size[tensor]:
+                continue
+            need = uses[index]
+            reader = state.slot_op[need] if need < state.end else self.graph.op_count
+            if need == state.end or (reader != EMPTY and state.runs_at[reader][0] == need):
+                found.append((tensor, reader))
+        return found
+
+    def convert(self, until: float) -> None:
+        """Replace reruns by swaps, dearest per byte first, wherever both lanes have time and the budget holds."""
+        assert self.lanes
+        state, lanes = self.state, self.lanes
+        value = {op: state.ms[op] / max(1, sum(state.size[tensor] for tensor in state.writes[op])) for op, _ in self.reruns()}
+        for op, slot in sorted(self.reruns(), key=lambda item: -value[item[0]]):
+            if time.monotonic() > until:
+                return
+            if state.slot_op[slot] != op:
+                continue
+            mark, swaps = len(state.journal), set(lanes.swaps)
+            fresh = self.swaps_for(op, slot)
+            state.remove_with_idle(op, slot)
+            lanes.swaps.update(fresh)
+            lanes.retime(state)
+            if int(state.memory.max()) > self.budget:
+                lanes.swaps = swaps
+                state.undo_to(mark)
+                lanes.retime(state)
+        self.polish_all()
 
     def ruin(self, reruns: list[tuple[int, int]], where: str, count: int) -> list[tuple[int, int]]:
         """Take `count` reruns away: neighbours in time (all or some of them), or any."""

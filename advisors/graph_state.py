@@ -22,7 +22,10 @@ WANTED_HOLES = 16
 
 
 class RunState:
-    """Runs in slots, liveness and memory. `memory[slot]` includes everything on the device; the last entry is the end."""
+    """Runs in slots, liveness and memory. `memory[slot]` has everything on the device; the last entry is the end.
+
+    `credit[slot]` is what copies to the host take away there (set by `graph_lanes`); it is already subtracted from `memory`.
+    """
 
     def __init__(self, graph: Graph, runs: list[int], *, room: int = 3) -> None:
         self.graph = graph
@@ -69,6 +72,7 @@ class RunState:
             self.last_slot[tensor] = uses[-1] if uses else slots[0]
             self._add_lives(tensor, slots, uses, change)
         self.memory = np.cumsum(change[:-1])
+        self.credit = np.zeros(self.end + 1, dtype=np.int64)
         for slot, op in enumerate(self.slot_op):
             if op != EMPTY and self.workspace[op]:
                 self.memory[slot] += self.workspace[op]
@@ -230,10 +234,12 @@ class RunState:
             op = slot_op[origin]
             self._relabel(op, origin, target)
             self.memory[target] = self.memory[origin]
+            self.credit[target] = self.credit[origin]
             slot_op[origin] = EMPTY
             slot_op[target] = op
             target += 1
         self.memory[target : slot + 1] = across
+        self.credit[target : slot + 1] = self.credit[target - 1]
         return True
 
     def _after(self, slot: int) -> int:
@@ -256,13 +262,15 @@ class RunState:
             across = self._after(target)
             origin = origins[target - low]
             self._relabel(op, target, origin)
-            held = int(memory[target])
+            held, lent = int(memory[target]), int(self.credit[target])
             slot_op[target] = EMPTY
             slot_op[origin] = op
             memory[origin] = held
             memory[origin + 1 : end] = across
+            self.credit[origin:end] = lent
             end = origin
         memory[low:end] = ahead
+        self.credit[low:end] = self.credit[end]
 
     def _relabel(self, op: int, origin: int, target: int) -> None:
         slots = self.runs_at[op]
