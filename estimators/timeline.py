@@ -236,7 +236,7 @@ class Simulator:
             step_ms=view.trace.step_ms + added_ms + stall_ms + mode_ms,
             replay_ms=added_ms - state.staging_ms,
             stall_ms=stall_ms + state.staging_ms,
-            lanes=tuple([*self._replay_lanes(state, times), *intervals]) if lanes else (),
+            lanes=(*self._replay_lanes(state, times), *intervals) if lanes else (),
         )
 
     def _swap(self, state: _State, decisions: Mapping[int, Decision], times: Floats) -> tuple[list[Interval], float]:
