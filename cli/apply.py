@@ -140,7 +140,10 @@ def _run(session: ApplySession, command: Command, outcome_path: Path | None, *, 
 
             err().print(render_outcome(outcome))
 
-    call_after_import("torch", lambda: before_terminating(end))
+    def listen() -> None:
+        before_terminating(end)
+
+    call_after_import("torch", listen)
     session.install()
     pid = os.getpid()
     try:

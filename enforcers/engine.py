@@ -68,7 +68,7 @@ class Planned:
         self.version = tensor._version
         self.shape = tuple(tensor.shape)
         self.stride = tuple(tensor.stride())
-        self.offset = tensor.storage_offset()
+        self.offset = int(tensor.storage_offset())
         self.dtype = tensor.dtype
         self.content: Value | SwappedStorage | Encoded | None = None
         self.served = False
@@ -83,7 +83,7 @@ class Engine(TorchDispatchMode):
     def __init__(
         self, tables: Tables, frames: Frames, iterations: Iterations, swapper: Swapper | None, device: str
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tables = tables
         self._frames = frames
         self._iterations = iterations
@@ -127,12 +127,12 @@ class Engine(TorchDispatchMode):
             and _get_current_dispatch_mode() is not self
             and not self._is_open()
         ):
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     def leave(self) -> None:
         """Stop watching, unless the script has entered modes of its own since (they stay innermost)."""
         if _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         """Enforce nothing from here on; what has been taken away is still given back when it is asked for."""
@@ -207,7 +207,7 @@ class Engine(TorchDispatchMode):
         value = self._values.get(storage._cdata)
         if value is not None and value.storage is not None and value.storage() is storage:
             return View(
-                value, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
+                value, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
             )
         return pin(tensor)
 
@@ -308,8 +308,8 @@ class Engine(TorchDispatchMode):
             return Kept(tensor)
         handle = Planned(tensor, slot)
         if slot.ref.is_output and slot.ref.node:
-            node = tensor.grad_fn.name() if tensor.grad_fn is not None else ""
-            self._act(handle, self._called if node == slot.ref.node else None)
+            own = tensor.grad_fn is None or tensor.grad_fn.name() == slot.ref.node  # indices have no node
+            self._act(handle, self._called if own else None)
         else:
             self._unsettled.append(handle)
         return handle

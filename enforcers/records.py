@@ -260,7 +260,7 @@ def _private(tensor: Tensor) -> Tensor:
     """The same view on a copy of the whole storage."""
     storage = tensor.untyped_storage().clone()
     return view_of(
-        storage, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype
+        storage, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
     )
 
 
@@ -288,7 +288,7 @@ def record_op(
     kind: OpKind,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    freeze: Callable[[Tensor], View | Pinned],
+    freeze: Callable[[Tensor], View | Pinned | Tensor],
 ) -> Record:
     """Remember a call before it runs; `freeze` says what to hold of each tensor argument."""
     flat, spec = tree_flatten((args, kwargs))

@@ -10,16 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memopt.instrument.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
-from memopt.plan import Plan
+from memopt.plan import Action, Plan
 
 if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
+    from memopt.enforcers.swap import SwapTier
     from memopt.enforcers.swapped import Swapper
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations, Listener
@@ -87,7 +88,7 @@ class ApplySession:
         self._engine.enter()
         os.register_at_fork(after_in_child=self._forked)
 
-    def _open_tiers(self, actions: list) -> Swapper | None:  # type: ignore[type-arg]
+    def _open_tiers(self, actions: list[Action]) -> Swapper | None:
         from memopt.enforcers.swapped import Swapper
 
         wanted = {
@@ -97,7 +98,7 @@ class ApplySession:
         }
         if not wanted:
             return None
-        tiers = {}
+        tiers: dict[str, SwapTier[Any]] = {}
         for tier in sorted(set(wanted.values())):
             try:
                 tiers[tier] = self._open_tier(tier, actions)
@@ -105,7 +106,7 @@ class ApplySession:
                 self.notes.append(f"no {tier} tier: {error}; what was to be swapped there is kept")
         return Swapper(tiers, {number: str(tier) for number, tier in wanted.items()})
 
-    def _open_tier(self, tier: str, actions: list):  # type: ignore[no-untyped-def, type-arg]
+    def _open_tier(self, tier: str, actions: list[Action]) -> SwapTier[Any]:
         if tier == "disk":
             from memopt.enforcers.disk import DiskStore
 

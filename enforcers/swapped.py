@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from concurrent.futures import Future
 from typing import Any
 
 from torch import UntypedStorage
 
-from memopt.enforcers.swap import SwapFailed, SwapTier
+from memopt.enforcers.swap import Pending, SwapFailed, SwapTier
 
 
 class SwappedStorage:
@@ -20,7 +19,7 @@ class SwappedStorage:
         self._tier = tier
         self._ticket = tier.write_async(storage)
         self._storage: UntypedStorage | None = None
-        self._coming: Future[None] | None = None
+        self._coming: Pending | None = None
         self._home = False
         """The swap was called off: the bytes are here only."""
         self.source = weakref.ref(storage)

@@ -10,6 +10,7 @@ import msgspec
 import memopt
 from memopt.device import Device
 from memopt.instrument.ops import OpKind
+from memopt.profiler.bytes_held import bytes_per_op
 from memopt.profiler.clock import Usage
 from memopt.profiler.recorder import BACKWARD, FORWARD, OPTIMIZER, OpRow, Recorder, StorageRow
 from memopt.trace import (
@@ -56,7 +57,7 @@ def build_trace(
     strings = _Strings()
     count = len(recorder.ops)
     times = _median_times(count, usage, more_times_us)
-    live, high = _bytes_per_op(recorder, usage, base_bytes)
+    live, high = bytes_per_op(recorder, usage, base_bytes)
     extra = [h - low for h, low in zip(high, live, strict=True)]
     return Trace(
         memopt=memopt.__version__,
@@ -87,27 +88,6 @@ def _median_times(count: int, usage: Usage | None, more: list[list[float]]) -> l
     if not rows:
         return [0.0] * count
     return [round(median(column), 2) for column in zip(*rows, strict=True)]
-
-
-def _bytes_per_op(recorder: Recorder, usage: Usage | None, base_bytes: int) -> tuple[list[int], list[int]]:
-    """Bytes held when each op starts and the most held until its end, from the allocator or else from the storages."""
-    count = len(recorder.ops)
-    if usage is not None and len(usage.live_bytes) == count == len(usage.high_bytes):
-        live = [max(0, base_bytes + b) for b in usage.live_bytes]
-        return live, [max(a, base_bytes + b) for a, b in zip(live, usage.high_bytes, strict=True)]
-    change = [0] * (count + 1)
-    births = [0] * (count + 1)
-    for storage in recorder.storages:
-        if storage.birth >= 0:
-            births[storage.birth] += storage.size_bytes
-            change[storage.birth + 1] += storage.size_bytes
-        if storage.death is not None:
-            change[max(storage.death, -1) + 1] -= storage.size_bytes
-    live, held = [], base_bytes
-    for op in range(count):
-        held += change[op]
-        live.append(max(0, held))
-    return live, [a + births[op] for op, a in enumerate(live)]
 
 
 def _ops(recorder: Recorder, strings: _Strings, times: list[float], live: list[int], extra: list[int]) -> Ops:
@@ -151,18 +131,18 @@ def _storages(recorder: Recorder, strings: _Strings) -> Storages:
             CATEGORIES.index(_category(recorder, number, row, number in saved))
             for number, row in enumerate(rows)
         ],
-        birth_op=[row.birth for row in rows],
+        birth_op=[min(row.birth, end - 1) for row in rows],
         death_op=[end if row.death is None else row.death for row in rows],
         only_saved_from=[row.only_saved_from for row in rows],
         label=[strings(_label(recorder, row)) for row in rows],
-        line=[strings(recorder.ops[row.birth].line if row.birth >= 0 else "") for row in rows],
+        line=[strings(recorder.ops[row.birth].line if 0 <= row.birth < end else "") for row in rows],
     )
 
 
 def _category(recorder: Recorder, number: int, row: StorageRow, saved: bool) -> str:
     if row.category:
         return row.category
-    if row.birth < 0:
+    if row.birth < 0 or row.found:
         return "input"
     birth = recorder.ops[row.birth]
     if birth.phase == OPTIMIZER:
@@ -190,6 +170,8 @@ def _label(recorder: Recorder, row: StorageRow) -> str:
         return f"{row.name} · {row.meta}"
     if row.birth < 0:
         return f"from before · {row.meta}"
+    if row.found:
+        return f"made by no op · {row.meta}"
     op = recorder.ops[row.birth]
     module = op.module.partition("#")[0].lstrip("@") if not op.module.startswith("@") else "script"
     name = op.kind.name.removeprefix("aten.").partition(".")[0]

@@ -36,14 +36,29 @@ class Usage:
 class OpClock(Protocol):
     """Runs ops one by one between `start` and `stop`."""
 
+    @property
+    def knows_from(self) -> int:
+        """Storages born before this op are older than what the clock knows of: it must be told of their end."""
+        ...
+
     def start(self) -> None: ...
     def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
     def freed_older(self, op: int, size_bytes: int) -> None: ...
+    def pause(self) -> None:
+        """Between two ops: let go of what must not be open while the process forks."""
+        ...
+
+    def resume(self, op: int) -> None:
+        """Go on after `pause`; `op` is the next op."""
+        ...
+
     def stop(self) -> Usage | None: ...
 
 
 class TimeOnly:
     """Monotonic time of each op, no bytes."""
+
+    knows_from = 0
 
     def __init__(self) -> None:
         self._ns: list[int] = []
@@ -61,6 +76,12 @@ class TimeOnly:
     def freed_older(self, op: int, size_bytes: int) -> None:
         return None
 
+    def pause(self) -> None:
+        return None
+
+    def resume(self, op: int) -> None:
+        return None
+
     def stop(self) -> Usage | None:
         return None
 
@@ -76,6 +97,9 @@ class CpuClock:
         self._times = TimeOnly()
         self._older: list[tuple[int, int]] = []
         self._profile: Any = None
+        self._events: list[tuple[int, int, int]] | None = []
+        """What was recorded before the last pause; None once something could not be recorded."""
+        self.knows_from = 0
 
     def start(self) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -84,7 +108,7 @@ class CpuClock:
             with quiet():
                 self._profile.start()
         except RuntimeError:
-            self._profile = None
+            self._profile = self._events = None
 
     def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C._profiler._RecordFunctionFast(_MARK):
@@ -93,14 +117,24 @@ class CpuClock:
     def freed_older(self, op: int, size_bytes: int) -> None:
         self._older.append((op, size_bytes))
 
-    def stop(self) -> Usage | None:
-        if self._profile is None:
-            return None
+    def pause(self) -> None:
+        """A process forked while torch's profiler is on hangs or crashes in the child."""
+        if self._profile is None or self._events is None:
+            return
         with quiet():
             self._profile.stop()
-        events = self._profile.profiler.kineto_results.events()
+        self._events += memory_events(self._profile.profiler.kineto_results.events())
         self._profile = None
-        return _divide(memory_events(events), self._times.time_us, self._older)
+
+    def resume(self, op: int) -> None:
+        self.knows_from = op
+        self.start()
+
+    def stop(self) -> Usage | None:
+        self.pause()
+        if self._events is None:
+            return None
+        return _divide(self._events, self._times.time_us, self._older)
 
 
 def memory_events(events: Any) -> list[tuple[int, int, int]]:
@@ -147,6 +181,8 @@ def _divide(events: list[tuple[int, int, int]], time_us: list[float], older: lis
 class CudaClock:
     """CUDA events and the caching allocator's statistics of one device. Has not run on a GPU yet (docs/status.md)."""
 
+    knows_from = 0
+
     def __init__(self, device: int) -> None:
         self._device = device
         self._events: list[tuple[Any, Any]] = []
@@ -172,6 +208,12 @@ class CudaClock:
             self._events.append((begin, end))
 
     def freed_older(self, op: int, size_bytes: int) -> None:
+        return None
+
+    def pause(self) -> None:
+        return None
+
+    def resume(self, op: int) -> None:
         return None
 
     def stop(self) -> Usage | None:

@@ -6,6 +6,7 @@ import gc
 import time
 import warnings
 import weakref
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -46,9 +47,10 @@ class CpuMeter:
         for storage in living_storages("cpu"):
             size = storage.nbytes()
             self._base_bytes += size
-            self._watch.append(
-                weakref.ref(storage, lambda _, size=size: self._ends.append((time.time_ns(), 1, -size)))
-            )
+            self._watch.append(weakref.ref(storage, partial(self._ended, size)))
+
+    def _ended(self, size_bytes: int, _: weakref.ref[UntypedStorage]) -> None:
+        self._ends.append((time.time_ns(), 1, -size_bytes))
 
     def stop(self) -> int | None:
         if self._profile is None:
@@ -96,7 +98,7 @@ def _storage_of(thing: object, device: str) -> UntypedStorage | None:
     kind = type(thing)
     try:
         if issubclass(kind, Tensor):
-            return thing.untyped_storage() if thing.device.type == device else None  # type: ignore[attr-defined, no-any-return]
+            return thing.untyped_storage() if thing.device.type == device else None  # type: ignore[attr-defined]
         if issubclass(kind, UntypedStorage):
             return thing if thing.device.type == device else None  # type: ignore[attr-defined, return-value]
     except (NotImplementedError, RuntimeError, TypeError):

@@ -50,6 +50,8 @@ class StorageRow:
     meta: str = ""
     label_op: int = -1
     name: str = ""
+    found: bool = False
+    """No op of the recording made it: it was there when op `birth` came (from numpy, a list, a DataLoader's worker)."""
     category: str = ""
     """Set where it is known for sure (parameter, gradient, ...); else worked out at the end."""
 
@@ -87,7 +89,9 @@ class Handle(Kept):
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The mode and the hooks' functions; rows grow while it is entered."""
 
-    def __init__(self, frames: Frames, iterations: Iterations, clock: OpClock, device: str) -> None:
+    def __init__(
+        self, frames: Frames, iterations: Iterations, clock: OpClock, device: str, most_ops: int = 10**6
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._frames = frames
@@ -107,6 +111,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Autograd sequence number -> forward op."""
         self._named_nodes: set[int] = set()
         self._recording = True
+        self._begun = False
+        self._most_ops = most_ops
+        self.base_bytes = 0
+        """Bytes of the storages that were known when the recording began."""
+        self.overflow = False
+        """There were more than `most_ops` ops: the rest is missing."""
         self.backward_calls = 0
         self.keep_graph = 0
         self.create_graph = 0
@@ -126,12 +136,32 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind.is_view:
             return func(*args, **kwargs)
         op = len(self.ops)
-        self._poll(op - 1)
-        row = self._open_row(kind, op, args, kwargs)
+        if op >= self._most_ops:
+            self.overflow = True
+            self.stop()
+            return func(*args, **kwargs)
+        try:
+            self._poll(op - 1)
+            row = self._open_row(kind, op, args, kwargs)
+        except Exception as error:
+            row = self._unseen(kind, error)
         self.ops.append(row)
         out = self._clock.run(op, func, args, kwargs)
-        self._close_row(row, op, args, kwargs, out)
+        try:
+            self._close_row(row, op, args, kwargs, out)
+        except Exception as error:
+            self._unseen(kind, error)
         return out
+
+    def begin(self) -> None:
+        """What is known now was there before; what is met from now on without being made by an op has appeared since."""
+        self.base_bytes = sum(row.size_bytes for row in self.storages)
+        self._begun = True
+
+    def _unseen(self, kind: OpKind, error: Exception) -> OpRow:
+        """An op whose tensors could not be looked at must run all the same."""
+        self.notes.add(f"{kind.name} could not be looked into ({type(error).__name__}: {error})"[:200])
+        return OpRow(kind=kind, module="@", ordinal=0, phase=OTHER, line="", forward_op=-1, reads=[])
 
     def _open_row(self, kind: OpKind, op: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpRow:
         frame, forward_op, phase = self._frames.current, -1, self._phase()
@@ -230,9 +260,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = len(self.storages)
         self._rows[address] = number
         self._refs[address] = weakref.ref(storage, lambda _: self._died(address))
-        self.storages.append(StorageRow(size_bytes=size, birth=born, value=-1, meta=_describe(tensor)))
+        row = StorageRow(size_bytes=size, birth=born, value=-1, meta=_describe(tensor))
+        self.storages.append(row)
         if born < 0:
-            self.storages[number].value = self._new_value(number, -1, -1)
+            row.value = self._new_value(number, -1, -1)
+            if self._begun and self.ops:
+                row.birth, row.found = len(self.ops), True
         return number
 
     def _storage_of(self, tensor: Tensor) -> Any:
@@ -250,7 +283,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number is not None and self._recording:
             self._pending.pop(number, None)
             self.storages[number].death = len(self.ops) - 1
-            if self.storages[number].birth < 0:
+            if self.storages[number].birth < self._clock.knows_from:
                 self._clock.freed_older(len(self.ops), self.storages[number].size_bytes)
 
     def _new_value(self, storage: int, op: int, output: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memopt.device import Device
 from memopt.errors import MemoptError, RunFailed
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MOST_OPS = 10**6
+_MOST_OPS_BEFORE_TRAINING = 3 * 10**5
+"""A script may compute for long before it trains; those ops are nothing that a profile is about."""
 _MOST_STOPS = 3
 """A script that catches the exit that often means to go on; it is left alone then."""
 
@@ -91,6 +94,8 @@ class ProfileSession:
         self._done = False
         self._over = False
         self._stops = 0
+        self._cut_off = 0
+        """The iteration that was being recorded when the script ended."""
         self._log_level: Callable[[], None] = lambda: None
         self.trace: Trace | None = None
         self.failure: MemoptError | None = None
@@ -115,7 +120,9 @@ class ProfileSession:
         self._frames.install()
         self._iterations = Iterations(self)
         self._iterations.install()
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(
+            before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._forked
+        )
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self._hooks.install()
         if self._wanted.warmup > 0:
@@ -128,6 +135,15 @@ class ProfileSession:
 
     def _unpack(self, handle: Kept) -> torch.Tensor:
         return handle.get() if self._now is None else self._now.recorder.unpack(handle)
+
+    def _before_fork(self) -> None:
+        if self._now is not None and os.getpid() == self._pid:
+            self._guard(self._now.clock.pause)
+
+    def _after_fork(self) -> None:
+        now = self._now
+        if now is not None and os.getpid() == self._pid:
+            self._guard(lambda: now.clock.resume(len(now.recorder.ops)))
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us records nothing."""
@@ -154,19 +170,22 @@ class ProfileSession:
 
     def _wind_up(self, problem: str, out_of_memory: bool) -> None:
         if self._now is not None:
+            self._cut_off = self._now.iteration
             self._end_recording()
-        elif out_of_memory and self.trace is None and self._frames is not None:
-            self._first = self._snapshot()
-            self._notes.append(
-                "the iteration in which memory ran out was not recorded: this is what was there at its end, without ops"
-            )
-        result = self._result or self._first
-        if self.trace is not None or result is None or not _is_training(result):
+        if self.trace is not None or self._frames is None:
             return
-        if not problem:
-            problem = "the script ended before the iteration that was to be recorded"
+        result = self._result or self._first
+        if problem and (result is None or (out_of_memory and not self._cut_off)):
+            result = self._snapshot()
+            self._notes.append(
+                "the iteration in which it ended was not recorded: this is what was there then, without ops"
+            )
+        if result is None or not (out_of_memory or _is_training(result)):
+            return
         self._done = True
-        self._publish(self._build(result, problem))
+        self._publish(
+            self._build(result, problem or "the script ended before the iteration that was to be recorded")
+        )
 
     def _snapshot(self) -> _Result:
         """What is on the device now, as a recording without ops."""
@@ -180,6 +199,7 @@ class ProfileSession:
         recorder = Recorder(self._frames, self._iterations, TimeOnly(), self._device)
         tell_all(recorder.know, self._frames)
         know_what_is_saved(recorder)
+        recorder.begin()
         recorder.stop()
         return _Result(recorder, None, self._iterations.count + 1, snapshot=True)
 
@@ -240,7 +260,12 @@ class ProfileSession:
             self._begin(iteration=count + 1, with_bytes=self._result is None)
         elif count >= wanted.warmup + wanted.steps and self._result is not None:
             self._done = True
-            self._publish(self._build(self._result, ""))
+            recorder = self._result.recorder
+            self._publish(
+                self._build(
+                    self._result, f"it stops after {len(recorder.ops)} ops" if recorder.overflow else ""
+                )
+            )
 
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
@@ -281,9 +306,11 @@ class ProfileSession:
         if with_bytes or not self._device:
             self._device = self._wanted.device or device_in_use()
         clock = self._clock(with_bytes)
-        recorder = Recorder(self._frames, self._iterations, clock, self._device)
+        most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
+        recorder = Recorder(self._frames, self._iterations, clock, self._device, most)
         if iteration > 1:
             tell_all(recorder.know, self._frames)
+        recorder.begin()
         clock.start()
         recorder.__enter__()  # type: ignore[no-untyped-call]
         self._now = _Recording(recorder, clock, iteration)
@@ -307,6 +334,8 @@ class ProfileSession:
         now.recorder.stop()
         usage = now.clock.stop()
         _leave(now.recorder)
+        if now.iteration <= self._wanted.warmup and now.recorder.overflow:
+            return
         if now.iteration <= self._wanted.warmup:
             self._first = _Result(now.recorder, usage, now.iteration)
         elif self._result is None:
@@ -339,18 +368,20 @@ class ProfileSession:
             recorder,
             result.usage,
             more_times_us=result.more_times_us,
-            base_bytes=sum(row.size_bytes for row in recorder.storages if row.birth < 0),
+            base_bytes=recorder.base_bytes,
             script=describe_script(self._command),
             device=device,
             iteration=result.iteration,
             step_ms=median(steady) if steady else self._recorded_ms,
             notes=[*self._notes, *sorted(recorder.notes)],
-            facts=self._facts(recorder),
+            facts=self._facts(result),
             partial=partial,
         )
 
-    def _facts(self, recorder: Recorder) -> dict[str, int]:
-        return {
+    def _facts(self, result: _Result) -> dict[str, int]:
+        recorder = result.recorder
+        cut_off = {"stopped_at_op": len(recorder.ops) - 1} if self._cut_off == result.iteration else {}
+        return cut_off | {
             "optimizers": len(self._optimizers),
             "backward_calls": recorder.backward_calls,
             "keep_graph": recorder.keep_graph,
@@ -378,7 +409,11 @@ def describe_script(command: Command) -> Script:
 
 def _is_training(result: _Result) -> bool:
     """Is there anything of a training step in what was recorded?"""
-    return result.snapshot or result.recorder.backward_calls > 0 or bool(result.recorder.slots)
+    return (
+        (result.snapshot and bool(result.recorder.storages))
+        or result.recorder.backward_calls > 0
+        or bool(result.recorder.slots)
+    )
 
 
 def _same_ops(a: Recorder, b: Recorder) -> bool:
