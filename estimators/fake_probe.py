@@ -32,9 +32,13 @@ class Probe:
     """`(row, output)`: rows that get the bytes of an output whose size fake tensors do not know."""
 
     def sizes(self) -> tuple[int, ...]:
-        """The batch sizes to run: the script's own when small, else two above the thread count, where the need is linear."""
-        low = min(max(4, 2 * torch.get_num_threads()), 16)
-        return (self.batch,) if self.batch <= 2 * low else (low, 2 * low)
+        return few(self.batch)
+
+
+def few(batch: int) -> tuple[int, ...]:
+    """The batch sizes to run: the script's own when small, else two above the thread count, where the need is linear."""
+    low = min(max(4, 2 * torch.get_num_threads()), 16)
+    return (batch,) if batch <= 2 * low else (low, 2 * low)
 
 
 class Probes:
@@ -64,7 +68,9 @@ class Probes:
             for row in probe.workspaces:
                 rows[row].size_bytes = max(0, hidden)
             for row, output in probe.outputs:
-                rows[row].size_bytes = _line(sizes, [each[1][output] for each in seen], probe.batch)
+                if all(len(each[1]) > output for each in seen):
+                    told = _line(sizes, [each[1][output] for each in seen], probe.batch)
+                    rows[row].size_bytes = max(rows[row].size_bytes, told)
         for probe in pending:
             probe.workspaces, probe.outputs = [], []
 
@@ -82,7 +88,10 @@ def _measure(calls: list[tuple[Callable[[int], Call], int]]) -> list[tuple[int, 
         for index, (make, size) in enumerate(calls):
             call = make(size)
             with record_function(f"memopt probe {index}"):
-                result = call()
+                try:
+                    result = call()
+                except (RuntimeError, IndexError, NotImplementedError):
+                    result = ()  # what such a kernel takes stays unknown
             sizes.append([x.untyped_storage().nbytes() if isinstance(x, torch.Tensor) else 0 for x in result])
             del result, call
     spans, memory = {}, []

@@ -279,6 +279,16 @@ class FakeRecorder(TorchDispatchMode):
         """The row of the storage under `tensor`, which must be recorded."""
         return self._live[tensor.untyped_storage()._cdata][1]
 
+    def born_now(self, result: Any) -> list[tuple[int, int]]:
+        """`(row, output)` of the outputs of the op just run that have storages of their own."""
+        found = []
+        for output, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
+            if isinstance(tensor, torch.Tensor):
+                known = self._live.get(tensor.untyped_storage()._cdata)
+                if known is not None and self.rows[known[1]].birth_op == self.op_count:
+                    found.append((known[1], output))
+        return found
+
     # running ops
 
     def __torch_dispatch__(
