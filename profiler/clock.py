@@ -8,6 +8,7 @@ to `freed_older` by whoever watches the storages.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import sys
 import time
@@ -135,6 +136,17 @@ class CpuClock:
         if self._events is None:
             return None
         return _divide(self._events, self._times.time_us, self._older)
+
+
+def events_of(profile: Any) -> Any:
+    """What a stopped `torch.profiler` profile saw.
+
+    Its result is never freed: when the profile began or ended inside an optimizer hook, libkineto's ~MemoryTraceLogger frees
+    garbage and the process dies in some later garbage collection (torch 2.13). There are a few results in a run.
+    """
+    results = profile.profiler.kineto_results
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(results))
+    return results.events()
 
 
 def memory_events(events: Any) -> list[tuple[int, int, int]]:

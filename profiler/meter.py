@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from memopt.profiler.clock import memory_events, quiet
+from memopt.profiler.clock import events_of, memory_events, quiet
 
 
 class Meter(Protocol):
@@ -58,7 +58,7 @@ class CpuMeter:
         with quiet():
             self._profile.stop()
         self._watch.clear()
-        events = memory_events(self._profile.profiler.kineto_results.events())
+        events = memory_events(events_of(self._profile))
         self._profile = None
         held = most = self._base_bytes
         for _, _, size in sorted([*events, *self._ends]):
