@@ -199,7 +199,7 @@ class _Step:
     def _casting(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
             return nullcontext()
-        return torch.autocast(self.target, dtype=self.autocast)
+        return torch.autocast("cpu", dtype=self.autocast)  # the recorder gives the cpu's key the target's op lists
 
     def __call__(self) -> Tensor:
         with self.recorder.claiming(self.target):
