@@ -25,6 +25,7 @@ TRIES = 3
 FAILURES = 8
 SAMPLE = 64
 REFINED = 16
+BULK = 16
 
 
 class Search:
@@ -222,14 +223,15 @@ class Search:
         state = self.state
         if self.lanes and self.random.random() < self.swap_first and self._swap_out(slot):
             return True
+        ranked = [item for item in self.candidates(slot) if item[1] not in banned]
+        if self._relieve_in_bulk(slot, ranked, most_cost):
+            return True
         mark = len(state.journal)
         before_over = self.overflow()
         before_cost = state.cost
         best: tuple[float, int, int] | None = None
         tried = failed = 0
-        for _, tensor, after in self.candidates(slot):
-            if tensor in banned:
-                continue
+        for _, tensor, after in ranked:
             if self.evict(tensor, after, most_cost):
                 gain = before_over - self.overflow()
                 if gain > 0:
@@ -245,6 +247,27 @@ class Search:
         if best is None:
             return self._swap_out(slot)
         return self.evict(best[1], best[2], most_cost)
+
+    def _relieve_in_bulk(self, slot: int, ranked: list[tuple[float, int, int]], most_cost: float) -> bool:
+        """Where many evictions are needed at one slot, take them in order without weighing each against others."""
+        state = self.state
+        over = int(state.memory[slot]) - self.budget
+        if len(ranked) < BULK or sum(state.size[tensor] for _, tensor, _ in ranked[:BULK]) > over:
+            return False
+        done = False
+        for _, tensor, _ in ranked[:BULK]:
+            uses = state.uses[tensor]
+            index = bisect_left(uses, slot)
+            if index == len(uses) or uses[index] == slot or not state.alive(tensor, slot):
+                continue
+            mark, before = len(state.journal), int(state.memory[slot])
+            if self.evict(tensor, uses[index], most_cost) and int(state.memory[slot]) < before:
+                done = True
+                if int(state.memory[slot]) <= self.budget:
+                    break
+            else:
+                state.undo_to(mark)
+        return done
 
     swap_first = 0.0
 

@@ -1,0 +1,199 @@
+"""`memopt advise --graph`: plan a plain graph, compare strategies on it, write a plain schedule."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memopt.errors import BudgetInfeasible, UsageError
+from memopt.files import refuse_overwrite
+from memopt.units import format_bytes, format_ms, parse_bytes
+
+if TYPE_CHECKING:
+    from memopt.advisors.graph import Graph
+    from memopt.advisors.schedule import Schedule
+
+_KINDS = {"recompute": "recompute", "swap": "swap", "swap-host": "swap"}
+_DEFAULT_LIMIT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Row:
+    strategy: str
+    seconds: float
+    schedule: Schedule | None = None
+    failure: BudgetInfeasible | None = None
+
+
+def advise_graph(
+    graph_path: Path,
+    *,
+    budget: str,
+    schedule: Path | None = None,
+    out_gbps: float = 0.0,
+    in_gbps: float = 0.0,
+    allow: Sequence[str] = (),
+    deny: Sequence[str] = (),
+    strategies: Sequence[str] = (),
+    time_limit_s: float | None = None,
+    force: bool = False,
+    as_json: bool = False,
+) -> int:
+    """Plan the graph at `graph_path`, show the outcome, write the best schedule to `schedule`; gives the exit code.
+
+    Raises `BadFile` for a graph that is none, `BudgetInfeasible` when no asked-for strategy meets the budget.
+    """
+    from memopt.advisors.graph import read_graph
+    from memopt.advisors.graph_plan import unplanned_peak
+    from memopt.advisors.schedule import write_schedule
+
+    kinds = _kinds(allow, deny)
+    if schedule is not None:
+        refuse_overwrite(schedule, force=force)
+    graph = read_graph(graph_path)
+    peak_bytes = unplanned_peak(graph)
+    budget_bytes = parse_bytes(budget, of_bytes=peak_bytes)
+    options = {
+        "out_gbps": out_gbps,
+        "in_gbps": in_gbps,
+        "allow": kinds,
+        "time_limit_s": _DEFAULT_LIMIT_S if time_limit_s is None else time_limit_s,
+    }
+    rows = [_plan(graph, budget_bytes, name, options) for name in strategies or ("auto",)]
+    plans = [row.schedule for row in rows if row.schedule is not None]
+    best = min(plans, key=lambda plan: plan.overhead) if plans else None
+    if best is None and len(rows) == 1:
+        assert rows[0].failure is not None
+        raise rows[0].failure
+    if as_json:
+        sys.stdout.write(json.dumps(_figures(graph, peak_bytes, budget_bytes, rows, best), indent=2) + "\n")
+    else:
+        _show(graph, peak_bytes, budget_bytes, rows, best)
+    if best is None:
+        return BudgetInfeasible.exit_code
+    if schedule is not None:
+        write_schedule(schedule, best, graph)
+        _say_written(schedule)
+    return 0
+
+
+def _kinds(allow: Sequence[str], deny: Sequence[str]) -> frozenset[str]:
+    """What may be done, from `--allow` and `--deny` (each may hold several, with commas)."""
+    allowed = {_kind(word) for text in allow for word in text.split(",") if word.strip()} or set(_KINDS.values())
+    denied = {_kind(word) for text in deny for word in text.split(",") if word.strip()}
+    return frozenset(allowed - denied)
+
+
+def _kind(word: str) -> str:
+    try:
+        return _KINDS[word.strip()]
+    except KeyError:
+        raise UsageError(
+            f"'{word.strip()}' cannot be allowed or denied for a plain graph",
+            why="a plain graph is planned with recompute and swap only",
+            try_="--allow recompute,swap",
+        ) from None
+
+
+def _plan(graph: Graph, budget_bytes: int, name: str, options: dict[str, Any]) -> _Row:
+    from memopt.advisors.graph_plan import plan_graph
+
+    begin = time.monotonic()
+    try:
+        plan = plan_graph(graph, budget_bytes, strategy=name, **options)
+    except BudgetInfeasible as failure:
+        return _Row(strategy=name, seconds=time.monotonic() - begin, failure=failure)
+    return _Row(strategy=name, seconds=time.monotonic() - begin, schedule=plan)
+
+
+def _figures(
+    graph: Graph, peak_bytes: int, budget_bytes: int, rows: list[_Row], best: Schedule | None
+) -> dict[str, Any]:
+    return {
+        "graph": graph.name,
+        "ops": graph.op_count,
+        "tensors": graph.tensor_count,
+        "unplanned_peak_bytes": peak_bytes,
+        "budget_bytes": budget_bytes,
+        "best": best.strategy if best else None,
+        "strategies": [_row_figures(row) for row in rows],
+    }
+
+
+def _row_figures(row: _Row) -> dict[str, Any]:
+    plan = row.schedule
+    if plan is None:
+        assert row.failure is not None
+        return {
+            "strategy": row.strategy,
+            "feasible": False,
+            "min_peak_bytes": row.failure.min_peak_bytes,
+            "blockers": list(row.failure.blockers),
+            "seconds": round(row.seconds, 3),
+        }
+    return {
+        "strategy": row.strategy,
+        "feasible": True,
+        "overhead": plan.overhead,
+        "overhead_bound": plan.overhead_bound,
+        "peak_bytes": plan.peak_bytes,
+        "floor_bytes": plan.floor_bytes,
+        "recompute_ms": plan.recompute_ms,
+        "exposed_ms": plan.exposed_ms,
+        "reruns": plan.reruns,
+        "swaps": plan.swaps,
+        "seconds": round(row.seconds, 3),
+    }
+
+
+def _show(graph: Graph, peak_bytes: int, budget_bytes: int, rows: list[_Row], best: Schedule | None) -> None:
+    from memopt.cli.console import out
+    from memopt.reports.tables import pairs_table, words
+
+    console = out()
+    console.print(
+        words(
+            f"{graph.name or 'graph'}: {graph.op_count} ops, {graph.tensor_count} tensors, "
+            f"unplanned peak {format_bytes(peak_bytes)}, budget {format_bytes(budget_bytes)}"
+        )
+    )
+    columns = ("strategy", "overhead", "peak", "recomputed", "exposed", "reruns", "swaps", "planned in")
+    console.print(pairs_table("Plans", columns, [_cells(row) for row in rows]))
+    if best is not None:
+        console.print(words(_bounds(best)))
+
+
+def _cells(row: _Row) -> tuple[str, ...]:
+    plan = row.schedule
+    if plan is None:
+        assert row.failure is not None
+        smallest = f"not below {format_bytes(row.failure.min_peak_bytes)}"
+        return (row.strategy, "budget not met", smallest, "-", "-", "-", "-", f"{row.seconds:.1f} s")
+    return (
+        row.strategy,
+        f"{plan.overhead:.2%}",
+        format_bytes(plan.peak_bytes),
+        format_ms(plan.recompute_ms),
+        format_ms(plan.exposed_ms),
+        str(plan.reruns),
+        str(plan.swaps),
+        f"{row.seconds:.1f} s",
+    )
+
+
+def _bounds(plan: Schedule) -> str:
+    text = f"no plan can go below {format_bytes(plan.floor_bytes)}"
+    if plan.overhead_bound > 0:
+        text += f"; no plan under this budget costs less than {plan.overhead_bound:.2%}"
+    return text
+
+
+def _say_written(path: Path) -> None:
+    from memopt.cli.console import say
+
+    say(f"wrote {path}")
