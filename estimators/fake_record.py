@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from memopt.estimators import fake_onednn  # noqa: F401  registers its formulas
 from memopt.estimators.fake_autocast import CudaAutocast
+from memopt.estimators.fake_blas import BlasWorkspaces
 from memopt.estimators.fake_choices import Overrides, plain_choices
 from memopt.estimators.fake_cuda_ops import device_choices
 from memopt.estimators.fake_guess import Guesser
@@ -73,6 +74,7 @@ class FakeRecorder(TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.guesser = guesser or Guesser()
         self.probes = Probes()
+        self.blas = BlasWorkspaces(self)
         self.rows: list[StorageRow] = []
         self.events: list[int] = []
         """`i + 1` when row i is allocated, `-(i + 1)` when it is freed."""
@@ -301,6 +303,8 @@ class FakeRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         tensors = _tensors(args, kwargs)
         device, kwargs = self._device(tensors, kwargs)
+        if device == "cuda":
+            self.blas.before(func)
         self.inside += 1
         try:
             result = self._run(func, args, kwargs, tensors, device)

@@ -34,6 +34,11 @@ class Watch:
         self._in_backward = 0
         self._in_step = 0
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether autograd runs, recomputed forwards included."""
+        return self._in_backward > 0
+
     def path(self) -> str:
         """The module that the op being run belongs to; in backward, the one whose forward made the node."""
         if self._in_backward and not self.paths:
