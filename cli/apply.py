@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memopt.plan import Plan
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+@click.command()
 @click.option("--outcome", "outcome_path", metavar="FILE", type=click.Path(path_type=Path), help="Write predicted and measured figures there, as JSON.")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the outcome file if it exists.")
 @click.option("--verify", "verify_steps", metavar="N", type=click.IntRange(min=1), help="Run N iterations plain and N enforced and compare them bit for bit; exit 1 on any difference.")  # fmt: skip
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="Folder for the swap file.  [default: the system's folder for temporary files]")  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing at the end.")
 @click.argument("plan", type=click.Path(path_type=Path))
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("args", nargs=-1, metavar="[-- ARGS]...", type=click.UNPROCESSED)
 def apply(
     outcome_path: Path | None,
     force: bool,
@@ -39,7 +39,7 @@ def apply(
 ) -> int:
     """Run the script of PLAN as it was profiled, with the plan enforced.
 
-    ARGS, if given, take the place of the script's own arguments. The script's output, exit code and
+    ARGS, after --, take the place of the script's own arguments. The script's output, exit code and
     signals stay its own; at the end stderr tells the measured peak and step time beside the predicted.
     """
     from memopt.cli.console import say
@@ -74,8 +74,7 @@ def command_to_run(plan: Plan, args: tuple[str, ...]) -> Command:
             why=error.strerror or str(error),
             try_="memopt profile in the present directory, then advise again",
         ) from error
-    given = args[1:] if args[:1] == ("--",) else args
-    command = Command((plan.script.argv[0], *(given or plan.script.argv[1:])), plan.script.as_module)
+    command = Command((plan.script.argv[0], *(args or plan.script.argv[1:])), plan.script.as_module)
     find_source(command)
     return command
 

@@ -1,0 +1,79 @@
+"""`memopt apply`: whose option is whose."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+SCRIPT = """
+import sys
+import torch
+print(sys.argv[1:])
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(6):
+    loss = model(torch.randn(2048, 64)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(loss.item().hex())
+"""
+
+
+def memopt(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "memopt", *args],
+        cwd=folder,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("apply")
+    (folder / "train.py").write_text(SCRIPT)
+    for args in (["profile", "-o", "p.json.gz", "train.py", "--lr", "1"], ["advise", "p.json.gz", "--budget", "75%", "-o", "plan.json"]):  # fmt: skip
+        done = memopt(folder, *args)
+        assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_options_may_follow_the_plan(folder: Path) -> None:
+    done = memopt(folder, "apply", "plan.json", "--outcome", "after.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "['--lr', '1']"
+    outcome = json.loads((folder / "after.json").read_text())
+    assert 0 < outcome["measured_peak_bytes"] <= outcome["budget_bytes"] < outcome["unplanned_peak_bytes"]
+    assert outcome["actions"]["done"] == outcome["actions"]["planned"] > 0
+
+
+def test_options_may_precede_the_plan(folder: Path) -> None:
+    done = memopt(folder, "apply", "--outcome", "before.json", "plan.json")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "before.json").exists()
+
+
+def test_what_follows_two_dashes_is_the_scripts(folder: Path) -> None:
+    done = memopt(folder, "apply", "plan.json", "-q", "--", "--outcome", "x", "--", "-q")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == "['--outcome', 'x', '--', '-q']"
+    assert done.stderr == ""
+    assert not (folder / "x").exists()
+
+
+def test_option_of_the_script_without_dashes_is_refused(folder: Path) -> None:
+    done = memopt(folder, "apply", "plan.json", "--lr", "2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "No such option '--lr'" in done.stderr
