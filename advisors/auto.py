@@ -9,18 +9,39 @@ problems small enough to try every combination; no bound on the step time is cla
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
 from collections.abc import Iterator
 
+from memopt.advisors.autoswap import Autoswap
 from memopt.advisors.blockers import infeasible
-from memopt.advisors.capuchin import capuchin_picks, shortest_fitting
+from memopt.advisors.capuchin import capuchin_picks
+from memopt.advisors.dtr import Dtr
+from memopt.advisors.flashneuron import Flashneuron
+from memopt.advisors.gist import Gist
+from memopt.advisors.modnn import Modnn
+from memopt.advisors.picks import shortest_fitting
 from memopt.advisors.problem import Decisions, Problem
 from memopt.advisors.search import Plan, Search
+from memopt.advisors.sentinel import Sentinel
 from memopt.advisors.sublinear import sublinear_plans
+from memopt.advisors.superneurons import Superneurons
+from memopt.advisors.swapadvisor import Swapadvisor
+from memopt.advisors.tflms import Tflms
+from memopt.advisors.vdnn import Vdnn
+from memopt.advisors.vdnn_plus import VdnnPlus
+from memopt.errors import BudgetInfeasible
 
 TIME_LIMIT_S = 8.0
+_PROMISING = 1.25
+"""A start that fits is polished when its step takes at most this many times the best one's."""
+_MANY = 400
+_SHARE_FOR_SEARCH = 0.5
+_DESCENT_TRIES = 6
+_QUICK = (Autoswap(), Flashneuron(), Tflms(), Sentinel(), Superneurons(), Vdnn("all"), VdnnPlus(), Gist())
+_THOROUGH = (Dtr(), Dtr("eqclass"), Dtr("local"), Dtr("megengine"), Modnn(), Swapadvisor())
 _ALL = 1024
 """Problems with at most this many combinations of options are searched completely."""
 _STALLED = 160
@@ -57,17 +78,18 @@ class Auto:
                     best = plan
                     yield best
             return
-        for decisions in starts(search):
-            plan = search.judge(decisions)
+        for plan in self._from_starts(search):
             if search.better(plan, best):
                 best = plan
                 yield best
-            for polished in polish(search, plan):
-                if search.better(polished, best):
-                    best = polished
+        for plan in (best, search.judge({})):
+            if not search.fits(best):
+                lower = descend(search.until_half(), plan)
+                if search.better(lower, best):
+                    best = lower
                     yield best
         stalled = 0
-        while stalled < _STALLED and not search.is_over and best.decisions:
+        while stalled < _STALLED and not search.is_over and search.fits(best) and best.decisions:
             plan = search.tear(best)
             stalled += 1
             if search.better(plan, best):
@@ -77,6 +99,22 @@ class Auto:
             plan = search.exchange(best)
             if search.better(plan, best):
                 yield plan
+
+    def _from_starts(self, search: Search) -> Iterator[Plan]:
+        """The starts as they are, and what mending and pruning make of those that are promising."""
+        cheapest = math.inf
+        hopeless = search.problem.floor_bytes > search.problem.target_bytes
+        for decisions in itertools.chain(starts(search), portfolio(search)):
+            plan = search.judge(decisions)
+            yield plan
+            if hopeless or (search.fits(plan) and plan.cost_ms > _PROMISING * cheapest):
+                continue
+            if not search.fits(plan) and search.share_left < _SHARE_FOR_SEARCH:
+                continue
+            for polished in polish(search, plan):
+                yield polished
+                if search.fits(polished):
+                    cheapest = min(cheapest, polished.cost_ms)
 
 
 def every_plan(search: Search) -> Iterator[Plan]:
@@ -106,6 +144,34 @@ def starts(search: Search) -> Iterator[Decisions]:
     yield from (decisions for _, decisions in plans[:2])
     plans.sort(key=lambda p: p[0].peak_bytes * p[0].step_ms)
     yield from (decisions | free for _, decisions in plans[:1])
+
+
+def portfolio(search: Search) -> Iterator[Decisions]:
+    """What the other strategies plan, while there is time for them."""
+    small = len(search.problem.candidates) <= _MANY
+    for strategy in (*_QUICK, *(_THOROUGH if small else ())):
+        if search.share_left < _SHARE_FOR_SEARCH:
+            return
+        if strategy.allows & search.problem.allow:
+            with contextlib.suppress(BudgetInfeasible):
+                yield strategy.plan(search.problem)
+
+
+def descend(search: Search, plan: Plan) -> Plan:
+    """A plan with a lower and lower peak: the target comes down in small steps, and each is met from the plan before."""
+    step = 0.03
+    while not search.fits(plan) and not search.is_over and step > 0.001:
+        nearer = search.aimed_at(max(search.problem.target_bytes, int(plan.peak_bytes * (1 - step))))
+        trial = nearer.mend(plan)
+        for _ in range(_DESCENT_TRIES):
+            if nearer.fits(trial) or search.is_over:
+                break
+            trial = nearer.tear(plan, prune=False)
+        if nearer.fits(trial):
+            plan = trial
+        else:
+            step /= 2
+    return plan
 
 
 def polish(search: Search, plan: Plan) -> Iterator[Plan]:

@@ -11,13 +11,11 @@ to fit (Capuchin stops by its own count of bytes), and the run-time feedback on 
 from __future__ import annotations
 
 from memopt.advisors.blockers import infeasible
-from memopt.advisors.prefetch import place_prefetches
+from memopt.advisors.picks import shortest_fitting
 from memopt.advisors.problem import Candidate, Decisions, Problem
 from memopt.estimators.chains import Chain, find_chain, is_intact
 from memopt.estimators.decision import RECOMPUTE, Decision
 from memopt.estimators.timeline import REPLAY_MS
-
-_PROBES = 48
 
 
 class Capuchin:
@@ -32,32 +30,6 @@ class Capuchin:
         if best is None:
             raise infeasible(problem, nearest, self.name)
         return best
-
-
-def shortest_fitting(
-    problem: Problem, picks: list[tuple[int, Decision]]
-) -> tuple[Decisions | None, Decisions]:
-    """The first prefix of `picks` that fits (probed evenly, then refined), and the one with the lowest peak."""
-    nearest: Decisions = {}
-
-    def tried(count: int) -> Decisions | None:
-        nonlocal nearest
-        decisions = place_prefetches(problem, dict(picks[:count]))
-        timeline = problem.run(decisions)
-        if timeline.peak_bytes < problem.run(nearest).peak_bytes:
-            nearest = decisions
-        return decisions if problem.fits(timeline) else None
-
-    step = max(1, len(picks) // _PROBES)
-    for count in [*range(0, len(picks), step), len(picks)]:
-        found = tried(count)
-        if found is not None:
-            for fewer in range(max(0, count - step + 1), count):
-                earlier = tried(fewer)
-                if earlier is not None:
-                    return earlier, nearest
-            return found, nearest
-    return None, nearest
 
 
 def capuchin_picks(problem: Problem) -> list[tuple[int, Decision]]:
@@ -97,14 +69,15 @@ def _price(
     """(ms, the cheaper decision, its chain) given what is chosen already; decision None when there is neither."""
     swap = candidate.option("swap")
     swap_ms = -_free_ms(problem, candidate) if swap is not None else float("inf")
-    chain = _chain(problem, candidate, chosen) if candidate.option("recompute") else None
+    chain = chain_given(problem, candidate, chosen) if candidate.option("recompute") else None
     if chain is None:
         return swap_ms, swap, None
     replay_ms = float(sum(problem.view.op_ms[op] + REPLAY_MS for op in chain.ops))
     return (replay_ms, RECOMPUTE, chain) if replay_ms <= swap_ms else (swap_ms, swap, chain)
 
 
-def _chain(problem: Problem, candidate: Candidate, chosen: Decisions) -> Chain | None:
+def chain_given(problem: Problem, candidate: Candidate, chosen: Decisions) -> Chain | None:
+    """The replay of `candidate` when what is `chosen` is away."""
     view, use, own = problem.view, candidate.saved.first_use, candidate.storage
 
     def is_there(value: int) -> bool:

@@ -18,8 +18,11 @@ def unpack_ops(problem: Problem) -> list[int]:
     return sorted({op for op in slots.unpacks.items if op < problem.view.n})
 
 
-def place_prefetches(problem: Problem, decisions: Decisions) -> Decisions:
-    """`decisions` with `prefetch_op` set for every swap, on one FIFO lane, backwards from the last use."""
+def place_prefetches(problem: Problem, decisions: Decisions, *, earliest: bool = False) -> Decisions:
+    """`decisions` with `prefetch_op` set for every swap, on one FIFO lane, backwards from the last use.
+
+    `earliest`: as far ahead as the bytes fit, however short the copy is.
+    """
     view = problem.view
     swaps = [storage for storage, decision in decisions.items() if decision.kind == "swap"]
     if not swaps:
@@ -33,7 +36,7 @@ def place_prefetches(problem: Problem, decisions: Decisions) -> Decisions:
         saved, decision = view.saved[storage], placed[storage]
         copy_ms = problem.simulator.copy_ms(saved.size_bytes, decision, out=False)
         end_ms = min(lane_ms, float(times[saved.first_use]))
-        wanted = end_ms - _SLACK * copy_ms
+        wanted = -1.0 if earliest else end_ms - _SLACK * copy_ms
         trigger = _fitting(
             problem, triggers, times, high, saved.gone_after, saved.first_use, saved.size_bytes, wanted
         )

@@ -5,9 +5,20 @@ from __future__ import annotations
 from typing import Protocol
 
 from memopt.advisors.auto import Auto
+from memopt.advisors.autoswap import Autoswap
 from memopt.advisors.capuchin import Capuchin
+from memopt.advisors.dtr import Dtr
+from memopt.advisors.flashneuron import Flashneuron
+from memopt.advisors.gist import Gist
+from memopt.advisors.modnn import Modnn
 from memopt.advisors.problem import Decisions, Problem
+from memopt.advisors.sentinel import Sentinel
 from memopt.advisors.sublinear import Sublinear
+from memopt.advisors.superneurons import Superneurons
+from memopt.advisors.swapadvisor import Swapadvisor
+from memopt.advisors.tflms import Tflms
+from memopt.advisors.vdnn import Vdnn
+from memopt.advisors.vdnn_plus import VdnnPlus
 
 
 class Strategy(Protocol):
@@ -30,5 +41,21 @@ STRATEGIES: dict[str, Strategy] = {
         Auto(),
         Sublinear(),
         Capuchin(),
+        Vdnn(),
+        Vdnn("all"),
+        Vdnn("conv"),
+        VdnnPlus(),
+        Modnn(),
+        Superneurons(),
+        Autoswap(),
+        Tflms(),
+        Flashneuron(),
+        Swapadvisor(),
+        Sentinel(),
+        Dtr(),
+        Dtr("eqclass"),
+        Dtr("local"),
+        Dtr("megengine"),
+        Gist(),
     )
 }

@@ -5,6 +5,7 @@ Everything is judged by the simulator; estimates only order what is tried first.
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Iterable
@@ -43,6 +44,7 @@ class Search:
     def __init__(self, problem: Problem, deadline: float, seed: int = 0) -> None:
         self.problem = problem
         self.deadline = deadline
+        self.seconds = max(0.0, deadline - time.monotonic())
         self.random = random.Random(seed)
         self.evaluations = 0
         self.moves = [
@@ -61,6 +63,23 @@ class Search:
     @property
     def is_over(self) -> bool:
         return time.monotonic() > self.deadline
+
+    @property
+    def share_left(self) -> float:
+        """Share of the time limit that is left."""
+        return (self.deadline - time.monotonic()) / self.seconds if self.seconds else 0.0
+
+    def aimed_at(self, target_bytes: int) -> Search:
+        """The same search with another target."""
+        other = copy.copy(self)
+        other.problem = self.problem.with_target(target_bytes)
+        return other
+
+    def until_half(self) -> Search:
+        """The same search with half of the time that is left."""
+        other = copy.copy(self)
+        other.deadline = (time.monotonic() + self.deadline) / 2
+        return other
 
     def judge(self, decisions: Decisions) -> Plan:
         placed = place_prefetches(self.problem, decisions)
@@ -246,7 +265,7 @@ class Search:
 
     # --- tearing out
 
-    def tear(self, plan: Plan) -> Plan:
+    def tear(self, plan: Plan, *, prune: bool = True) -> Plan:
         """One large-neighbourhood move: take a part of the decisions away (a stretch of the net, or any), mend, prune."""
         names = sorted(plan.decisions, key=lambda s: self.problem.view.saved[s].packed_op)
         if not names:
@@ -261,6 +280,4 @@ class Search:
         trial = self.judge(rest)
         if not self.fits(trial):
             trial = self.mend(trial, noise=self.random.choice((0.1, 0.4, 0.8)), most=4 * count + 8)
-        if not self.fits(trial):
-            return trial
-        return self.prune(trial)
+        return self.prune(trial) if prune and self.fits(trial) else trial
