@@ -1,0 +1,47 @@
+"""xMem's training loop for convolutional networks: `python benchmarks/xmem_train.py ResNet50 AdamW 250 --zero 0`.
+
+Recipe: groundtruth/XMEM_RECIPE.md. Images of 86x86, cross entropy, StepLR, everything else at its default.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from models.xmem_cnns import MODELS
+from torch import nn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("optimizer")
+    parser.add_argument("batch", type=int)
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2), default=0)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=4)
+    args = parser.parse_args()
+    model = MODELS[args.model]().to(args.device).train()
+    optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=0.001)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.1)
+    criterion = nn.CrossEntropyLoss()
+    classes = 10 if args.model in ("MnasNet", "MobeNetV3Small", "MobeNetV3Large") else 1000
+    for _ in range(args.steps):
+        if args.zero == 0:
+            optimizer.zero_grad()
+        inputs = torch.randn(args.batch, 3, 86, 86).to(args.device)
+        labels = torch.randint(0, min(10, classes), (args.batch,)).to(args.device)
+        outputs = model(inputs)
+        loss = criterion(outputs, labels)
+        if args.zero == 1:
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        _, predicted = torch.max(outputs, 1)
+        if args.zero == 2:
+            optimizer.zero_grad()
+        scheduler.step()
+
+
+if __name__ == "__main__":
+    main()
