@@ -6,38 +6,24 @@ import dataclasses
 from collections.abc import Mapping
 
 from memopt.estimators.onnx_graph import Graph, Node, Weight
-from memopt.estimators.onnx_lower import reads
 from memopt.estimators.onnx_parameters import made_up
 
 _NORMS = {
     "BatchNormalization", "GroupNormalization", "InstanceNormalization", "LRN", "LayerNormalization",
     "MeanVarianceNormalization", "RMSNormalization",
 }  # fmt: skip
-_AFTER_NORM = {
-    "Add", "Clip", "Concat", "Elu", "Gelu", "HardSwish", "LeakyRelu", "Mish", "Mul", "PRelu", "Relu", "Selu", "Sigmoid",
-    "Silu", "Softplus", "Swish",
-}  # fmt: skip
-
-
 def folded_batch_norms(graph: Graph) -> list[Node]:
-    """Convolutions that look as if a batch norm had been folded into them.
+    """Convolutions that have, or look as if they had, a batch norm folded into them.
 
-    In a graph of several convolutions without any normalisation, those with a bias (folding leaves one behind) that
-    lead straight to an activation, a sum or a join. A network that never had batch norms looks the same, apart from
-    weights that keep their module's name: with a named bias on every convolution nothing is suspected.
+    torch.onnx writes down from which module a node came: a convolution that came from a batch norm is one for certain.
+    Elsewhere, in a graph of several convolutions and no normalisation at all, those are suspected that have no bias (as
+    one writes them before a norm) or one that has not the name which a module gives it (folding leaves such a bias).
     """
-    convolutions = [n for n in graph.nodes if n.op in ("Conv", "ConvTranspose")]
-    if len(convolutions) < 2 or any(n.op in _NORMS for n in graph.nodes):
-        return []
-    followers: dict[str, set[str]] = {}
-    for node in graph.nodes:
-        for name in reads(node):
-            followers.setdefault(name, set()).add(node.op)
-    suspects = [
-        n for n in convolutions if _has_bias(n) and followers.get(n.outputs[0], set()) & _AFTER_NORM
-    ]
-    honest = [n for n in suspects if not made_up(n.inputs[1]) and not _left_by_folding(n.inputs[1], n.inputs[2])]
-    return [] if len(honest) == len(suspects) else suspects
+    convolutions = [n for n in graph.nodes if n.op in ("Conv", "ConvTranspose") and len(n.inputs) > 1]
+    certain = [n for n in convolutions if "batchnorm" in n.origin.lower()]
+    if certain or len(convolutions) < 2 or any(n.op in _NORMS for n in graph.nodes):
+        return certain
+    return [n for n in convolutions if not _has_bias(n) or _left_by_folding(n.inputs[1], n.inputs[2])]
 
 
 def _has_bias(node: Node) -> bool:
@@ -60,8 +46,7 @@ def assume_batch_norms(graph: Graph, convolutions: list[Node]) -> tuple[Graph, d
             nodes.append(node)
             continue
         out, before = node.outputs[0], f"{node.outputs[0]}/before_bn"
-        bias = weights[node.inputs[2]] if node.inputs[2] in weights else None
-        channels = bias.elements if bias is not None else weights[node.inputs[1]].dims[0]
+        channels = _channels(node, weights)
         kind = weights[node.inputs[1]].kind if node.inputs[1] in weights else 1
         names = [f"{out}/bn.{part}" for part in ("weight", "bias", "running_mean", "running_var")]
         for name in names:
@@ -70,6 +55,13 @@ def assume_batch_norms(graph: Graph, convolutions: list[Node]) -> tuple[Graph, d
         nodes.append(dataclasses.replace(node, inputs=node.inputs[:2], outputs=(before, *node.outputs[1:])))
         nodes.append(Node("BatchNormalization", "", (before, *names), (out,), {}, f"{node.name}/bn", node.scope))
     return dataclasses.replace(graph, nodes=tuple(nodes), weights=weights), added
+
+
+def _channels(node: Node, weights: Mapping[str, Weight]) -> int:
+    """How many channels a convolution gives out."""
+    kernel = weights[node.inputs[1]].dims if node.inputs[1] in weights else (1, 1)
+    groups = node.attributes.get("group", 1)
+    return kernel[0] if node.op == "Conv" else kernel[1] * (groups if isinstance(groups, int) else 1)
 
 
 def warnings(graph: Graph, trained: Mapping[str, Weight], assumed: int) -> list[str]:

@@ -71,6 +71,8 @@ class Node:
     name: str = ""
     scope: str = ""
     """The module that the node came from, as far as the exporter wrote it down."""
+    origin: str = ""
+    """The class of that module, likewise: a Conv that came from a BatchNorm2d has one folded into it."""
 
     @property
     def title(self) -> str:
@@ -223,18 +225,19 @@ def _node(proto: Any, depth: int) -> Node:
         _texts(proto.output),
         attributes,
         _text(proto.name),
-        _scope(proto),
+        *_scope(proto),
     )
 
 
-def _scope(proto: Any) -> str:
-    """`layer1.0.conv1` from torch.onnx's metadata (dynamo) or from the node's name (`/layer1/layer1.0/conv1/Conv`)."""
-    for entry in proto.metadata_props:
-        if entry.key == "pkg.torch.onnx.name_scopes":
-            quoted: list[str] = re.findall(r"'([^']*)'", _text(entry.value))
-            return quoted[-2] if len(quoted) > 1 else ""
+def _scope(proto: Any) -> tuple[str, str]:
+    """`layer1.0.bn1` and its class from torch.onnx's metadata; or the module from a name `/layer1/layer1.0/conv1/Conv`."""
+    told = {e.key: e.value for e in proto.metadata_props}
+    if "pkg.torch.onnx.name_scopes" in told:
+        names: list[str] = re.findall(r"'([^']*)'", _text(told["pkg.torch.onnx.name_scopes"]))
+        classes: list[str] = re.findall(r"'([^']*)'", _text(told.get("pkg.torch.onnx.class_hierarchy", "")))
+        return names[-2] if len(names) > 1 else "", classes[-2] if len(classes) > 1 else ""
     parts = _text(proto.name).strip("/").split("/")[:-1]
-    return next((p for p in reversed(parts) if p), "")
+    return next((p for p in reversed(parts) if p), ""), ""
 
 
 def _attribute(proto: Any, depth: int) -> Any:

@@ -109,12 +109,12 @@ def mean_of_all(call: Call) -> Tensor:
 
 @op("Max")
 def max_of_all(call: Call) -> Tensor:
-    return reduce(torch.maximum, alike(call.tensors()))
+    return reduce(torch.maximum, call.tensors())
 
 
 @op("Min")
 def min_of_all(call: Call) -> Tensor:
-    return reduce(torch.minimum, alike(call.tensors()))
+    return reduce(torch.minimum, call.tensors())
 
 
 @op("Clip")

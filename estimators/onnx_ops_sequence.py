@@ -17,7 +17,7 @@ _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 def recurrent(call: Call) -> Any:
     """One layer through torch's own recurrent kernel, so that it saves what a script's `nn.LSTM` saves."""
     kind = call.node.op
-    x, w, r = alike([call.tensor(0), call.tensor(1), call.tensor(2)])
+    x, w, r = _recurrent_types([call.tensor(0), call.tensor(1), call.tensor(2)])
     direction = call.attribute("direction", "forward")
     batch_first = bool(call.number("layout", 0))
     x = x.transpose(0, 1) if batch_first else x
@@ -41,6 +41,14 @@ def recurrent(call: Call) -> Any:
     if batch_first:
         return y.transpose(0, 1), *(s.transpose(0, 1) for s in last)
     return y.permute(0, 2, 1, 3), *last
+
+
+def _recurrent_types(tensors: list[Tensor]) -> list[Tensor]:
+    """One element type; under autocast the lower one, as cuDNN's recurrent kernels take it (weights are copied)."""
+    if not torch.is_autocast_enabled("cpu"):
+        return alike(tensors)
+    kind = torch.get_autocast_dtype("cpu")
+    return [t.to(kind) for t in tensors]
 
 
 def _direction(weight: Tensor, index: int) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.estimators.onnx_registry import Call, Malformed, NeedsValue, alike, op, positive
+from memopt.estimators.onnx_registry import Call, Malformed, NeedsValue, op, positive
 
 
 @op("Identity")
@@ -86,7 +86,7 @@ def transpose(call: Call) -> Tensor:
 
 @op("Concat")
 def concat(call: Call) -> Tensor:
-    return torch.cat(alike(call.tensors()), call.number("axis", 0))
+    return torch.cat(call.tensors(), call.number("axis", 0))
 
 
 @op("Split")
@@ -216,8 +216,7 @@ def where(call: Call) -> Tensor:
     condition, a, b = call.tensor(0), call.operand(1), call.operand(2)
     if isinstance(b, Tensor) and not isinstance(a, Tensor) and b.shape == torch.broadcast_shapes(b.shape, condition.shape):
         return torch.masked_fill(b, condition, a)
-    first, second = alike([call.tensor(1), call.tensor(2)])
-    return torch.where(condition, first, second)
+    return torch.where(condition, call.tensor(1), call.tensor(2))
 
 
 @op("Range")

@@ -176,7 +176,12 @@ def positive(axis: int, rank: int) -> int:
 
 
 def alike(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors in one element type, the promoted one, as ONNX demands and mixed precision breaks."""
+    """The tensors in one element type, the promoted one, as ONNX demands and mixed precision breaks.
+
+    Under autocast they stay as they are: it casts them itself.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        return list(tensors)
     kind = tensors[0].dtype
     for tensor in tensors[1:]:
         kind = torch.promote_types(kind, tensor.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from benchmarks.estimate_onnx import export, script_peak_bytes, task_of
 from memopt.errors import UsageError
 from memopt.estimators.onnx_estimate import estimate_onnx, plan_training, record_onnx
 from memopt.estimators.onnx_training import OPTIMIZERS
+from memopt.estimators.recording import Recording
 
 FLOAT = TensorProto.FLOAT
 
@@ -78,7 +80,7 @@ def test_a_network_that_never_had_batch_norm_is_not_suspected(tmp_path: Path) ->
     named = save(tmp_path / "a.onnx", nodes, weights, [2, 3, 16, 16])
     assert not any("batch norm" in note for note in record_onnx(named, target="cpu").notes)
     renamed = onnx.load(named)
-    for item in renamed.graph.initializer:
+    for item in renamed.graph.initializer:  # what the old exporter calls folded weights
         item.name = f"onnx::Conv_{item.name}"
     for node in renamed.graph.node:
         for i in range(1, len(node.input)):
@@ -104,6 +106,12 @@ def mlp(path: Path, kind: Any = np.float32) -> Path:
 MIB = 2**20
 
 
+def tensor_peak(recording: Recording) -> int:
+    """Most bytes of tensors at once: cuBLAS's workspaces, which come with the first product, left out."""
+    events = [e for e in recording.events if recording.rows[abs(e) - 1].category != "workspace"]
+    return dataclasses.replace(recording, events=events).peak()[0]
+
+
 @pytest.mark.parametrize(
     ("optimizer", "target", "weights"),
     [("sgd", "cpu", 2), ("sgd-momentum", "cpu", 3), ("adamw", "cuda", 5), ("adamw-fused", "cuda", 4)],
@@ -111,7 +119,7 @@ MIB = 2**20
 def test_parameters_gradients_state_and_the_foreach_temporary(tmp_path: Path, optimizer: str, target: Any, weights: int) -> None:
     """With one row the activations are nothing: what is left is a number of copies of the 2 MiB of weights."""
     found = record_onnx(mlp(tmp_path / "m.onnx"), batch_size=1, optimizer=optimizer, target=target)
-    peak = found.recording.peak()[0]
+    peak = tensor_peak(found.recording)
     assert 0 <= peak - 2 * MIB * weights < 100_000
 
 
@@ -153,8 +161,8 @@ def test_every_optimizer_steps(tmp_path: Path, optimizer: str) -> None:
 def test_bf16_halves_what_fp32_takes(tmp_path: Path) -> None:
     for kind in (np.float32, np.float16):
         path = mlp(tmp_path / "m.onnx", kind)
-        full = record_onnx(path, batch_size=1024, dtype="fp32", target="cpu", loss="mean").recording.peak()[0]
-        half = record_onnx(path, batch_size=1024, dtype="bf16", target="cpu", loss="mean").recording.peak()[0]
+        full = tensor_peak(record_onnx(path, batch_size=1024, dtype="fp32", target="cuda", loss="mean").recording)
+        half = tensor_peak(record_onnx(path, batch_size=1024, dtype="bf16", target="cuda", loss="mean").recording)
         assert half == pytest.approx(full / 2, rel=0.01)
 
 
@@ -163,9 +171,12 @@ def test_autocast_keeps_weights_whole_and_halves_activations(tmp_path: Path, dty
     path = mlp(tmp_path / "m.onnx")
     for target in ("cpu", "cuda"):
         recording = record_onnx(path, batch_size=8192, dtype=dtype, target=target, loss="mean").recording  # type: ignore[arg-type]
-        full = record_onnx(path, batch_size=8192, target=target, loss="mean").recording  # type: ignore[arg-type]
-        assert sum(r.size_bytes for r in recording.rows if r.category == "parameter") == 2 * MIB
-        assert recording.peak()[0] < 0.9 * full.peak()[0]
+        rows = 8192 * 512 * 2  # in half precision
+        weights = sum(r.size_bytes for r in recording.rows if r.category == "parameter")
+        kept = sorted(r.size_bytes for r in recording.rows if r.category == "activation" and r.size_bytes >= MIB // 2)
+        assert weights == 2 * MIB
+        # each step keeps the halved copy of one weight (the other's input needs no gradient), the input's and ReLU's result
+        assert kept == [MIB // 2] * 3 + [rows] * 6
 
 
 # parameters
