@@ -198,7 +198,10 @@ def _index_tensors(rows: GraphFile, source: str) -> dict[int, int]:
     for position, row in enumerate(rows.tensors):
         if index.setdefault(row.id, position) != position:
             raise _bad(source, f"two tensors have the id {row.id}")
-    if sum(row.bytes for row in rows.tensors) + max((op.workspace_bytes for op in rows.ops), default=0) > MOST_BYTES_ALL:
+    if (
+        sum(row.bytes for row in rows.tensors) + max((op.workspace_bytes for op in rows.ops), default=0)
+        > MOST_BYTES_ALL
+    ):
         raise _bad(source, "its tensors are together larger than 2^60 bytes")
     return index
 
@@ -217,7 +220,9 @@ def _unready(rows: GraphFile, tensor: int, where: str, position: int) -> str:
         if tensor_id in rows.ops[later].writes:
             if later == position:
                 return f"{where} reads tensor {tensor_id}, which it writes itself (a cycle; a mutation writes a new tensor)"
-            return f"{where} reads tensor {tensor_id} before op {later} writes it (a cycle, or ops out of order)"
+            return (
+                f"{where} reads tensor {tensor_id} before op {later} writes it (a cycle, or ops out of order)"
+            )
     return f"{where} reads tensor {tensor_id}, which is not resident and which no op writes"
 
 

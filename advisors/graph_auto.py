@@ -21,6 +21,7 @@ from memopt.advisors.graph_runs import peak_of_runs, plain_runs, rerun_ms, steps
 from memopt.advisors.graph_scores import SCORES
 from memopt.advisors.graph_search import Search
 from memopt.advisors.graph_segments import Forward, greedy_cuts, runs_keeping, sqrt_cuts
+from memopt.advisors.graph_waiting import Waiting
 
 PORTFOLIO = ("msps", "dtr-local", "next-use", "dtr", "dtr-eqclass", "size", "lru", "megengine", "belady")
 GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), *((0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0)) * 4)
@@ -35,9 +36,14 @@ class AutoPlan:
         self.bound = 0.0
         lanes = Lanes(problem.graph, problem.out_gbps, problem.in_gbps) if problem.may_swap else None
         self.search = Search(
-            problem.graph, plain_runs(problem.graph), problem.budget_bytes, lanes=lanes, replays=problem.may_recompute
+            problem.graph,
+            plain_runs(problem.graph),
+            problem.budget_bytes,
+            lanes=lanes,
+            replays=problem.may_recompute,
         )
         self.stats: dict[str, float | int | str] = {}
+        self.waiting = Waiting(problem)
 
     def plan(self) -> None:
         """All stages, until the time is up."""
@@ -53,6 +59,10 @@ class AutoPlan:
                 self._climb(online, begin + 0.55 * left)
         if self.search.lanes:
             self._swap(begin + 0.65 * left)
+            self.waiting.try_peers(begin + 0.75 * left)
+            if self.search.best_over:
+                self.waiting.climb(self.problem.until)
+                return
         self.search.load_best()
         self.search.run(self.problem.until, enough=self.bound * self.problem.graph.plain_ms)
 
@@ -97,8 +107,11 @@ class AutoPlan:
         """The best plan; raises `BudgetInfeasible` when none was found."""
         problem, search = self.problem, self.search
         self.stats["iterations"] = search.iterations
+        waited = self.waiting.best
+        if waited and (search.best_over or waited[0] * problem.graph.plain_ms < search.best_cost - 1e-9):
+            return Answer(steps=waited[1], overhead_bound=self.bound, stats=self.stats)
         if search.best_over:
-            raise infeasible(problem, self.smallest_peak())
+            raise infeasible(problem, min(self.smallest_peak(), max(self.waiting.smallest_bytes, problem.budget_bytes + 1)))
         search.load_best()
         steps = search.lanes.steps(search.state) if search.lanes else steps_of_runs(problem.graph, search.best_runs)
         return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)

@@ -47,7 +47,13 @@ class Engine:
     """One pass over the graph under one budget with one score."""
 
     def __init__(
-        self, graph: Graph, budget_bytes: int, score: Score, *, thrash: float = 3.0, until: float = float("inf")
+        self,
+        graph: Graph,
+        budget_bytes: int,
+        score: Score,
+        *,
+        thrash: float = 3.0,
+        until: float = float("inf"),
     ) -> None:
         self.until = until
         self.graph = graph

@@ -86,7 +86,11 @@ class Lanes:
         return self._way_back(state, clock, wanted, ends)
 
     def _way_back(
-        self, state: RunState, clock: list[float], wanted: list[tuple[int, int, int]], ends: dict[int, tuple[float, int]]
+        self,
+        state: RunState,
+        clock: list[float],
+        wanted: list[tuple[int, int, int]],
+        ends: dict[int, tuple[float, int]],
     ) -> list[Trip]:
         found: list[Trip] = []
         deadline = clock[state.end]

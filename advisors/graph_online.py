@@ -12,8 +12,20 @@ from memopt.advisors.graph_problem import Answer, GraphProblem, Strategy, infeas
 from memopt.advisors.graph_runs import peak_of_runs, plain_runs, steps_of_runs
 from memopt.advisors.graph_scores import SCORES, PlainScore
 
+WORDS = {
+    "dtr": "h_DTR (Kirisame et al., ICLR'21): cost with evicted neighbourhood over bytes and staleness",
+    "dtr-eqclass": "h_DTR with the neighbourhood approximated by union-find classes",
+    "dtr-local": "h_DTR without the neighbourhood",
+    "msps": "memory saved per second of recomputation (Capuchin's rule, online)",
+    "lru": "least recently used first",
+    "size": "largest first",
+    "belady": "furthest next use first",
+    "megengine": "MegEngine's DTR score, without addresses",
+    "next-use": "memory saved per second over the distance to the next use (known beforehand)",
+}
 
-def online(score: type[PlainScore]) -> Strategy:
+
+def online(name: str, score: type[PlainScore]) -> Strategy:
     """The strategy that evicts by `score`."""
 
     def strategy(problem: GraphProblem) -> Answer:
@@ -25,25 +37,32 @@ def online(score: type[PlainScore]) -> Strategy:
         try:
             runs = Engine(problem.graph, problem.budget_bytes, score()).plan()
         except Stuck:
-            raise infeasible(problem, smallest_peak(problem, score)) from None
+            peak, runs = smallest_peak(problem, score)
+            if peak > problem.budget_bytes:
+                raise infeasible(problem, peak) from None
         return Answer(steps=steps_of_runs(problem.graph, runs))
 
+    strategy.__doc__ = f"{WORDS[name]}."
     return strategy
 
 
-def smallest_peak(problem: GraphProblem, score: type[PlainScore], probes: int = 6) -> int:
-    """Smallest peak that the rule reaches, by bisection of the budget."""
+def smallest_peak(problem: GraphProblem, score: type[PlainScore], probes: int = 6) -> tuple[int, list[int]]:
+    """Smallest peak that the rule reaches, by bisection of the budget, and its runs (the rules are not monotone)."""
     graph = problem.graph
-    best = high = peak_of_runs(graph, plain_runs(graph))
+    best = plain_runs(graph)
+    peak = high = peak_of_runs(graph, best)
     low = problem.budget_bytes
     for _ in range(probes):
         middle = (low + high) // 2
         try:
-            best = min(best, peak_of_runs(graph, Engine(graph, middle, score()).plan()))
-            high = middle
+            runs = Engine(graph, middle, score()).plan()
         except Stuck:
             low = middle
-    return best
+            continue
+        high = middle
+        if peak_of_runs(graph, runs) < peak:
+            best, peak = runs, peak_of_runs(graph, runs)
+    return peak, best
 
 
-ONLINE: dict[str, Strategy] = {name: online(score) for name, score in SCORES.items()}
+ONLINE: dict[str, Strategy] = {name: online(name, score) for name, score in SCORES.items()}

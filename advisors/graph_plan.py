@@ -7,13 +7,41 @@ import time
 
 from memopt.advisors.graph import Graph
 from memopt.advisors.graph_auto import auto
+from memopt.advisors.graph_autoswap import autoswap
+from memopt.advisors.graph_autotm import autotm
+from memopt.advisors.graph_capuchin import capuchin
+from memopt.advisors.graph_checkmate import checkmate
+from memopt.advisors.graph_flashneuron import flashneuron, tflms
+from memopt.advisors.graph_modnn import modnn
 from memopt.advisors.graph_online import ONLINE
 from memopt.advisors.graph_problem import EVERYTHING, GraphProblem, Strategy, finish
 from memopt.advisors.graph_runs import peak_of_runs, plain_runs
+from memopt.advisors.graph_segments import sublinear_greedy, sublinear_sqrt
+from memopt.advisors.graph_sentinel import sentinel
+from memopt.advisors.graph_superneurons import superneurons
+from memopt.advisors.graph_swapadvisor import swapadvisor
+from memopt.advisors.graph_vdnn import vdnn, vdnn_plus
 from memopt.advisors.schedule import Schedule
 from memopt.errors import UsageError
 
-GRAPH_STRATEGIES: dict[str, Strategy] = {"auto": auto, **ONLINE}
+GRAPH_STRATEGIES: dict[str, Strategy] = {
+    "auto": auto,
+    **ONLINE,
+    "sublinear": sublinear_sqrt,
+    "sublinear-greedy": sublinear_greedy,
+    "checkmate": checkmate,
+    "superneurons": superneurons,
+    "capuchin": capuchin,
+    "vdnn": vdnn,
+    "vdnn++": vdnn_plus,
+    "modnn": modnn,
+    "autoswap": autoswap,
+    "swapadvisor": swapadvisor,
+    "flashneuron": flashneuron,
+    "tflms": tflms,
+    "sentinel": sentinel,
+    "autotm": autotm,
+}
 """Every strategy that plans a graph, by name."""
 
 
@@ -34,7 +62,9 @@ def plan_graph(
     if strategy not in GRAPH_STRATEGIES:
         raise UsageError(f"there is no graph strategy '{strategy}'", try_=", ".join(GRAPH_STRATEGIES))
     if not allow <= EVERYTHING:
-        raise UsageError(f"cannot allow {', '.join(sorted(allow - EVERYTHING))}", try_=", ".join(sorted(EVERYTHING)))
+        raise UsageError(
+            f"cannot allow {', '.join(sorted(allow - EVERYTHING))}", try_=", ".join(sorted(EVERYTHING))
+        )
     for name, rate in (("--out-gbps", out_gbps), ("--in-gbps", in_gbps)):
         if not (math.isfinite(rate) and 0 <= rate <= 1e6):
             raise UsageError(f"{name} {rate} is not a usable bandwidth", try_="a number of GB/s, such as 12")

@@ -210,7 +210,9 @@ class EqClass(Neighbours):
 
     def region_cost(self, tensor: int) -> float:
         """Cost of the classes of the evicted neighbours."""
-        near = {self.find(other) for other in self.parents[tensor] + self.children[tensor] if self.gone[other]}
+        near = {
+            self.find(other) for other in self.parents[tensor] + self.children[tensor] if self.gone[other]
+        }
         return sum(self.class_cost[home] for home in near)
 
     def _join(self, one: int, other: int) -> int:
@@ -253,7 +255,9 @@ class MegEngine(EqClass):
         engine = self.engine
         cost = engine.cost_column[candidates] + self.neighbourhood(candidates) + 1e-3
         cost *= 1.0001 ** self.times[candidates]
-        found: FloatColumn = cost / (engine.size_column[candidates] / 2**20 * (self.staleness(candidates) + 1e-3))
+        found: FloatColumn = cost / (
+            engine.size_column[candidates] / 2**20 * (self.staleness(candidates) + 1e-3)
+        )
         return found
 
 
@@ -261,7 +265,9 @@ class NextUse(Msps):
     """MSPS divided by the distance to the next use: drop what is cheap, large and not wanted for long."""
 
     def __call__(self, candidates: IntColumn) -> FloatColumn:
-        far = np.array([float(self.engine.next_use(tensor) - self.engine.now) for tensor in candidates.tolist()])
+        far = np.array(
+            [float(self.engine.next_use(tensor) - self.engine.now) for tensor in candidates.tolist()]
+        )
         found: FloatColumn = super().__call__(candidates) / np.maximum(far, 1.0)
         return found
 

@@ -32,7 +32,14 @@ class Search:
     """The best run sequence known, and the search that improves it. `overflow` is 0 when the budget holds."""
 
     def __init__(
-        self, graph: Graph, runs: list[int], budget_bytes: int, *, seed: int = 0, lanes: Lanes | None = None, replays: bool = True
+        self,
+        graph: Graph,
+        runs: list[int],
+        budget_bytes: int,
+        *,
+        seed: int = 0,
+        lanes: Lanes | None = None,
+        replays: bool = True,
     ) -> None:
         self.graph = graph
         self.lanes = lanes
@@ -440,7 +447,10 @@ class Search:
         """Replace reruns by swaps, dearest per byte first, wherever both lanes have time and the budget holds."""
         assert self.lanes
         state, lanes = self.state, self.lanes
-        value = {op: state.ms[op] / max(1, sum(state.size[tensor] for tensor in state.writes[op])) for op, _ in self.reruns()}
+        value = {
+            op: state.ms[op] / max(1, sum(state.size[tensor] for tensor in state.writes[op]))
+            for op, _ in self.reruns()
+        }
         for op, slot in sorted(self.reruns(), key=lambda item: -value[item[0]]):
             if time.monotonic() > until:
                 return

@@ -23,7 +23,9 @@ class Forward:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.turn = turn = int(np.argmax(memory_of_runs(graph, plain_runs(graph))[:-1])) if graph.op_count else 0
+        self.turn = turn = (
+            int(np.argmax(memory_of_runs(graph, plain_runs(graph))[:-1])) if graph.op_count else 0
+        )
         count = graph.tensor_count
         self.last_before = graph.producer.copy()
         self.first_after: IntColumn = np.full(count, -1, dtype=np.int64)
@@ -47,7 +49,9 @@ class Forward:
     def _widths(self) -> IntColumn:
         """Bytes that the forward pass still reads after each op."""
         change = np.zeros(self.turn + 3, dtype=np.int64)
-        for tensor in np.flatnonzero((self.graph.producer >= 0) & (self.graph.producer <= self.turn)).tolist():
+        for tensor in np.flatnonzero(
+            (self.graph.producer >= 0) & (self.graph.producer <= self.turn)
+        ).tolist():
             start, end = int(self.graph.producer[tensor]), int(self.last_before[tensor])
             if end > start:
                 change[start] += self.graph.tensor_bytes[tensor]
@@ -80,7 +84,9 @@ def runs_keeping(forward: Forward, keep: set[int]) -> list[int]:
     here = [False] * graph.tensor_count
     runs: list[int] = []
     for op in range(graph.op_count + 1):
-        wanted = reads[op] if op < graph.op_count else tuple(np.flatnonzero(graph.kept & ~graph.resident).tolist())
+        wanted = (
+            reads[op] if op < graph.op_count else tuple(np.flatnonzero(graph.kept & ~graph.resident).tolist())
+        )
         if op > turn:
             runs.extend(_missing(graph, wanted, here, maker))
         for tensor in wanted:
@@ -103,9 +109,7 @@ def runs_keeping(forward: Forward, keep: set[int]) -> list[int]:
     return runs
 
 
-def _missing(
-    graph: Graph, wanted: tuple[int, ...], here: list[bool], maker: list[int]
-) -> list[int]:
+def _missing(graph: Graph, wanted: tuple[int, ...], here: list[bool], maker: list[int]) -> list[int]:
     """Ops to run again, in order, so that all of `wanted` is here; marks what they make."""
     needed: set[int] = set()
     pending = [tensor for tensor in wanted if not here[tensor]]
@@ -114,7 +118,9 @@ def _missing(
         if op in needed:
             continue
         needed.add(op)
-        pending.extend(tensor for tensor in graph.reads[op] if not here[tensor] and maker[tensor] not in needed)
+        pending.extend(
+            tensor for tensor in graph.reads[op] if not here[tensor] and maker[tensor] not in needed
+        )
     order = sorted(needed)
     for op in order:
         for tensor in graph.writes[op]:

@@ -255,7 +255,9 @@ class RunState:
         slot_op, memory = self.slot_op, self.memory
         origins = self.moves.pop()
         first = slot_op[low]
-        ahead = int(memory[low]) - self.workspace[first] - sum(self.size[tensor] for tensor in self.writes[first])
+        ahead = (
+            int(memory[low]) - self.workspace[first] - sum(self.size[tensor] for tensor in self.writes[first])
+        )
         end = slot + 1
         for target in range(low + len(origins) - 1, low - 1, -1):
             op = slot_op[target]
@@ -316,5 +318,3 @@ class RunState:
                 start = slots[bisect_left(slots, slot) - 1]
                 if self.useless(maker, start):
                     pending.append((maker, start))
-
-

@@ -1,0 +1,95 @@
+"""Plans in which runs may wait for copies: what `auto` falls back on where hidden copies and recomputation do not meet the budget.
+
+Starts from every published swap strategy and climbs: leave one trip out or put one in, at random, judged by replay. O(ops) per try.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+
+from memopt.advisors.graph_autoswap import autoswap
+from memopt.advisors.graph_capuchin import capuchin
+from memopt.advisors.graph_flashneuron import flashneuron, tflms
+from memopt.advisors.graph_modnn import modnn
+from memopt.advisors.graph_offload import CannotHold, Trip, Walk, as_soon_as_possible, hold, idle_trips, just_in_time
+from memopt.advisors.graph_problem import Answer, GraphProblem
+from memopt.advisors.graph_runs import plain_runs
+from memopt.advisors.graph_sentinel import sentinel
+from memopt.advisors.graph_superneurons import superneurons
+from memopt.advisors.graph_swapadvisor import belady
+from memopt.advisors.graph_vdnn import vdnn, vdnn_plus
+from memopt.advisors.schedule import OUT, RUN, Step
+from memopt.errors import BudgetInfeasible
+
+PEERS: tuple[Callable[[GraphProblem], Answer], ...] = (
+    superneurons, capuchin, modnn, autoswap, vdnn, vdnn_plus, flashneuron, tflms, sentinel,
+)  # fmt: skip
+
+
+class Waiting:
+    """The best plan with waits so far; `smallest_bytes` is the least peak that any of them could reach."""
+
+    def __init__(self, problem: GraphProblem) -> None:
+        self.problem = problem
+        self.best: tuple[float, list[Step]] | None = None
+        self.smallest_bytes = 2**62
+
+    def try_peers(self, until: float) -> None:
+        """Every published strategy that may wait."""
+        for peer in PEERS:
+            if time.monotonic() > until:
+                return
+            try:
+                self._note(peer(self.problem).steps)
+            except BudgetInfeasible as failure:
+                self.smallest_bytes = min(self.smallest_bytes, failure.min_peak_bytes)
+
+    def climb(self, until: float) -> None:
+        """Change the set of trips at random while that helps."""
+        problem = self.problem
+        runs = plain_runs(problem.graph)
+        everything = idle_trips(problem.graph, runs)
+        if not everything:
+            return
+        rnd = random.Random(0)
+        current = self._trips_of_best(everything) or belady(problem, runs, everything, [True] * len(everything))
+        worth = self._worth(runs, current)
+        while time.monotonic() < until:
+            changed = set(current)
+            for trip in rnd.sample(everything, min(len(everything), rnd.choice((1, 1, 2, 3)))):
+                changed ^= {trip}
+            trial = sorted(changed, key=lambda trip: (trip.leave, trip.need))
+            value = self._worth(runs, trial)
+            if value <= worth:
+                current, worth = trial, value
+
+    def _worth(self, runs: list[int], trips: list[Trip]) -> float:
+        walk = Walk(self.problem, runs, trips)
+        peak = int(walk.memory.max())
+        if peak > self.problem.budget_bytes:
+            return 1e9 + peak
+        self.smallest_bytes = min(self.smallest_bytes, peak)
+        found = 1e9
+        for prefetch in (just_in_time, as_soon_as_possible):
+            try:
+                found = min(found, self._note(hold(self.problem, runs, trips, prefetch)))
+            except CannotHold as failure:
+                found = min(found, 1e6 + failure.peak_bytes)
+        return found
+
+    def _note(self, steps: list[Step]) -> float:
+        overhead = self.problem.replay(steps).overhead
+        if self.best is None or overhead < self.best[0]:
+            self.best = (overhead, steps)
+        return overhead
+
+    def _trips_of_best(self, everything: list[Trip]) -> list[Trip]:
+        if self.best is None:
+            return []
+        steps = self.best[1]
+        if sum(verb == RUN for verb, _ in steps) != self.problem.graph.op_count:
+            return []
+        out = {what for verb, what in steps if verb == OUT}
+        return [trip for trip in everything if trip.tensor in out]
