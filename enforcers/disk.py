@@ -146,7 +146,7 @@ class DiskStore:
         """Start to move `storage` to the file; the ticket drops it when that is done. It must not be written to meanwhile."""
         self.collect()
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.again()
         ticket = Ticket(storage, self._freed)
         self._submit(_WRITE, _Transfer(ticket, storage, ticket.written, _pieces(ticket.nbytes)))
         return ticket
@@ -232,7 +232,7 @@ class DiskStore:
                         transfer, piece * PIECE_BYTES, buffer
                     )
             except BaseException as error:  # told through the future, whatever it is
-                transfer.error = error
+                transfer.error = _without_frames(error)
             self._finish_piece(kind, transfer)
             del transfer  # or this thread would keep the storage until its next piece
 
@@ -305,6 +305,15 @@ class DiskStore:
             transfer.done.set_exception(transfer.error)
         else:
             transfer.done.set_result(None)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Its traceback would keep the transfer, and so the storage, alive for as long as somebody keeps the error."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 def _pieces(nbytes: int) -> int:

@@ -251,7 +251,7 @@ class HostStore:
         """Start to copy `storage` out, after what this thread has queued so far. It must not be written to meanwhile."""
         self.collect()
         if self.failure is not None:
-            raise self.failure
+            raise self.failure.again()
         try:
             ticket = HostTicket(storage, self._arena)
         except SwapFailed as error:

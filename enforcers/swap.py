@@ -21,6 +21,10 @@ AnyTicket = TypeVar("AnyTicket")
 class SwapFailed(NotPossibleHere):
     """A tier cannot take, or cannot give back, bytes. After a failed write the ticket still holds its storage: keep that."""
 
+    def again(self) -> SwapFailed:
+        """The same news without the frames of the first time, which would keep storages alive."""
+        return SwapFailed(self.what, why=self.why, try_=self.try_)
+
 
 class Pending(Protocol):
     """Bytes on their way. `result` returns when the caller may use them (on a device: when its stream will have them)."""
