@@ -22,22 +22,29 @@ def blobs(batch, pixels=32):
     return 2 * colour * torch.exp(-distance / size**2)[:, None] - 1
 
 
+def up(inputs, outputs):
+    return [
+        nn.ConvTranspose2d(inputs, outputs, 4, 2, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(True),
+        nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU(True),
+    ]  # fmt: skip
+
+
+def down(inputs, outputs):
+    return [
+        nn.Conv2d(inputs, outputs, 4, 2, 1, bias=False), nn.BatchNorm2d(outputs), nn.LeakyReLU(0.2, inplace=True),
+        nn.Conv2d(outputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.LeakyReLU(0.2, inplace=True),
+    ]  # fmt: skip
+
+
 class Generator(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.main = nn.Sequential(
-            nn.ConvTranspose2d(NOISE, 4 * width, 4, bias=False),
-            nn.BatchNorm2d(4 * width),
-            nn.ReLU(True),
-            nn.ConvTranspose2d(4 * width, 2 * width, 4, 2, 1, bias=False),
-            nn.BatchNorm2d(2 * width),
-            nn.ReLU(True),
-            nn.ConvTranspose2d(2 * width, width, 4, 2, 1, bias=False),
-            nn.BatchNorm2d(width),
-            nn.ReLU(True),
-            nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False),
-            nn.Tanh(),
-        )
+            nn.ConvTranspose2d(NOISE, 4 * width, 4, bias=False), nn.BatchNorm2d(4 * width), nn.ReLU(True),
+            *up(4 * width, 2 * width),
+            *up(2 * width, width),
+            nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False), nn.Tanh(),
+        )  # fmt: skip
 
     def forward(self, noise):
         return self.main(noise)
@@ -47,14 +54,9 @@ class Discriminator(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.main = nn.Sequential(
-            nn.Conv2d(3, width, 4, 2, 1, bias=False),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(width, 2 * width, 4, 2, 1, bias=False),
-            nn.BatchNorm2d(2 * width),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(2 * width, 4 * width, 4, 2, 1, bias=False),
-            nn.BatchNorm2d(4 * width),
-            nn.LeakyReLU(0.2, inplace=True),
+            *down(3, width),
+            *down(width, 2 * width),
+            *down(2 * width, 4 * width),
             nn.Conv2d(4 * width, 1, 4, bias=False),
         )
 
@@ -66,7 +68,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--width", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
