@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _foreach_supported_types
 
 from memopt.estimators.fake_attention import attention, efficient_backward_bytes, flash_backward_bytes
 from memopt.estimators.fake_hidden import hidden
@@ -27,6 +29,8 @@ def device_choices(overrides: Overrides, recorder: FakeRecorder) -> None:
     overrides.add("scaled_dot_product_attention", attention(on_cuda, recorder.capability))
     if recorder.target != "cuda":
         return
+    if FakeTensor not in _foreach_supported_types:  # else optimizers go through fake parameters one by one
+        _foreach_supported_types.append(FakeTensor)
     overrides.add("dropout", _dropout)
     overrides.add("batch_norm", _batch_norm)
     overrides.add("softmax.int", _softmax(aten._softmax.default))
