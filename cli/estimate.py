@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 @click.option("--alloc-conf", default="", metavar="SETTINGS", help="Allocator settings, as PYTORCH_ALLOC_CONF takes them.")  # fmt: skip
 @click.option("--fail-over", metavar="BYTES", default=None, help="Exit with 3 when the process would need more than this.")  # fmt: skip
 @click.option("--max-batch", is_flag=True, help="Find the largest batch that fits the device.")
-@click.option("--batch-arg", metavar="FLAG", default=None, help="The script's own flag that sets the batch size, for --max-batch (--batch-arg=--batch-size).")  # fmt: skip
+@click.option("--batch-arg", metavar="FLAG", default=None, help="The script's own flag that sets the batch size, for --max-batch and profiles (--batch-arg=--batch-size).")  # fmt: skip
+@click.option("--method", type=click.Choice(["auto", "retrace", "scale"]), default="auto", help="Run the profile's script on fake tensors, or scale what was recorded.  [default: the first, if it works]  (profile)")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--explain", is_flag=True, help="Show modules, policies and every assumption.")
 @click.option("-m", "as_module", is_flag=True, help="TARGET is a module's name, as in python -m.")
@@ -178,8 +179,9 @@ def _profile(path: Path, options: dict[str, Any]) -> Estimate:
             why="this build has no memopt.estimators.from_profile",
             try_="memopt estimate SCRIPT",
         ) from None
-    found: Estimate = estimate_profile(path, options)
-    return found
+    from memopt.cli.console import say
+
+    return estimate_profile(path, options, say)
 
 
 def _gate(found: Estimate, gate_bytes: int) -> None:

@@ -25,7 +25,7 @@ def largest_batch(
     size = 1
     while size <= _MOST:
         found = _asked(estimate, size, say)
-        if not _fits(found):
+        if not fits(found):
             break
         good = (size, found)
         size *= 2
@@ -38,7 +38,7 @@ def largest_batch(
     while high - low > max(1, low // 64):
         middle = (low + high) // 2
         found = _asked(estimate, middle, say)
-        if _fits(found):
+        if fits(found):
             low, good = middle, (middle, found)
         else:
             high = middle
@@ -48,9 +48,10 @@ def largest_batch(
 def _asked(estimate: Callable[[int], Estimate], size: int, say: Callable[[str], None]) -> Estimate:
     found = estimate(size)
     need = found.process_bytes or found.allocated_bytes
-    say(f"batch {size}: {format_bytes(need)}, {'fits' if _fits(found) else 'too much'}")
+    say(f"batch {size}: {format_bytes(need)}, {'fits' if fits(found) else 'too much'}")
     return found
 
 
-def _fits(found: Estimate) -> bool:
+def fits(found: Estimate) -> bool:
+    """Does the run fit on the device that was named, if only just?"""
     return found.fits_named is not None and found.fits_named.verdict != "no"

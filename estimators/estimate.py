@@ -51,6 +51,8 @@ class Estimate:
     peak_op: str
     fits: list[Fit] = field(default_factory=list)
     fits_named: Fit | None = None
+    method: str = ""
+    """Of an estimate from a profile: `replayed`, `re-traced` or `scaled`."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -117,9 +119,11 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
 
 def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings, partial: bool) -> Estimate:
     events = AllocatorEvents.of(list(recording.allocations()))
-    outcome = replay(events, settings)
-    _, at = recording.peak(512)
     context, uncertainty = _context(spec)
+    outcome = replay(events, settings, spec.memory_bytes - context)
+    if not outcome.ran:
+        outcome = replay(events, settings)
+    _, at = recording.peak(512)
     try:
         smallest: int | None = smallest_that_runs(events, settings)
     except MemoptError:

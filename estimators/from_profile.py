@@ -1,0 +1,290 @@
+"""Estimate from a profile: the recorded iteration as it was, at another batch size, on another GPU, with other allocator settings.
+
+Three methods, and the answer says which. *replayed*: the recorded sequence of storages, through the simulated allocator where
+the device has one. *re-traced*: the profile's script on fake tensors, checked against the profile at the recorded batch size.
+*scaled*: what is computed from the inputs grows with the batch, the rest stays. Re-tracing comes first where the batch size or
+the kind of device changes; scaling and replaying take its place where the script cannot be followed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from memopt.devices import DeviceSpec, find_device
+from memopt.errors import MemoptError, NotPossibleHere, UsageError
+from memopt.estimators.batch_search import fits, largest_batch
+from memopt.estimators.estimate import Estimate, Fit, estimate_recording
+from memopt.estimators.profile_batch import recorded_batch, scaled
+from memopt.estimators.profile_device import on_cuda
+from memopt.estimators.profile_recording import amounts_of, recording_of
+from memopt.estimators.profile_retrace import argv_at, retrace, script_changed
+from memopt.trace import Trace, load_trace
+from memopt.units import format_bytes
+
+Method = Literal["auto", "retrace", "scale"]
+
+_PASSES = 3
+"""Iterations that are replayed through an allocator: its segments settle after the first."""
+_RETRACE_OFF = 0.1
+"""A re-trace that misses the profile's own peak by more is not believed at another batch size."""
+_KIND_ERROR = 0.15
+"""CUDA chooses other operators than the CPU that was recorded."""
+_MOST_RETRACES = 5
+
+
+def estimate_profile(
+    path: Path, options: dict[str, Any], say: Callable[[str], None] = lambda text: None
+) -> Estimate:
+    """What `memopt estimate PROFILE` answers, for the command's `options`."""
+    asked = _Asked(
+        trace=load_trace(path),
+        spec=None,
+        alloc_conf=options.get("alloc_conf") or "",
+        flag=options.get("batch_arg"),
+        method=options.get("method") or "auto",
+        steps=options.get("steps") or 3,
+        timeout_s=options.get("timeout") or 600.0,
+    )
+    asked.spec = device_of(asked.trace, options.get("device"))
+    if options.get("max_batch"):
+        return asked.largest(say)
+    return asked.at(options.get("batch_size"))
+
+
+def estimate_trace(
+    trace: Trace,
+    *,
+    device: str | None = None,
+    batch_size: int | None = None,
+    alloc_conf: str = "",
+    batch_arg: str | None = None,
+    method: Method = "auto",
+    steps: int = 3,
+    timeout_s: float = 600.0,
+) -> Estimate:
+    """The peak memory of the recorded iteration on `device` (default: where it was recorded) at `batch_size` (default: as recorded).
+
+    `batch_arg` is the script's own flag for the batch size. Raises `NotPossibleHere` where the method asked for cannot do it.
+    """
+    asked = _Asked(trace, device_of(trace, device), alloc_conf, batch_arg, method, steps, timeout_s)
+    return asked.at(batch_size)
+
+
+def device_of(trace: Trace, name: str | None) -> DeviceSpec:
+    """The device called `name`; without a name, the one that the profile was recorded on."""
+    if name is not None:
+        return find_device(name)
+    if trace.device.kind == "cpu":
+        return find_device("cpu")
+    try:
+        return find_device(trace.device.name)
+    except UsageError as error:
+        raise UsageError(
+            f"the profile's device, '{trace.device.name}', is not in the table of devices", try_="--device NAME"
+        ) from error
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One question about a profile."""
+
+    trace: Trace
+    spec: DeviceSpec | None
+    alloc_conf: str
+    flag: str | None
+    method: Method
+    steps: int
+    timeout_s: float
+    recorded_off: float | None = None
+    """By what share a re-trace missed the profile's peak; None until it was tried."""
+
+    @property
+    def device(self) -> DeviceSpec:
+        assert self.spec is not None
+        return self.spec
+
+    @property
+    def same_kind(self) -> bool:
+        return (self.trace.device.kind == "cpu") == (self.device.kind == "cpu")
+
+    def at(self, batch_size: int | None) -> Estimate:
+        """By the best method that works."""
+        batch = self._batch(batch_size)
+        new = batch_size if batch_size is not None else batch
+        if new == batch and self.same_kind and self.method != "retrace":
+            return self.replayed(batch, batch)
+        if self.method == "scale":
+            return self.replayed(batch, new)
+        try:
+            return self.retraced(batch, new)
+        except MemoptError as error:
+            if self.method == "retrace":
+                raise
+            found = self.replayed(batch, new)
+            reason = f"not re-traced: {error.what}" + (f" ({error.why.splitlines()[0]})" if error.why else "")
+            return replace(found, notes=[found.notes[0], reason, *found.notes[1:]])
+
+    def _batch(self, batch_size: int | None) -> int:
+        """The recorded batch size; it need not be known where none is asked for."""
+        if batch_size is not None and self.trace.partial and not self.trace.values.storage:
+            raise NotPossibleHere(
+                "this profile cannot be estimated at another batch size",
+                why=self.trace.partial,
+                try_="memopt profile SCRIPT, which records the operators too",
+            )
+        return recorded_batch(self.trace) if batch_size is not None else 1
+
+    def replayed(self, batch: int, new: int) -> Estimate:
+        """The recorded sequence, its sizes scaled when `new` differs from `batch`."""
+        trace, spec = self.trace, self.device
+        amounts = amounts_of(trace)
+        error, method = 0.0, "replayed: the recorded iteration"
+        if new != batch:
+            amounts = scaled(trace, amounts, batch, new)
+            error = min(0.5, 0.04 + 0.02 * abs(math.log2(new / batch)))
+            method = f"scaled: the recorded iteration of batch {batch}, what is computed from the inputs times {new}/{batch}"
+        if not self.same_kind:
+            error += _KIND_ERROR
+            method += f"; recorded on a {trace.device.kind}, where other operators run than on {spec.name}"
+            if spec.kind != "cpu":
+                amounts = on_cuda(trace, amounts, spec)
+        on_cpu = spec.kind == "cpu"
+        recording = recording_of(
+            trace, amounts, target="cpu" if on_cpu else "cuda", passes=1 if on_cpu else _PASSES
+        )
+        found = estimate_recording(recording, spec, alloc_conf=self._settings(), partial=bool(trace.partial))
+        found = self._with_context(found)
+        if on_cpu and self.same_kind and new == batch:
+            bars = {"allocated": 0.0}
+        else:
+            bars = {name: round(share + error, 3) for name, share in found.error.items()}
+        notes = [method, *([f"the profile is partial: {trace.partial}"] if trace.partial else []), *found.notes]
+        return replace(found, error=bars, notes=notes, left_out=_left_out(found), method=method.partition(":")[0])
+
+    def _settings(self) -> str:
+        """The allocator settings asked for, else those of the recorded run."""
+        recorded = self.trace.device.allocator
+        return self.alloc_conf or (recorded if ":" in recorded else "")
+
+    def _with_context(self, found: Estimate) -> Estimate:
+        """With the context as measured, where the profile is of this very device."""
+        device, context = self.trace.device, self.trace.device.context_bytes
+        if found.process_bytes is None or not context or not self.same_kind:
+            return found
+        try:
+            same = find_device(device.name).name == self.device.name
+        except UsageError:
+            same = False
+        if not same:
+            return found
+        process = found.reserved_bytes + context
+        fit = found.fits_named
+        if isinstance(fit, Fit):
+            least = (found.smallest_bytes or found.reserved_bytes) + context
+            verdict = "yes" if process <= fit.memory_bytes else "tight" if least <= fit.memory_bytes else "no"
+            fit = replace(fit, verdict=verdict)
+        return replace(found, process_bytes=process, context_bytes=context, fits_named=fit)
+
+    def retraced(self, batch: int, new: int) -> Estimate:
+        """The script at the batch size `new` on fake tensors. Raises `MemoptError` when that cannot be believed."""
+        argv = argv_at(self.trace, batch, new, self.flag)
+        recording, partial = retrace(self.trace, argv, self.device, steps=self.steps, timeout_s=self.timeout_s)
+        found = estimate_recording(recording, self.device, alloc_conf=self._settings(), partial=partial)
+        notes = [f"re-traced: {' '.join(argv)} on fake tensors"]
+        off = self._off(argv, recording.peak()[0], notes)
+        bars = {name: round(max(share, off), 3) for name, share in found.error.items()}
+        if script_changed(self.trace):
+            notes.append("the script's file has changed since the profile was recorded")
+        return replace(found, error=bars, notes=[*notes, *found.notes], method="re-traced")
+
+    def _off(self, argv: list[str], peak_bytes: int, notes: list[str]) -> float:
+        """By what share fake tensors miss the profile's peak where both can be had: at the recorded batch, on its kind of device."""
+        if not self.same_kind:
+            notes.append(f"the profile was recorded on a {self.trace.device.kind}: not compared with it")
+            return 0.0
+        if self.recorded_off is None:
+            if argv != self.trace.script.argv:
+                again, _ = retrace(
+                    self.trace, list(self.trace.script.argv), self.device, steps=self.steps, timeout_s=self.timeout_s
+                )
+                peak_bytes = again.peak()[0]
+            self.recorded_off = abs(peak_bytes / max(self.trace.peak_bytes, 1) - 1)
+        off = self.recorded_off
+        if off > _RETRACE_OFF and self.method != "retrace":
+            raise NotPossibleHere(
+                "fake tensors miss the profile's own peak",
+                why=f"they are {off:.0%} off {format_bytes(self.trace.peak_bytes)} at the recorded batch size",
+            )
+        notes.append(f"at the recorded batch size fake tensors give {off:.1%} off the profile's peak")
+        return off
+
+    def largest(self, say: Callable[[str], None]) -> Estimate:
+        """The estimate of the largest batch that fits: found by scaling, then checked by re-tracing where that works."""
+        batch = self._batch(1)
+        size, found = largest_batch(lambda new: self.replayed(batch, new), say)
+        if self.method == "scale":
+            return self._named(size, found, say)
+        try:
+            size, found = self._checked(batch, size, say)
+        except MemoptError as error:
+            if self.method == "retrace":
+                raise
+            found = replace(found, notes=[*found.notes, f"not checked by re-tracing: {error.what}"])
+        return self._named(size, found, say)
+
+    def _named(self, size: int, found: Estimate, say: Callable[[str], None]) -> Estimate:
+        text = f"the largest batch that fits is {size}"
+        say(text)
+        return replace(found, notes=[text, *found.notes])
+
+    def _checked(self, batch: int, size: int, say: Callable[[str], None]) -> tuple[int, Estimate]:
+        """From `size`, by the slope between what was re-traced, to a batch that fits and is within a few percent of the largest."""
+        seen: dict[int, Estimate] = {}
+        low, high = 0, 0
+        for _ in range(_MOST_RETRACES):
+            found = seen[size] = self.retraced(batch, size)
+            good = fits(found)
+            say(f"batch {size} re-traced: {format_bytes(need_bytes(found))}, {'fits' if good else 'too much'}")
+            low, high = (max(low, size), high) if good else (low, min(high or size, size))
+            following = self._next(seen, low, high)
+            if following in seen or following < 1:
+                break
+            size = following
+        if not low:
+            raise NotPossibleHere("no re-traced batch fitted the device")
+        return low, seen[low]
+
+    def _next(self, seen: dict[int, Estimate], low: int, high: int) -> int:
+        """Where the line through the nearest two re-traces (else through the origin's parameters) meets the device's memory."""
+        points = sorted((size, need_bytes(found)) for size, found in seen.items())
+        (size, need) = points[-1]
+        if len(points) > 1:
+            (other, less) = points[-2]
+            slope = (need - less) / (size - other)
+        else:
+            found = seen[size]
+            slope = sum(found.by_category.get(name, 0) for name in ("activation", "temporary", "input")) / size
+        if slope <= 0:
+            return size
+        guess = size + math.floor((self.device.memory_bytes - need) / slope)
+        if high:
+            guess = min(guess, high - 1)
+        if low:
+            guess = max(guess, low)
+            if guess - low <= max(1, low // 64):
+                return low
+        return max(guess, 1)
+
+
+def need_bytes(found: Estimate) -> int:
+    """What must fit: the process, on a CPU the tensors."""
+    return found.process_bytes or found.allocated_bytes
+
+
+def _left_out(found: Estimate) -> list[str]:
+    rest = [text for text in found.left_out if not text.startswith("whatever the script does")]
+    return [*rest, "whatever other iterations do (evaluation, checkpoints, other lengths of the data)"]

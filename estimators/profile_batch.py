@@ -1,0 +1,174 @@
+"""A recorded iteration at another batch size: which dimension is the batch, and what grows with it.
+
+A storage grows when it is computed from the inputs (by the recorded reads and writes) and has a dimension that is a multiple
+of the batch size. Parameters, gradients, optimizer state and buffers do not, nor does what has a parameter's shape in backward.
+Not seen: ops whose memory grows faster or slower than the batch, and sequences whose length comes from the data.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from memopt.errors import NotPossibleHere
+from memopt.estimators.profile_recording import Amounts
+from memopt.trace import CATEGORIES, PHASES, Trace
+
+_FIXED = frozenset(
+    CATEGORIES.index(name) for name in ("parameter", "gradient", "optimizer state", "buffer")
+)
+_INPUT = CATEGORIES.index("input")
+_EVALUATION = {"eval", "evaluation", "val", "valid", "validation", "test", "valbatch", "testbatch"}
+_BATCH = re.compile(r"batch|^bsz?$|^b$|^mbs$", re.IGNORECASE)
+
+
+def label_shape(label: str) -> tuple[int, ...] | None:
+    """`(8, 3, 32, 32)` of a label that ends in `8×3×32×32 fp32`; None when it says no shape."""
+    words = label.rpartition("· ")[2].split(" ")
+    if words[0] == "scalar":
+        return ()
+    parts = words[0].split("×")
+    return tuple(map(int, parts)) if all(part.isdecimal() and len(part) < 19 for part in parts) else None
+
+
+@dataclass(frozen=True, slots=True)
+class BatchArgument:
+    """Where the script's arguments set the batch size."""
+
+    index: int
+    """In argv; the word that holds the number."""
+    prefix: str
+    """What comes before the number in that word."""
+    flag: str
+    value: int
+
+    def set(self, argv: list[str], value: int) -> list[str]:
+        return [*argv[: self.index], f"{self.prefix}{value}", *argv[self.index + 1 :]]
+
+
+def batch_arguments(argv: list[str]) -> list[BatchArgument]:
+    """All arguments whose name speaks of a training batch, in any usual spelling, with their values."""
+    found = []
+    for index, word in enumerate(argv[1:], 1):
+        name, equals, text = word.partition("=")
+        if equals:
+            prefix = f"{name}="
+        elif glued := re.fullmatch(r"(-b)(\d+)", word):
+            name, text = glued.groups()
+            prefix = name
+        else:
+            name, text, prefix = argv[index - 1], word, ""
+            if index == 1 or not name.startswith("-") or "=" in name:
+                continue
+        if text.isdecimal() and 0 < len(text) < 10 and _names_batch(name):
+            found.append(BatchArgument(index, prefix, name, int(text)))
+    return found
+
+
+def _names_batch(flag: str) -> bool:
+    words = re.split(r"[\W_]+", flag.strip("-").lower())
+    return any(_BATCH.search(word) for word in words) and not _EVALUATION & set(words)
+
+
+def recorded_batch(trace: Trace) -> int:
+    """The batch size of the recorded iteration: what the arguments say where the inputs bear it out, else the inputs' first
+    dimension that explains most of what was computed from them. Raises `NotPossibleHere` when there is none."""
+    shapes = _input_shapes(trace)
+    dims = {dim for shape in shapes for dim in shape}
+    for argument in batch_arguments(trace.script.argv):
+        if argument.value in dims:
+            return argument.value
+    leading = Counter(shape[0] for shape in shapes if shape)
+    if not leading:
+        raise NotPossibleHere(
+            "the profile does not tell its batch size",
+            why="it recorded no input tensor with a shape",
+            try_="memopt estimate SCRIPT, with the batch size among the script's arguments",
+        )
+    derived = computed_from_inputs(trace)
+    return max(leading, key=lambda batch: (_explained(trace, derived, batch), leading[batch], batch))
+
+
+def _input_shapes(trace: Trace) -> list[tuple[int, ...]]:
+    """Of the inputs that an op of the iteration read."""
+    read = {trace.values.storage[value] for value in trace.ops.reads.items}
+    rows = [s for s, kind in enumerate(trace.storages.category) if kind == _INPUT]
+    shapes = [(s in read, label_shape(trace.storage_label(s))) for s in rows]
+    used = [shape for was_read, shape in shapes if was_read and shape]
+    return used or [shape for _, shape in shapes if shape]
+
+
+def _explained(trace: Trace, derived: list[bool], batch: int) -> int:
+    """Bytes of what is computed from inputs and has `batch` (not 1) in its first dimension."""
+    if batch <= 1:
+        return 0
+    total = 0
+    for storage, size in enumerate(trace.storages.size_bytes):
+        shape = label_shape(trace.storage_label(storage)) if derived[storage] else None
+        if shape and shape[0] % batch == 0:
+            total += size * (2 if shape[0] == batch else 1)
+    return total
+
+
+def computed_from_inputs(trace: Trace) -> list[bool]:
+    """Per storage: is it an input, or computed from one, other than through parameters, gradients and state?"""
+    kinds, storage_of = trace.storages.category, trace.values.storage
+    derived = [kind == _INPUT for kind in kinds]
+    for op in range(trace.op_count):
+        if any(derived[storage_of[value]] for value in trace.ops.reads.row(op)):
+            for value in trace.ops.writes.row(op):
+                if kinds[storage_of[value]] not in _FIXED:
+                    derived[storage_of[value]] = True
+    return derived
+
+
+def grows(trace: Trace, batch: int) -> list[bool]:
+    """Per storage: does its size follow the batch size?"""
+    derived = computed_from_inputs(trace)
+    shapes = [label_shape(trace.storage_label(s)) for s in range(trace.storage_count)]
+    fixed = {_bare(shape) for shape, kind in zip(shapes, trace.storages.category, strict=True) if shape and kind in _FIXED}
+    found = []
+    for storage, shape in enumerate(shapes):
+        follows = derived[storage] and shape is not None and any(dim and dim % batch == 0 for dim in shape)
+        if follows and shape is not None and _bare(shape) in fixed:
+            follows = len(shape) > 1 and _phase(trace, storage) not in ("backward", "optimizer")
+        if derived[storage] and shape is None:
+            follows = True
+        found.append(follows)
+    return found
+
+
+def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The dimensions in order of size, without those of 1: the same for a matrix and its transpose."""
+    return tuple(sorted(dim for dim in shape if dim != 1))
+
+
+def _phase(trace: Trace, storage: int) -> str:
+    op = trace.storages.birth_op[storage]
+    return PHASES[trace.ops.phase[op]] if op >= 0 else "other"
+
+
+def scaled(trace: Trace, amounts: Amounts, batch: int, new_batch: int) -> Amounts:
+    """`amounts` with everything that follows the batch size at `new_batch` instead of `batch`."""
+    follows = grows(trace, batch)
+    storage_of, ops = trace.values.storage, trace.ops
+
+    def to(size_bytes: int) -> int:
+        return -(-size_bytes * new_batch // batch)
+
+    def touches(op: int) -> bool:
+        values = [*ops.writes.row(op), *ops.reads.row(op)]
+        return any(follows[storage_of[value]] for value in values)
+
+    base = min(amounts.unseen_bytes, default=0)
+    return Amounts(
+        storage_bytes=[to(size) if grow else size for size, grow in zip(amounts.storage_bytes, follows, strict=True)],
+        workspace_bytes=[to(size) if size and touches(op) else size for op, size in enumerate(amounts.workspace_bytes)],
+        unseen_bytes=[
+            base + (to(size - base) if PHASES[ops.phase[op]] in ("forward", "backward") else size - base)
+            for op, size in enumerate(amounts.unseen_bytes)
+        ],
+        before_bytes=amounts.before_bytes,
+        after_bytes=amounts.after_bytes,
+    )
