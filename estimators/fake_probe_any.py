@@ -46,7 +46,7 @@ def ask_any(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         def zeros(value: Any) -> Any:
             if not isinstance(value, Spec):
                 return value
-            return value.zeros(0 if value.shape and value.shape[0] == rows else None, batch)
+            return value.zeros(0 if _has_rows(value.shape, value.dtype, rows) else None, batch)
 
         inputs, extra = [zeros(s) for s in specs], {k: zeros(v) for k, v in named.items()}
 
@@ -74,6 +74,14 @@ def _may_hide(func: Any) -> bool:
     return all("Tensor[]" not in str(a.type) for a in schema.arguments) and bool(schema.returns)
 
 
+def _has_rows(shape: tuple[int, ...], dtype: torch.dtype, rows: int) -> bool:
+    """Whether the first dimension is the batch. A vector of floats is channels that only happen to be as many:
+
+    cut short, a batch norm's kernel would write past its end.
+    """
+    return bool(shape) and shape[0] == rows and not (len(shape) == 1 and dtype.is_floating_point)
+
+
 def _packed(tensors: list[torch.Tensor]) -> bool:
     left, right = tensors[-2], tensors[-1]
     if left.dtype not in _HALF:
@@ -86,7 +94,7 @@ def _scaled_bytes(values: list[Any], rows: int, few: int) -> int:
     for value in values:
         if isinstance(value, Spec):
             number = torch.Size(value.shape).numel() * value.dtype.itemsize
-            total += number * few // rows if value.shape and value.shape[0] == rows else number
+            total += number * few // rows if _has_rows(value.shape, value.dtype, rows) else number
     return total
 
 
