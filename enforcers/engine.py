@@ -39,7 +39,7 @@ from memopt.enforcers.tables import PlannedSlot, Tables
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of
-from memopt.instrument.saved import Kept, check_version, share
+from memopt.instrument.saved import Kept, check_version, let_go_of_bytes, share
 from memopt.plan import Action
 
 
@@ -51,7 +51,7 @@ class Planned:
         "content",
         "dtype",
         "offset",
-        "original",
+        "witness",
         "served",
         "shape",
         "slot",
@@ -64,7 +64,8 @@ class Planned:
         self.slot = slot
         self.tensor: Tensor | None = share(tensor)
         """Held until its action has been taken, and for good when it could not be."""
-        self.original = weakref.ref(tensor)
+        self.witness: Tensor | None = None
+        """Shares the version counter of what was saved, but none of its bytes."""
         self.version = tensor._version
         self.shape = tuple(tensor.shape)
         self.stride = tuple(tensor.stride())
@@ -329,9 +330,8 @@ class Engine(TorchDispatchMode):
         triggers = self._tables.triggers.get(handle.slot.ref.module)
         if triggers is not None and self._swapper is not None and handle.slot.ref.ordinal in triggers:
             self._swapper.prefetch(triggers[handle.slot.ref.ordinal])
-        original = handle.original()
-        if original is not None:
-            check_version(original, handle.version)
+        if handle.witness is not None:
+            check_version(handle.witness, handle.version, shape=handle.shape)
         if handle.tensor is not None:
             check_version(handle.tensor, handle.version)
             return handle.tensor
@@ -435,7 +435,9 @@ class Engine(TorchDispatchMode):
 
     def _take(self, handle: Planned, content: Value | SwappedStorage | Encoded) -> None:
         handle.content = content
-        handle.tensor = None
+        handle.witness, handle.tensor = handle.tensor, None
+        assert handle.witness is not None
+        let_go_of_bytes(handle.witness)
         self.done[handle.slot.action] += 1
 
     def _decline(self, slot: PlannedSlot, why: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -94,13 +94,22 @@ class Kept:
         return self.tensor
 
 
-def check_version(tensor: Tensor, version: int) -> None:
+def let_go_of_bytes(alias: Tensor) -> None:
+    """Leave `alias` without its bytes; it still shares the version counter of the tensor that it was an alias of."""
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+    finally:
+        del guard
+
+
+def check_version(tensor: Tensor, version: int, *, shape: Sequence[int] | None = None) -> None:
     """Raise what autograd itself raises when a saved tensor was changed in place since it was saved."""
     if tensor._version == version:
         return
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead. "
+        f"[{tensor.type()} {list(shape if shape is not None else tensor.shape)}] is at version {tensor._version}; expected version {version} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
         "with torch.autograd.set_detect_anomaly(True, check_nan=False)."
     )

@@ -1,0 +1,181 @@
+"""Errors stay errors: what autograd refuses is refused under every plan, in the same words; what fails falls back to keeping."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from enforced import enforced, everything, plan_of, recorded, seeded
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class _Remembers(nn.Module):
+    """Keeps a view of what it saved where a script could change it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.a(x))
+        self.seen = h[:1]
+        return self.b(torch.relu(h * h))
+
+
+def _changes_a_saved_tensor(steps: int) -> list[str]:
+    model = _Remembers()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 8)).sum()
+        if step == 4:
+            assert model.seen is not None
+            with torch.no_grad():
+                model.seen.add_(1)
+        model.seen = None
+        loss.backward()
+        optimizer.step()
+    return []
+
+
+def _steps_between_two_backwards(steps: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        first, second = model(torch.randn(4, 8)).sum(), model(torch.randn(4, 8)).sum()
+        first.backward()
+        if step == 4:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.sub_(parameter.grad)
+        second.backward()
+        optimizer.step()
+    return []
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loop", [_changes_a_saved_tensor, _steps_between_two_backwards])
+@pytest.mark.parametrize("kind", ["nothing", "recompute", "compress", "swap"])
+def test_a_change_in_place_is_refused_as_ever(loop, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        seeded(loop, 6)
+    trace = recorded(loop, tmp_path)
+    plan = plan_of(trace, everything(kind))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        enforced(loop, plan, tmp_path, 6)
+
+
+SWAPPER = """
+import os, sys, torch
+from torch import nn
+model = nn.Sequential(*[nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(6)])
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for step in range(6):
+    optimizer.zero_grad()
+    loss = model(torch.randn(2048, 256)).pow(2).mean()
+    if step == 4 and "die" in sys.argv:
+        os.kill(os.getpid(), 9)
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item())
+"""
+
+
+def _memopt(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "memopt", *words]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def swap_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a script and a plan that swaps to disk."""
+    folder = tmp_path_factory.mktemp("swaps")
+    (folder / "train.py").write_text("import torch\ntorch.manual_seed(0)\n" + SWAPPER)
+    assert _memopt(folder, "profile", "-o", "p.profile.json.gz", "train.py").returncode == 0
+    done = _memopt(
+        folder,
+        "advise",
+        "p.profile.json.gz",
+        "--budget",
+        "75%",
+        "--deny",
+        "recompute,compress",
+        "-o",
+        "p.plan.json",
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_a_killed_run_leaves_no_swap_file(swap_plan: Path, tmp_path: Path) -> None:
+    done = _memopt(swap_plan, "apply", "--swap-dir", str(tmp_path), "p.plan.json", "die")
+    assert done.returncode == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_swap_folder_all_is_kept_and_told_once(swap_plan: Path, tmp_path: Path) -> None:
+    plain = _memopt(swap_plan, "apply", "p.plan.json")
+    done = _memopt(
+        swap_plan,
+        "apply",
+        "--outcome",
+        str(tmp_path / "o.json"),
+        "--swap-dir",
+        str(tmp_path / "no"),
+        "p.plan.json",
+    )
+    assert done.returncode == 0
+    assert done.stdout == plain.stdout
+    assert done.stderr.count("no swap file can be made") == 1
+    assert '"done": 0' in (tmp_path / "o.json").read_text()
+
+
+def test_a_changed_script_is_told_and_strict_refuses(swap_plan: Path, tmp_path: Path) -> None:
+    for name in ("train.py", "p.plan.json"):
+        text = (swap_plan / name).read_text().replace(str(swap_plan), str(tmp_path))
+        (tmp_path / name).write_text(text + ("\n# changed\n" if name == "train.py" else ""))
+    done = _memopt(tmp_path, "apply", "p.plan.json")
+    assert done.returncode == 0
+    assert "has changed since it was profiled" in done.stderr
+    refused = _memopt(tmp_path, "apply", "--strict", "p.plan.json")
+    assert refused.returncode == 2
+    assert refused.stdout == ""
+
+
+def test_verify_says_identical_and_finds_a_difference(
+    swap_plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = _memopt(swap_plan, "apply", "--verify", "3", "p.plan.json")
+    assert done.returncode == 0, done.stderr
+    assert "identical" in done.stdout
+    from memopt.enforcers import verify
+    from memopt.errors import VerifyFailed
+
+    lines = [{"losses": {"l": "1"}, "gradients": {}, "parameters and buffers": {}}]
+    other = [{"losses": {"l": "2"}, "gradients": {}, "parameters and buffers": {}}]
+    runs = iter([(lines, 0), (other, 0), (lines, 0)])
+    monkeypatch.setattr(verify, "_run", lambda *words: next(runs))
+    with pytest.raises(VerifyFailed, match="differs"):
+        verify.verify(Path("p"), [], 1, Path("."))
