@@ -138,7 +138,7 @@ class _Ending:
                 self._end(session, ended_well=False)
             runner.die_of(signal.SIGINT)
         if os.getpid() != self._pid:
-            return code
+            runner.leave_child(code)
         return self._end(session, ended_well=code == 0 and not keep_running) or code
 
     def _terminated(self, session: ProfileSession) -> None:
@@ -166,7 +166,10 @@ def nothing_seen(session: ProfileSession) -> RunFailed:
     elif session.iterations_seen:
         why = "its iterations ran no op on the device that was watched"
     else:
-        why = "it ended without a training iteration in this process: no optimizer step and no backward call"
+        why = (
+            "it made no optimizer step and no backward call in this process and thread "
+            "(what trains in another thread or process is not seen)"
+        )
     return RunFailed(
         "no profile was written: the script trained nothing that memopt could see",
         why=why,

@@ -193,10 +193,24 @@ def _without(trace: types.TracebackType | None, here: str) -> types.TracebackTyp
 
 def die_of(number: int) -> NoReturn:
     """End this process by signal `number`, as a shell expects; the script's threads and atexit hooks end first, as in python."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _last_rites()
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
     raise SystemExit(128 + number)
+
+
+def leave_child(code: int) -> NoReturn:
+    """End a forked child with `code` once its script is over: threads, atexit hooks and output first, as in python.
+
+    torch's profiler leaves threads behind that exist in no child; the destructors of a usual exit wait for them, or crash.
+    """
+    _last_rites()
+    os._exit(code)
+
+
+def _last_rites() -> None:
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()

@@ -11,8 +11,9 @@ import memopt
 from memopt.device import Device
 from memopt.instrument.ops import OpKind
 from memopt.profiler.bytes_held import bytes_per_op
+from memopt.profiler.categories import categories
 from memopt.profiler.clock import Usage
-from memopt.profiler.recorder import BACKWARD, FORWARD, OPTIMIZER, OpRow, Recorder, StorageRow
+from memopt.profiler.recorder import BACKWARD, OpRow, Recorder, StorageRow
 from memopt.trace import (
     CATEGORIES,
     HIDDEN_STATE,
@@ -124,45 +125,15 @@ def _flags(kind: OpKind) -> int:
 
 def _storages(recorder: Recorder, strings: _Strings) -> Storages:
     rows, end = recorder.storages, len(recorder.ops)
-    saved = {slot.storage for slot in recorder.slots}
     return Storages(
         size_bytes=[row.size_bytes for row in rows],
-        category=[
-            CATEGORIES.index(_category(recorder, number, row, number in saved))
-            for number, row in enumerate(rows)
-        ],
+        category=[CATEGORIES.index(category) for category in categories(recorder)],
         birth_op=[min(row.birth, end - 1) for row in rows],
         death_op=[end if row.death is None else row.death for row in rows],
         only_saved_from=[row.only_saved_from for row in rows],
         label=[strings(_label(recorder, row)) for row in rows],
         line=[strings(recorder.ops[row.birth].line if 0 <= row.birth < end else "") for row in rows],
     )
-
-
-def _category(recorder: Recorder, number: int, row: StorageRow, saved: bool) -> str:
-    if row.category:
-        return row.category
-    if row.birth < 0 or row.found:
-        return "input"
-    birth = recorder.ops[row.birth]
-    if birth.phase == OPTIMIZER:
-        return "optimizer state" if row.death is None else "temporary"
-    if birth.phase == FORWARD and birth.module == "@" and not birth.reads:
-        return "input"
-    if saved or (
-        birth.phase == FORWARD
-        and row.death is not None
-        and row.death < len(recorder.ops)
-        and _crosses(recorder, row)
-    ):
-        return "activation"
-    return "temporary"
-
-
-def _crosses(recorder: Recorder, row: StorageRow) -> bool:
-    """Is the storage still there when backward runs?"""
-    assert row.death is not None
-    return recorder.ops[max(row.death, 0)].phase == BACKWARD
 
 
 def _label(recorder: Recorder, row: StorageRow) -> str:

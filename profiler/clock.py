@@ -208,7 +208,7 @@ class CudaClock:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._live.append(torch.cuda.memory_allocated(self._device) - self._base)
         begin.record(torch.cuda.current_stream(self._device))
         try:

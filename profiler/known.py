@@ -10,6 +10,7 @@ from types import FrameType
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from memopt.instrument.frames import Frames
 
@@ -17,10 +18,19 @@ Tell = Callable[[Tensor, str, str], None]
 """(tensor, category, name)"""
 
 
-def tell_all(tell: Tell, frames: Frames) -> None:
-    """Call `tell` for every tensor that lives now, the surest name first."""
-    modules, optimizers, tensors = _living()
+LEFT_OVER = "left over from before"
+
+
+def tell_all(tell: Tell, frames: Frames) -> dict[int, str]:
+    """Call `tell` for every tensor that lives now, the surest name first. Returns id of a parameter -> its name."""
     names: dict[int, str] = {}
+    with torch._C.DisableTorchFunctionSubclass():  # looking at a tensor must not run the script's own code
+        _tell_all(tell, frames, names)
+    return names
+
+
+def _tell_all(tell: Tell, frames: Frames, names: dict[int, str]) -> None:
+    modules, optimizers, tensors = _living()
     for root in _roots(modules):
         top = frames.name_of_root(root)
         for name, parameter in root.named_parameters():
@@ -29,9 +39,9 @@ def tell_all(tell: Tell, frames: Frames) -> None:
         for name, buffer in root.named_buffers():
             tell(buffer, "buffer", f"{top}.{name}")
     for number, optimizer in enumerate(optimizers):
-        for position, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            names.setdefault(id(parameter), f"parameter {position} of {type(optimizer).__name__}({number})")
-            tell(parameter, "parameter", names[id(parameter)])
+        for position, held in enumerate(_parameters_of(optimizer)):
+            names.setdefault(id(held), f"parameter {position} of {type(optimizer).__name__}({number})")
+            tell(held, "parameter", names[id(held)])
         tell_state(tell, optimizer, names)
     for tensor in tensors:
         if id(tensor) in names and tensor.grad is not None:
@@ -40,13 +50,24 @@ def tell_all(tell: Tell, frames: Frames) -> None:
     for tensor in tensors:
         if tensor.is_leaf and tensor.grad is not None:
             tell(tensor.grad, "gradient", f"gradient of {variables.get(id(tensor), 'a leaf')}")
-        name = variables.get(id(tensor), "left over from before")
-        tell(tensor, "input" if tensor.grad_fn is None else "activation", name)
+        name = variables.get(id(tensor), LEFT_OVER)
+        tell(tensor, _category(tensor), name)
+
+
+def _category(tensor: Tensor) -> str:
+    if tensor.grad_fn is not None:
+        return "activation"
+    return (
+        "parameter"
+        if tensor.requires_grad and (tensor.grad is not None or type(tensor) is nn.Parameter)
+        else "input"
+    )
 
 
 def tell_state(tell: Tell, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
     """Call `tell` for every tensor of the optimizer's state."""
-    for parameter, state in optimizer.state.items():
+    states = getattr(optimizer, "state", None)
+    for parameter, state in states.items() if isinstance(states, dict) else ():
         if not isinstance(state, dict):
             continue
         owner = names.get(id(parameter), type(optimizer).__name__)
@@ -55,12 +76,17 @@ def tell_state(tell: Tell, optimizer: torch.optim.Optimizer, names: dict[int, st
                 tell(tensor, "optimizer state", f"{key} of {owner}")
 
 
-def tell_gradients(tell: Tell, optimizer: torch.optim.Optimizer) -> None:
+def tell_gradients(tell: Tell, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
     """Call `tell` for the gradients that a step is about to read."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, Tensor) and parameter.grad is not None:
-                tell(parameter.grad, "gradient", "")
+    for parameter in _parameters_of(optimizer):
+        if parameter.grad is not None:
+            name = names.get(id(parameter))
+            tell(parameter.grad, "gradient", f"gradient of {name}" if name else "")
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    groups = getattr(optimizer, "param_groups", ())
+    return [p for group in groups for p in group["params"] if isinstance(p, Tensor)]
 
 
 def _tensors_in(value: object) -> Iterable[Tensor]:
@@ -119,7 +145,9 @@ def device_in_use() -> str:
     """Type of the device that holds most parameter bytes; `cpu` when there are none yet."""
     sizes: dict[str, int] = {}
     for module in _living()[0]:
-        for parameter in module._parameters.values():
-            if parameter is not None:
+        for parameter in getattr(module, "_parameters", {}).values():
+            if isinstance(parameter, Tensor) and not isinstance(
+                parameter, (UninitializedParameter, UninitializedBuffer)
+            ):
                 sizes[parameter.device.type] = sizes.get(parameter.device.type, 0) + parameter.nbytes
     return max(sizes, key=lambda kind: sizes[kind], default="cpu")

@@ -22,8 +22,11 @@ from memopt.instrument.lines import user_line
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of, updated_statistics
 from memopt.instrument.saved import Kept
 from memopt.profiler.clock import OpClock
+from memopt.profiler.known import LEFT_OVER
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = range(4)
+
+_SURE = ("parameter", "gradient", "optimizer state", "buffer")
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class Handle(Kept):
         self.row = row
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(TorchDispatchMode):
     """The mode and the hooks' functions; rows grow while it is entered."""
 
     def __init__(
@@ -134,7 +137,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         kind = kind_of(func)
         if kind.is_view:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if isinstance(out, Tensor):
+                self._row_of(out)  # torch.tensor([...]) shows itself by a view op alone
+            return out
         op = len(self.ops)
         if op >= self._most_ops:
             self.overflow = True
@@ -269,13 +275,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return number
 
     def _storage_of(self, tensor: Tensor) -> Any:
-        """The tensor's storage on the watched device; None where it has none of bytes (sparse, meta, other subclasses)."""
-        if tensor.device.type != self._device:
-            return None
+        """The tensor's storage on the watched device; None where it has none of its own bytes (sparse, meta, wrappers)."""
         try:
-            return tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+            if tensor.device.type != self._device:
+                return None
+            storage = tensor.untyped_storage()
+            if type(tensor) not in PLAIN_TYPES and (
+                storage.device.type != self._device or not storage.data_ptr()
+            ):
+                return None
+        except (NotImplementedError, RuntimeError, AttributeError, ValueError):
             return None
+        return storage
 
     def _died(self, address: int) -> None:
         number = self._rows.pop(address, None)
@@ -296,16 +307,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def know(self, tensor: Tensor, category: str, name: str) -> None:
         """Tell what `tensor` is: its storage is in the trace even if no op touches it."""
-        number = self._row_of(tensor)
-        if number >= 0 and not self.storages[number].category:
-            self.storages[number].category = category
-            self.storages[number].name = name
+        for part in _parts(tensor):
+            number = self._row_of(part)
+            if number >= 0:
+                self._name(self.storages[number], category, name)
 
     def know_again(self, tensor: Tensor, category: str, name: str) -> None:
-        """As `know`, but only for what the recording has met."""
-        storage = self._storage_of(tensor)
-        if storage is not None and storage._cdata in self._rows:
-            self.know(tensor, category, name)
+        """As `know`, at the end of a recording: only what it has met, and only what is sure."""
+        for part in _parts(tensor):
+            storage = self._storage_of(part)
+            number = self._rows.get(storage._cdata) if storage is not None else None
+            if number is None:
+                continue
+            row = self.storages[number]
+            if category in _SURE or (row.found and not row.name and name != LEFT_OVER):
+                self._name(row, category, name)
+
+    @staticmethod
+    def _name(row: StorageRow, category: str, name: str) -> None:
+        if not row.category:
+            row.category, row.name = category, name
+        elif not row.name and row.category == category:
+            row.name = name
 
     # --- saved tensors
 
@@ -427,6 +450,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self.slots)
 
 
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """`tensor`, or the tensors that a wrapper such as DTensor holds."""
+    if type(tensor) in PLAIN_TYPES or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    try:
+        names = tensor.__tensor_flatten__()[0]
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    except Exception:
+        return []
+
+
 def _is_simple(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return len(value) < 16 and all(isinstance(v, (bool, int, float)) for v in value)
@@ -436,4 +470,8 @@ def _is_simple(value: object) -> bool:
 def _describe(tensor: Tensor) -> str:
     dtype = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
     name = str(tensor.dtype).removeprefix("torch.")
-    return f"{'×'.join(map(str, tensor.shape)) or 'scalar'} {dtype.get(name, name)}"
+    try:
+        shape = "×".join(map(str, tensor.shape)) or "scalar"
+    except RuntimeError:
+        shape = "shapeless"  # nested tensors have none
+    return f"{shape} {dtype.get(name, name)}"

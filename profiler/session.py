@@ -94,6 +94,8 @@ class ProfileSession:
         self._done = False
         self._over = False
         self._stops = 0
+        self._names: dict[int, str] = {}
+        """id of a parameter -> its name."""
         self._cut_off = 0
         """The iteration that was being recorded when the script ended."""
         self._log_level: Callable[[], None] = lambda: None
@@ -174,13 +176,16 @@ class ProfileSession:
             self._end_recording()
         if self.trace is not None or self._frames is None:
             return
-        result = self._result or self._first
-        if problem and (result is None or (out_of_memory and not self._cut_off)):
-            result = self._snapshot()
+        seen = [result for result in (self._result, self._first) if result is not None]
+        if problem and (not seen or (out_of_memory and not self._cut_off)):
+            seen = [self._snapshot()]
             self._notes.append(
                 "the iteration in which it ended was not recorded: this is what was there then, without ops"
             )
-        if result is None or not (out_of_memory or _is_training(result)):
+        result = next(
+            (r for r in seen if out_of_memory or _tells_of_training(r, ended_early=bool(problem))), None
+        )
+        if result is None:
             return
         self._done = True
         self._publish(
@@ -286,14 +291,14 @@ class ProfileSession:
             from memopt.profiler.known import tell_gradients
 
             know = self._now.recorder.know
-            self._guard(lambda: tell_gradients(know, optimizer))
+            self._guard(lambda: tell_gradients(know, optimizer, self._names))
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._now is not None:
             from memopt.profiler.known import tell_state
 
             know = self._now.recorder.know
-            self._guard(lambda: tell_state(know, optimizer, {}))
+            self._guard(lambda: tell_state(know, optimizer, self._names))
 
     # --- recording
 
@@ -309,7 +314,7 @@ class ProfileSession:
         most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
         recorder = Recorder(self._frames, self._iterations, clock, self._device, most)
         if iteration > 1:
-            tell_all(recorder.know, self._frames)
+            self._names = tell_all(recorder.know, self._frames)
         recorder.begin()
         clock.start()
         recorder.__enter__()  # type: ignore[no-untyped-call]
@@ -407,13 +412,10 @@ def describe_script(command: Command) -> Script:
     )
 
 
-def _is_training(result: _Result) -> bool:
-    """Is there anything of a training step in what was recorded?"""
-    return (
-        (result.snapshot and bool(result.recorder.storages))
-        or result.recorder.backward_calls > 0
-        or bool(result.recorder.slots)
-    )
+def _tells_of_training(result: _Result, *, ended_early: bool) -> bool:
+    """Is there a training step in what was recorded, or, where an exception ended it, the beginning of one?"""
+    recorder = result.recorder
+    return recorder.backward_calls > 0 or (ended_early and bool(recorder.slots or result.iteration > 1))
 
 
 def _same_ops(a: Recorder, b: Recorder) -> bool:
