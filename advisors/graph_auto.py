@@ -15,6 +15,7 @@ import time
 from memopt.advisors.graph import Graph
 from memopt.advisors.graph_bounds import overhead_bound
 from memopt.advisors.graph_engine import Engine, Stuck
+from memopt.advisors.graph_evolve import Evolution
 from memopt.advisors.graph_lanes import Lanes
 from memopt.advisors.graph_problem import Answer, GraphProblem, infeasible, plain_answer
 from memopt.advisors.graph_runs import peak_of_runs, plain_runs, rerun_ms, steps_of_runs
@@ -50,21 +51,26 @@ class AutoPlan:
         begin = time.monotonic()
         left = self.problem.until - begin
         self.bound = overhead_bound(self.problem)
-        greedy = self._greedy_start(begin + 0.15 * left)
+        enough = self.bound * self.problem.graph.plain_ms
+        greedy = self._greedy_start(begin + 0.1 * left)
         self.stats["first_s"] = round(time.monotonic() - begin, 3)
+        evolution = Evolution(self.search)
+        slice_s = max(0.25, left / 14)
         if self.problem.may_recompute:
-            online = self._online_start(begin + 0.35 * left)
-            self._climb(greedy, begin + 0.45 * left)
-            if online:
-                self._climb(online, begin + 0.55 * left)
+            online = self._online_start(begin + 0.3 * left)
+            for runs in (greedy, online):
+                if runs:
+                    evolution.add(runs, frozenset(), time.monotonic() + slice_s)
         if self.search.lanes:
-            self._swap(begin + 0.65 * left)
-            self.waiting.try_peers(begin + 0.75 * left)
+            self._swap(time.monotonic() + slice_s)
+            self.waiting.try_peers(time.monotonic() + slice_s)
             if self.search.best_over:
                 self.waiting.climb(self.problem.until)
                 return
+            evolution.add(self.search.best_runs, self.search.best_swaps, time.monotonic() + slice_s)
+        evolution.run(begin + 0.7 * left, slice_s, enough)
         self.search.load_best()
-        self.search.run(self.problem.until, enough=self.bound * self.problem.graph.plain_ms)
+        self.search.run(self.problem.until, enough)
 
     def _greedy_start(self, until: float) -> list[int]:
         """Best run sequence of the offline greedy."""
@@ -86,11 +92,6 @@ class AutoPlan:
             if best is None or value < best[0]:
                 best = (value, search.state.runs())
         return best[1] if best else []
-
-    def _climb(self, runs: list[int], until: float) -> None:
-        self.search.load(runs)
-        if not self.search.overflow():
-            self.search.run(until)
 
     def _swap(self, until: float) -> None:
         """Starts with swaps: from the best plan without, and from the plain sequence with swaps first."""

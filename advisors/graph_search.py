@@ -121,6 +121,8 @@ class Search:
                     for used, at in reads:
                         state.add_use(used, at)
                 return False
+            if state.runs_at[op][-1] > free:
+                most_cost += state.ms[op]
             state.add_writes(op, free)
             placed.append((op, free))
             for used, at in waiting.pop(op):
@@ -151,7 +153,7 @@ class Search:
                 self.drop_if_fits(op, slots[position])
         return True
 
-    def candidates(self, slot: int) -> list[tuple[float, int, int]]:
+    def candidates(self, slot: int, slack: float = math.inf) -> list[tuple[float, int, int]]:
         """(time per relieved byte, tensor, slot of next use) of idle tensors on the device across `slot`, cheapest first."""
         state = self.state
         over = max(1, int(state.memory[slot]) - self.budget)
@@ -174,12 +176,15 @@ class Search:
             position = bisect_left(slots, slot)
             if after == slot or (position < len(slots) and slots[position] <= after):
                 continue
+            cost = state.ms[maker]
+            if cost > slack and slots[-1] <= after:
+                continue
             start = slots[position - 1]
             last = uses[index - 1] if index and uses[index - 1] > start else start
             relief = min(state.size[tensor], over)
             if breadth:
                 relief *= max(int(covered[after - 1] - covered[last]), 1) ** breadth
-            rank.append((factor * (state.ms[maker] + 1e-7) / relief, tensor, after))
+            rank.append((factor * (cost + 1e-7) / relief, tensor, after))
         rank.sort()
         return self._refine(rank[:REFINED]) + rank[REFINED:]
 
@@ -188,8 +193,9 @@ class Search:
         state = self.state
         refined = []
         for price, tensor, after in rank:
-            own = cost = state.ms[state.maker[tensor]] + 1e-7
-            for source in state.reads[state.maker[tensor]]:
+            maker = state.maker[tensor]
+            own = cost = state.ms[maker] + 1e-7
+            for source in state.reads[maker]:
                 if not state.alive(source, after):
                     cost += state.ms[state.maker[source]]
             refined.append((price * cost / own, tensor, after))
@@ -230,7 +236,7 @@ class Search:
         state = self.state
         if self.lanes and self.random.random() < self.swap_first and self._swap_out(slot):
             return True
-        ranked = [item for item in self.candidates(slot) if item[1] not in banned]
+        ranked = [item for item in self.candidates(slot, most_cost - state.cost) if item[1] not in banned]
         if self._relieve_in_bulk(slot, ranked, most_cost):
             return True
         mark = len(state.journal)
