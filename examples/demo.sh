@@ -13,10 +13,11 @@ run() {
     "$@"
 }
 
-echo "The example, unchanged, three times: recorded, planned for 60 % of its memory, and run with the plan."
+echo "An unchanged script: recorded, planned for 60 % of its memory, run with the plan, and compared with itself bit for bit."
 run memopt profile -o run.profile.json.gz "$script" --steps "$steps"
-run memopt advise run.profile.json.gz --budget 60% -o run.plan.json
+run memopt advise run.profile.json.gz --budget 60% -o run.plan.json --top 4
 run memopt apply run.plan.json --outcome outcome.json
+run memopt apply run.plan.json --verify 3
 
 python - <<'END'
 import json
