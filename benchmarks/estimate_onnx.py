@@ -22,7 +22,16 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.models import (
-    WORKLOADS, Workload, gpt2, images, lstm, mobilenet_v3, resnet50, sentences, token_loss, vit,
+    WORKLOADS,
+    Workload,
+    gpt2,
+    images,
+    lstm,
+    mobilenet_v3,
+    resnet50,
+    sentences,
+    token_loss,
+    vit,
 )  # fmt: skip
 from memopt.estimators.fake_record import FakeRecorder, Target
 from memopt.estimators.fake_training import estimate_training_step
@@ -37,19 +46,32 @@ _FEW_BLOCKS = mobilenet_v3.BLOCKS[:2] + mobilenet_v3.BLOCKS[3:4] + mobilenet_v3.
 
 MOBILENET_V3 = {
     "small": Workload(
-        partial(mobilenet_v3.build, _FEW_BLOCKS, 128, 10), partial(images, pixels=64, classes=10), _CROSS_ENTROPY, 8
+        partial(mobilenet_v3.build, _FEW_BLOCKS, 128, 10),
+        partial(images, pixels=64, classes=10),
+        _CROSS_ENTROPY,
+        8,
     ),
     "bench": Workload(mobilenet_v3.build, partial(images, pixels=224, classes=1000), _CROSS_ENTROPY, 16),
 }
 SMALL = {
     "resnet50": Workload(
-        partial(resnet50.build, (1, 1, 1, 1), 16, 10), partial(images, pixels=64, classes=10), _CROSS_ENTROPY, 8
+        partial(resnet50.build, (1, 1, 1, 1), 16, 10),
+        partial(images, pixels=64, classes=10),
+        _CROSS_ENTROPY,
+        8,
     ),
     "vit": Workload(
-        partial(vit.build, 64, 8, 2, 128, 4, classes=10), partial(images, pixels=64, classes=10), _CROSS_ENTROPY, 8
+        partial(vit.build, 64, 8, 2, 128, 4, classes=10),
+        partial(images, pixels=64, classes=10),
+        _CROSS_ENTROPY,
+        8,
     ),
-    "gpt2": Workload(partial(gpt2.build, 512, 64, 2, 128, 4), partial(sentences, length=64, vocab=512), token_loss, 8),
-    "lstm": Workload(partial(lstm.build, 512, 96, 2), partial(sentences, length=24, vocab=512), token_loss, 16),
+    "gpt2": Workload(
+        partial(gpt2.build, 512, 64, 2, 128, 4), partial(sentences, length=64, vocab=512), token_loss, 8
+    ),
+    "lstm": Workload(
+        partial(lstm.build, 512, 96, 2), partial(sentences, length=24, vocab=512), token_loss, 16
+    ),
     "mobilenet_v3": MOBILENET_V3["small"],
 }
 """Small enough for a test, large enough that no tensor of weight is kept real by the recorder."""
@@ -129,7 +151,9 @@ def rows(
                     export(task, path, opset, folded=folded)
                     for target in targets:
                         start = time.perf_counter()
-                        found = record_onnx(path, batch_size=task.batch_size, optimizer=optimizer, target=target)
+                        found = record_onnx(
+                            path, batch_size=task.batch_size, optimizer=optimizer, target=target
+                        )
                         seconds = time.perf_counter() - start
                         peak = found.recording.peak(512)[0]
                         yield Row(model, opset, folded, target, scripts[target], peak, seconds, found.notes)
@@ -145,7 +169,9 @@ def main() -> None:
     asked = parser.parse_args()
     print(f"{'model':14}{'opset':>6}{'folded':>8}{'on':>6}{'script':>12}{'onnx':>12}{'error':>9}{'time':>8}")
     worst = 0.0
-    for row in rows(tuple(asked.models), tuple(asked.opsets), asked.scale, asked.optimizer, tuple(asked.targets)):
+    for row in rows(
+        tuple(asked.models), tuple(asked.opsets), asked.scale, asked.optimizer, tuple(asked.targets)
+    ):
         worst = worst if row.folded else max(worst, abs(row.error))
         print(
             f"{row.model:14}{row.opset:6}{row.folded!s:>8}{row.target:>6}{format_bytes(row.script_bytes):>12}"

@@ -20,7 +20,15 @@ from memopt.estimators.onnx_lower import fix_dims, lower, without_dead
 from memopt.estimators.onnx_match import match
 from memopt.estimators.onnx_parameters import pack, parameters, twins
 from memopt.estimators.onnx_registry import Malformed
-from memopt.estimators.onnx_training import Plan, check_choices, choose_loss, fold, known_values, main_type, record
+from memopt.estimators.onnx_training import (
+    Plan,
+    check_choices,
+    choose_loss,
+    fold,
+    known_values,
+    main_type,
+    record,
+)
 from memopt.estimators.recording import Recording
 from memopt.units import format_bytes
 
@@ -61,7 +69,9 @@ def plan_training(
         graph = without_dead(graph)
         trained = {**{n: w for n, w in trained.items() if n in graph.weights}, **added}
     values, run = _folded(path, model, graph, trained, notes)
-    graph, trained = pack(graph, trained, {n: tuple(v.shape) for n, v in values.items() if isinstance(v, Tensor)})
+    graph, trained = pack(
+        graph, trained, {n: tuple(v.shape) for n, v in values.items() if isinstance(v, Tensor)}
+    )
     chosen, said = choose_loss([values.get(o) for o in graph.outputs], loss)
     notes = [*warnings(graph, trained, len(suspects)), *notes, said]
     known = known_values(graph, values, trained)
@@ -69,29 +79,44 @@ def plan_training(
     if not faithful:
         matched = match(graph, values, trained, model.producer, model.opset)
         graph = matched.graph
-        notes += [f"matched back: {_counted(matched.counts)} (--faithful leaves the graph as it is)"] if matched.counts else []
+        notes += (
+            [f"matched back: {_counted(matched.counts)} (--faithful leaves the graph as it is)"]
+            if matched.counts
+            else []
+        )
     trained = {n: w for n, w in trained.items() if n in graph.weights}
     notes += _remarks(graph, trained, run)
     return Plan(graph, trained, known, model.opset, main_type(trained), chosen, notes, dict(run.partial))
 
 
-def _folded(path: Path, model: Model, graph: Graph, trained: Mapping[str, Weight], notes: list[str]) -> tuple[Env, Run]:
+def _folded(
+    path: Path, model: Model, graph: Graph, trained: Mapping[str, Weight], notes: list[str]
+) -> tuple[Env, Run]:
     try:
         return fold(model, graph, trained)
     except Malformed as wrong:
-        raise BadFile(f"{path} cannot be interpreted", why=str(wrong), try_=f"python -m onnx.checker {path}") from wrong
+        raise BadFile(
+            f"{path} cannot be interpreted", why=str(wrong), try_=f"python -m onnx.checker {path}"
+        ) from wrong
     except BadFile as error:
         why = "; ".join([error.why, *notes])
-        raise BadFile(f"{path}: {error.what}", why=why, try_=error.try_ or f"python -m onnx.checker {path}") from error
+        raise BadFile(
+            f"{path}: {error.what}", why=why, try_=error.try_ or f"python -m onnx.checker {path}"
+        ) from error
 
 
 def _only_tensors(graph: Graph) -> None:
     for port in graph.inputs:
         if not port.is_tensor:
-            raise UsageError(f"the input '{port.name}' is no tensor", why="sequences and maps as inputs are not estimated")
+            raise UsageError(
+                f"the input '{port.name}' is no tensor", why="sequences and maps as inputs are not estimated"
+            )
         elements = math.prod(d for d in port.dims or () if isinstance(d, int))
         if elements > MOST_ELEMENTS:
-            raise UsageError(f"the input '{port.name}' would have {elements} elements", try_="a smaller --batch-size or --dim")
+            raise UsageError(
+                f"the input '{port.name}' would have {elements} elements",
+                try_="a smaller --batch-size or --dim",
+            )
 
 
 def _without_known(graph: Graph, known: Mapping[str, object]) -> Graph:
@@ -107,9 +132,16 @@ def _remarks(graph: Graph, trained: Mapping[str, Weight], run: Run) -> list[str]
     said = []
     for table, head in twins(graph, trained):
         size = format_bytes(trained[head].elements * 4)
-        said.append(f"'{table}' and '{head}' are counted as two weights; if the script ties them, {size} of fp32 weight is one too many")
-    said += [f"partial: {op} was not computed ({why}); its shapes are inferred and its inputs and outputs kept" for op, why in run.partial.items()]
-    said += [f"the size of {op}'s output depends on data: the largest possible one was taken" for op in run.bounded]
+        said.append(
+            f"'{table}' and '{head}' are counted as two weights; if the script ties them, {size} of fp32 weight is one too many"
+        )
+    said += [
+        f"partial: {op} was not computed ({why}); its shapes are inferred and its inputs and outputs kept"
+        for op, why in run.partial.items()
+    ]
+    said += [
+        f"the size of {op}'s output depends on data: the largest possible one was taken" for op in run.bounded
+    ]
     return said
 
 

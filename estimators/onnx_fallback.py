@@ -26,7 +26,11 @@ def infer_outputs(node: Node, inputs: list[Any], known: list[Tensor | None], ops
     try:
         attributes = {k: v for k, v in node.attributes.items() if not isinstance(v, Weight) and v is not None}
         one = helper.make_node(node.op, names, outputs, **attributes)
-        ports = [helper.make_tensor_value_info(n, _kind(v), list(v.shape)) for n, v in zip(names, inputs, strict=True) if n]
+        ports = [
+            helper.make_tensor_value_info(n, _kind(v), list(v.shape))
+            for n, v in zip(names, inputs, strict=True)
+            if n
+        ]
         weights = [
             helper.make_tensor(n, _kind(v), list(v.shape), v.reshape(-1).tolist())
             for n, v in zip(names, known, strict=True)
@@ -65,7 +69,9 @@ class _Opaque(torch.autograd.Function):
     """Keeps all its inputs and outputs for backward, and gives every input a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, make: Make, made: list[tuple[tuple[int, ...], torch.dtype]], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, make: Make, made: list[tuple[tuple[int, ...], torch.dtype]], *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
         outputs = tuple(make(shape, kind) for shape, kind in made)
         ctx.save_for_backward(*inputs, *outputs)
         ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()))
@@ -79,7 +85,9 @@ class _Opaque(torch.autograd.Function):
         return None, None, *(torch.empty_like(t) if n else None for t, n in zip(inputs, needs, strict=True))
 
 
-def opaque(made: list[tuple[tuple[int, ...], torch.dtype]], inputs: list[Any], make: Make) -> tuple[Tensor, ...]:
+def opaque(
+    made: list[tuple[tuple[int, ...], torch.dtype]], inputs: list[Any], make: Make
+) -> tuple[Tensor, ...]:
     """Outputs of the given shapes from `make`, tied to `inputs` in autograd's graph."""
     tensors = [t for v in inputs for t in (v if isinstance(v, list) else [v]) if isinstance(t, Tensor)]
     outputs: tuple[Tensor, ...] = _Opaque.apply(make, made, *tensors)  # type: ignore[no-untyped-call]

@@ -12,6 +12,8 @@ _NORMS = {
     "BatchNormalization", "GroupNormalization", "InstanceNormalization", "LRN", "LayerNormalization",
     "MeanVarianceNormalization", "RMSNormalization",
 }  # fmt: skip
+
+
 def folded_batch_norms(graph: Graph) -> list[Node]:
     """Convolutions that have, or look as if they had, a batch norm folded into them.
 
@@ -53,7 +55,9 @@ def assume_batch_norms(graph: Graph, convolutions: list[Node]) -> tuple[Graph, d
             weights[name] = Weight(name, kind, (channels,))
         added.update({n: weights[n] for n in names[:2]})
         nodes.append(dataclasses.replace(node, inputs=node.inputs[:2], outputs=(before, *node.outputs[1:])))
-        nodes.append(Node("BatchNormalization", "", (before, *names), (out,), {}, f"{node.name}/bn", node.scope))
+        nodes.append(
+            Node("BatchNormalization", "", (before, *names), (out,), {}, f"{node.name}/bn", node.scope)
+        )
     return dataclasses.replace(graph, nodes=tuple(nodes), weights=weights), added
 
 

@@ -113,7 +113,7 @@ def read_model(path: Path) -> Model:
     """The model in the file at `path`; raises `BadFile` for anything that is not a usable one."""
     try:
         import onnx
-        from google.protobuf.message import DecodeError
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     except ImportError as error:
         raise NotPossibleHere(
             "reading ONNX models needs the onnx package", why=str(error), try_="pip install 'memopt[onnx]'"
@@ -133,7 +133,9 @@ def read_model(path: Path) -> Model:
         _check_functions(model)
     except _Wrong as wrong:
         raise BadFile(
-            f"{path} is not a valid ONNX model", why=str(wrong), try_="python -m onnx.checker, or export it again"
+            f"{path} is not a valid ONNX model",
+            why=str(wrong),
+            try_="python -m onnx.checker, or export it again",
         ) from wrong
     return model
 
@@ -299,7 +301,9 @@ def _dims(dims: Any, name: str) -> tuple[int, ...]:
     if len(out) > MOST_RANK:
         raise _Wrong(f"tensor '{name}' has {len(out)} dimensions")
     if any(d < 0 for d in out) or math.prod(out) > MOST_ELEMENTS:
-        raise _Wrong(f"tensor '{name}' has the dims {list(out[:8])}: more than 2^50 elements, or less than none")
+        raise _Wrong(
+            f"tensor '{name}' has the dims {list(out[:8])}: more than 2^50 elements, or less than none"
+        )
     return out
 
 
@@ -342,7 +346,8 @@ def _unknown_input(node: Node, name: str, later: bool) -> str:
 def _check_functions(model: Model) -> None:
     """No function calls itself, directly or through others."""
     calls = {
-        key: {(n.domain, n.op) for n in walk(f.nodes)} & set(model.functions) for key, f in model.functions.items()
+        key: {(n.domain, n.op) for n in walk(f.nodes)} & set(model.functions)
+        for key, f in model.functions.items()
     }
     done: set[tuple[str, str]] = set()
     while len(done) < len(calls):

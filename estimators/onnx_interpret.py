@@ -65,7 +65,12 @@ class Run:
     """One way of running a graph: its opset, its element types, and what had to be guessed on the way."""
 
     def __init__(
-        self, opset: int, fake_mode: FakeTensorMode, *, main: torch.dtype = torch.float32, cast: torch.dtype | None = None
+        self,
+        opset: int,
+        fake_mode: FakeTensorMode,
+        *,
+        main: torch.dtype = torch.float32,
+        cast: torch.dtype | None = None,
     ) -> None:
         self.opset = opset
         self.fake_mode = fake_mode
@@ -124,7 +129,9 @@ class Run:
         with self.fake_mode:
             return torch.empty(shape, dtype=kind)
 
-    def graph(self, graph: Graph, outer: Env, inputs: Mapping[str, Any], *, done: Mapping[str, Any] | None = None) -> list[Any]:
+    def graph(
+        self, graph: Graph, outer: Env, inputs: Mapping[str, Any], *, done: Mapping[str, Any] | None = None
+    ) -> list[Any]:
         """The outputs of `graph`. `outer` is what it can see around it, `done` what need not be computed again."""
         env: Env = {**outer, **inputs}
         for name, weight in graph.weights.items():
@@ -144,7 +151,10 @@ class Run:
         """Compute `node` and put its outputs into `env`."""
         self.steps += 1
         if self.steps > MOST_STEPS:
-            raise BadFile(f"the model runs more than {MOST_STEPS} operations in one pass", why="one of its loops does not end")
+            raise BadFile(
+                f"the model runs more than {MOST_STEPS} operations in one pass",
+                why="one of its loops does not end",
+            )
         if self.entering is not None:
             self.entering(node.scope)
         values = [env.get(name) if name else None for name in node.inputs]
@@ -163,7 +173,9 @@ class Run:
             if name:
                 env[name] = None
 
-    def _faked(self, node: Node, values: list[Any], known: list[Tensor | None], env: Env, graph: Graph) -> Any:
+    def _faked(
+        self, node: Node, values: list[Any], known: list[Tensor | None], env: Env, graph: Graph
+    ) -> Any:
         inputs = [self.fake(v) for v in values]
         function = OPS.get((node.domain, node.op))
         if function is None:
@@ -177,11 +189,17 @@ class Run:
         except _UNFAKEABLE as error:
             return self._rescued(node, inputs, known, graph, error)
 
-    def _rescued(self, node: Node, inputs: list[Any], known: list[Tensor | None], graph: Graph, error: Exception) -> Any:
+    def _rescued(
+        self, node: Node, inputs: list[Any], known: list[Tensor | None], graph: Graph, error: Exception
+    ) -> Any:
         why = str(error).strip().split("\n")[0] or type(error).__name__
         shapes = infer_outputs(node, inputs, known, self.opset)
-        if shapes is None and not isinstance(error, NeedsValue | NotImplementedError | DynamicOutputShapeException):
-            raise BadFile(f"the model's node {node.title} cannot be computed", why=f"{why}; {_shapes(inputs)}") from error
+        if shapes is None and not isinstance(
+            error, NeedsValue | NotImplementedError | DynamicOutputShapeException
+        ):
+            raise BadFile(
+                f"the model's node {node.title} cannot be computed", why=f"{why}; {_shapes(inputs)}"
+            ) from error
         self.partial.setdefault(_full_name(node), why)
         return self._opaque(node, inputs, known, graph)
 
@@ -225,7 +243,9 @@ class Run:
         try:
             with _disable_current_modes(), torch.no_grad():
                 count = sum(k.numel() for k in known if k is not None)
-                if (count > 64 or node.op in _GROWS) and not self._stays_small(function, node, values, known, env):
+                if (count > 64 or node.op in _GROWS) and not self._stays_small(
+                    function, node, values, known, env
+                ):
                     return None
                 call = Call(node, values, known, self, env)
                 result = function(call)
@@ -238,7 +258,12 @@ class Run:
             self.exact = exact
 
     def _stays_small(
-        self, function: Callable[[Call], Any], node: Node, values: list[Any], known: list[Tensor | None], env: Env
+        self,
+        function: Callable[[Call], Any],
+        node: Node,
+        values: list[Any],
+        known: list[Tensor | None],
+        env: Env,
     ) -> bool:
         with self._guard:
             inputs = [self._guard.from_tensor(v) if isinstance(v, Tensor) else v for v in values]

@@ -41,7 +41,10 @@ def _check_size(model: Model) -> None:
 
     written = size(model.graph.nodes)
     if written > MOST_NODES:
-        raise BadFile(f"the model writes itself out to {written} nodes", why=f"its functions call each other; {MOST_NODES} is the most")
+        raise BadFile(
+            f"the model writes itself out to {written} nodes",
+            why=f"its functions call each other; {MOST_NODES} is the most",
+        )
 
 
 class _Inliner:
@@ -52,9 +55,7 @@ class _Inliner:
     def inline(self, nodes: Iterable[Node], names: Mapping[str, str], given: Mapping[str, Any]) -> list[Node]:
         out: list[Node] = []
         for node in nodes:
-            if names or given:
-                node = self._renamed(node, names, given)
-            elif any(True for _ in subgraphs(node)):
+            if names or given or any(True for _ in subgraphs(node)):
                 node = self._renamed(node, names, given)
             function = self.functions.get((node.domain, node.op))
             if function is not None:
@@ -102,7 +103,9 @@ class _Inliner:
             own = {p.name for p in value.inputs} | set(value.weights)
             inner = {k: v for k, v in names.items() if k not in own}
             outputs = tuple(inner.get(n, n) for n in value.outputs)
-            return dataclasses.replace(value, nodes=tuple(self.inline(value.nodes, inner, given)), outputs=outputs)
+            return dataclasses.replace(
+                value, nodes=tuple(self.inline(value.nodes, inner, given)), outputs=outputs
+            )
         return value
 
 
@@ -202,12 +205,18 @@ def fix_dims(graph: Graph, batch_size: int | None, dims: Mapping[str, int]) -> t
     free = free_dims(graph)
     for name, size in [*dims.items(), *([] if batch_size is None else [("batch", batch_size)])]:
         if not 1 <= size <= MOST_DIM:
-            raise UsageError(f"{name} cannot be {size}", why="a dimension is at least 1", try_="--batch-size 32")
-    places = {f"{p.name}.{a}" for p in graph.inputs for a, d in enumerate(p.dims or ()) if not isinstance(d, int)}
+            raise UsageError(
+                f"{name} cannot be {size}", why="a dimension is at least 1", try_="--batch-size 32"
+            )
+    places = {
+        f"{p.name}.{a}" for p in graph.inputs for a, d in enumerate(p.dims or ()) if not isinstance(d, int)
+    }
     for name in dims:
         if name not in free and name not in places:
             known = ", ".join(free) or "none: every dim of its inputs is fixed"
-            raise UsageError(f"the model has no free dim '{name}'", why=f"free dims: {known}", try_=_flags(free, graph))
+            raise UsageError(
+                f"the model has no free dim '{name}'", why=f"free dims: {known}", try_=_flags(free, graph)
+            )
     sizes = dict(dims)
     notes: list[str] = []
     fixed_batch = False
@@ -215,10 +224,14 @@ def fix_dims(graph: Graph, batch_size: int | None, dims: Mapping[str, int]) -> t
         names = batch_names(graph) - set(dims)
         sizes.update(dict.fromkeys(names, batch_size))
         fixed_batch = not names and not (batch_names(graph) & set(dims))
-    missing = [n for n, where in free.items() if n not in sizes and any(f"{i}.{a}" not in sizes for i, a in where)]
+    missing = [
+        n for n, where in free.items() if n not in sizes and any(f"{i}.{a}" not in sizes for i, a in where)
+    ]
     if missing:
         listed = ", ".join(f"'{n}' ({_places(free[n])})" for n in missing)
-        raise UsageError(f"the model leaves dims free: {listed}", try_=_flags({n: free[n] for n in missing}, graph))
+        raise UsageError(
+            f"the model leaves dims free: {listed}", try_=_flags({n: free[n] for n in missing}, graph)
+        )
     inputs = tuple(_fixed(p, sizes, batch_size if fixed_batch else None, notes) for p in graph.inputs)
     return dataclasses.replace(graph, inputs=inputs), notes
 

@@ -29,7 +29,9 @@ class Matched:
     counts: dict[str, int] = field(default_factory=dict)
 
 
-def match(graph: Graph, values: Mapping[str, Any], trained: Mapping[str, Any], producer: str, opset: int) -> Matched:
+def match(
+    graph: Graph, values: Mapping[str, Any], trained: Mapping[str, Any], producer: str, opset: int
+) -> Matched:
     """`graph` with decomposed operators fused; `values` holds a tensor (known or fake) for every name in it."""
     graph = without_aliases(View(graph, values, trained, producer, opset))
     done = Matched(graph)
@@ -120,7 +122,9 @@ def activation(view: View, node: Node) -> Node | None:
         if values is None:
             continue
         for name, (made, wanted) in _WANTED.items():
-            if np.allclose(values, wanted, rtol=1e-3, atol=1e-4) and view.closed(inside - {node.outputs[0]}, node):
+            if np.allclose(values, wanted, rtol=1e-3, atol=1e-4) and view.closed(
+                inside - {node.outputs[0]}, node
+            ):
                 if _written_by_hand(view, name, leaf, inside):
                     return None
                 return Node(made.op, made.domain, (leaf,), node.outputs, made.attributes, node.name)
@@ -163,7 +167,9 @@ def _evaluate(view: View, name: str, leaf: str, inside: set[str], depth: int) ->
             return np.clip(alpha * inputs[0] + beta, 0, 1)
         if node.op == "Clip":
             low, high = node.attributes.get("min", -np.inf), node.attributes.get("max", np.inf)
-            return np.clip(inputs[0], inputs[1] if len(inputs) > 1 else low, inputs[2] if len(inputs) > 2 else high)
+            return np.clip(
+                inputs[0], inputs[1] if len(inputs) > 1 else low, inputs[2] if len(inputs) > 2 else high
+            )
         return _POINTWISE[node.op](*inputs)
 
 
@@ -175,7 +181,11 @@ def _written_by_hand(view: View, name: str, leaf: str, inside: set[str]) -> bool
         return True
     halves = [view.makers[n] for n in inside]
     return any(
-        leaf in n.inputs and (n.op == "Mul" and 0.5 in map(view.scalar, n.inputs) or n.op == "Div" and view.scalar(n.inputs[1]) == 2.0)
+        leaf in n.inputs
+        and (
+            (n.op == "Mul" and 0.5 in map(view.scalar, n.inputs))
+            or (n.op == "Div" and view.scalar(n.inputs[1]) == 2.0)
+        )
         for n in halves
     )
 

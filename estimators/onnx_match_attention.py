@@ -166,9 +166,9 @@ def _keys(view: View, turned: str) -> tuple[str, bool]:
     if node is not None:  # torch.onnx: Reshape to 3-D, Transpose(0, 2, 1), Reshape back
         swap = view.maker(node.inputs[0], "Transpose")
         flat = view.maker(swap.inputs[0], "Reshape") if swap is not None else None
-        if swap is not None and flat is not None and tuple(swap.attributes.get("perm", ())) == (0, 2, 1):
-            if view.shape(flat.inputs[0]) == wanted:
-                return flat.inputs[0], True
+        turns = swap is not None and tuple(swap.attributes.get("perm", ())) == (0, 2, 1)
+        if turns and flat is not None and view.shape(flat.inputs[0]) == wanted:
+            return flat.inputs[0], True
     return turned, False
 
 

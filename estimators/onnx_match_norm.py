@@ -21,14 +21,23 @@ def layer_norm(view: View, node: Node) -> Node | None:
             x, axis, inside, eps = found
             if view.closed({scaled, normal, *inside}, node):
                 return Node(
-                    "LayerNormalization", "", (x, weight, bias), node.outputs, {"axis": -axis, "epsilon": eps}, node.name
+                    "LayerNormalization",
+                    "",
+                    (x, weight, bias),
+                    node.outputs,
+                    {"axis": -axis, "epsilon": eps},
+                    node.name,
                 )
     return None
 
 
 def _vector(view: View, name: str, axes: int) -> bool:
     shape = view.shape(name)
-    return shape is not None and 1 <= len([d for d in shape if d != 1] or [1]) <= axes and name in view.graph.weights
+    return (
+        shape is not None
+        and 1 <= len([d for d in shape if d != 1] or [1]) <= axes
+        and name in view.graph.weights
+    )
 
 
 def _standardised(view: View, name: str) -> tuple[str, int, set[str], float] | None:
@@ -84,7 +93,7 @@ def _mean_square(view: View, name: str) -> tuple[str, set[str], float] | None:
         square = view.maker(mean.inputs[0], "Pow", "Mul")
         if square is None or _last_axes(view, mean) is None:
             continue
-        if square.op == "Mul" and view.same(*square.inputs) or view.scalar(square.inputs[1]) == 2.0:
+        if (square.op == "Mul" and view.same(*square.inputs)) or view.scalar(square.inputs[1]) == 2.0:
             return square.inputs[0], {name, average, mean.inputs[0]}, eps
     return None
 
@@ -119,7 +128,12 @@ def rms_norm(view: View, node: Node) -> Node | None:
         inside |= found[2] | spread[1] | {source}
         if view.closed(inside, node):
             return Node(
-                "RMSNormalization", "", (found[0], weight), node.outputs, {"axis": -1, "epsilon": spread[2]}, node.name
+                "RMSNormalization",
+                "",
+                (found[0], weight),
+                node.outputs,
+                {"axis": -1, "epsilon": spread[2]},
+                node.name,
             )
     return None
 
@@ -146,5 +160,7 @@ def group_norm(view: View, node: Node) -> Node | None:
                 continue
             if view.closed({scaled, normal, back.inputs[0], inner.inputs[0]}, node):
                 attributes = {"num_groups": grouped[1], "epsilon": inner.attributes.get("epsilon", 1e-5)}
-                return Node("GroupNormalization", "", (there.inputs[0], weight, bias), node.outputs, attributes)
+                return Node(
+                    "GroupNormalization", "", (there.inputs[0], weight, bias), node.outputs, attributes
+                )
     return None

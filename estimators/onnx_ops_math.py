@@ -151,7 +151,9 @@ def thresholded_relu(call: Call) -> Tensor:
 @op("Shrink")
 def shrink(call: Call) -> Tensor:
     lambd = call.attribute("lambd", 0.5)
-    return F.softshrink(call.tensor(0), lambd) if call.attribute("bias") else F.hardshrink(call.tensor(0), lambd)
+    return (
+        F.softshrink(call.tensor(0), lambd) if call.attribute("bias") else F.hardshrink(call.tensor(0), lambd)
+    )
 
 
 @op("HardSigmoid")
@@ -193,13 +195,18 @@ def prelu(call: Call) -> Tensor:
 @op("Softmax", "LogSoftmax", "Hardmax")
 def softmax(call: Call) -> Tensor:
     x = call.tensor(0)
-    function = {"Softmax": F.softmax, "LogSoftmax": F.log_softmax, "Hardmax": _hardmax}[call.node.op]
+    functions: dict[str, Callable[[Tensor, int], Tensor]] = {
+        "Softmax": lambda x, dim: F.softmax(x, dim=dim),
+        "LogSoftmax": lambda x, dim: F.log_softmax(x, dim=dim),
+        "Hardmax": _hardmax,
+    }
+    function = functions[call.node.op]
     if call.opset >= 13:
-        return function(x, dim=positive(call.number("axis", -1), x.dim()))
+        return function(x, positive(call.number("axis", -1), x.dim()))
     axis = positive(call.number("axis", 1), x.dim()) if x.dim() > 1 else 0
     if axis == x.dim() - 1:
-        return function(x, dim=axis)
-    return function(x.flatten(axis), dim=axis).reshape(x.shape)
+        return function(x, axis)
+    return function(x.flatten(axis), axis).reshape(x.shape)
 
 
 def _hardmax(x: Tensor, dim: int) -> Tensor:

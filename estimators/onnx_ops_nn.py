@@ -13,7 +13,7 @@ from memopt.estimators.onnx_registry import Call, Malformed, NeedsValue, alike, 
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
-_MAX_POOL = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
+_MAX_POOL: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVG_POOL = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
@@ -94,7 +94,8 @@ def max_pool(call: Call) -> Any:
     strides, dilations, pads = _window(call, x, kernel)
     x, padding = _even_pads(x, pads, float("-inf"))
     if any(2 * p > k for p, k in zip(padding, kernel, strict=True)):
-        x, padding = F.pad(x, [p for v in reversed(padding) for p in (v, v)], value=float("-inf")), [0] * len(kernel)
+        x = F.pad(x, [p for v in reversed(padding) for p in (v, v)], value=float("-inf"))
+        padding = [0] * len(kernel)
     ceil = bool(call.number("ceil_mode", 0))
     return _MAX_POOL[_spatial(x)](x, kernel, strides, padding, dilations, ceil, call.wants(1))
 
@@ -132,16 +133,19 @@ def global_max_pool(call: Call) -> Tensor:
 @op("GlobalLpPool")
 def global_lp_pool(call: Call) -> Tensor:
     x = call.tensor(0)
-    return torch.linalg.vector_norm(x, call.number("p", 2), list(range(2, x.dim())), keepdim=True)
+    out: Tensor = torch.linalg.vector_norm(x, call.number("p", 2), list(range(2, x.dim())), keepdim=True)
+    return out
 
 
 @op("MaxUnpool")
 def max_unpool(call: Call) -> Tensor:
     x = call.tensor(0)
     kernel = call.numbers("kernel_shape") or []
-    function = {1: F.max_unpool1d, 2: F.max_unpool2d, 3: F.max_unpool3d}[_spatial(x)]
+    unpool: dict[int, Any] = {1: F.max_unpool1d, 2: F.max_unpool2d, 3: F.max_unpool3d}
     size = call.ints(2)[2:] if call.has(2) else None
-    return function(x, call.tensor(1).long(), kernel, call.numbers("strides") or 1, 0, size)
+    return unpool[_spatial(x)](  # type: ignore[no-any-return]
+        x, call.tensor(1).long(), kernel, call.numbers("strides") or 1, 0, size
+    )
 
 
 @op("BatchNormalization")
@@ -150,7 +154,9 @@ def batch_norm(call: Call) -> Any:
     x = call.tensor(0)
     mean, var = call.tensor(3).detach(), call.tensor(4).detach()
     momentum = 1.0 - call.attribute("momentum", 0.9)
-    y = F.batch_norm(x, mean, var, call.tensor(1), call.tensor(2), True, momentum, call.attribute("epsilon", 1e-5))
+    y = F.batch_norm(
+        x, mean, var, call.tensor(1), call.tensor(2), True, momentum, call.attribute("epsilon", 1e-5)
+    )
     return (y, *[mean, var] * 2)[: max(1, len(call.node.outputs))]
 
 
@@ -256,7 +262,9 @@ def dropout(call: Call) -> Any:
 def resize(call: Call) -> Tensor:
     x = call.tensor(0)
     at = 2 if call.node.op == "Resize" and call.opset >= 11 else 1
-    mode = {"nearest": "nearest", "linear": "linear", "cubic": "bicubic"}.get(call.attribute("mode", "nearest"))
+    mode = {"nearest": "nearest", "linear": "linear", "cubic": "bicubic"}.get(
+        call.attribute("mode", "nearest")
+    )
     axes = call.numbers("axes") or list(range(x.dim()))
     size = list(x.shape)
     if call.has(3):
@@ -264,7 +272,9 @@ def resize(call: Call) -> Tensor:
     else:
         scales = call.floats(at) if call.has(at) else list(call.attribute("scales", ()))
         wanted = [math.floor(x.shape[a] * s) for a, s in zip(axes, scales, strict=True)]
-    wanted = _same_ratio(call.attribute("keep_aspect_ratio_policy", "stretch"), wanted, [x.shape[a] for a in axes])
+    wanted = _same_ratio(
+        call.attribute("keep_aspect_ratio_policy", "stretch"), wanted, [x.shape[a] for a in axes]
+    )
     for axis, length in zip(axes, wanted, strict=True):
         size[positive(axis, x.dim())] = int(length)
     if size == list(x.shape):

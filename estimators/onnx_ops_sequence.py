@@ -55,7 +55,9 @@ def _direction(weight: Tensor, index: int) -> Tensor:
     return weight.squeeze(0) if weight.shape[0] == 1 else weight[index]
 
 
-def _state(call: Call, index: int, x: Tensor, directions: int, batch: int, hidden: int, first: bool) -> Tensor:
+def _state(
+    call: Call, index: int, x: Tensor, directions: int, batch: int, hidden: int, first: bool
+) -> Tensor:
     given = call.optional(index)
     if given is None:
         return torch.zeros(directions, batch, hidden, dtype=x.dtype)
@@ -97,7 +99,16 @@ def attention(call: Call) -> Any:
     mask = _whole_mask(call.optional(3), k.shape[2])
     shown = None
     if call.wants(3) or call.attribute("softcap", 0.0):
-        y, shown = _by_hand(q, k, v, mask, causal, scale, call.attribute("softcap", 0.0), call.number("qk_matmul_output_mode", 0))
+        y, shown = _by_hand(
+            q,
+            k,
+            v,
+            mask,
+            causal,
+            scale,
+            call.attribute("softcap", 0.0),
+            call.number("qk_matmul_output_mode", 0),
+        )
     else:
         y = attend(q, k, v, mask, causal, scale)
     y = y.transpose(1, 2).flatten(2) if flat else y
@@ -116,7 +127,14 @@ def _whole_mask(mask: Tensor | None, keys: int) -> Tensor | None:
 
 
 def _by_hand(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, cap: float, shown: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    cap: float,
+    shown: int,
 ) -> tuple[Tensor, Tensor]:
     """Attention whose matrix is capped or shown: no fused kernel does that, so the matrix exists."""
     groups = q.shape[1] // k.shape[1]
@@ -134,11 +152,17 @@ def _by_hand(
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    return x.unflatten(2, (heads, x.shape[2] // heads)).transpose(1, 2)
+    return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, ratio: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float | None,
+    ratio: float = 0.0,
 ) -> Tensor:
     """Scaled dot-product attention; grouped heads where there are fewer keys than queries."""
     if mask is not None:

@@ -214,7 +214,11 @@ def tile(call: Call) -> Tensor:
 @op("Where")
 def where(call: Call) -> Tensor:
     condition, a, b = call.tensor(0), call.operand(1), call.operand(2)
-    if isinstance(b, Tensor) and not isinstance(a, Tensor) and b.shape == torch.broadcast_shapes(b.shape, condition.shape):
+    if (
+        isinstance(b, Tensor)
+        and not isinstance(a, Tensor)
+        and b.shape == torch.broadcast_shapes(b.shape, condition.shape)
+    ):
         return torch.masked_fill(b, condition, a)
     return torch.where(condition, call.tensor(1), call.tensor(2))
 
@@ -275,7 +279,8 @@ def non_zero(call: Call) -> Tensor:
     """With known values exact; else the bound: every element counts."""
     x = call.tensor(0)
     if call.known[0] is not None:
-        return call.run.outside(lambda: call.value(0).nonzero().t().contiguous())
+        known = call.value(0)
+        return call.run.outside(lambda: torch.nonzero(known).t().contiguous())
     call.run.bound("NonZero")
     return torch.empty(max(x.dim(), 1), x.numel(), dtype=torch.int64)
 
@@ -304,7 +309,11 @@ def unique(call: Call) -> tuple[Tensor, ...]:
 @op("NonMaxSuppression")
 def non_max_suppression(call: Call) -> Tensor:
     scores = call.tensor(1)
-    most = min(int(call.scalar(2)), scores.shape[2]) if call.has(2) and call.known[2] is not None else scores.shape[2]
+    most = (
+        min(int(call.scalar(2)), scores.shape[2])
+        if call.has(2) and call.known[2] is not None
+        else scores.shape[2]
+    )
     call.run.bound("NonMaxSuppression")
     return torch.empty(scores.shape[0] * scores.shape[1] * most, 3, dtype=torch.int64)
 
@@ -336,7 +345,8 @@ def pad(call: Call) -> Tensor:
     if lead == 0 or len(both) > 3:
         raise NeedsValue(f"padding of mode {mode} over all of the axes")
     if lead > 2:
-        return F.pad(x.flatten(0, lead - 2), flat, mode=mode).unflatten(0, x.shape[: lead - 1])
+        padded = F.pad(x.flatten(0, lead - 2), flat, mode=mode)
+        return padded.reshape(*x.shape[: lead - 1], *padded.shape[1:])
     return F.pad(x, flat, mode=mode)
 
 
@@ -382,4 +392,5 @@ def col2im(call: Call) -> Tensor:
     if spatial != 2:
         raise NeedsValue("Col2Im beyond two dimensions")
     pads = call.numbers("pads") or [0] * 2 * spatial
-    return F.fold(x, size, block, call.numbers("dilations") or 1, pads[:spatial], call.numbers("strides") or 1)
+    dilations, strides = call.numbers("dilations") or [1, 1], call.numbers("strides") or [1, 1]
+    return torch.ops.aten.col2im(x, size, block, dilations, pads[:spatial], strides)  # type: ignore[no-any-return]

@@ -123,9 +123,10 @@ def pack(
                 continue
             roots, inside = chain
             weight = Weight(name, trained[next(iter(roots))].kind, shapes[name])
-            if any(makers[n].op == "Concat" for n in inside) and _only_here(graph, roots, inside, name):
-                if weight.elements == sum(trained[r].elements for r in roots):
-                    packed[name] = weight
+            whole = weight.elements == sum(trained[r].elements for r in roots)
+            joined = any(makers[n].op == "Concat" for n in inside)
+            if whole and joined and _only_here(graph, roots, inside, name):
+                packed[name] = weight
     if not packed:
         return graph, dict(trained)
     nodes = tuple(n for n in graph.nodes if not (set(n.outputs) & packed.keys()))

@@ -102,7 +102,10 @@ def _whole(dims: Any) -> tuple[int, ...]:
 def _input_type(kind: int) -> torch.dtype:
     found = DTYPES.get(kind)
     if found is None:
-        raise BadFile(f"the model takes an input of the element type {kind}", why="only tensors of numbers can be trained on")
+        raise BadFile(
+            f"the model takes an input of the element type {kind}",
+            why="only tensors of numbers can be trained on",
+        )
     return found
 
 
@@ -116,11 +119,19 @@ def choose_loss(outputs: list[Any], asked: str | None) -> tuple[str, str]:
     shape = list(floats[0].shape)
     if asked == "cross-entropy":
         if len(shape) < 1 or shape[-1] < 2:
-            raise UsageError(f"cross-entropy cannot be taken of an output of shape {shape}", try_="--loss mean")
+            raise UsageError(
+                f"cross-entropy cannot be taken of an output of shape {shape}", try_="--loss mean"
+            )
         return asked, f"loss: cross-entropy over the last dim of {shape} (--loss)"
     if len(shape) in (2, 3) and shape[-1] >= 2:
-        return "cross-entropy", f"loss: cross-entropy over the last dim of {shape}, guessed by its shape (--loss mean changes it)"
-    return "mean", f"loss: the mean of the output {shape}, guessed by its shape (--loss cross-entropy changes it)"
+        return (
+            "cross-entropy",
+            f"loss: cross-entropy over the last dim of {shape}, guessed by its shape (--loss mean changes it)",
+        )
+    return (
+        "mean",
+        f"loss: the mean of the output {shape}, guessed by its shape (--loss cross-entropy changes it)",
+    )
 
 
 def take_loss(kind: str, outputs: list[Any], target: Tensor | None) -> Tensor:
@@ -135,9 +146,13 @@ def take_loss(kind: str, outputs: list[Any], target: Tensor | None) -> Tensor:
 def check_choices(optimizer: str, dtype: str, loss: str | None) -> None:
     """Raise `UsageError` for a name that is not one of ours, before any file is read."""
     if optimizer not in OPTIMIZERS:
-        raise UsageError(f"there is no optimizer '{optimizer}' here", try_="--optimizer " + ", ".join(OPTIMIZERS))
+        raise UsageError(
+            f"there is no optimizer '{optimizer}' here", try_="--optimizer " + ", ".join(OPTIMIZERS)
+        )
     if dtype not in DTYPE_POLICIES:
-        raise UsageError(f"there is no dtype policy '{dtype}'", try_="--dtype " + " or --dtype ".join(DTYPE_POLICIES))
+        raise UsageError(
+            f"there is no dtype policy '{dtype}'", try_="--dtype " + " or --dtype ".join(DTYPE_POLICIES)
+        )
     if loss is not None and loss not in LOSSES:
         raise UsageError(f"there is no loss '{loss}'", try_="--loss " + " or --loss ".join(LOSSES))
 
@@ -147,7 +162,11 @@ def make_optimizer(name: str, target: Target) -> Callable[[list[Any]], torch.opt
     kind, settings = OPTIMIZERS[name]
     optimizer: Any = getattr(torch.optim, kind)
     settings = dict(settings)
-    if "foreach" in inspect.signature(optimizer).parameters and "fused" not in settings and kind != "Adafactor":
+    if (
+        "foreach" in inspect.signature(optimizer).parameters
+        and "fused" not in settings
+        and kind != "Adafactor"
+    ):
         settings["foreach"] = target == "cuda"
     return lambda parameters: optimizer(parameters, **settings)
 
@@ -156,7 +175,10 @@ def record(plan: Plan, *, optimizer: str, dtype: str, target: Target, steps: int
     """The recording of `steps` training steps of `plan`."""
     made = make_optimizer(optimizer, target)
     if not plan.trained:
-        raise UsageError("the model has nothing to train", why="none of its floating-point weights is used as one (or they are inputs)")
+        raise UsageError(
+            "the model has nothing to train",
+            why="none of its floating-point weights is used as one (or they are inputs)",
+        )
 
     def build(recorder: FakeRecorder) -> tuple[Callable[[], Tensor], list[Tensor]]:
         step = _Step(plan, recorder, dtype, target)
@@ -199,18 +221,21 @@ class _Step:
     def _casting(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
             return nullcontext()
-        return torch.autocast("cpu", dtype=self.autocast)  # the recorder gives the cpu's key the target's op lists
+        return torch.autocast(
+            "cpu", dtype=self.autocast
+        )  # the recorder gives the cpu's key the target's op lists
 
     def __call__(self) -> Tensor:
-        with self.recorder.claiming(self.target):
-            with self._casting():
-                outputs = self.run.graph(
-                    self.plan.graph, {}, {**self.given, **self.parameters}, done=self.plan.known
-                )
-                self._entering("")
-                loss = take_loss(self.plan.loss, outputs, self._labels(outputs))
+        with self.recorder.claiming(self.target), self._casting():
+            outputs = self.run.graph(
+                self.plan.graph, {}, {**self.given, **self.parameters}, done=self.plan.known
+            )
+            self._entering("")
+            loss = take_loss(self.plan.loss, outputs, self._labels(outputs))
         if not loss.requires_grad:
-            raise UsageError("the model's floating-point output does not depend on any trained weight", try_="--loss mean")
+            raise UsageError(
+                "the model's floating-point output does not depend on any trained weight", try_="--loss mean"
+            )
         return loss
 
     def _labels(self, outputs: list[Any]) -> Tensor | None:
@@ -222,5 +247,9 @@ class _Step:
 
 def known_values(graph: Graph, env: Env, trained: Mapping[str, Weight]) -> dict[str, Any]:
     """The values of `graph` that are known before any step is run."""
-    wanted = {n for node in graph.nodes for n in (*node.inputs, *node.outputs)} | set(graph.weights) | set(graph.outputs)
+    wanted = (
+        {n for node in graph.nodes for n in (*node.inputs, *node.outputs)}
+        | set(graph.weights)
+        | set(graph.outputs)
+    )
     return {n: env[n] for n in wanted if n and n in env and n not in trained and is_known(env[n])}

@@ -19,7 +19,9 @@ OUTSIDE = "@output"
 class View:
     """A graph, the values that are known in it, and the shape of every value."""
 
-    def __init__(self, graph: Graph, values: Mapping[str, Any], trained: Iterable[str], producer: str, opset: int) -> None:
+    def __init__(
+        self, graph: Graph, values: Mapping[str, Any], trained: Iterable[str], producer: str, opset: int
+    ) -> None:
         self.graph = graph
         self.values = values
         self.trained = set(trained)
@@ -75,7 +77,9 @@ class View:
         one, other = self.makers.get(a), self.makers.get(b)
         if one is None or other is None or (one.op, len(one.inputs)) != (other.op, len(other.inputs)):
             return False
-        return one.op in ("Sub", "Cast") and all(x == y for x, y in zip(one.inputs, other.inputs, strict=True))
+        return one.op in ("Sub", "Cast") and all(
+            x == y for x, y in zip(one.inputs, other.inputs, strict=True)
+        )
 
 
 Pattern = Callable[[View, Node], Node | None]
@@ -125,8 +129,12 @@ def _changes_nothing(view: View, node: Node) -> bool:
 
 
 def _renamed(node: Node, names: Mapping[str, str]) -> Node:
-    attributes = {k: _graph_renamed(v, names) if isinstance(v, Graph) else v for k, v in node.attributes.items()}
-    return dataclasses.replace(node, inputs=tuple(names.get(n, n) for n in node.inputs), attributes=attributes)
+    attributes = {
+        k: _graph_renamed(v, names) if isinstance(v, Graph) else v for k, v in node.attributes.items()
+    }
+    return dataclasses.replace(
+        node, inputs=tuple(names.get(n, n) for n in node.inputs), attributes=attributes
+    )
 
 
 def _graph_renamed(graph: Graph, names: Mapping[str, str]) -> Graph:

@@ -47,7 +47,9 @@ def skim(path: Path) -> bytes:
                 return skim_bytes(data, path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise BadFile(f"cannot read ONNX model {path}", why=reason, try_="memopt estimate MODEL.onnx") from error
+        raise BadFile(
+            f"cannot read ONNX model {path}", why=reason, try_="memopt estimate MODEL.onnx"
+        ) from error
 
 
 def skim_bytes(data: Buffer, path: Path) -> bytes:
@@ -60,7 +62,9 @@ def skim_bytes(data: Buffer, path: Path) -> bytes:
 
 def not_onnx(path: Path, why: str) -> BadFile:
     return BadFile(
-        f"{path} is not an ONNX model", why=why, try_="torch.onnx.export(model, args, 'model.onnx', dynamo=True)"
+        f"{path} is not an ONNX model",
+        why=why,
+        try_="torch.onnx.export(model, args, 'model.onnx', dynamo=True)",
     )
 
 

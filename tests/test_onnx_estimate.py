@@ -27,11 +27,26 @@ def weight(name: str, *dims: int, kind: Any = np.float32) -> onnx.TensorProto:
     return numpy_helper.from_array(np.zeros(dims, kind), name)
 
 
-def save(path: Path, nodes: list[Any], weights: list[Any], shape: list[Any], *, opset: int = 18, producer: str = "", kind: int = FLOAT) -> Path:
+def save(
+    path: Path,
+    nodes: list[Any],
+    weights: list[Any],
+    shape: list[Any],
+    *,
+    opset: int = 18,
+    producer: str = "",
+    kind: int = FLOAT,
+) -> Path:
     graph = helper.make_graph(
-        nodes, "g", [helper.make_tensor_value_info("x", kind, shape)], [helper.make_tensor_value_info("y", FLOAT, None)], weights
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", kind, shape)],
+        [helper.make_tensor_value_info("y", FLOAT, None)],
+        weights,
     )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], producer_name=producer), path)
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], producer_name=producer), path
+    )
     return path
 
 
@@ -39,7 +54,8 @@ def save(path: Path, nodes: list[Any], weights: list[Any], shape: list[Any], *, 
 
 
 @pytest.mark.parametrize(
-    ("model", "opset"), [("resnet50", 20), ("mobilenet_v3", 18), ("vit", 23), ("gpt2", 18), ("gpt2", 23), ("lstm", 20)]
+    ("model", "opset"),
+    [("resnet50", 20), ("mobilenet_v3", 18), ("vit", 23), ("gpt2", 18), ("gpt2", 23), ("lstm", 20)],
 )
 def test_within_two_percent_of_the_script(tmp_path: Path, model: str, opset: int) -> None:
     task = task_of(model, "small")
@@ -76,7 +92,12 @@ def test_a_network_that_never_had_batch_norm_is_not_suspected(tmp_path: Path) ->
         helper.make_node("Conv", ["b", "2.weight", "2.bias"], ["c"]),
         helper.make_node("Relu", ["c"], ["y"]),
     ]
-    weights = [weight("0.weight", 4, 3, 3, 3), weight("0.bias", 4), weight("2.weight", 4, 4, 3, 3), weight("2.bias", 4)]
+    weights = [
+        weight("0.weight", 4, 3, 3, 3),
+        weight("0.bias", 4),
+        weight("2.weight", 4, 4, 3, 3),
+        weight("2.bias", 4),
+    ]
     named = save(tmp_path / "a.onnx", nodes, weights, [2, 3, 16, 16])
     assert not any("batch norm" in note for note in record_onnx(named, target="cpu").notes)
     renamed = onnx.load(named)
@@ -86,7 +107,10 @@ def test_a_network_that_never_had_batch_norm_is_not_suspected(tmp_path: Path) ->
         for i in range(1, len(node.input)):
             node.input[i] = f"onnx::Conv_{node.input[i]}"
     onnx.save(renamed, tmp_path / "b.onnx")
-    assert any("batch norm was folded into 2" in note for note in record_onnx(tmp_path / "b.onnx", target="cpu").notes)
+    assert any(
+        "batch norm was folded into 2" in note
+        for note in record_onnx(tmp_path / "b.onnx", target="cpu").notes
+    )
 
 
 # exact numbers
@@ -100,7 +124,13 @@ def mlp(path: Path, kind: Any = np.float32) -> Path:
         helper.make_node("MatMul", ["r", "v"], ["y"]),
     ]
     float_kind = FLOAT if kind is np.float32 else TensorProto.FLOAT16
-    return save(path, nodes, [weight("w", 512, 512, kind=kind), weight("v", 512, 512, kind=kind)], ["n", 512], kind=float_kind)
+    return save(
+        path,
+        nodes,
+        [weight("w", 512, 512, kind=kind), weight("v", 512, 512, kind=kind)],
+        ["n", 512],
+        kind=float_kind,
+    )
 
 
 MIB = 2**20
@@ -116,7 +146,9 @@ def tensor_peak(recording: Recording) -> int:
     ("optimizer", "target", "weights"),
     [("sgd", "cpu", 2), ("sgd-momentum", "cpu", 3), ("adamw", "cuda", 5), ("adamw-fused", "cuda", 4)],
 )
-def test_parameters_gradients_state_and_the_foreach_temporary(tmp_path: Path, optimizer: str, target: Any, weights: int) -> None:
+def test_parameters_gradients_state_and_the_foreach_temporary(
+    tmp_path: Path, optimizer: str, target: Any, weights: int
+) -> None:
     """With one row the activations are nothing: what is left is a number of copies of the 2 MiB of weights."""
     found = record_onnx(mlp(tmp_path / "m.onnx"), batch_size=1, optimizer=optimizer, target=target)
     peak = tensor_peak(found.recording)
@@ -154,15 +186,21 @@ def test_cross_entropy_keeps_the_log_probabilities(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 def test_every_optimizer_steps(tmp_path: Path, optimizer: str) -> None:
     for target in ("cpu", "cuda"):
-        recording = record_onnx(mlp(tmp_path / "m.onnx"), batch_size=4, optimizer=optimizer, target=target).recording  # type: ignore[arg-type]
+        recording = record_onnx(
+            mlp(tmp_path / "m.onnx"), batch_size=4, optimizer=optimizer, target=target
+        ).recording  # type: ignore[arg-type]
         assert sum(kind == "step" for kind, _ in recording.marks) == 3
 
 
 def test_bf16_halves_what_fp32_takes(tmp_path: Path) -> None:
     for kind in (np.float32, np.float16):
         path = mlp(tmp_path / "m.onnx", kind)
-        full = tensor_peak(record_onnx(path, batch_size=1024, dtype="fp32", target="cuda", loss="mean").recording)
-        half = tensor_peak(record_onnx(path, batch_size=1024, dtype="bf16", target="cuda", loss="mean").recording)
+        full = tensor_peak(
+            record_onnx(path, batch_size=1024, dtype="fp32", target="cuda", loss="mean").recording
+        )
+        half = tensor_peak(
+            record_onnx(path, batch_size=1024, dtype="bf16", target="cuda", loss="mean").recording
+        )
         assert half == pytest.approx(full / 2, rel=0.01)
 
 
@@ -173,7 +211,9 @@ def test_autocast_keeps_weights_whole_and_halves_activations(tmp_path: Path, dty
         recording = record_onnx(path, batch_size=8192, dtype=dtype, target=target, loss="mean").recording  # type: ignore[arg-type]
         rows = 8192 * 512 * 2  # in half precision
         weights = sum(r.size_bytes for r in recording.rows if r.category == "parameter")
-        kept = sorted(r.size_bytes for r in recording.rows if r.category == "activation" and r.size_bytes >= MIB // 2)
+        kept = sorted(
+            r.size_bytes for r in recording.rows if r.category == "activation" and r.size_bytes >= MIB // 2
+        )
         assert weights == 2 * MIB
         # each step keeps the halved copy of one weight (the other's input needs no gradient), the input's and ReLU's result
         assert kept == [MIB // 2] * 3 + [rows] * 6
@@ -185,7 +225,9 @@ def test_autocast_keeps_weights_whole_and_halves_activations(tmp_path: Path, dty
 def test_what_is_trained_and_what_is_not(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("Conv", ["x", "conv.weight"], ["a"], pads=[1, 1, 1, 1]),
-        helper.make_node("BatchNormalization", ["a", "bn.weight", "bn.bias", "bn.running_mean", "bn.running_var"], ["b"]),
+        helper.make_node(
+            "BatchNormalization", ["a", "bn.weight", "bn.bias", "bn.running_mean", "bn.running_var"], ["b"]
+        ),
         helper.make_node("Mul", ["b", "gamma"], ["c"]),
         helper.make_node("Add", ["c", "mask"], ["d"]),
         helper.make_node("Add", ["d", "val_7"], ["e"]),
@@ -222,16 +264,32 @@ def test_lstm_weights_in_another_order_are_one_parameter(tmp_path: Path) -> None
 
 
 def test_a_tied_head_that_was_folded_apart_is_said(tmp_path: Path) -> None:
-    nodes = [helper.make_node("Gather", ["head.weight", "x"], ["h"]), helper.make_node("MatMul", ["h", "val_3"], ["y"])]
-    path = save(tmp_path / "m.onnx", nodes, [weight("head.weight", 100, 8), weight("val_3", 8, 100)], [2, 4], kind=TensorProto.INT64)
-    assert any("'head.weight' and 'val_3'" in note and "ties" in note for note in record_onnx(path, target="cpu").notes)
+    nodes = [
+        helper.make_node("Gather", ["head.weight", "x"], ["h"]),
+        helper.make_node("MatMul", ["h", "val_3"], ["y"]),
+    ]
+    path = save(
+        tmp_path / "m.onnx",
+        nodes,
+        [weight("head.weight", 100, 8), weight("val_3", 8, 100)],
+        [2, 4],
+        kind=TensorProto.INT64,
+    )
+    assert any(
+        "'head.weight' and 'val_3'" in note and "ties" in note
+        for note in record_onnx(path, target="cpu").notes
+    )
 
 
 def test_a_model_without_weights_has_nothing_to_train(tmp_path: Path) -> None:
     path = save(tmp_path / "m.onnx", [helper.make_node("Relu", ["x"], ["y"])], [], [2, 4])
     with pytest.raises(UsageError, match="nothing to train"):
         record_onnx(path, target="cpu")
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Shape", ["h"], ["s"]), helper.make_node("Cast", ["s"], ["y"], to=FLOAT)]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Shape", ["h"], ["s"]),
+        helper.make_node("Cast", ["s"], ["y"], to=FLOAT),
+    ]
     with pytest.raises(UsageError):
         record_onnx(save(tmp_path / "n.onnx", nodes, [weight("w", 4, 4)], [2, 4]), target="cpu")
 
@@ -283,11 +341,17 @@ def test_the_whole_way_to_a_device(tmp_path: Path) -> None:
     assert found.by_category["parameter"] == 2 * MIB
     assert not found.partial
     here = estimate_onnx(path, batch_size=4096, device="cpu", optimizer="sgd", loss="mean")
-    assert here.allocated_bytes == record_onnx(path, batch_size=4096, optimizer="sgd", loss="mean", target="cpu").recording.peak()[0]
+    assert (
+        here.allocated_bytes
+        == record_onnx(path, batch_size=4096, optimizer="sgd", loss="mean", target="cpu").recording.peak()[0]
+    )
 
 
 def test_a_partial_estimate_names_the_operator(tmp_path: Path) -> None:
-    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node("Strange", ["h"], ["y"], domain="my.own")]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Strange", ["h"], ["y"], domain="my.own"),
+    ]
     path = save(tmp_path / "m.onnx", nodes, [weight("w", 512, 512)], ["n", 512])
     found = record_onnx(path, batch_size=1024, target="cpu", loss="mean")
     assert found.partial

@@ -47,7 +47,9 @@ class Builder:
         self.weights.append(numpy_helper.from_array(np.zeros(dims, np.float32), name))
         return name
 
-    def save(self, folder: Path, out: str, shape: tuple[Any, ...], *, opset: int = 18, producer: str = "") -> Path:
+    def save(
+        self, folder: Path, out: str, shape: tuple[Any, ...], *, opset: int = 18, producer: str = ""
+    ) -> Path:
         graph = helper.make_graph(
             [*self.nodes, helper.make_node("Identity", [out], ["out"])],
             "g",
@@ -55,7 +57,9 @@ class Builder:
             [helper.make_tensor_value_info("out", FLOAT, None)],
             self.weights,
         )
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], producer_name=producer)
+        model = helper.make_model(
+            graph, opset_imports=[helper.make_opsetid("", opset)], producer_name=producer
+        )
         path = folder / "model.onnx"
         onnx.save(model, path)
         return path
@@ -151,7 +155,13 @@ def test_fusing_keeps_outputs_and_never_adds_saved_memory(tmp_path: Path, data: 
         op = data.draw(st.sampled_from(["Add", "Mul", "Sigmoid", "Tanh", "Erf", "Softplus", "Relu", "scale"]))
         first = data.draw(st.sampled_from(values[-4:]))
         if op == "scale":
-            values.append(b(data.draw(st.sampled_from(["Mul", "Add", "Div"])), first, data.draw(st.sampled_from([0.5, 1.0, 2.0]))))
+            values.append(
+                b(
+                    data.draw(st.sampled_from(["Mul", "Add", "Div"])),
+                    first,
+                    data.draw(st.sampled_from([0.5, 1.0, 2.0])),
+                )
+            )
         elif op in ("Add", "Mul"):
             values.append(b(op, first, data.draw(st.sampled_from(values[-4:]))))
         else:
@@ -201,7 +211,9 @@ def test_rms_norm_is_found_unless_a_torch_script_wrote_it(
 ) -> None:
     b = Builder()
     h = b("MatMul", "x", b.weight("w", 8, 8))
-    path = b.save(tmp_path, rms_norm(b, h, weight_first=weight_first), (2, 4, 8), opset=opset, producer=producer)
+    path = b.save(
+        tmp_path, rms_norm(b, h, weight_first=weight_first), (2, 4, 8), opset=opset, producer=producer
+    )
     assert operators(path)["RMSNormalization"] == fused
     assert operators(path, faithful=True)["RMSNormalization"] == 0
 
@@ -237,7 +249,13 @@ def attention(b: Builder, *, scale: str, mask: str, dropout: bool = False, swap:
         h = b("MatMul", "x", b.weight(f"{name}.weight", 16, 16))
         parts.append(b("Transpose", b("Reshape", h, b.ints(2, 6, 4, 4)), perm=[0, 2, 1, 3]))
     q, k, v = parts
-    turned = b("Transpose", k, perm=[0, 1, 3, 2]) if swap else b("Reshape", b("Transpose", b("Reshape", k, b.ints(8, 6, 4)), perm=[0, 2, 1]), b.ints(2, 4, 4, 6))
+    turned = (
+        b("Transpose", k, perm=[0, 1, 3, 2])
+        if swap
+        else b(
+            "Reshape", b("Transpose", b("Reshape", k, b.ints(8, 6, 4)), perm=[0, 2, 1]), b.ints(2, 4, 4, 6)
+        )
+    )
     if scale == "both":
         q, turned = b("Mul", q, 0.7071), b("Mul", turned, 0.7071)
     scores = b("MatMul", q, turned)
@@ -275,7 +293,9 @@ def test_attention_is_found(tmp_path: Path, scale: str, mask: str, swap: bool) -
 
 def test_attention_keeps_its_dropout(tmp_path: Path) -> None:
     b = Builder()
-    found = nodes_of(b.save(tmp_path, attention(b, scale="both", mask="added", dropout=True), (2, 6, 16)), "Attention")
+    found = nodes_of(
+        b.save(tmp_path, attention(b, scale="both", mask="added", dropout=True), (2, 6, 16)), "Attention"
+    )
     assert found[0].attributes["ratio"] == pytest.approx(0.1)
 
 
@@ -292,7 +312,11 @@ def test_attention_whose_matrix_is_an_output_stays(tmp_path: Path) -> None:
     b = Builder()
     out = attention(b, scale="both", mask="none")
     softmax = next(n.output[0] for n in b.nodes if n.op_type == "Softmax")
-    total = b("Add", b("ReduceMean", out, b.ints(0, 1, 2), keepdims=0), b("ReduceMean", softmax, b.ints(0, 1, 2, 3), keepdims=0))
+    total = b(
+        "Add",
+        b("ReduceMean", out, b.ints(0, 1, 2), keepdims=0),
+        b("ReduceMean", softmax, b.ints(0, 1, 2, 3), keepdims=0),
+    )
     assert operators(b.save(tmp_path, total, (2, 6, 16)))["Softmax"] == 1
 
 
@@ -300,8 +324,12 @@ def test_a_mask_that_comes_from_an_input_is_passed_on(tmp_path: Path) -> None:
     b = Builder()
     attention(b, scale="both", mask="none")
     softmax = next(n for n in b.nodes if n.op_type == "Softmax")
-    b.nodes.insert(b.nodes.index(softmax), helper.make_node("ReduceMax", ["x", b.ints(-1)], ["seen"], keepdims=0))
-    b.nodes.insert(b.nodes.index(softmax), helper.make_node("Reshape", ["seen", b.ints(2, 1, 1, 6)], ["mask"]))
+    b.nodes.insert(
+        b.nodes.index(softmax), helper.make_node("ReduceMax", ["x", b.ints(-1)], ["seen"], keepdims=0)
+    )
+    b.nodes.insert(
+        b.nodes.index(softmax), helper.make_node("Reshape", ["seen", b.ints(2, 1, 1, 6)], ["mask"])
+    )
     b.nodes.insert(b.nodes.index(softmax), helper.make_node("Add", [softmax.input[0], "mask"], ["masked"]))
     softmax.input[0] = "masked"
     found = nodes_of(b.save(tmp_path, b.nodes[-1].output[0], (2, 6, 16)), "Attention")

@@ -19,7 +19,9 @@ BLOCKS = (
 Block = tuple[int, int, int, bool, bool, int]
 
 
-def conv_bn(inputs: int, outputs: int, kernel: int, stride: int, groups: int, act: type[nn.Module] | None) -> nn.Sequential:
+def conv_bn(
+    inputs: int, outputs: int, kernel: int, stride: int, groups: int, act: type[nn.Module] | None
+) -> nn.Sequential:
     layers: list[nn.Module] = [
         nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False),
         nn.BatchNorm2d(outputs, eps=0.001, momentum=0.01),
@@ -77,7 +79,10 @@ class MobileNetV3(nn.Module):
         self.features = nn.Sequential(*layers)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.classifier = nn.Sequential(
-            nn.Linear(6 * channels, head), nn.Hardswish(inplace=True), nn.Dropout(0.2, inplace=True), nn.Linear(head, classes)
+            nn.Linear(6 * channels, head),
+            nn.Hardswish(inplace=True),
+            nn.Dropout(0.2, inplace=True),
+            nn.Linear(head, classes),
         )
 
     def forward(self, x: Tensor) -> Tensor:
