@@ -28,6 +28,8 @@ from memopt.trace import (
     Values,
 )
 
+_WITHOUT_VALUES = ("aten.empty", "aten.new_empty")
+
 
 class _Strings:
     def __init__(self) -> None:
@@ -125,25 +127,40 @@ def _flags(kind: OpKind) -> int:
 
 def _storages(recorder: Recorder, strings: _Strings) -> Storages:
     rows, end = recorder.storages, len(recorder.ops)
+    filled = _filled_by(recorder)
     return Storages(
         size_bytes=[row.size_bytes for row in rows],
         category=[CATEGORIES.index(category) for category in categories(recorder)],
         birth_op=[min(row.birth, end - 1) for row in rows],
         death_op=[end if row.death is None else row.death for row in rows],
         only_saved_from=[row.only_saved_from for row in rows],
-        label=[strings(_label(recorder, row)) for row in rows],
+        label=[
+            strings(_label(recorder, row, filled.get(number, row.birth))) for number, row in enumerate(rows)
+        ],
         line=[strings(recorder.ops[row.birth].line if 0 <= row.birth < end else "") for row in rows],
     )
 
 
-def _label(recorder: Recorder, row: StorageRow) -> str:
+def _filled_by(recorder: Recorder) -> dict[int, int]:
+    """Storages that were born without values -> the op that gave them some (dropout noise is `bernoulli_`, not `empty_like`)."""
+    found: dict[int, int] = {}
+    for storage, op, output in recorder.values:
+        birth = recorder.storages[storage].birth
+        if output != -1 or not 0 <= birth < op or storage in found:
+            continue
+        if recorder.ops[birth].kind.name.startswith(_WITHOUT_VALUES):
+            found[storage] = op
+    return found
+
+
+def _label(recorder: Recorder, row: StorageRow, maker: int) -> str:
     if row.name:
         return f"{row.name} · {row.meta}"
     if row.birth < 0:
         return f"from before · {row.meta}"
     if row.found:
         return f"made by no op · {row.meta}"
-    op = recorder.ops[row.birth]
+    op = recorder.ops[maker]
     module = op.module.partition("#")[0].lstrip("@") if not op.module.startswith("@") else "script"
     name = op.kind.name.removeprefix("aten.").partition(".")[0]
     return f"{module} · {name}{' (backward)' if op.phase == BACKWARD else ''} · {row.meta}"

@@ -141,6 +141,11 @@ def test_memory_that_no_op_made_is_input(traces: dict[str, Trace]) -> None:
     assert inputs >= sum(sizes)
 
 
+def test_what_an_op_fills_is_named_after_it(profile: Profiler) -> None:
+    noise = [label for label in largest(profile("dropout.py").trace, "activation") if "bernoulli" in label]
+    assert noise == ["Sequential.1 · bernoulli_ · 256×128 fp32"]
+
+
 def test_gradients_and_states_are_named_after_their_parameters(traces: dict[str, Trace]) -> None:
     gradients = largest(traces["evaluate"], "gradient")
     assert gradients[0].startswith("gradient of Sequential.0.weight · 128×32")
