@@ -23,7 +23,7 @@ from memopt.advisors.flashneuron import Flashneuron
 from memopt.advisors.gist import Gist
 from memopt.advisors.modnn import Modnn
 from memopt.advisors.picks import shortest_fitting
-from memopt.advisors.problem import Decisions, Problem
+from memopt.advisors.problem import Decisions, OutOfTime, Problem
 from memopt.advisors.search import Plan, Search
 from memopt.advisors.sentinel import Sentinel
 from memopt.advisors.sublinear import sublinear_plans
@@ -39,6 +39,7 @@ _PROMISING = 1.25
 """A start that fits is polished when its step takes at most this many times the best one's."""
 _MANY = 400
 _SHARE_FOR_SEARCH = 0.5
+_SHARE_FOR_STARTS = 0.7
 _DESCENT_TRIES = 6
 _QUICK = (Autoswap(), Flashneuron(), Tflms(), Sentinel(), Superneurons(), Vdnn("all"), VdnnPlus(), Gist())
 _THOROUGH = (Dtr(), Dtr("eqclass"), Dtr("local"), Dtr("megengine"), Modnn(), Swapadvisor())
@@ -126,8 +127,8 @@ def every_plan(search: Search) -> Iterator[Plan]:
 
 
 def starts(search: Search) -> Iterator[Decisions]:
-    """Where to search from: what is free, greedy constructions, and the plans of the published strategies."""
-    problem = search.problem
+    """Where to search from: what is free, and the plans of Capuchin and of sublinear checkpointing."""
+    problem = search.problem.limited(search.moment(_SHARE_FOR_STARTS))
     free = {
         c.storage: option
         for c in problem.candidates.values()
@@ -135,9 +136,13 @@ def starts(search: Search) -> Iterator[Decisions]:
         if option.kind == "drop" and option.decoded_bytes < c.saved.size_bytes
     }
     yield free
-    best, nearest = shortest_fitting(problem, capuchin_picks(problem))
-    yield best if best is not None else nearest
-    plans = [(problem.run(decisions), decisions) for decisions in sublinear_plans(problem)]
+    with contextlib.suppress(OutOfTime):
+        best, nearest = shortest_fitting(problem, capuchin_picks(problem))
+        yield best if best is not None else nearest
+    plans = []
+    with contextlib.suppress(OutOfTime):
+        for decisions in sublinear_plans(problem):
+            plans.append((problem.run(decisions), decisions))
     fitting = sorted((p for p in plans if problem.fits(p[0])), key=lambda p: p[0].step_ms)
     yield from (decisions for _, decisions in fitting[:2])
     plans.sort(key=lambda p: p[0].peak_bytes)
@@ -153,8 +158,9 @@ def portfolio(search: Search) -> Iterator[Decisions]:
         if search.share_left < _SHARE_FOR_SEARCH:
             return
         if strategy.allows & search.problem.allow:
-            with contextlib.suppress(BudgetInfeasible):
-                yield strategy.plan(search.problem)
+            limited = search.problem.limited(search.moment(_SHARE_FOR_SEARCH))
+            with contextlib.suppress(BudgetInfeasible, OutOfTime):
+                yield strategy.plan(limited)
 
 
 def descend(search: Search, plan: Plan) -> Plan:

@@ -16,6 +16,9 @@ from memopt.advisors.picks import cheapest_fitting, shortest_fitting, swap_of, s
 from memopt.advisors.problem import Candidate, Decisions, Problem
 from memopt.estimators.decision import Decision
 
+_MOST_GREEDY = 300
+"""SWDOA looks at every tensor again after each pick: at most this many, the largest."""
+
 Picks = list[tuple[int, Decision]]
 
 
@@ -56,6 +59,8 @@ def _submodular(
 ) -> Picks:
     """SWDOA: after each pick the load above the limit is what is left of it."""
     left, load, picks = list(able), over.copy(), []
+    if len(able) > _MOST_GREEDY:
+        left = sorted(able, key=lambda c: -c.saved.size_bytes)[:_MOST_GREEDY]
     while left:
         best = max(
             left,

@@ -32,7 +32,10 @@ Place = Callable[[Problem, Decisions], Decisions]
 def shortest_fitting(
     problem: Problem, picks: list[tuple[int, Decision]], place: Place = place_prefetches
 ) -> tuple[Decisions | None, Decisions]:
-    """The first prefix of `picks` that fits (probed evenly, then refined), and the one with the lowest peak."""
+    """The shortest prefix of `picks` that fits, and the prefix with the lowest peak.
+
+    Short lists are walked; long ones are bisected (a longer prefix nearly always has a lower peak), then probed evenly.
+    """
     nearest: Decisions = {}
 
     def tried(count: int) -> Decisions | None:
@@ -43,16 +46,21 @@ def shortest_fitting(
             nearest = decisions
         return decisions if problem.fits(timeline) else None
 
-    step = max(1, len(picks) // _PROBES)
-    for count in [*range(0, len(picks), step), len(picks)]:
-        found = tried(count)
-        if found is not None:
-            for fewer in range(max(0, count - step + 1), count):
-                earlier = tried(fewer)
-                if earlier is not None:
-                    return earlier, nearest
-            return found, nearest
-    return None, nearest
+    if len(picks) <= _PROBES:
+        return next(
+            (found for count in range(len(picks) + 1) if (found := tried(count)) is not None), None
+        ), nearest
+    low, high, best = 0, len(picks), tried(len(picks))
+    for count in range(len(picks) // 12, len(picks), len(picks) // 12) if best is None else ():
+        best = tried(count)
+        if best is not None:
+            high = count
+            break
+    while best is not None and high - low > 1:
+        middle = (low + high) // 2
+        found = tried(middle)
+        low, high, best = (low, middle, found) if found is not None else (middle, high, best)
+    return best, nearest
 
 
 def cheapest_fitting(problem: Problem, plans: Iterable[Decisions], who: str) -> Decisions:

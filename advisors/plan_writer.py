@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
@@ -15,8 +16,8 @@ from memopt.plan import Action, OpRef, Plan, SlotRef
 from memopt.timeline import Timeline
 from memopt.units import format_bytes, format_ms
 
-_MOST_MARGINS = 400
-"""Actions whose saving is found by taking them away; beyond that it is their bytes at the plain peak."""
+_MARGINS_S = 1.5
+"""For so long savings are found by taking actions away one by one; after that they are the bytes at the plain peak."""
 _READS = {
     "nothing": "its values are never read",
     "predicate": "backward asks one yes-or-no question of each element, so one bit is held",
@@ -62,6 +63,7 @@ class _Writer:
         self.problem, self.decisions, self.timeline = problem, decisions, timeline
         self.view, self.trace = problem.view, problem.view.trace
         self.chains = chains
+        self.deadline = time.monotonic() + _MARGINS_S
         self.chain_of_op: dict[int, list[Chain]] = {}
         for chain in chains.values():
             for op in chain.ops:
@@ -93,7 +95,7 @@ class _Writer:
 
     def _margins(self, saved: Saved, decision: Decision) -> tuple[int, float]:
         """(bytes by which the peak would rise, ms that would be saved) without this action."""
-        if len(self.decisions) > _MOST_MARGINS:
+        if time.monotonic() > self.deadline:
             at_peak = saved.gone_after < self.problem.plain.peak_op < saved.first_use
             return (saved.size_bytes - decision.encoded_bytes if at_peak else 0), self.problem.solo_ms(
                 self.problem.candidates[saved.storage], decision

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from memopt.advisors.problem import Decisions, Problem
+from memopt.estimators.trace_view import Ints, Saved
 
 _SLACK = 1.25
 """A copy is given this much longer than the link's rate says."""
-
-
-def unpack_ops(problem: Problem) -> list[int]:
-    """Ops before which something is unpacked, in order: the only moments at which a swap-in can be started."""
-    slots = problem.view.trace.slots
-    return sorted({op for op in slots.unpacks.items if op < problem.view.n})
 
 
 def place_prefetches(problem: Problem, decisions: Decisions, *, earliest: bool = False) -> Decisions:
@@ -30,16 +26,15 @@ def place_prefetches(problem: Problem, decisions: Decisions, *, earliest: bool =
     placed = {s: replace(d, prefetch_op=-1) if d.kind == "swap" else d for s, d in decisions.items()}
     timeline = problem.run(placed)
     times, high = timeline.start_ms, timeline.high_bytes.copy()
-    triggers = np.array(unpack_ops(problem))
+    triggers = problem.triggers
+    fitting = _Fitting(problem.target_bytes, triggers.tolist(), times[triggers].tolist(), high)
     lane_ms = float("inf")
     for storage in sorted(swaps, key=lambda s: -view.saved[s].first_use):
         saved, decision = view.saved[storage], placed[storage]
         copy_ms = problem.simulator.copy_ms(saved.size_bytes, decision, out=False)
         end_ms = min(lane_ms, float(times[saved.first_use]))
         wanted = -1.0 if earliest else end_ms - _SLACK * copy_ms
-        trigger = _fitting(
-            problem, triggers, times, high, saved.gone_after, saved.first_use, saved.size_bytes, wanted
-        )
+        trigger = fitting.trigger(saved, wanted)
         lane_ms = min(end_ms - copy_ms, float(times[trigger]) if trigger >= 0 else end_ms)
         if trigger >= 0:
             placed[storage] = replace(decision, prefetch_op=trigger)
@@ -47,26 +42,27 @@ def place_prefetches(problem: Problem, decisions: Decisions, *, earliest: bool =
     return placed
 
 
-def _fitting(
-    problem: Problem,
-    triggers: np.ndarray[tuple[int], np.dtype[np.int64]],
-    times: np.ndarray[tuple[int], np.dtype[np.float64]],
-    high: np.ndarray[tuple[int], np.dtype[np.int64]],
-    gone_after: int,
-    use: int,
-    size_bytes: int,
-    wanted_ms: float,
-) -> int:
-    """The latest trigger at or before `wanted_ms` whose bytes fit until `use`, else the first later one; -1: on demand."""
-    inside = triggers[(triggers > gone_after) & (triggers < use)]
-    if not inside.size:
-        return -1
-    room = problem.target_bytes - size_bytes
-    full = np.flatnonzero(high[inside[0] : use] > room)
-    earliest = int(inside[0]) + int(full[-1]) + 1 if full.size else int(inside[0])
-    early = inside[times[inside] <= wanted_ms]
-    best = int(early[-1]) if early.size else int(inside[0])
-    if best >= earliest:
-        return best
-    later = inside[inside >= earliest]
-    return int(later[0]) if later.size else -1
+@dataclass(slots=True)
+class _Fitting:
+    """Finds triggers: the moments there are, when they are, and what is on the device so far."""
+
+    target_bytes: int
+    triggers: list[int]
+    times: list[float]
+    high: Ints
+
+    def trigger(self, saved: Saved, wanted_ms: float) -> int:
+        """The latest at or before `wanted_ms` from which the bytes fit until the use, else the first later one; -1: on demand."""
+        use = saved.first_use
+        first = bisect_left(self.triggers, saved.gone_after + 1)
+        last = bisect_left(self.triggers, use)
+        if first >= last:
+            return -1
+        room = self.target_bytes - saved.size_bytes
+        best = self.triggers[max(first, bisect_right(self.times, wanted_ms, first, last) - 1)]
+        window = self.high[best:use]
+        if int(window.max()) <= room:
+            return best
+        earliest = best + int(np.flatnonzero(window > room)[-1]) + 1
+        at = bisect_left(self.triggers, earliest, first, last)
+        return self.triggers[at] if at < last else -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.chains import Chain, find_chain, is_intact
 from memopt.estimators.decision import RECOMPUTE, Decision
 from memopt.estimators.timeline import REPLAY_MS, Simulator
-from memopt.estimators.trace_view import Saved, TraceView
+from memopt.estimators.trace_view import Ints, Saved, TraceView
 from memopt.timeline import Timeline
 
 Decisions = dict[int, Decision]
@@ -75,6 +76,10 @@ class Candidate:
         return next((option for option in self.options if option.kind == kind), None)
 
 
+class OutOfTime(Exception):
+    """A strategy that runs inside a time limit has to stop."""
+
+
 class Problem:
     """Find decisions whose peak is at most `target_bytes`, at the least step time."""
 
@@ -100,6 +105,7 @@ class Problem:
         self.target_bytes = min(
             int(budget_bytes * (1 - margin)), int(self.unplanned_peak_bytes * (1 - LEAST_GAIN))
         )
+        self._deadline = float("inf")
         self._memo: dict[frozenset[tuple[int, Decision]], Timeline] = {}
 
     @property
@@ -108,10 +114,17 @@ class Problem:
 
     def with_target(self, target_bytes: int) -> Problem:
         """The same problem with another target; candidates are shared."""
+        _ = self.candidates, self.triggers, self.floor_bytes
         other = Problem.__new__(Problem)
         other.__dict__.update(self.__dict__)
         other._memo = {}
         other.target_bytes = target_bytes
+        return other
+
+    def limited(self, deadline: float) -> Problem:
+        """The same problem; `run` raises `OutOfTime` once `time.monotonic()` has passed `deadline`."""
+        other = self.with_target(self.target_bytes)
+        other._memo, other._deadline = self._memo, deadline
         return other
 
     def run(self, decisions: Mapping[int, Decision]) -> Timeline:
@@ -119,6 +132,8 @@ class Problem:
         key = frozenset(decisions.items())
         found = self._memo.get(key)
         if found is None:
+            if time.monotonic() > self._deadline:
+                raise OutOfTime
             if len(self._memo) > 4000:
                 self._memo.clear()
             found = self._memo[key] = self.simulator.run(decisions)
@@ -140,6 +155,12 @@ class Problem:
             covered += candidate.saved.size_bytes
             chosen.append(candidate)
         return {c.storage: c for c in sorted(chosen, key=lambda c: (c.saved.packed_op, c.storage))}
+
+    @cached_property
+    def triggers(self) -> Ints:
+        """Ops before which something is unpacked, in order: the only moments at which a swap-in can be started."""
+        unpacked = self.view.trace.slots.unpacks.items
+        return np.array(sorted({op for op in unpacked if op < self.view.n}), dtype=np.int64)
 
     @cached_property
     def floor_bytes(self) -> int:

@@ -69,6 +69,10 @@ class Search:
         """Share of the time limit that is left."""
         return (self.deadline - time.monotonic()) / self.seconds if self.seconds else 0.0
 
+    def moment(self, share: float) -> float:
+        """The moment at which only `share` of the time limit is left."""
+        return self.deadline - share * self.seconds
+
     def aimed_at(self, target_bytes: int) -> Search:
         """The same search with another target."""
         other = copy.copy(self)
@@ -142,6 +146,8 @@ class Search:
         best_score = 0.0
         tried = 0
         for index in ranked[:24]:
+            if self.is_over:
+                break
             candidate, option = self.moves[index]
             trial = self.judge({**plan.decisions, candidate.storage: option})
             gain = area - self.area(trial)
@@ -206,6 +212,8 @@ class Search:
         """At a peak that replays make: keep one of the storages made there, if that lowers the excess."""
         best: Plan | None = None
         for storage in self._made_at(plan, plan.timeline.peak_op)[:24]:
+            if self.is_over:
+                break
             trial = self.judge({s: d for s, d in plan.decisions.items() if s != storage})
             if self.excess(trial) < self.excess(best or plan):
                 best = trial

@@ -13,7 +13,6 @@ from dataclasses import replace
 import numpy as np
 
 from memopt.advisors.picks import cheapest_fitting, swap_of, swappable
-from memopt.advisors.prefetch import unpack_ops
 from memopt.advisors.problem import Decisions, Problem
 
 _LENGTHS = 24
@@ -34,7 +33,7 @@ class Sentinel:
 def sentinel_plans(problem: Problem) -> Iterator[Decisions]:
     """One plan for each length of the interval, in ops."""
     n = problem.view.n
-    triggers = np.array(unpack_ops(problem))
+    triggers = problem.triggers
     for length in np.unique(np.geomspace(2, max(2, n // 2), _LENGTHS).astype(int)):
         decisions: Decisions = {}
         for candidate in swappable(problem):

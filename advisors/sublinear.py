@@ -17,6 +17,8 @@ from memopt.advisors.problem import Decisions, Problem
 from memopt.estimators.decision import RECOMPUTE
 
 _MOST_PLANS = 160
+_MOST_WORK = 160_000
+"""Plans times ops: on long traces the sweep is coarser."""
 
 
 class Sublinear:
@@ -65,16 +67,17 @@ class _Order:
     def cuts(self) -> Iterator[list[int]]:
         """Positions at which a segment ends: every k-th, then whenever b bytes have gathered."""
         n = len(self.storages)
-        steps = list(range(1, n + 1)) if n <= _MOST_PLANS // 2 else _spread(n, _MOST_PLANS // 2)
+        most = max(24, min(_MOST_PLANS, _MOST_WORK // max(1, self.problem.view.n)))
+        steps = list(range(1, n + 1)) if n <= most // 2 else _spread(n, most // 2)
         for step in steps:
             yield list(range(step - 1, n, step))
         total, largest = sum(self.sizes), max(self.sizes, default=0)
         bytes_ = largest
-        for _ in range(_MOST_PLANS // 4):
+        for _ in range(most // 4):
             if not 0 < bytes_ <= total:
                 return
             yield self._greedy(bytes_)
-            bytes_ = max(bytes_ + 1, int(bytes_ * 1.15))
+            bytes_ = max(bytes_ + 1, int(bytes_ * 1.15 ** (_MOST_PLANS / most)))
 
     def _greedy(self, most_bytes: int) -> list[int]:
         cuts, gathered = [], 0

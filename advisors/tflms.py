@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 
 from memopt.advisors.picks import cheapest_fitting, swap_of, swappable
-from memopt.advisors.prefetch import unpack_ops
 from memopt.advisors.problem import Decisions, Problem
 
 _WINDOWS = (2, 8, 24)
@@ -36,7 +35,7 @@ def tflms_plans(problem: Problem) -> Iterator[Decisions]:
     able = swappable(problem)
     if not able:
         return
-    triggers = np.array(unpack_ops(problem))
+    triggers = problem.triggers
     lengths = np.array([c.saved.first_use - c.saved.gone_after for c in able])
     for threshold in np.unique(np.quantile(lengths, np.linspace(0.9, 0.0, _THRESHOLDS), method="lower")):
         for window in _WINDOWS:

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from memopt.advisors.blockers import infeasible
 from memopt.advisors.picks import consumers, is_heavy, swap_of, swappable
-from memopt.advisors.prefetch import unpack_ops
 from memopt.advisors.problem import Decisions, Problem
 
 
@@ -46,7 +45,7 @@ class Vdnn:
 
 def vdnn_plan(problem: Problem, *, only_convolutions: bool) -> Decisions:
     """Every layer input away, back when the layer before it (in backward) starts."""
-    triggers = unpack_ops(problem)
+    triggers = problem.triggers.tolist()
     heavy = _heavy_backward(problem)
     decisions = {}
     for candidate in swappable(problem):
