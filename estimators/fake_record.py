@@ -31,7 +31,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from memopt.estimators import fake_onednn  # noqa: F401  registers its formulas
+from memopt.estimators import fake_cudnn, fake_onednn  # noqa: F401  they register formulas
 from memopt.estimators.fake_autocast import CudaAutocast
 from memopt.estimators.fake_blas import BlasWorkspaces
 from memopt.estimators.fake_choices import Overrides, plain_choices
