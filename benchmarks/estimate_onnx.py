@@ -10,6 +10,7 @@ folded (`optimize=True`), and estimated with the loss and optimizer of the scrip
 from __future__ import annotations
 
 import argparse
+import gzip
 import logging
 import tempfile
 import time
@@ -19,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import onnx
 import torch
 
 from benchmarks.models import (
@@ -118,6 +120,40 @@ def export(task: Workload, path: Path, opset: int, *, folded: bool) -> None:
     logging.disable(logging.NOTSET)
 
 
+def hollow(path: Path) -> bytes:
+    """The exported file without the values of its weights (they point outside, to nothing), gzipped: a few kilobytes."""
+    proto = onnx.load(path)
+    for weight in proto.graph.initializer:
+        if weight.data_type == onnx.TensorProto.FLOAT and weight.dims:
+            name, dims = weight.name, list(weight.dims)
+            weight.Clear()
+            weight.name, weight.data_type = name, onnx.TensorProto.FLOAT
+            weight.dims.extend(dims)
+            weight.data_location = onnx.TensorProto.EXTERNAL
+            weight.external_data.add(key="location", value="left-out")
+    for node in proto.graph.node:
+        kept = [(m.key, m.value) for m in node.metadata_props if m.key in _TOLD]
+        del node.metadata_props[:]
+        for key, value in kept:
+            node.metadata_props.add(key=key, value=value)
+    del proto.graph.value_info[:]
+    return gzip.compress(proto.SerializeToString(), 9, mtime=0)
+
+
+_TOLD = ("pkg.torch.onnx.name_scopes", "pkg.torch.onnx.class_hierarchy")
+
+
+def save_hollow(folder: Path) -> None:
+    """Write the small models, at every opset, batch norm kept, and ResNet folded: what the tests read."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = [(m, o, False) for m in MODELS for o in OPSETS] + [("resnet50", 18, True)]
+    with tempfile.TemporaryDirectory() as scratch:
+        for model, opset, folded in wanted:
+            path = Path(scratch) / "model.onnx"
+            export(SMALL[model], path, opset, folded=folded)
+            (folder / f"{model}_{opset}{'_folded' if folded else ''}.onnx.gz").write_bytes(hollow(path))
+
+
 def script_peak_bytes(task: Workload, optimizer: str, target: Target) -> int:
     """Peak of the same model traced directly: the same loss, the same optimizer, no file between."""
 
@@ -166,7 +202,13 @@ def main() -> None:
     parser.add_argument("--opsets", nargs="+", type=int, default=OPSETS)
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--targets", nargs="+", default=("cuda", "cpu"))
+    parser.add_argument(
+        "--save", type=Path, metavar="FOLDER", help="export the small models, without their weights, and stop"
+    )
     asked = parser.parse_args()
+    if asked.save:
+        save_hollow(asked.save)
+        return
     print(f"{'model':14}{'opset':>6}{'folded':>8}{'on':>6}{'script':>12}{'onnx':>12}{'error':>9}{'time':>8}")
     worst = 0.0
     for row in rows(
