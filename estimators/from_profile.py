@@ -33,6 +33,8 @@ _RETRACE_OFF = 0.1
 """A re-trace that misses the profile's own peak by more is not believed at another batch size."""
 _KIND_ERROR = 0.15
 """CUDA chooses other operators than the CPU that was recorded."""
+_WORKSPACE_ERROR = 0.5
+"""Workspaces at the peak, of which nobody knows how they grow."""
 _MOST_RETRACES = 5
 
 
@@ -84,7 +86,8 @@ def device_of(trace: Trace, name: str | None) -> DeviceSpec:
         return find_device(trace.device.name)
     except UsageError as error:
         raise UsageError(
-            f"the profile's device, '{trace.device.name}', is not in the table of devices", try_="--device NAME"
+            f"the profile's device, '{trace.device.name}', is not in the table of devices",
+            try_="--device NAME",
         ) from error
 
 
@@ -158,12 +161,18 @@ class _Asked:
         )
         found = estimate_recording(recording, spec, alloc_conf=self._settings(), partial=bool(trace.partial))
         found = self._with_context(found)
-        if on_cpu and self.same_kind and new == batch:
-            bars = {"allocated": 0.0}
-        else:
-            bars = {name: round(share + error, 3) for name, share in found.error.items()}
-        notes = [method, *([f"the profile is partial: {trace.partial}"] if trace.partial else []), *found.notes]
-        return replace(found, error=bars, notes=notes, left_out=_left_out(found), method=method.partition(":")[0])
+        if new != batch:
+            error += _WORKSPACE_ERROR * found.by_category.get("workspace", 0) / max(found.allocated_bytes, 1)
+        exact = on_cpu and self.same_kind and new == batch
+        bars = {"allocated": 0.0} if exact else _wider(found, error)
+        notes = [
+            method,
+            *([f"the profile is partial: {trace.partial}"] if trace.partial else []),
+            *found.notes,
+        ]
+        return replace(
+            found, error=bars, notes=notes, left_out=_left_out(found), method=method.partition(":")[0]
+        )
 
     def _settings(self) -> str:
         """The allocator settings asked for, else those of the recorded run."""
@@ -192,7 +201,9 @@ class _Asked:
     def retraced(self, batch: int, new: int) -> Estimate:
         """The script at the batch size `new` on fake tensors. Raises `MemoptError` when that cannot be believed."""
         argv = argv_at(self.trace, batch, new, self.flag)
-        recording, partial = retrace(self.trace, argv, self.device, steps=self.steps, timeout_s=self.timeout_s)
+        recording, partial = retrace(
+            self.trace, argv, self.device, steps=self.steps, timeout_s=self.timeout_s
+        )
         found = estimate_recording(recording, self.device, alloc_conf=self._settings(), partial=partial)
         notes = [f"re-traced: {' '.join(argv)} on fake tensors"]
         off = self._off(argv, recording.peak()[0], notes)
@@ -209,7 +220,11 @@ class _Asked:
         if self.recorded_off is None:
             if argv != self.trace.script.argv:
                 again, _ = retrace(
-                    self.trace, list(self.trace.script.argv), self.device, steps=self.steps, timeout_s=self.timeout_s
+                    self.trace,
+                    list(self.trace.script.argv),
+                    self.device,
+                    steps=self.steps,
+                    timeout_s=self.timeout_s,
                 )
                 peak_bytes = again.peak()[0]
             self.recorded_off = abs(peak_bytes / max(self.trace.peak_bytes, 1) - 1)
@@ -248,7 +263,9 @@ class _Asked:
         for _ in range(_MOST_RETRACES):
             found = seen[size] = self.retraced(batch, size)
             good = fits(found)
-            say(f"batch {size} re-traced: {format_bytes(need_bytes(found))}, {'fits' if good else 'too much'}")
+            say(
+                f"batch {size} re-traced: {format_bytes(need_bytes(found))}, {'fits' if good else 'too much'}"
+            )
             low, high = (max(low, size), high) if good else (low, min(high or size, size))
             following = self._next(seen, low, high)
             if following in seen or following < 1:
@@ -267,7 +284,9 @@ class _Asked:
             slope = (need - less) / (size - other)
         else:
             found = seen[size]
-            slope = sum(found.by_category.get(name, 0) for name in ("activation", "temporary", "input")) / size
+            slope = (
+                sum(found.by_category.get(name, 0) for name in ("activation", "temporary", "input")) / size
+            )
         if slope <= 0:
             return size
         guess = size + math.floor((self.device.memory_bytes - need) / slope)
@@ -283,6 +302,13 @@ class _Asked:
 def need_bytes(found: Estimate) -> int:
     """What must fit: the process, on a CPU the tensors."""
     return found.process_bytes or found.allocated_bytes
+
+
+def _wider(found: Estimate, error: float) -> dict[str, float]:
+    """The error bars with `error` more; the context's own uncertainty does not grow."""
+    share = found.reserved_bytes / max(found.process_bytes or 0, found.reserved_bytes, 1)
+    more = {"allocated": error, "reserved": error, "process": error * share}
+    return {name: round(bar + more[name], 3) for name, bar in found.error.items()}
 
 
 def _left_out(found: Estimate) -> list[str]:

@@ -15,11 +15,11 @@ from memopt.errors import NotPossibleHere
 from memopt.estimators.profile_recording import Amounts
 from memopt.trace import CATEGORIES, PHASES, Trace
 
-_FIXED = frozenset(
-    CATEGORIES.index(name) for name in ("parameter", "gradient", "optimizer state", "buffer")
-)
+_FIXED = frozenset(CATEGORIES.index(name) for name in ("parameter", "gradient", "optimizer state", "buffer"))
 _INPUT = CATEGORIES.index("input")
 _EVALUATION = {"eval", "evaluation", "val", "valid", "validation", "test", "valbatch", "testbatch"}
+_COPIES = 4
+"""A workspace of more than so many times its op's operands is not made of copies of them."""
 _BATCH = re.compile(r"batch|^bsz?$|^b$|^mbs$", re.IGNORECASE)
 
 
@@ -127,12 +127,16 @@ def grows(trace: Trace, batch: int) -> list[bool]:
     """Per storage: does its size follow the batch size?"""
     derived = computed_from_inputs(trace)
     shapes = [label_shape(trace.storage_label(s)) for s in range(trace.storage_count)]
-    fixed = {_bare(shape) for shape, kind in zip(shapes, trace.storages.category, strict=True) if shape and kind in _FIXED}
+    fixed = {
+        _bare(shape)
+        for shape, kind in zip(shapes, trace.storages.category, strict=True)
+        if shape and kind in _FIXED
+    }
     found = []
     for storage, shape in enumerate(shapes):
         follows = derived[storage] and shape is not None and any(dim and dim % batch == 0 for dim in shape)
         if follows and shape is not None and _bare(shape) in fixed:
-            follows = len(shape) > 1 and _phase(trace, storage) not in ("backward", "optimizer")
+            follows = len(shape) > 1 and not _may_be_weight_gradient(trace, storage)
         if derived[storage] and shape is None:
             follows = True
         found.append(follows)
@@ -144,9 +148,15 @@ def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(dim for dim in shape if dim != 1))
 
 
-def _phase(trace: Trace, storage: int) -> str:
+def _may_be_weight_gradient(trace: Trace, storage: int) -> bool:
+    """What has a parameter's shape: is it made where gradients of parameters are? `relu_backward` makes those of activations."""
     op = trace.storages.birth_op[storage]
-    return PHASES[trace.ops.phase[op]] if op >= 0 else "other"
+    if op < 0 or PHASES[trace.ops.phase[op]] not in ("backward", "optimizer"):
+        return False
+    name = trace.op_name(op)
+    return "backward" not in name or any(
+        word in name for word in ("conv", "embedding", "norm", "linear", "rnn")
+    )
 
 
 def scaled(trace: Trace, amounts: Amounts, batch: int, new_batch: int) -> Amounts:
@@ -157,16 +167,29 @@ def scaled(trace: Trace, amounts: Amounts, batch: int, new_batch: int) -> Amount
     def to(size_bytes: int) -> int:
         return -(-size_bytes * new_batch // batch)
 
-    def touches(op: int) -> bool:
-        values = [*ops.writes.row(op), *ops.reads.row(op)]
-        return any(follows[storage_of[value]] for value in values)
+    def workspace(op: int, size_bytes: int) -> int:
+        """Workspaces are mostly copies of operands: as much of one grows as of them. Far larger ones are tensors that went
+        late, of forward and backward."""
+        operands = {storage_of[value] for value in (*ops.writes.row(op), *ops.reads.row(op))}
+        every = sum(amounts.storage_bytes[s] for s in operands)
+        if size_bytes > _COPIES * every:
+            return to(size_bytes) if batch_phase(op) else size_bytes
+        growing = sum(amounts.storage_bytes[s] for s in operands if follows[s])
+        return size_bytes + (to(size_bytes) - size_bytes) * growing // max(every, 1)
+
+    def batch_phase(op: int) -> bool:
+        return PHASES[ops.phase[op]] in ("forward", "backward")
 
     base = min(amounts.unseen_bytes, default=0)
     return Amounts(
-        storage_bytes=[to(size) if grow else size for size, grow in zip(amounts.storage_bytes, follows, strict=True)],
-        workspace_bytes=[to(size) if size and touches(op) else size for op, size in enumerate(amounts.workspace_bytes)],
+        storage_bytes=[
+            to(size) if grow else size for size, grow in zip(amounts.storage_bytes, follows, strict=True)
+        ],
+        workspace_bytes=[
+            workspace(op, size) if size else 0 for op, size in enumerate(amounts.workspace_bytes)
+        ],
         unseen_bytes=[
-            base + (to(size - base) if PHASES[ops.phase[op]] in ("forward", "backward") else size - base)
+            base + (to(size - base) if batch_phase(op) else size - base)
             for op, size in enumerate(amounts.unseen_bytes)
         ],
         before_bytes=amounts.before_bytes,

@@ -120,11 +120,10 @@ class _Writer:
     def iteration(self, *, first: bool) -> None:
         trace, amounts = self.trace, self.amounts
         self._start(first)
-        level = sum(self.rows[row].size_bytes for row in self.unseen)
-        self._free(self._hidden(max(0, amounts.before_bytes - level), 0))
         backward = False
         for op in range(trace.op_count):
             self._release(op - 1)
+            self._unseen(min(self._unseen_bytes(), amounts.unseen_bytes[op]), op)
             self._make(op, found=True)
             if not backward and PHASES[trace.ops.phase[op]] == "backward":
                 backward = True
@@ -140,16 +139,21 @@ class _Writer:
 
     def _start(self, first: bool) -> None:
         """Everything from before the iteration; what the last one left is taken for it where the size is the same."""
+        sizes = self.amounts.storage_bytes
         left: dict[int, list[int]] = defaultdict(list)
         for storage in [s for s in self.held if self.trace.storages.birth_op[s] >= 0]:
-            left[self.amounts.storage_bytes[storage]].append(self.held.pop(storage))
-        for storage in self.births[-1]:
-            same = left[self.amounts.storage_bytes[storage]]
+            left[sizes[storage]].append(self.held.pop(storage))
+        missing = [storage for storage in self.births[-1] if storage not in self.held]
+        for storage in missing if not first else ():
+            if left[sizes[storage]]:
+                self.held[storage] = left[sizes[storage]].pop(0)
+        for row in [row for rows in left.values() for row in rows]:
+            self._free(row)
+        self._unseen(min(self._unseen_bytes(), self.amounts.before_bytes), 0)
+        for storage in missing:
             if storage not in self.held:
-                self.held[storage] = same.pop(0) if same and not first else self._allocate(storage)
-        for rows in left.values():
-            for row in rows:
-                self._free(row)
+                self.held[storage] = self._allocate(storage)
+        self._free(self._hidden(self.amounts.before_bytes - self._unseen_bytes(), 0))
 
     def _make(self, op: int, *, found: bool) -> None:
         for storage in self.births[op]:
@@ -161,9 +165,12 @@ class _Writer:
             if storage in self.held:
                 self._free(self.held.pop(storage))
 
+    def _unseen_bytes(self) -> int:
+        return sum(self.rows[row].size_bytes for row in self.unseen)
+
     def _unseen(self, level_bytes: int, op: int) -> None:
         """Bring the bytes that no storage explains to `level_bytes`: the latest go first."""
-        level = sum(self.rows[row].size_bytes for row in self.unseen)
+        level = self._unseen_bytes()
         while level > level_bytes:
             row = self.unseen.pop()
             level -= self.rows[row].size_bytes

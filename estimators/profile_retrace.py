@@ -36,7 +36,9 @@ def argv_at(trace: Trace, batch: int, new_batch: int, flag: str | None) -> list[
         return found[0].set(argv, found[0].value * new_batch // batch)  # accumulation, or several processes
     what = "several arguments could" if found else "no argument is seen to"
     raise NotPossibleHere(
-        f"{what} set the script's batch size", why=" ".join(argv), try_="--batch-arg=--batch-size, the script's own flag"
+        f"{what} set the script's batch size",
+        why=" ".join(argv),
+        try_="--batch-arg=--batch-size, the script's own flag",
     )
 
 
@@ -51,7 +53,9 @@ def _with_flag(argv: list[str], flag: str, value: int) -> list[str]:
     return [*argv, f"{name}={value}"] if flag.endswith("=") else [*argv, name, str(value)]
 
 
-def retrace(trace: Trace, argv: list[str], spec: DeviceSpec, *, steps: int = 3, timeout_s: float = 600.0) -> tuple[Recording, bool]:
+def retrace(
+    trace: Trace, argv: list[str], spec: DeviceSpec, *, steps: int = 3, timeout_s: float = 600.0
+) -> tuple[Recording, bool]:
     """`(recording, partial)` of the script with `argv` in its own folder. Raises `NotPossibleHere` when it cannot be
     followed, or when it turns out to train something else than the profile's model."""
     on_cpu = spec.kind == "cpu"
@@ -80,7 +84,9 @@ def retrace(trace: Trace, argv: list[str], spec: DeviceSpec, *, steps: int = 3, 
 def _same_model(trace: Trace, recording: Recording) -> None:
     kind = CATEGORIES.index("parameter")
     was = sum(
-        size for size, each in zip(trace.storages.size_bytes, trace.storages.category, strict=True) if each == kind
+        size
+        for size, each in zip(trace.storages.size_bytes, trace.storages.category, strict=True)
+        if each == kind
     )
     now = sum(row.size_bytes for row in recording.rows if row.category == "parameter")
     if not _PARAMETERS[0] * was <= now <= _PARAMETERS[1] * max(was, 1):
