@@ -18,7 +18,7 @@ from memopt.advisors.graph_engine import Engine, Stuck
 from memopt.advisors.graph_evolve import Evolution
 from memopt.advisors.graph_lanes import Lanes
 from memopt.advisors.graph_problem import Answer, GraphProblem, infeasible, plain_answer
-from memopt.advisors.graph_runs import peak_of_runs, plain_runs, rerun_ms, steps_of_runs
+from memopt.advisors.graph_runs import floor_bytes, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graph_scores import SCORES
 from memopt.advisors.graph_search import Search
 from memopt.advisors.graph_segments import Forward, greedy_cuts, runs_keeping, sqrt_cuts
@@ -43,6 +43,7 @@ class AutoPlan:
             lanes=lanes,
             replays=problem.may_recompute,
         )
+        self.search.deadline = problem.until
         self.stats: dict[str, float | int | str] = {}
         self.waiting = Waiting(problem)
 
@@ -50,16 +51,19 @@ class AutoPlan:
         """All stages, until the time is up."""
         begin = time.monotonic()
         left = self.problem.until - begin
+        self.last_resort = begin + 5 * left
         self.bound = overhead_bound(self.problem)
         enough = self.bound * self.problem.graph.plain_ms
+        if self.problem.may_recompute:
+            self._secure(begin + 0.05 * left)
         greedy = self._greedy_start(begin + 0.1 * left)
         self.stats["first_s"] = round(time.monotonic() - begin, 3)
         evolution = Evolution(self.search)
         slice_s = max(0.25, left / 14)
         if self.problem.may_recompute:
-            online = self._online_start(begin + 0.3 * left)
+            online = self._online_start(begin + 0.3 * left) if time.monotonic() < begin + 0.3 * left else []
             for runs in (greedy, online):
-                if runs:
+                if runs and time.monotonic() < begin + 0.7 * left:
                     evolution.add(runs, frozenset(), time.monotonic() + slice_s)
         if self.search.lanes:
             self._swap(time.monotonic() + slice_s)
@@ -69,22 +73,42 @@ class AutoPlan:
                 return
             evolution.add(self.search.best_runs, self.search.best_swaps, time.monotonic() + slice_s)
         evolution.run(begin + 0.7 * left, slice_s, enough)
-        self.search.load_best()
-        self.search.run(self.problem.until, enough)
+        if time.monotonic() < self.problem.until:
+            self.search.load_best()
+            self.search.run(self.problem.until, enough)
+
+    def _secure(self, until: float) -> None:
+        """A first valid plan from a few segment plans, which cost next to nothing."""
+        forward = Forward(self.problem.graph)
+        for keep in greedy_cuts(forward, 6)[1:]:
+            runs = runs_keeping(forward, keep)
+            if peak_of_runs(self.problem.graph, runs) <= self.problem.budget_bytes:
+                self.search.load(runs)
+                self.search.polish_all()
+                return
+            if time.monotonic() > until:
+                return
 
     def _greedy_start(self, until: float) -> list[int]:
-        """Best run sequence of the offline greedy."""
+        """Best run sequence of the offline greedy; it may take longer while there is no valid plan yet."""
         for noise, breadth in GREEDY:
-            self.search.greedy(noise, breadth, self.problem.until)
+            self.search.greedy(noise, breadth, self.last_resort if self.search.best_over else max(until, self.stage_end(0.3)))
             if time.monotonic() > until:
                 break
         return self.search.best_runs
+
+    def stage_end(self, share: float) -> float:
+        """The moment at which `share` of what is left will be used up."""
+        now = time.monotonic()
+        return now + share * max(0.0, self.problem.until - now)
 
     def _online_start(self, until: float) -> list[int]:
         """Best polished run sequence of the online rules and the segments."""
         problem, search = self.problem, self.search
         best: tuple[tuple[int, float], list[int]] | None = None
         for runs in starts(problem, until)[:4]:
+            if best and time.monotonic() > until:
+                break
             search.load(runs)
             search.repair(until)
             search.polish_all()
@@ -128,12 +152,23 @@ def auto(problem: GraphProblem) -> Answer:
     plain = plain_answer(problem)
     if plain is not None:
         return plain
+    floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
+    if problem.budget_bytes < floor:
+        raise infeasible(problem, smallest_peak(problem, floor))
     work = AutoPlan(problem)
     try:
         work.plan()
     except KeyboardInterrupt:
         work.stats["interrupted"] = 1
     return work.answer()
+
+
+def smallest_peak(problem: GraphProblem, floor: int) -> int:
+    """Smallest peak that a short search at the floor reaches."""
+    search = Search(problem.graph, plain_runs(problem.graph), floor, replays=problem.may_recompute)
+    begin = time.monotonic()
+    search.greedy(0.0, 0.5, begin + 0.25 * (problem.until - begin))
+    return int(search.state.memory.max())
 
 
 def starts(problem: GraphProblem, until: float) -> list[list[int]]:

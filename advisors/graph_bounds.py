@@ -26,8 +26,9 @@ def overhead_bound(problem: GraphProblem) -> float:
     moments = np.flatnonzero(over > 0)
     if not len(moments) or graph.plain_ms <= 0:
         return 0.0
-    order = np.argsort(-over[moments], kind="stable")[: MOST_MOMENTS // 2]
-    spread = np.linspace(0, len(moments) - 1, MOST_MOMENTS // 2).astype(np.int64)
+    most = max(6, min(MOST_MOMENTS, 200_000 // max(1, graph.op_count)))
+    order = np.argsort(-over[moments], kind="stable")[: most // 2]
+    spread = np.linspace(0, len(moments) - 1, most // 2).astype(np.int64)
     chosen = sorted({*moments[order].tolist(), *moments[spread].tolist()})
     lives = lifetimes(graph)
     return max(_bound_at(problem, lives, op, int(over[op])) for op in chosen) / graph.plain_ms

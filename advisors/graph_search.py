@@ -48,6 +48,7 @@ class Search:
         self.normal = np.random.default_rng(seed)
         self.room = 3 if graph.op_count <= 20_000 else 2
         self.full = False
+        self.wide = max(1, graph.op_count // 5000)
         ceiling = max(1, int(graph.tensor_bytes.max(initial=1)) // 2000)
         may_go = replays & (graph.producer >= 0) & graph.replayable[np.maximum(graph.producer, 0)]
         self.movable = np.flatnonzero(may_go & (graph.tensor_bytes >= ceiling))
@@ -58,6 +59,7 @@ class Search:
         self.best_over = self.overflow()
         self.best_swaps: frozenset[Swap] = frozenset()
         self.iterations = 0
+        self.deadline = math.inf
 
     def load(self, runs: list[int], swaps: Iterable[Swap] = ()) -> None:
         """Work on `runs` and `swaps` from now on."""
@@ -159,8 +161,8 @@ class Search:
         over = max(1, int(state.memory[slot]) - self.budget)
         movable = self.movable
         found = movable[(state.first_slot[movable] < slot) & (state.last_slot[movable] > slot)].tolist()
-        if len(found) > SAMPLE:
-            found = self.random.sample(found, SAMPLE)
+        if len(found) > SAMPLE * self.wide:
+            found = self.random.sample(found, SAMPLE * self.wide)
         covered = np.cumsum(state.memory > self.budget)
         breadth, noise = self.breadth, self.noise
         factors: list[float] = np.exp(self.normal.standard_normal(len(found)) * noise).tolist()
@@ -265,10 +267,11 @@ class Search:
         """Where many evictions are needed at one slot, take them in order without weighing each against others."""
         state = self.state
         over = int(state.memory[slot]) - self.budget
-        if len(ranked) < BULK or sum(state.size[tensor] for _, tensor, _ in ranked[:BULK]) > over:
+        bulk = BULK * self.wide
+        if len(ranked) < bulk or sum(state.size[tensor] for _, tensor, _ in ranked[:bulk]) > over:
             return False
         done = False
-        for _, tensor, _ in ranked[:BULK]:
+        for _, tensor, _ in ranked[:bulk]:
             uses = state.uses[tensor]
             index = bisect_left(uses, slot)
             if index == len(uses) or uses[index] == slot or not state.alive(tensor, slot):
@@ -325,7 +328,9 @@ class Search:
     def polish(self, reruns: list[tuple[int, int]]) -> None:
         """Try to drop each of these reruns, dearest first."""
         state = self.state
-        for op, slot in sorted(reruns, key=lambda item: -state.ms[item[0]]):
+        for count, (op, slot) in enumerate(sorted(reruns, key=lambda item: -state.ms[item[0]])):
+            if count % 64 == 63 and time.monotonic() > self.deadline:
+                return
             if state.slot_op[slot] == op and state.runs_at[op][0] != slot:
                 self.drop_if_fits(op, slot)
 
