@@ -15,6 +15,7 @@ from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
     from memopt.instrument.runner import Command
+    from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.session import ProfileSession
     from memopt.trace import Trace
 
@@ -29,9 +30,11 @@ _SOFTWARE = RunFailed.exit_code
 @click.option("--keep-running", is_flag=True, help="Let the script go on after the recording.")
 @click.option("--swap-dir", type=click.Path(path_type=Path), default=Path("."), show_default="current folder", help="The folder whose disk is measured, for plans that swap.")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="Whose memory to record.  [default: where the parameters are]")  # fmt: skip
+@click.option("--offload", is_flag=True, help="For a script that does not fit: move every saved tensor to the host or to --swap-dir while it is recorded.")  # fmt: skip
+@click.option("--from-snapshot", type=click.Path(path_type=Path), default=None, metavar="FILE", help="Make the profile from PyTorch's memory snapshot instead: allocations without operators.")  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing unless something went wrong.")
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
-@click.argument("script")
+@click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
 def profile(
     output: str | None,
@@ -41,9 +44,11 @@ def profile(
     keep_running: bool,
     swap_dir: Path,
     device: str | None,
+    offload: bool,
+    from_snapshot: Path | None,
     quiet: bool,
     as_module: bool,
-    script: str,
+    script: str | None,
     args: tuple[str, ...],
 ) -> int:
     """Record one steady iteration of a training SCRIPT.
@@ -51,6 +56,14 @@ def profile(
     SCRIPT runs unmodified, with all that follows it as its own arguments, and is stopped once its
     third iteration is recorded. Its output, its exit code and its signals stay its own.
     """
+    if from_snapshot is not None:
+        if script is not None:
+            raise UsageError("--from-snapshot runs nothing", why=f"{script} was given too")
+        from memopt.cli.profile_snapshot import write_profile
+
+        return write_profile(from_snapshot, output, force=force, quiet=quiet)
+    if script is None:
+        raise click.UsageError("Missing argument 'SCRIPT'.")
     from memopt.files import refuse_overwrite
     from memopt.instrument.runner import Command, find_source
     from memopt.profiler.session import ProfileSession, Wanted
@@ -66,8 +79,24 @@ def profile(
         keep_running=keep_running,
         swap_dir=swap_dir.absolute(),
         device=device or "",
+        offload=tier_opener(swap_dir.absolute()) if offload else None,
     )
     return ending.run(ProfileSession(command, wanted, done=ending.write), command, keep_running=keep_running)
+
+
+def tier_opener(folder: Path) -> OpenTier:
+    """Where saved tensors go while a script that does not fit is recorded: the host for a GPU, else the disk."""
+
+    def open_tier(device: str) -> Tier:
+        if device != "cpu":
+            from memopt.enforcers.host import HostStore
+
+            return HostStore([])
+        from memopt.enforcers.disk import DiskStore
+
+        return DiskStore(folder)
+
+    return open_tier
 
 
 def profile_path(output: str | None, command: Command) -> Path:

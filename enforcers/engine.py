@@ -31,7 +31,6 @@ from memopt.enforcers.records import (
     output_tensors,
     pin,
     record_op,
-    view_of,
 )
 from memopt.enforcers.slot_needs import Need
 from memopt.enforcers.swapped import SwappedStorage, Swapper
@@ -39,7 +38,7 @@ from memopt.enforcers.tables import PlannedSlot, Tables
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of
-from memopt.instrument.saved import Kept, check_version, let_go_of_bytes, share
+from memopt.instrument.saved import Kept, check_version, let_go_of_bytes, share, view_of
 from memopt.plan import Action
 
 
@@ -51,13 +50,13 @@ class Planned:
         "content",
         "dtype",
         "offset",
-        "witness",
         "served",
         "shape",
         "slot",
         "stride",
         "tensor",
         "version",
+        "witness",
     )
 
     def __init__(self, tensor: Tensor, slot: PlannedSlot) -> None:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from memopt.instrument.ops import OpKind
+from memopt.instrument.saved import view_of
 
 _KEEPS_VERSION = torch._C.DispatchKey.ADInplaceOrView
 
@@ -101,13 +102,6 @@ class Record:
         for argument in self.args:
             if isinstance(argument, View):
                 yield argument.value
-
-
-def view_of(
-    storage: UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
-) -> Tensor:
-    """A tensor over `storage`; allocates nothing."""
-    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
 def pin(tensor: Tensor) -> Pinned:

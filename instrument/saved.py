@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 _autograd = torch._C._autograd
 
@@ -92,6 +92,13 @@ class Kept:
         """The tensor; raises what autograd raises when it was changed in place since it was saved."""
         check_version(self.tensor, self.version)
         return self.tensor
+
+
+def view_of(
+    storage: UntypedStorage, size: tuple[int, ...], stride: tuple[int, ...], offset: int, dtype: torch.dtype
+) -> Tensor:
+    """A tensor over `storage`; allocates nothing."""
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
 def let_go_of_bytes(alias: Tensor) -> None:

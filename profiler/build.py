@@ -78,7 +78,13 @@ def build_trace(
         strings=strings.all(),
         iteration=iteration,
         step_ms=step_ms,
-        peak_bytes=max([base_bytes, *high, base_bytes + usage.high_after_bytes if usage else 0]),
+        peak_bytes=max(
+            [
+                base_bytes,
+                *high,
+                base_bytes + usage.high_after_bytes if usage and not recorder.sends_away else 0,
+            ]
+        ),
         base_bytes=base_bytes,
         notes=notes,
         facts=facts,

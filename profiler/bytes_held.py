@@ -15,7 +15,7 @@ from memopt.profiler.recorder import Recorder
 def bytes_per_op(recorder: Recorder, usage: Usage | None, base_bytes: int) -> tuple[list[int], list[int]]:
     """(bytes when the op starts, the most from there to its end) for each op. Without `usage` the storages alone count."""
     starts, during = _storages_alive(recorder)
-    seen = _allocated(usage, len(recorder.ops))
+    seen = _allocated(usage, len(recorder.ops), inside=recorder.sends_away)
     if seen is None:
         return starts, [max(pair) for pair in zip(starts, during, strict=True)]
     live, high = [], []
@@ -26,11 +26,11 @@ def bytes_per_op(recorder: Recorder, usage: Usage | None, base_bytes: int) -> tu
     return live, high
 
 
-def _allocated(usage: Usage | None, count: int) -> tuple[list[int], list[int]] | None:
+def _allocated(usage: Usage | None, count: int, *, inside: bool) -> tuple[list[int], list[int]] | None:
     """The clock's columns; one that an exception cut off inside the last op is mended, others are not used."""
     if usage is None:
         return None
-    live, high = usage.live_bytes, usage.high_bytes
+    live, high = usage.live_bytes, usage.inside_bytes if inside else usage.high_bytes
     if len(live) == count == len(high) + 1:
         high = [*high, max(live[-1], usage.high_after_bytes)]
     return (live, high) if len(live) == count == len(high) else None

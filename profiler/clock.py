@@ -27,6 +27,8 @@ class Usage:
 
     live_bytes: list[int]
     high_bytes: list[int]
+    inside_bytes: list[int]
+    """The most while the op itself ran."""
     end_bytes: int
     """When the recording ended."""
     high_after_bytes: int
@@ -166,27 +168,34 @@ def memory_events(events: Any) -> list[tuple[int, int, int]]:
 
 def _divide(events: list[tuple[int, int, int]], time_us: list[float], older: list[tuple[int, int]]) -> Usage:
     """Split the event stream at the marks. `older` holds (op before which it was freed, bytes)."""
-    live, high = [], []
-    held = most = op = 0
+    live, high, inside = [], [], []
+    held = most = within = op = 0
     waiting = sorted(older)
     place = 0
     for _, kind, size in events:
         if kind == 1:
             held += size
-            most = max(most, held)
+            most, within = max(most, held), max(within, held)
         elif kind == 2:
             while place < len(waiting) and waiting[place][0] <= op:
                 held -= waiting[place][1]
                 most = max(most - waiting[place][1], held) if most > held else held
                 place += 1
             live.append(held)
+            within = held
         else:
             high.append(max(most, held))
+            inside.append(within)
             most = held
             op += 1
     held -= sum(size for _, size in waiting[place:])
     return Usage(
-        live_bytes=live, high_bytes=high, end_bytes=held, high_after_bytes=max(most, held), time_us=time_us
+        live_bytes=live,
+        high_bytes=high,
+        inside_bytes=inside,
+        end_bytes=held,
+        high_after_bytes=max(most, held),
+        time_us=time_us,
     )
 
 
@@ -233,6 +242,7 @@ class CudaClock:
         return Usage(
             live_bytes=self._live,
             high_bytes=self._high,
+            inside_bytes=self._high,
             end_bytes=torch.cuda.memory_allocated(self._device) - self._base,
             high_after_bytes=torch.cuda.max_memory_allocated(self._device) - self._base,
             time_us=[begin.elapsed_time(end) * 1000 for begin, end in self._events],

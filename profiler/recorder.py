@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,16 +82,25 @@ class SlotRow:
 class Handle(Kept):
     """A saved tensor while recording: the tensor itself and its row."""
 
-    __slots__ = ("owner", "row")
+    __slots__ = ("bring", "owner", "row")
 
     def __init__(self, tensor: Tensor, owner: Recorder, row: int) -> None:
         super().__init__(tensor)
         self.owner = owner
         self.row = row
+        self.bring: Callable[[], Tensor] | None = None
+        """Brings the tensor back, where it was sent away while recording."""
+
+    def get(self) -> Tensor:
+        tensor = super().get()
+        return tensor if self.bring is None else self.bring()
 
 
 class Recorder(TorchDispatchMode):
     """The mode and the hooks' functions; rows grow while it is entered."""
+
+    sends_away = False
+    """Do copies come and go between the ops that the script would not make?"""
 
     def __init__(
         self, frames: Frames, iterations: Iterations, clock: OpClock, device: str, most_ops: int = 10**6
@@ -431,8 +441,12 @@ class Recorder(TorchDispatchMode):
             elif torch._C._storage_Use_Count(address) <= len(handles) + 1:
                 self.storages[number].only_saved_from = op
                 freed.append(number)
+                self._left_to_autograd(number, list(handles.values()))
         for number in freed:
             del self._pending[number]
+
+    def _left_to_autograd(self, number: int, handles: list[Handle]) -> None:
+        """From now on only `handles` hold storage `number`. Recording alone leaves it where it is."""
 
     def stop(self) -> None:
         """No more rows; hooks and mode may stay in place for a while and only pass things through."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import Kept, SavedTensorHooks
     from memopt.profiler.clock import OpClock, Usage
+    from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.recorder import Recorder
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ class Wanted:
     swap_dir: Path = Path(".")
     device: str = ""
     """`cpu` or `cuda`; empty: where the parameters are."""
+    offload: OpenTier | None = None
+    """For a script that does not fit: where every saved tensor goes while it is recorded."""
 
 
 @dataclass(slots=True)
@@ -91,6 +94,7 @@ class ProfileSession:
         self._clips = 0
         self._notes: list[str] = []
         self._hooks: SavedTensorHooks | None = None
+        self._tier: Tier | None = None
         self._done = False
         self._over = False
         self._stops = 0
@@ -168,6 +172,8 @@ class ProfileSession:
             for part in (self._hooks, self._iterations, self._frames):
                 if part is not None:
                     part.remove()
+            if self._tier is not None:
+                self._tier.close()
         return self.trace
 
     def _wind_up(self, problem: str, out_of_memory: bool) -> None:
@@ -263,6 +269,8 @@ class ProfileSession:
         self._frames.new_iteration()
         if wanted.warmup <= count < wanted.warmup + wanted.steps:
             self._begin(iteration=count + 1, with_bytes=self._result is None)
+        elif count < wanted.warmup and wanted.offload is not None:
+            self._begin(iteration=count + 1, with_bytes=False)
         elif count >= wanted.warmup + wanted.steps and self._result is not None:
             self._done = True
             recorder = self._result.recorder
@@ -304,21 +312,34 @@ class ProfileSession:
 
     def _begin(self, iteration: int, *, with_bytes: bool) -> None:
         from memopt.profiler.known import device_in_use, tell_all
-        from memopt.profiler.recorder import Recorder
 
         assert self._frames is not None
-        assert self._iterations is not None
         if with_bytes or not self._device:
             self._device = self._wanted.device or device_in_use()
         clock = self._clock(with_bytes)
         most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
-        recorder = Recorder(self._frames, self._iterations, clock, self._device, most)
+        recorder = self._recorder(clock, most)
         if iteration > 1:
             self._names = tell_all(recorder.know, self._frames)
         recorder.begin()
         clock.start()
         recorder.__enter__()  # type: ignore[no-untyped-call]
         self._now = _Recording(recorder, clock, iteration)
+
+    def _recorder(self, clock: OpClock, most: int) -> Recorder:
+        from memopt.profiler.recorder import Recorder
+
+        assert self._frames is not None
+        assert self._iterations is not None
+        if self._wanted.offload is None:
+            return Recorder(self._frames, self._iterations, clock, self._device, most)
+        from memopt.profiler.offload import OffloadingRecorder
+
+        if self._tier is None:
+            self._tier = self._wanted.offload(self._device)
+        recorder = OffloadingRecorder(self._frames, self._iterations, clock, self._device, most)
+        recorder.tier = self._tier
+        return recorder
 
     def _clock(self, with_bytes: bool) -> OpClock:
         from memopt.profiler.clock import CpuClock, CudaClock, TimeOnly
@@ -364,7 +385,6 @@ class ProfileSession:
         from memopt.profiler.build import build_trace
 
         recorder = result.recorder
-        steady = self._plain_ms[1:] or self._plain_ms
         try:
             device = measure_device(self._device or "cpu", self._wanted.swap_dir)
         except RuntimeError as error:
@@ -377,11 +397,18 @@ class ProfileSession:
             script=describe_script(self._command),
             device=device,
             iteration=result.iteration,
-            step_ms=median(steady) if steady else self._recorded_ms,
+            step_ms=self._step_ms(result),
             notes=[*self._notes, *sorted(recorder.notes)],
             facts=self._facts(result),
             partial=partial,
         )
+
+    def _step_ms(self, result: _Result) -> float:
+        """A plain iteration: those seen, or, where all were offloaded, the ops alone."""
+        if self._wanted.offload is not None and result.usage is not None:
+            return sum(result.usage.time_us) / 1000
+        steady = self._plain_ms[1:] or self._plain_ms
+        return median(steady) if steady else self._recorded_ms
 
     def _facts(self, result: _Result) -> dict[str, int]:
         recorder = result.recorder
