@@ -92,7 +92,9 @@ class AutoPlan:
     def _greedy_start(self, until: float) -> list[int]:
         """Best run sequence of the offline greedy; it may take longer while there is no valid plan yet."""
         for noise, breadth in GREEDY:
-            self.search.greedy(noise, breadth, self.last_resort if self.search.best_over else max(until, self.stage_end(0.3)))
+            self.search.greedy(
+                noise, breadth, self.last_resort if self.search.best_over else max(until, self.stage_end(0.3))
+            )
             if time.monotonic() > until:
                 break
         return self.search.best_runs
@@ -136,9 +138,15 @@ class AutoPlan:
         if waited and (search.best_over or waited[0] * problem.graph.plain_ms < search.best_cost - 1e-9):
             return Answer(steps=waited[1], overhead_bound=self.bound, stats=self.stats)
         if search.best_over:
-            raise infeasible(problem, min(self.smallest_peak(), max(self.waiting.smallest_bytes, problem.budget_bytes + 1)))
+            raise infeasible(
+                problem, min(self.smallest_peak(), max(self.waiting.smallest_bytes, problem.budget_bytes + 1))
+            )
         search.load_best()
-        steps = search.lanes.steps(search.state) if search.lanes else steps_of_runs(problem.graph, search.best_runs)
+        steps = (
+            search.lanes.steps(search.state)
+            if search.lanes
+            else steps_of_runs(problem.graph, search.best_runs)
+        )
         return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
 
     def smallest_peak(self) -> int:

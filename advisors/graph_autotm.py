@@ -69,23 +69,15 @@ def solve(problem: GraphProblem, walk: Walk, trips: list[Trip]) -> list[Trip] | 
 def _stalls(highs: Any, walk: Walk, trips: list[Trip], away: list[Any]) -> Any:
     """Time by which the moves of any prefix (out) or suffix (back) exceed the kernels that they overlap with."""
     end = float(walk.clock[-1])
-    total = 0.0 * away[0] if away else 0.0
-    for bounds, length, room in (
-        (sorted({trip.need for trip in trips})[::20], walk.out_ms, lambda at: float(walk.clock[at])),
-        (sorted({trip.leave for trip in trips})[::20], walk.in_ms, lambda at: end - float(walk.clock[at])),
-    ):
-        stall = highs.addVariable(lb=0)
-        for at in bounds:
-            inside = [
-                x * length(trip.tensor)
-                for x, trip in zip(away, trips, strict=True)
-                if (trip.need <= at if length == walk.out_ms else trip.leave >= at)
-            ]
-            if inside:
-                highs.addConstr(sum(inside[1:], inside[0]) - stall <= room(at))
-        total = total + stall
-    moved = [x * (1e-4 * walk.out_ms(trip.tensor)) for x, trip in zip(away, trips, strict=True)]
-    return sum(moved, total)
+    out_stall, in_stall = highs.addVariable(lb=0), highs.addVariable(lb=0)
+    for at in sorted({trip.need for trip in trips})[::20]:
+        moved = [x * walk.out_ms(t.tensor) for x, t in zip(away, trips, strict=True) if t.need <= at]
+        highs.addConstr(sum(moved[1:], moved[0]) - out_stall <= float(walk.clock[at]))
+    for at in sorted({trip.leave for trip in trips})[::20]:
+        moved = [x * walk.in_ms(t.tensor) for x, t in zip(away, trips, strict=True) if t.leave >= at]
+        highs.addConstr(sum(moved[1:], moved[0]) - in_stall <= end - float(walk.clock[at]))
+    every = [x * (1e-4 * walk.out_ms(trip.tensor)) for x, trip in zip(away, trips, strict=True)]
+    return sum(every, out_stall + in_stall)
 
 
 def new_highs(time_limit_s: float) -> Any:

@@ -45,7 +45,12 @@ class Evolution:
         search.repair(until)
         search.run(until)
         self._join(
-            Member(search.overflow(), search.state.cost, search.state.runs(), frozenset(search.lanes.swaps) if search.lanes else frozenset())
+            Member(
+                search.overflow(),
+                search.state.cost,
+                search.state.runs(),
+                frozenset(search.lanes.swaps) if search.lanes else frozenset(),
+            )
         )
 
     def _join(self, member: Member) -> None:
@@ -60,7 +65,11 @@ class Evolution:
         search, rnd = self.search, self.random
         while (now := time.monotonic()) < until and search.best_cost > enough + 1e-9:
             stop = min(until, now + slice_s)
-            if len(self.pool) >= 2 and (len(self.pool) >= POOL // 2 or self.starts > POOL) and rnd.random() < 0.75:
+            if (
+                len(self.pool) >= 2
+                and (len(self.pool) >= POOL // 2 or self.starts > POOL)
+                and rnd.random() < 0.75
+            ):
                 one, other = rnd.sample(self.pool, 2)
                 self.add(*self.cross(one, other), stop)
             else:

@@ -13,7 +13,15 @@ from memopt.advisors.graph_autoswap import autoswap
 from memopt.advisors.graph_capuchin import capuchin
 from memopt.advisors.graph_flashneuron import flashneuron, tflms
 from memopt.advisors.graph_modnn import modnn
-from memopt.advisors.graph_offload import CannotHold, Trip, Walk, as_soon_as_possible, hold, idle_trips, just_in_time
+from memopt.advisors.graph_offload import (
+    CannotHold,
+    Trip,
+    Walk,
+    as_soon_as_possible,
+    hold,
+    idle_trips,
+    just_in_time,
+)
 from memopt.advisors.graph_problem import Answer, GraphProblem
 from memopt.advisors.graph_runs import plain_runs
 from memopt.advisors.graph_sentinel import sentinel
@@ -54,7 +62,9 @@ class Waiting:
         if not everything:
             return
         rnd = random.Random(0)
-        current = self._trips_of_best(everything) or belady(problem, runs, everything, [True] * len(everything))
+        current = self._trips_of_best(everything) or belady(
+            problem, runs, everything, [True] * len(everything)
+        )
         worth = self._worth(runs, current)
         while time.monotonic() < until:
             changed = set(current)

@@ -53,11 +53,26 @@ class Tape:
         return self.tensors[tensor].bytes
 
     def op(
-        self, name: str, reads: list[int], writes: list[int], ms: float, phase: str, replayable: bool = True, workspace: int = 0
+        self,
+        name: str,
+        reads: list[int],
+        writes: list[int],
+        ms: float,
+        phase: str,
+        replayable: bool = True,
+        workspace: int = 0,
     ) -> None:
         """One op at the end of the graph."""
         self.ops.append(
-            OpRow(name=name, ms=round(ms, 6), reads=reads, writes=writes, phase=phase, replayable=replayable, workspace_bytes=workspace)
+            OpRow(
+                name=name,
+                ms=round(ms, 6),
+                reads=reads,
+                writes=writes,
+                phase=phase,
+                replayable=replayable,
+                workspace_bytes=workspace,
+            )
         )
 
     def apply(
@@ -79,7 +94,11 @@ class Tape:
         moved = sum(self.size(tensor) for tensor in [*inputs, *parameters, output, *side])
         ms = max(flops / FLOPS_PER_MS, moved / BYTES_PER_MS) + LAUNCH_MS
         self.op(name, [*inputs, *parameters], [output, *side], ms, "forward", workspace=workspace)
-        saved = (inputs if "i" in save else []) + ([output] if "o" in save else []) + (side if "x" in save else [])
+        saved = (
+            (inputs if "i" in save else [])
+            + ([output] if "o" in save else [])
+            + (side if "x" in save else [])
+        )
         self.tape.append(_Forward(name, inputs, output, saved, parameters, ms * (2 if flops else 1), side))
         return output
 
@@ -97,10 +116,21 @@ class Tape:
         if optimizer:
             for parameter, grad in weights.items():
                 state = self.parameter(2 * self.size(parameter))
-                self.op("adam", [parameter, grad, state], [], 4 * self.size(parameter) / BYTES_PER_MS + LAUNCH_MS, "optimizer", False)
-        return GraphFile(schema=SCHEMA, name=self.name, tensors=self.tensors, ops=self.ops, keep=[loss, *weights.values()])
+                self.op(
+                    "adam",
+                    [parameter, grad, state],
+                    [],
+                    4 * self.size(parameter) / BYTES_PER_MS + LAUNCH_MS,
+                    "optimizer",
+                    False,
+                )
+        return GraphFile(
+            schema=SCHEMA, name=self.name, tensors=self.tensors, ops=self.ops, keep=[loss, *weights.values()]
+        )
 
-    def _backward(self, step: _Forward, grads: dict[int, int], inputs: list[int], weights: dict[int, int]) -> None:
+    def _backward(
+        self, step: _Forward, grads: dict[int, int], inputs: list[int], weights: dict[int, int]
+    ) -> None:
         grad = grads.pop(step.output)
         produced: list[int] = []
         fresh: list[tuple[dict[int, int], int, int]] = []
@@ -110,11 +140,23 @@ class Tape:
                     made = self.tensor(self.size(source), f"{step.name}.grad")
                     produced.append(made)
                     fresh.append((into, source, made))
-        self.op(f"{step.name}.backward", list(dict.fromkeys([grad, *step.saved, *step.parameters])), produced, step.ms, "backward")
+        self.op(
+            f"{step.name}.backward",
+            list(dict.fromkeys([grad, *step.saved, *step.parameters])),
+            produced,
+            step.ms,
+            "backward",
+        )
         for into, source, made in fresh:
             if source in into:
                 total = self.tensor(self.size(source), "accumulated.grad")
-                self.op("add", [into[source], made], [total], 3 * self.size(source) / BYTES_PER_MS + LAUNCH_MS, "backward")
+                self.op(
+                    "add",
+                    [into[source], made],
+                    [total],
+                    3 * self.size(source) / BYTES_PER_MS + LAUNCH_MS,
+                    "backward",
+                )
                 into[source] = total
             else:
                 into[source] = made
@@ -150,7 +192,14 @@ class Images:
     def norm(self, x: int) -> int:
         """Batch norm that saves its input and two small statistics."""
         channels, _ = self.shape[x]
-        out = self.tape.apply("norm", [x], self.tape.size(x), save="ix", extra=8 * channels, parameters=[self.tape.parameter(8 * channels)])
+        out = self.tape.apply(
+            "norm",
+            [x],
+            self.tape.size(x),
+            save="ix",
+            extra=8 * channels,
+            parameters=[self.tape.parameter(8 * channels)],
+        )
         self.shape[out] = self.shape[x]
         return out
 
@@ -240,7 +289,17 @@ def mobilenet(batch: int = 128) -> GraphFile:
     net = Images(Tape("mobilenet"), batch)
     images = net.input(3, 224)
     x = net.block(images, 32, 3, 2)
-    for channels, stride in ((64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), *[(512, 1)] * 5, (1024, 2), (1024, 1)):
+    for channels, stride in (
+        (64, 1),
+        (128, 2),
+        (128, 1),
+        (256, 2),
+        (256, 1),
+        (512, 2),
+        *[(512, 1)] * 5,
+        (1024, 2),
+        (1024, 1),
+    ):
         x = net.block(x, net.shape[x][0], 3, stride, net.shape[x][0])
         x = net.block(x, channels, 1)
     net.head(x)
@@ -293,18 +352,29 @@ def transformer(batch: int = 8, length: int = 512, width: int = 768, layers: int
 
     def linear(x: int, inputs: int, outputs: int) -> int:
         weight = tape.parameter(4 * inputs * outputs)
-        return tape.apply("linear", [x], 4 * rows * outputs, flops=2.0 * rows * inputs * outputs, save="i", parameters=[weight])
+        return tape.apply(
+            "linear",
+            [x],
+            4 * rows * outputs,
+            flops=2.0 * rows * inputs * outputs,
+            save="i",
+            parameters=[weight],
+        )
 
     def same(name: str, xs: list[int], save: str, extra: int = 0) -> int:
         return tape.apply(name, xs, tape.size(xs[0]), save=save, extra=extra)
 
     tokens = tape.tensor(8 * rows, "tokens")
     tape.op("load", [], [tokens], 0.01, "forward", replayable=False)
-    x = tape.apply("embedding", [tokens], 4 * rows * width, save="i", parameters=[tape.parameter(4 * width * 32000)])
+    x = tape.apply(
+        "embedding", [tokens], 4 * rows * width, save="i", parameters=[tape.parameter(4 * width * 32000)]
+    )
     for _ in range(layers):
         y = same("layer_norm", [x], "ix", 8 * rows)
         q, k, v = (linear(y, width, width) for _ in range(3))
-        scores = tape.apply("bmm", [q, k], 4 * batch * heads * length * length, flops=2.0 * rows * length * width, save="i")
+        scores = tape.apply(
+            "bmm", [q, k], 4 * batch * heads * length * length, flops=2.0 * rows * length * width, save="i"
+        )
         weights = same("softmax", [scores], "o")
         weights = same("dropout", [weights], "x", tape.size(weights) // 4)
         y = tape.apply("bmm", [weights, v], 4 * rows * width, flops=2.0 * rows * length * width, save="i")
@@ -319,7 +389,9 @@ def lstm(batch: int = 256, width: int = 1024, steps: int = 100, layers: int = 2)
     """An unrolled LSTM; weights are read at every step, so their gradients accumulate."""
     tape = Tape(f"lstm{steps}")
     state = 4 * batch * width
-    weights = [(tape.parameter(16 * width * width), tape.parameter(16 * width * width)) for _ in range(layers)]
+    weights = [
+        (tape.parameter(16 * width * width), tape.parameter(16 * width * width)) for _ in range(layers)
+    ]
     inputs = tape.tensor(state * steps, "sequence")
     tape.op("load", [], [inputs], 0.01, "forward", replayable=False)
     zeros = tape.tensor(state, "zeros")
@@ -335,8 +407,20 @@ def lstm(batch: int = 256, width: int = 1024, steps: int = 100, layers: int = 2)
             forget = tape.apply("mul", [gates[0], c[layer]], state, save="i")
             update = tape.apply("mul", [gates[0]], state, save="i")
             c[layer] = tape.apply("add", [forget, update], state)
-            x = h[layer] = tape.apply("mul", [gates[0], tape.apply("tanh", [c[layer]], state, save="o")], state, save="i")
-    loss(tape, tape.apply("linear", [x], 4 * batch * 1000, flops=2.0 * batch * width * 1000, save="i", parameters=[tape.parameter(4 * width * 1000)]))
+            x = h[layer] = tape.apply(
+                "mul", [gates[0], tape.apply("tanh", [c[layer]], state, save="o")], state, save="i"
+            )
+    loss(
+        tape,
+        tape.apply(
+            "linear",
+            [x],
+            4 * batch * 1000,
+            flops=2.0 * batch * width * 1000,
+            save="i",
+            parameters=[tape.parameter(4 * width * 1000)],
+        ),
+    )
     return tape.train([inputs, zeros])
 
 

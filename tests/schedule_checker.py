@@ -20,7 +20,7 @@ def check(graph: dict[str, Any], schedule: dict[str, Any]) -> dict[str, float]:
     resident = {t["id"] for t in graph["tensors"] if t.get("resident")}
     ops = graph["ops"]
     budget = schedule["budget_bytes"]
-    here = {t: "whole" for t in resident}
+    here = dict.fromkeys(resident, "whole")
     arrives: dict[int, Fraction] = {}
     leaves: list[tuple[Fraction, int]] = []
     host: dict[int, Fraction] = {}
@@ -82,7 +82,9 @@ def check(graph: dict[str, Any], schedule: dict[str, Any]) -> dict[str, float]:
                 raise Wrong(f"in {what}")
             here[what] = "whole"
             note(0, f"in {what}")
-            in_lane = max(in_lane, clock, host[what]) + Fraction(size[what]) / Fraction(schedule["in_gbps"] * 1e6)
+            in_lane = max(in_lane, clock, host[what]) + Fraction(size[what]) / Fraction(
+                schedule["in_gbps"] * 1e6
+            )
             arrives[what] = in_lane
         else:
             raise Wrong(f"step {verb}")
@@ -142,7 +144,12 @@ def cheapest(graph: dict[str, Any], budget: int, most_runs: int) -> float | None
                 continue
             if not set(op["reads"]) - resident <= here:
                 continue
-            need = base + sum(size[t] for t in here) + sum(size[t] for t in op["writes"]) + op.get("workspace_bytes", 0)
+            need = (
+                base
+                + sum(size[t] for t in here)
+                + sum(size[t] for t in op["writes"])
+                + op.get("workspace_bytes", 0)
+            )
             if need > budget:
                 continue
             after = here | set(op["writes"])
