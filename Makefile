@@ -45,11 +45,11 @@ types: $(READY) ## Check types (mypy --strict) through a view in which the rooms
 bench: $(READY) ## Models x budgets: predicted and measured peak and step time, same losses or not (ARGS="--models resnet50")
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 
-bench-estimate: $(READY) ## Estimated against measured peaks: every benchmarks/estimate_*.py
-	@for file in benchmarks/estimate_*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done
+bench-estimate: $(READY) ## Estimated against measured peaks: every benchmarks/estimate*.py
+	@for file in benchmarks/estimate*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done
 
-bench-advise: $(READY) ## Strategies against each other: every benchmarks/advise_*.py
-	@for file in benchmarks/advise_*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done
+bench-advise: $(READY) ## Strategies against each other: every benchmarks/advise*.py
+	@for file in benchmarks/advise*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done
 
 clean: ## Remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
