@@ -84,7 +84,9 @@ def advise_graph(
 
 def _kinds(allow: Sequence[str], deny: Sequence[str]) -> frozenset[str]:
     """What may be done, from `--allow` and `--deny` (each may hold several, with commas)."""
-    allowed = {_kind(word) for text in allow for word in text.split(",") if word.strip()} or set(_KINDS.values())
+    allowed = {_kind(word) for text in allow for word in text.split(",") if word.strip()} or set(
+        _KINDS.values()
+    )
     denied = {_kind(word) for text in deny for word in text.split(",") if word.strip()}
     return frozenset(allowed - denied)
 

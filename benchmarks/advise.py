@@ -1,0 +1,162 @@
+"""`python -m benchmarks.advise`: every graph strategy x graph x budget in one run, and the figures of the planner.
+
+Every plan is judged by `tests/schedule_checker.py`, which shares no code with memopt. Options: `--graphs a,b`, `--budgets 90,70,50,40,30`,
+`--strategies x,y`, `--gbps 25`, `--time-limit 20`, `--files graph.json ...` for graphs of your own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from benchmarks.graphs import GRAPHS
+from memopt.advisors.graph import Graph, decode_graph
+from memopt.advisors.graph_plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.schedule import encode_schedule
+from memopt.errors import BudgetInfeasible, NotPossibleHere
+
+SLOW = ("checkmate", "swapadvisor", "autotm")
+DEFAULT_GRAPHS = ("vgg16", "resnet50", "mobilenet", "unet", "densenet121", "transformer12", "lstm60")
+Point = tuple[str, int]
+
+
+def main() -> None:
+    """Run the grid and print it."""
+    options = arguments()
+    checker = load_checker()
+    names = (
+        options.strategies.split(",")
+        if options.strategies
+        else [n for n in GRAPH_STRATEGIES if n not in SLOW]
+    )
+    if not options.gbps:
+        names = [name for name in names if name in RECOMPUTE_ONLY or options.strategies]
+    overheads: dict[Point, dict[str, float]] = {}
+    print(f"{'graph':>14s} {'budget':>6s} " + " ".join(f"{name[:9]:>9s}" for name in names) + "   seconds")
+    for title, data in sources(options):
+        graph, plain = decode_graph(data, title), json.loads(data)
+        peak = unplanned_peak(graph)
+        for percent in (int(text) for text in options.budgets.split(",")):
+            row: dict[str, float] = {}
+            seconds = 0.0
+            for name in names:
+                begin = time.monotonic()
+                row[name] = outcome(checker, graph, plain, peak * percent // 100, name, options)
+                if name == "auto":
+                    seconds = time.monotonic() - begin
+            overheads[title, percent] = row
+            cells = " ".join(
+                f"{row[name]:9.4f}" if math.isfinite(row[name]) else f"{'-':>9s}" for name in names
+            )
+            print(f"{title:>14s} {percent:5d}% {cells}   {seconds:5.1f}", flush=True)
+    summary(overheads)
+
+
+RECOMPUTE_ONLY = {
+    "auto", "dtr", "dtr-eqclass", "dtr-local", "msps", "lru", "size", "belady", "megengine", "next-use",
+    "sublinear", "sublinear-greedy", "superneurons", "capuchin",
+}  # fmt: skip
+
+
+def outcome(
+    checker: ModuleType,
+    graph: Graph,
+    plain: dict[str, Any],
+    budget: int,
+    name: str,
+    options: argparse.Namespace,
+) -> float:
+    """Overhead by the independent checker; infinity where the strategy gives up."""
+    try:
+        schedule = plan_graph(
+            graph,
+            budget,
+            strategy=name,
+            out_gbps=options.gbps,
+            in_gbps=options.gbps,
+            time_limit_s=options.time_limit,
+        )
+    except (BudgetInfeasible, NotPossibleHere):
+        return math.inf
+    found: float = checker.check(plain, json.loads(encode_schedule(schedule, graph)))["overhead"]
+    return found
+
+
+def summary(overheads: dict[Point, dict[str, float]]) -> None:
+    """`auto` against the best other and against plain DTR."""
+    worse = lost = better = tight = 0
+    cuts: list[float] = []
+    against_dtr: list[float] = []
+    for (_, percent), row in overheads.items():
+        if "auto" not in row:
+            return
+        others = [value for name, value in row.items() if name != "auto"]
+        best = min(others, default=math.inf)
+        if not math.isfinite(best):
+            continue
+        lost += not math.isfinite(row["auto"])
+        worse += row["auto"] > best + 1e-4
+        if percent <= 50 and best > 0:
+            tight += 1
+            better += row["auto"] < best - 1e-4
+            cuts.append(1 - row["auto"] / best)
+            if math.isfinite(row.get("dtr", math.inf)):
+                against_dtr.append(1 - row["auto"] / row["dtr"])
+    print(f"points where auto is infeasible and another is not: {lost}; worse than the best other: {worse}")
+    if tight:
+        print(
+            f"at <= 50 %: strictly better at {better}/{tight}; mean cut of overhead vs the best other {mean(cuts):.1%}"
+        )
+    if against_dtr:
+        print(
+            f"mean cut vs plain DTR where it is feasible: {mean(against_dtr):.1%} over {len(against_dtr)} points"
+        )
+
+
+def mean(values: list[float]) -> float:
+    """Arithmetic mean."""
+    return sum(values) / len(values)
+
+
+def sources(options: argparse.Namespace) -> list[tuple[str, bytes]]:
+    """Name and JSON text of each graph."""
+    if options.files:
+        return [(Path(path).stem, Path(path).read_bytes()) for path in options.files]
+    return [(name, msgspec.json.encode(GRAPHS[name]())) for name in options.graphs.split(",")]
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--graphs", default=",".join(DEFAULT_GRAPHS))
+    parser.add_argument("--budgets", default="90,70,50,40,30")
+    parser.add_argument("--strategies", default="")
+    parser.add_argument("--gbps", type=float, default=0.0)
+    parser.add_argument("--time-limit", type=float, default=20.0)
+    parser.add_argument("--files", nargs="*")
+    return parser.parse_args()
+
+
+def load_checker() -> ModuleType:
+    """The independent checker of the tests."""
+    path = Path(__file__).parents[1] / "tests" / "schedule_checker.py"
+    spec = importlib.util.spec_from_file_location("schedule_checker", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["schedule_checker"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main()

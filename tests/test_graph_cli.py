@@ -1,0 +1,97 @@
+"""`memopt advise --graph` through its function: what is printed, written and refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt.cli.graph_plan import advise_graph
+from memopt.errors import BadFile, BudgetInfeasible, UsageError
+
+GRAPH: dict[str, Any] = {
+    "schema": "memopt.graph/1",
+    "name": "chain",
+    "tensors": [{"id": 10 * i, "bytes": 100} for i in range(5)],
+    "ops": [
+        {"name": "f0", "ms": 1, "reads": [], "writes": [0]},
+        {"name": "f1", "ms": 8, "reads": [0], "writes": [10]},
+        {"name": "f2", "ms": 8, "reads": [10], "writes": [20]},
+        {"name": "b1", "ms": 4, "reads": [20, 10], "writes": [30]},
+        {"name": "b0", "ms": 4, "reads": [30, 0], "writes": [40]},
+    ],
+    "keep": [40],
+}
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(GRAPH))
+    return path
+
+
+def test_json_and_schedule(graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "schedule.json"
+    code = advise_graph(graph, budget="300", schedule=target, time_limit_s=1, as_json=True)
+    assert code == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["unplanned_peak_bytes"] == 400
+    assert figures["best"] == "auto"
+    (plan,) = figures["strategies"]
+    assert plan["overhead"] == pytest.approx(1 / 25)
+    assert plan["peak_bytes"] == plan["floor_bytes"] == 300
+    schedule = json.loads(target.read_text())
+    assert schedule["schema"] == "memopt.schedule/1"
+    assert [what for verb, what in schedule["steps"] if verb == "run"] == [0, 1, 2, 3, 0, 4]
+    with pytest.raises(UsageError):
+        advise_graph(graph, budget="300", schedule=target)
+    assert advise_graph(graph, budget="75%", schedule=target, force=True, time_limit_s=1) == 0
+
+
+def test_table_compares_strategies(graph: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert advise_graph(graph, budget="300", strategies=("auto", "lru", "vdnn"), time_limit_s=1) == 0
+    text = capsys.readouterr().out
+    assert "chain: 5 ops, 5 tensors" in text
+    assert "4.00%" in text
+    assert "budget not met" in text
+
+
+def test_infeasible(graph: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BudgetInfeasible) as caught:
+        advise_graph(graph, budget="299", time_limit_s=1)
+    assert caught.value.min_peak_bytes == 300
+    assert capsys.readouterr().out == ""
+    assert advise_graph(graph, budget="299", strategies=("dtr", "vdnn"), time_limit_s=1, as_json=True) == 3
+    figures = json.loads(capsys.readouterr().out)
+    assert [row["feasible"] for row in figures["strategies"]] == [False, False]
+    assert figures["best"] is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allow": ("compress",)},
+        {"allow": ("recompute,nonsense",)},
+        {"strategies": ("magic",)},
+        {"budget": "lots"},
+        {"schedule": Path("/nowhere/s.json")},
+    ],
+)
+def test_arguments_that_cannot_be_meant(graph: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        advise_graph(graph, **{"budget": "300", **options})
+
+
+def test_deny_recompute(graph: Path) -> None:
+    with pytest.raises(BudgetInfeasible):
+        advise_graph(graph, budget="300", deny=("recompute",), time_limit_s=1)
+
+
+def test_no_graph(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("{}")
+    for path in (tmp_path / "x.json", tmp_path / "none.json"):
+        with pytest.raises(BadFile):
+            advise_graph(path, budget="300")
