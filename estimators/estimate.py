@@ -12,6 +12,7 @@ from memopt.estimators.allocator_replay import AllocatorEvents, replay, smallest
 from memopt.estimators.allocator_settings import AllocatorSettings, parse_settings
 from memopt.estimators.fake_request import Request
 from memopt.estimators.fake_run import record_script
+from memopt.estimators.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording
 
 DEFAULT_DEVICE = "a100-80gb"
@@ -159,7 +160,8 @@ def _fit(spec: DeviceSpec, process_bytes: int, least_bytes: int) -> Fit:
 
 def _context(spec: DeviceSpec) -> tuple[int, int]:
     """`(bytes, uncertainty)` of the CUDA context and the kernels loaded into it."""
-    return 450 << 20, 150 << 20
+    amount = HiddenMemory.of(spec).process()
+    return amount.size_bytes, max(amount.high_bytes - amount.size_bytes, amount.size_bytes - amount.low_bytes)
 
 
 def _untouched(recording: Recording) -> list[str]:

@@ -24,6 +24,7 @@ def install(recorder: FakeRecorder, request: Request) -> None:
     _whereabouts(recorder)
     _moves(recorder)
     _constructors(recorder)
+    _default_device_outside(recorder)
     _grouping(recorder)
     fake_cuda_api.install(recorder, request)
 
@@ -152,6 +153,20 @@ def _constructors(recorder: FakeRecorder) -> None:
             return CPU
 
     torch.Generator = Generator  # type: ignore[misc]
+
+
+def _default_device_outside(recorder: FakeRecorder) -> None:
+    """A default device (`with torch.device("cuda")`) is the script's, not that of the fake kernels."""
+    from torch.utils._device import DeviceContext
+
+    function: Any = DeviceContext.__torch_function__
+
+    def __torch_function__(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if recorder.inside:
+            return func(*args, **(kwargs or {}))
+        return function(self, func, types, args, kwargs)
+
+    DeviceContext.__torch_function__ = __torch_function__
 
 
 def _default_device() -> Any:
