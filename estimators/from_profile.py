@@ -17,7 +17,7 @@ from typing import Any, Literal
 from memopt.devices import DeviceSpec, find_device
 from memopt.errors import MemoptError, NotPossibleHere, UsageError
 from memopt.estimators.batch_search import fits, largest_batch
-from memopt.estimators.estimate import Estimate, Fit, estimate_recording
+from memopt.estimators.estimate import DEFAULT_DEVICE, Estimate, Fit, estimate_recording
 from memopt.estimators.profile_batch import recorded_batch, scaled
 from memopt.estimators.profile_device import on_cuda
 from memopt.estimators.profile_recording import amounts_of, recording_of
@@ -82,6 +82,8 @@ def device_of(trace: Trace, name: str | None) -> DeviceSpec:
         return find_device(name)
     if trace.device.kind == "cpu":
         return find_device("cpu")
+    if "snapshot" in trace.facts:
+        return find_device(DEFAULT_DEVICE)  # a snapshot does not name its device
     try:
         return find_device(trace.device.name)
     except UsageError as error:
@@ -133,7 +135,7 @@ class _Asked:
 
     def _batch(self, batch_size: int | None) -> int:
         """The recorded batch size; it need not be known where none is asked for."""
-        if batch_size is not None and self.trace.partial and not self.trace.values.storage:
+        if batch_size is not None and "snapshot" in self.trace.facts:
             raise NotPossibleHere(
                 "this profile cannot be estimated at another batch size",
                 why=self.trace.partial,
@@ -157,7 +159,10 @@ class _Asked:
                 amounts = on_cuda(trace, amounts, spec)
         on_cpu = spec.kind == "cpu"
         recording = recording_of(
-            trace, amounts, target="cpu" if on_cpu else "cuda", passes=1 if on_cpu else _PASSES
+            trace,
+            amounts,
+            target="cpu" if on_cpu else "cuda",
+            passes=1 if on_cpu or trace.partial else _PASSES,
         )
         found = estimate_recording(recording, spec, alloc_conf=self._settings(), partial=bool(trace.partial))
         found = self._with_context(found)
