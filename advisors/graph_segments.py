@@ -104,7 +104,7 @@ def runs_keeping(forward: Forward, keep: set[int]) -> list[int]:
                     here[tensor] = not replayable[maker[tensor]]
         elif op > turn:
             for tensor in reads[op]:
-                if last_after[tensor] <= op:
+                if last_after[tensor] <= op and replayable[maker[tensor]]:
                     here[tensor] = False
     return runs
 
