@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
+    from memopt.advisors.lints import Lint
     from memopt.plan import Plan
     from memopt.trace import Trace
 
@@ -113,6 +114,7 @@ class _Advise:
     def run(self) -> int:
         from memopt.advisors.advise import Adviser
         from memopt.advisors.auto import TIME_LIMIT_S
+        from memopt.advisors.lints import find_lints
         from memopt.advisors.problem import allowed
         from memopt.files import refuse_overwrite
         from memopt.trace import load_trace
@@ -132,7 +134,7 @@ class _Advise:
             return self._pareto(adviser)
         plan, explanation, table = self._plan(adviser)
         plan.save(self.output)
-        self._print(plan, explanation, table)
+        self._print(plan, explanation, table, find_lints(trace))
         return 0
 
     def _check_goal(self) -> None:
@@ -169,8 +171,10 @@ class _Advise:
         plan = adviser.write(problem, decisions, self.strategies[0], notes)
         return plan, explain(problem, decisions, tensor) if tensor is not None else None, None
 
-    def _print(self, plan: Plan, explanation: Explanation | None, rows: list[Row] | None) -> None:
-        from memopt.cli.advise_tables import explanation_table, strategies_table
+    def _print(
+        self, plan: Plan, explanation: Explanation | None, rows: list[Row] | None, lints: list[Lint]
+    ) -> None:
+        from memopt.cli.advise_tables import explanation_table, lints_table, strategies_table
         from memopt.cli.console import out, say
 
         if self.options["as_json"]:
@@ -179,6 +183,7 @@ class _Advise:
             from memopt.reports.summary import encode, summarize_plan
 
             figures = summarize_plan(plan, top=self.options["top"]) | {"plan": str(self.output)}
+            figures["lints"] = msgspec.to_builtins(lints)
             if explanation is not None:
                 figures["explanation"] = msgspec.to_builtins(explanation)
             if rows is not None:
@@ -192,6 +197,8 @@ class _Advise:
             out().print(render_plan(plan, top=self.options["top"]))
             if explanation is not None:
                 out().print(explanation_table(explanation, plan))
+            if lints:
+                out().print(lints_table(lints))
         say(f"wrote {self.output}")
         say(f"next: memopt apply {shlex.quote(str(self.output))}")
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memopt.reports.tables import pairs_table, share
+from memopt.reports.tables import pairs_table, plain_table, share
 from memopt.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
+    from memopt.advisors.lints import Lint
     from memopt.cli.advise import Row
     from memopt.plan import Plan
 
@@ -64,6 +65,21 @@ def explanation_table(found: Explanation, plan: Plan) -> RenderableType:
     title = f"Options for tensor {found.storage}: {found.label} ({format_bytes(found.size_bytes)})"
     table = pairs_table(title, ("option", "peak of the plan", "step", "overhead", "fits"), rows)
     return Group(Text(), table, *(Text(f"{reason[0].upper()}{reason[1:]}.") for reason in found.reasons))
+
+
+def lints_table(lints: list[Lint]) -> RenderableType:
+    """What the script itself could do better."""
+    table = plain_table(
+        "What no plan should have to fix",
+        [("size", "right"), ("line", "left"), ("what, and what to write", "name")],
+    )
+    for lint in lints:
+        table.add_row(
+            format_bytes(lint.size_bytes),
+            lint.line or "-",
+            Group(Text(f"{lint.name}: {lint.what}"), Text(f"try: {lint.try_}", style="dim")),
+        )
+    return Group(Text(), table)
 
 
 def pareto_table(points: list[Point], unplanned_bytes: int) -> RenderableType:

@@ -1,0 +1,133 @@
+"""Lints: each found in a small script that has the fault, none in the examples and in the same script without it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from memopt.advisors.lints import RULES, find_lints
+from memopt.trace import load_trace
+
+ROOT = Path(__file__).parent.parent
+
+FRAME = """
+import torch, torch.nn as nn, torch.nn.functional as F
+torch.manual_seed(0)
+torch.set_num_threads(1)
+kept = []
+class Norm(nn.Module):
+    def forward(self, x):
+        return {norm}
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 256)
+        self.norm = Norm()
+        self.last = nn.Linear(256, 16)
+        self.conv = nn.Conv2d(1, 4, 3, padding=1)
+        {init}
+    def forward(self, x):
+        h = self.first(x)
+        h = self.norm(h)
+        {body}
+        return self.last(h)
+net = Net()
+{setup}
+opt = torch.optim.{optimizer}
+for step in range(5):
+    x = torch.randn(128, 64)
+    y = torch.randint(0, 16, (128,))
+    {zero}
+    out = net(x)
+    {between}
+    loss = {loss}
+    loss.backward({backward})
+    opt.step()
+    {after}
+"""
+CLEAN = {
+    "norm": "x.relu()",
+    "init": "pass",
+    "body": "pass",
+    "setup": "pass",
+    "optimizer": "SGD(net.parameters(), lr=0.01)",
+    "zero": "opt.zero_grad()",
+    "between": "pass",
+    "loss": "F.cross_entropy(out, y)",
+    "backward": "",
+    "after": "pass",
+}
+FAULTS: dict[str, dict[str, str]] = {
+    "graph-kept": {"after": "kept.append(net(x).square().mean())"},
+    "evaluation-records-a-graph": {"between": "score = net(x).sum().item()"},
+    "activation-held-by-the-script": {"body": "h = h * h.sigmoid(); a = h.exp().tanh(); b = a.sin(); kept[:] = [a, b]; h = b.cos()"},
+    "attention-without-sdpa": {"body": "w = (h.view(8, 16, 256) @ h.view(8, 16, 256).transpose(1, 2)).softmax(-1); h = (w @ h.view(8, 16, 256)).view(128, 256)"},
+    "materialised-mask": {"body": "m = torch.rand(16, 64, 64) > 0.5; w = torch.zeros(16, 64, 64).add(h.mean()).masked_fill(m, 0.0); h = h + w.sum()"},
+    "gradients-zeroed-in-place": {"zero": "opt.zero_grad(set_to_none=False)"},
+    "foreach-optimizer-peak": {"init": "self.large = nn.Linear(600, 600)", "body": "h = h + self.large.weight.sum()", "optimizer": "AdamW(net.parameters(), foreach=True)"},
+    "frozen-layer-saves-its-input": {"setup": "net.conv.weight.requires_grad_(False)", "body": "h = self.conv(h.sin().view(128, 1, 16, 16)).mean(1).reshape(128, 256)"},
+    "gradient-in-no-optimizer": {"optimizer": "SGD(net.last.parameters(), lr=0.01)", "zero": "net.zero_grad()"},
+    "input-requires-grad": {"zero": "opt.zero_grad(); x.requires_grad_()"},
+    "int64-where-less-serves": {"body": "i = torch.arange(256).repeat(128, 1); h = torch.gather(h, 1, i)"},
+    "float64": {"body": "h = (h.double().exp() + 1).log().float()"},
+    "saved-twice": {"body": "a = h.sin(); b = a.clone(); h = a.tanh() * b * a"},
+    "graph-retained": {"backward": "retain_graph=True); loss.backward("},
+    "norm-by-hand": {"norm": "x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)"},
+    "gelu-by-hand": {"norm": "0.5 * x * (1 + torch.tanh(0.79788456 * (x + 0.044715 * x.pow(3))))"},
+    "log-of-softmax": {"loss": "F.nll_loss(out.softmax(-1).log(), y)", "init": "self.last = nn.Linear(256, 512)"},
+    "sigmoid-before-the-loss": {"loss": "F.binary_cross_entropy(out.sigmoid(), torch.rand(128, 512))", "init": "self.last = nn.Linear(256, 512)"},
+    "growing-cat": {"body": "parts = h[:, :16]\n        for k in range(1, 16):\n            parts = torch.cat([parts, h[:, 16 * k : 16 * k + 16].exp()], 1)\n        h = parts"},
+    "parameters-never-used": {"init": "self.spare = nn.Linear(512, 256)"},
+    "logits-upcast": {"loss": "F.cross_entropy(out.bfloat16().float(), y)", "init": "self.last = nn.Linear(256, 2048)"},
+    "weights-cast-again-and-again": {"body": "w = self.first.weight; c = h.bfloat16(); h = h + sum(F.linear(c, w.bfloat16().t()) for _ in range(8)).float().sum()"},
+}  # fmt: skip
+
+
+def profiled(folder: Path, **parts: str) -> list[str]:
+    folder.mkdir()
+    (folder / "train.py").write_text(FRAME.format(**(CLEAN | parts)))
+    done = subprocess.run(
+        [sys.executable, "-m", "memopt", "profile", "-o", "t.profile.json.gz", "train.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return [lint.name for lint in find_lints(load_trace(folder / "t.profile.json.gz"))]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Fault -> lints; the profiles are made two at a time."""
+    folder = tmp_path_factory.mktemp("lints")
+    with ThreadPoolExecutor(2) as pool:
+        runs = {
+            name: pool.submit(profiled, folder / (name or "clean"), **parts)
+            for name, parts in {"": {}, **FAULTS}.items()
+        }
+    return {name: run.result() for name, run in runs.items()}
+
+
+@pytest.mark.slow
+def test_a_clean_script_has_none(found: dict[str, list[str]]) -> None:
+    assert found[""] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str, found: dict[str, list[str]]) -> None:
+    assert name in found[name]
+
+
+def test_every_rule_is_tried() -> None:
+    import memopt.advisors.lint_rules  # noqa: F401
+
+    assert {rule.name for rule in RULES} == set(FAULTS)
+    assert len(RULES) >= 15
+    assert all(rule.what and rule.try_ for rule in RULES)
