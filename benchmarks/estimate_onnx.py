@@ -154,7 +154,7 @@ def save_hollow(folder: Path) -> None:
             (folder / f"{model}_{opset}{'_folded' if folded else ''}.onnx.gz").write_bytes(hollow(path))
 
 
-def script_peak_bytes(task: Workload, optimizer: str, target: Target) -> int:
+def script_peak_bytes(task: Workload, optimizer: str, target: Target, steps: int = 3) -> int:
     """Peak of the same model traced directly: the same loss, the same optimizer, no file between."""
 
     def build(recorder: FakeRecorder) -> tuple[Callable[[], torch.Tensor], list[torch.Tensor]]:
@@ -171,7 +171,9 @@ def script_peak_bytes(task: Workload, optimizer: str, target: Target) -> int:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return estimate_training_step(build, make_optimizer(optimizer, target), target=target).peak(512)[0]
+        return estimate_training_step(
+            build, make_optimizer(optimizer, target), target=target, steps=steps
+        ).peak(512)[0]
 
 
 def rows(

@@ -14,6 +14,10 @@ _NORMS = {
 }  # fmt: skip
 
 
+_DROPS = {"Attention", "GRU", "Gemm", "LSTM", "Linear", "MatMul"}
+"""Where scripts put dropouts: networks with one such layer at most are not suspected of having had any."""
+
+
 def folded_batch_norms(graph: Graph) -> list[Node]:
     """Convolutions that have, or look as if they had, a batch norm folded into them.
 
@@ -79,9 +83,8 @@ def warnings(graph: Graph, trained: Mapping[str, Weight], assumed: int) -> list[
             f"batch norm was folded into {len(suspects)} convolutions when the file was exported: in training each keeps one "
             "more activation, so this estimate is too low (--assume-bn adds them; or export with optimize=False in train mode)"
         )
-    ops = {n.op for n in graph.nodes}
-    frozen = [n for n in graph.nodes if n.op == "Dropout"]
-    if not frozen and ops & {"Softmax", "Attention", "Linear", "Gemm", "MatMul", "LSTM", "GRU"} and trained:
+    products = [n for n in graph.nodes if n.op in _DROPS]
+    if len(products) > 1 and not any(n.op == "Dropout" for n in graph.nodes):
         said.append(
             "the file has no Dropout: exporters drop it outside train mode; if the script trains with it, its masks "
             "(1 byte an element on a GPU) and outputs are missing here"

@@ -24,14 +24,21 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt.errors import BadFile
-from memopt.estimators import onnx_ops_control, onnx_ops_math, onnx_ops_nn, onnx_ops_sequence, onnx_ops_shape
+from memopt.estimators import (
+    onnx_ops_control,
+    onnx_ops_index,
+    onnx_ops_math,
+    onnx_ops_nn,
+    onnx_ops_sequence,
+    onnx_ops_shape,
+)
 from memopt.estimators.onnx_fallback import infer_outputs, opaque
 from memopt.estimators.onnx_graph import Graph, Node, Port, Weight
 from memopt.estimators.onnx_lower import reads
 from memopt.estimators.onnx_registry import OPS, Call, Malformed, NeedsValue
 from memopt.estimators.onnx_wire import SMALL_BYTES
 
-ROOMS = (onnx_ops_control, onnx_ops_math, onnx_ops_nn, onnx_ops_sequence, onnx_ops_shape)
+ROOMS = (onnx_ops_control, onnx_ops_index, onnx_ops_math, onnx_ops_nn, onnx_ops_sequence, onnx_ops_shape)
 """The modules whose import fills the registry."""
 
 MOST_STEPS = 60_000

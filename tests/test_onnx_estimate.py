@@ -67,7 +67,7 @@ def exported(name: str, folder: Path) -> Path:
 
 @cache
 def script_peak(model: str, target: Target, optimizer: str = "adamw") -> int:
-    return script_peak_bytes(SMALL[model], optimizer, target)
+    return script_peak_bytes(SMALL[model], optimizer, target, steps=2)
 
 
 @pytest.mark.parametrize("opset", OPSETS)
@@ -76,7 +76,7 @@ def test_within_two_percent_of_the_script(tmp_path: Path, model: str, opset: int
     path, batch = exported(f"{model}_{opset}", tmp_path), SMALL[model].batch_size
     targets: tuple[Target, ...] = ("cpu", "cuda") if opset == 20 else ("cuda",)
     for target in targets:
-        found = record_onnx(path, batch_size=batch, target=target)
+        found = record_onnx(path, batch_size=batch, target=target, steps=2)
         assert found.recording.peak(512)[0] == pytest.approx(script_peak(model, target), rel=0.02), target
         assert not found.partial
         assert not any("batch norm" in note for note in found.notes)
@@ -97,8 +97,8 @@ def test_folded_batch_norm_is_said_and_assumed_back(tmp_path: Path) -> None:
     path = exported("resnet50_18_folded", tmp_path)
     script = script_peak("resnet50", "cuda", "sgd")
     norms = sum(isinstance(m, nn.BatchNorm2d) for m in SMALL["resnet50"].build().modules())
-    plain = record_onnx(path, batch_size=8, optimizer="sgd")
-    assumed = record_onnx(path, batch_size=8, optimizer="sgd", assume_bn=True)
+    plain = record_onnx(path, batch_size=8, optimizer="sgd", steps=2)
+    assumed = record_onnx(path, batch_size=8, optimizer="sgd", assume_bn=True, steps=2)
     assert plain.notes[0].startswith(f"batch norm was folded into {norms} convolutions")
     assert "--assume-bn" in plain.notes[0]
     assert assumed.notes[0].startswith(f"a batch norm was assumed after {norms} convolutions")

@@ -25,7 +25,7 @@ from memopt.estimators.onnx_interpret import DTYPES, Run, is_known
 from memopt.estimators.onnx_lower import lower
 from memopt.estimators.onnx_registry import OPS
 
-PER_OPERATOR = 4
+PER_OPERATOR = 3
 """Cases taken of each operator; there are up to 120 of some."""
 
 INFERRED = {
@@ -141,7 +141,7 @@ def test_conformance(fake: bool) -> None:
     wrong = {name: said for name, said in results.items() if said != "ok" and not said.startswith("skipped")}
     allowed = {"test_averagepool_2d_dilations", "test_lppool_2d_dilations", "test_col2im_5d"}
     assert {name: said for name, said in wrong.items() if name not in allowed} == {}
-    assert sum(said == "ok" for said in results.values()) > 450
+    assert sum(said == "ok" for said in results.values()) > 380
 
 
 OF_TRAINING = """Conv ConvTranspose Gemm MatMul BatchNormalization LayerNormalization InstanceNormalization
