@@ -14,6 +14,7 @@ from memopt.estimators.fake_request import Request
 from memopt.estimators.fake_run import record_script
 from memopt.estimators.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording
+from memopt.units import format_bytes
 
 DEFAULT_DEVICE = "a100-80gb"
 
@@ -144,7 +145,7 @@ def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings,
             "reserved": 0.03,
             "process": round((0.03 * outcome.peak_reserved_bytes + uncertainty) / max(process, 1), 3),
         },
-        left_out=["workspaces that cuDNN takes under algorithms other than those assumed", *_untouched(recording)],
+        left_out=[*_possible(recording), *_untouched(recording)],
         partial=partial,
         notes=recording.notes,
         fits=[_fit(each, process, need) for each in common_gpus()],
@@ -162,6 +163,13 @@ def _context(spec: DeviceSpec) -> tuple[int, int]:
     """`(bytes, uncertainty)` of the CUDA context and the kernels loaded into it."""
     amount = HiddenMemory.of(spec).process()
     return amount.size_bytes, max(amount.high_bytes - amount.size_bytes, amount.size_bytes - amount.low_bytes)
+
+
+def _possible(recording: Recording) -> list[str]:
+    if not recording.possible_bytes:
+        return []
+    most = format_bytes(recording.possible_bytes)
+    return [f"cuDNN's convolution workspaces: up to {most} inside one convolution, if cuDNN picks such a kernel"]
 
 
 def _untouched(recording: Recording) -> list[str]:

@@ -78,7 +78,7 @@ class FakeRecorder(TorchDispatchMode):
         self.rows: list[StorageRow] = []
         self.events: list[int] = []
         """`i + 1` when row i is allocated, `-(i + 1)` when it is freed."""
-        self.live_bytes = self.peak_bytes = 0
+        self.live_bytes = self.peak_bytes = self.possible_bytes = 0
         self.op_count = 0
         self.inside = 0
         self.phase = "forward"
@@ -123,6 +123,7 @@ class FakeRecorder(TorchDispatchMode):
             marks=list(self.marks),
             notes=self.guesser.notes(),
             op_count=self.op_count,
+            possible_bytes=self.possible_bytes,
         )
 
     # making tensors
@@ -271,6 +272,10 @@ class FakeRecorder(TorchDispatchMode):
         if not forever:
             self._event(-(index + 1))
 
+    def may_take(self, size_bytes: int) -> None:
+        """A library may take so much inside one op, or may not: not recorded, but told."""
+        self.possible_bytes = max(self.possible_bytes, size_bytes)
+
     def workspace_later(self, op: str) -> int:
         """A workspace whose bytes are not known yet; the row to fill in."""
         index = self._row(0, op, "workspace")
@@ -312,7 +317,7 @@ class FakeRecorder(TorchDispatchMode):
             self.inside -= 1
         self.op_count += 1
         name = func.__name__ if hasattr(func, "__name__") else str(func)
-        self._see_all(result, device, name)
+        self._see_all(result[:1] if func is _PACK else result, device, name)
         for size in hidden_bytes(self, func, args, kwargs, result):
             self.workspace(size, name)
         return result
@@ -395,6 +400,8 @@ class FakeRecorder(TorchDispatchMode):
         return _only_holder(old)
 
 
+_PACK = aten._pack_padded_sequence.default
+"""Its second result, the batch sizes, lies on the cpu."""
 _INTEGER_FACTORIES = {
     "aten::randint",
     "aten::randperm",

@@ -53,6 +53,8 @@ class Recording:
     notes: list[str] = field(default_factory=list)
     """Guesses that the run needed, and what was done differently than the script asked."""
     op_count: int = 0
+    possible_bytes: int = 0
+    """Most that a library may take inside one op beyond what is recorded, if it picks such a kernel."""
 
     def allocations(self) -> Iterator[tuple[int, int]]:
         """`(row, bytes)` for an allocation, `(row, -bytes)` for a release; empty storages are left out."""
