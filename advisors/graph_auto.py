@@ -66,13 +66,14 @@ class AutoPlan:
         evolution = Evolution(self.search)
         slice_s = max(0.25, left / 14)
         if self.problem.may_recompute:
-            online = self._online_start(begin + 0.3 * left) if time.monotonic() < begin + 0.3 * left else []
+            until = self.last_resort if self.search.best_over else begin + 0.3 * left
+            online = self._online_start(until) if time.monotonic() < until else []
             for runs in (greedy, online):
                 if runs and time.monotonic() < begin + 0.7 * left:
                     evolution.add(runs, frozenset(), time.monotonic() + slice_s)
         if self.search.lanes:
             self._swap(time.monotonic() + slice_s)
-            self.waiting.try_peers(time.monotonic() + slice_s)
+            self.waiting.try_peers(self.last_resort if self.search.best_over else time.monotonic() + slice_s)
             if self.search.best_over:
                 self.waiting.climb(self.problem.until)
                 return

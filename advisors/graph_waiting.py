@@ -26,13 +26,13 @@ from memopt.advisors.graph_problem import Answer, GraphProblem
 from memopt.advisors.graph_runs import plain_runs
 from memopt.advisors.graph_sentinel import sentinel
 from memopt.advisors.graph_superneurons import superneurons
-from memopt.advisors.graph_swapadvisor import belady
+from memopt.advisors.graph_swapadvisor import belady, swapadvisor
 from memopt.advisors.graph_vdnn import vdnn, vdnn_plus
 from memopt.advisors.schedule import OUT, RUN, Step
 from memopt.errors import BudgetInfeasible
 
 PEERS: tuple[Callable[[GraphProblem], Answer], ...] = (
-    superneurons, capuchin, modnn, autoswap, vdnn, vdnn_plus, flashneuron, tflms, sentinel,
+    superneurons, capuchin, modnn, autoswap, vdnn, vdnn_plus, flashneuron, tflms, sentinel, swapadvisor,
 )  # fmt: skip
 
 

@@ -82,7 +82,7 @@ def graphs(draw: st.DrawFn, most_ops: int = 7) -> dict[str, Any]:
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    plain=graphs(),
+    plain=graphs(most_ops=20),
     share=st.floats(0.0, 1.0),
     strategy=st.sampled_from(sorted(GRAPH_STRATEGIES)),
     gbps=st.sampled_from((0.0, 1e-9, 2e-9, 1e-8)),
@@ -218,6 +218,17 @@ def test_chain_numbers() -> None:
     schedule = plan_graph(graph, 22, time_limit_s=1)
     assert schedule.reruns == 1
     assert schedule.recompute_ms == 1
+
+
+@pytest.mark.parametrize("strategy", ["sublinear", "sublinear-greedy", "superneurons", "capuchin", "auto"])
+def test_what_runs_once_is_not_dropped_even_as_a_source(strategy: str) -> None:
+    plain = chain(12)
+    plain["tensors"].append({"id": 900, "bytes": 3})
+    plain["ops"].insert(0, {"name": "load", "ms": 0.1, "reads": [], "writes": [900], "replayable": False})
+    for op in plain["ops"]:
+        if op["name"].startswith("f"):
+            op["reads"].append(900)
+    assert tried(plain, int(0.75 * unplanned_peak(graph_of(plain))), strategy=strategy, time_limit_s=0.5) > 0
 
 
 def test_interrupt_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
