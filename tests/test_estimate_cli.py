@@ -1,0 +1,138 @@
+"""`memopt estimate` as typed: arguments, JSON, the gate, the batch search."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from memopt.cli.estimate import _with_flag, estimate
+from memopt.devices import find_device
+from memopt.errors import GateFailed, NotPossibleHere, UsageError
+from memopt.estimators import batch_search
+from memopt.estimators import estimate as answers
+from memopt.estimators.estimate import Estimate, estimate_recording
+from memopt.estimators.recording import Recording, StorageRow
+
+MIB = 1 << 20
+
+
+def recording(scale: int = 1) -> Recording:
+    rows = [
+        StorageRow(100 * MIB * scale, "parameter", "forward", "Net", "empty", 0),
+        StorageRow(40 * MIB * scale, "activation", "forward", "Net.layer", "mm", 1),
+        StorageRow(8 * MIB, "workspace", "backward", "Net.layer", "mm", 2),
+    ]
+    return Recording(target="cuda", rows=rows, events=[1, 2, 3, -3, -2], marks=[("backward", 2), ("step", 5)])
+
+
+@pytest.fixture
+def canned(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    seen: list[list[str]] = []
+
+    def script(argv: list[str], *, device: str, **settings: object) -> Estimate:
+        seen.append(argv)
+        scale = int(argv[argv.index("--bs") + 1]) if "--bs" in argv else 1
+        return estimate_recording(recording(scale), find_device(device))
+
+    monkeypatch.setattr(answers, "estimate_script", script)
+    return seen
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(estimate, list(args), catch_exceptions=True, standalone_mode=False)
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def test_exact_answers_of_a_toy_recording() -> None:
+    found = estimate_recording(recording(), find_device("a100-40gb"))
+    assert found.allocated_bytes == 148 * MIB
+    assert found.reserved_bytes == (100 + 40 + 20) * MIB  # 8 MiB comes from a 20 MiB segment
+    assert found.process_bytes == found.reserved_bytes + found.context_bytes
+    assert found.by_category == {"parameter": 100 * MIB, "activation": 40 * MIB, "workspace": 8 * MIB}
+    assert found.by_module == {"Net": 100 * MIB, "Net.layer": 48 * MIB}
+    assert (found.peak_phase, found.peak_op) == ("backward", "mm")
+    assert all(fit.verdict == "yes" for fit in found.fits)
+
+
+def test_everything_after_the_script_is_the_scripts(canned: list[list[str]]) -> None:
+    out = run("--device", "h200", "train.py", "--json", "--device", "cpu", "-m", "x", "--help")
+    assert canned == [["train.py", "--json", "--device", "cpu", "-m", "x", "--help"]]
+    assert "max_memory_reserved" in out
+    assert "fits on h200" in out
+
+
+def test_json_is_one_object(canned: list[list[str]]) -> None:
+    found = json.loads(run("--json", "train.py"))
+    assert found["allocated_bytes"] == 148 * MIB
+    assert found["partial"] is False
+    assert found["left_out"]
+    assert {"allocated", "reserved", "process"} == set(found["error"])
+
+
+def test_explain_shows_the_policies(canned: list[list[str]]) -> None:
+    out = run("--explain", "train.py")
+    assert "ALLOC_ON_START" in out
+    assert "RELEASE_ON_DEATH" in out
+
+
+def test_the_gate(canned: list[list[str]]) -> None:
+    run("--fail-over", "16GB", "train.py")
+    with pytest.raises(GateFailed) as caught:
+        run("--fail-over", "100MB", "train.py")
+    assert caught.value.exit_code == 3
+
+
+def test_the_largest_batch(canned: list[list[str]]) -> None:
+    run("--device", "rtx-3060-12gb", "--max-batch", "--batch-arg=--bs", "train.py", "--bs", "3")
+    tried = [int(argv[argv.index("--bs") + 1]) for argv in canned]
+    spec = find_device("rtx-3060-12gb")
+    fitting = [n for n in tried if (f := estimate_recording(recording(n), spec).fits_named) and f.verdict != "no"]
+    assert max(fitting) in range(75, 90)
+    assert all(argv.count("--bs") == 1 for argv in canned)
+    with pytest.raises(UsageError, match="batch size"):
+        run("--max-batch", "train.py")
+
+
+def test_not_even_one_fits() -> None:
+    spec = find_device("rtx-4060")
+    with pytest.raises(NotPossibleHere, match="a batch of 1"):
+        batch_search.largest_batch(lambda size: estimate_recording(recording(200), spec))
+    small = estimate_recording(recording(), spec)
+    best, _ = batch_search.largest_batch(lambda size: small if size <= 37 else replace(small, fits_named=None))
+    assert best == 37
+
+
+def test_a_flag_is_replaced_however_it_was_given() -> None:
+    assert _with_flag(["t.py", "--bs", "3", "x"], "--bs", 8) == ["t.py", "x", "--bs", "8"]
+    assert _with_flag(["t.py", "--bs=3"], "--bs", 8) == ["t.py", "--bs", "8"]
+
+
+def test_what_cannot_be_meant(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no file"):
+        run(str(tmp_path / "gone.onnx"))
+    (tmp_path / "bad.onnx").write_bytes(b"nonsense")
+    with pytest.raises(UsageError, match="--dim"):
+        run("--dim", "seq", str(tmp_path / "bad.onnx"))
+    with pytest.raises(UsageError, match="not understood"):
+        run(str(tmp_path / "bad.onnx"), "--batch-size", "4")
+
+
+def test_a_typo_is_not_taken_for_a_script() -> None:
+    import click
+
+    with pytest.raises(click.NoSuchOption):
+        run("--jsno", "train.py")
+
+
+def test_the_command_imports_no_torch() -> None:
+    code = "import sys; import memopt.cli.estimate; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)  # fmt: skip
+    assert ran.stdout.strip() == "False"
