@@ -25,6 +25,7 @@ _KINDS = "recompute, swap-host, swap-disk (swap: both), compress"
 @click.option("--budget", "-b", metavar="BYTES", help="Most that may be on the device: 16GB, 16GiB, 60% of the unplanned peak.")  # fmt: skip
 @click.option("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="Where to write the plan.  [default: memopt-SCRIPT.plan.json]")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the file if it exists.")
+@click.option("--device", metavar="NAME", help="Plan for this GPU with modelled times, such as a100-40gb; without --budget for what it has room for.")  # fmt: skip
 @click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="Who plans (memopt strategies lists them); several: a comparison.  [default: auto]")  # fmt: skip
 @click.option("--allow", metavar="KINDS", multiple=True, help=f"Only these kinds of action: {_KINDS}.")
 @click.option("--deny", metavar="KINDS", multiple=True, help="None of these kinds of action.")
@@ -120,9 +121,11 @@ class _Advise:
         from memopt.trace import load_trace
 
         options = self.options
+        if options["device"]:
+            self._room()
         self._check_goal()
         allow = allowed(options["allow"], options["deny"])
-        trace = load_trace(self.path)
+        trace = self._on_device(load_trace(self.path))
         ending = "pareto.json" if options["pareto"] else "plan.json"
         self.output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.{ending}")
         refuse_overwrite(self.output, force=options["force"])
@@ -133,9 +136,32 @@ class _Advise:
         if options["pareto"]:
             return self._pareto(adviser)
         plan, explanation, table = self._plan(adviser)
+        plan = self._marked(plan, trace)
         plan.save(self.output)
         self._print(plan, explanation, table, find_lints(trace))
         return 0
+
+    def _room(self) -> None:
+        """Without a goal, the budget is what the named device has room for."""
+        from memopt.devices import find_device
+        from memopt.estimators.modelled import room_bytes
+
+        if not any(self.options[name] for name in ("budget", "max_overhead", "pareto")):
+            self.options["budget"] = str(room_bytes(find_device(self.options["device"])))
+
+    def _on_device(self, trace: Trace) -> Trace:
+        if not self.options["device"]:
+            return trace
+        from memopt.devices import find_device
+        from memopt.estimators.modelled import model_for_device
+
+        return model_for_device(trace, find_device(self.options["device"]))
+
+    def _marked(self, plan: Plan, trace: Trace) -> Plan:
+        """A plan from modelled times says so."""
+        import msgspec
+
+        return msgspec.structs.replace(plan, notes=[*plan.notes, trace.notes[-1]]) if trace.device.modelled else plan
 
     def _check_goal(self) -> None:
         goals = [name for name in ("budget", "max_overhead", "pareto") if self.options[name]]

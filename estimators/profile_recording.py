@@ -37,7 +37,7 @@ def amounts_of(trace: Trace) -> Amounts:
     sizes = trace.storages.size_bytes
     step = _BLOCK_BYTES if trace.device.kind == "cuda" else 1
     rounded = [-(-size // step) * step for size in sizes]
-    held, born = _held(trace, rounded)
+    held, born = held_bytes(trace, rounded)
     live, extra = trace.ops.live_bytes, trace.ops.extra_bytes
     unseen = [max(0, total - seen) for total, seen in zip(live, held, strict=True)]
     work = [
@@ -68,7 +68,7 @@ def made_by_no_op(trace: Trace) -> list[bool]:
     return found
 
 
-def _held(trace: Trace, sizes: list[int]) -> tuple[list[int], list[int]]:
+def held_bytes(trace: Trace, sizes: list[int]) -> tuple[list[int], list[int]]:
     """Bytes of the storages that are there when each op starts, and of those that it makes."""
     count = trace.op_count
     change, born = [0] * (count + 1), [0] * count
