@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,10 @@ class TraceView:
     def replayable(self) -> list[bool]:
         """Per op: may a forward op run again in backward?"""
         ops = self.trace.ops
-        return [bool(flag & REPLAYABLE) and phase == _FORWARD for flag, phase in zip(ops.flags, ops.phase, strict=True)]
+        return [
+            bool(flag & REPLAYABLE) and phase == _FORWARD
+            for flag, phase in zip(ops.flags, ops.phase, strict=True)
+        ]
 
     @cached_property
     def random(self) -> list[bool]:
@@ -91,7 +95,9 @@ class TraceView:
     def value_times(self) -> dict[int, list[tuple[int, int]]]:
         """Storage -> (op that wrote it, value), in order; -1 for the version from before."""
         times: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for value, (storage, producer) in enumerate(zip(self.value_storage, self.value_producer, strict=True)):
+        for value, (storage, producer) in enumerate(
+            zip(self.value_storage, self.value_producer, strict=True)
+        ):
             times[storage].append((producer, value))
         return times
 
@@ -100,7 +106,7 @@ class TraceView:
         """Per value: the op that overwrites it, the op count if none does."""
         over = [self.n] * len(self.value_storage)
         for versions in self.value_times.values():
-            for (_, value), (writer, _) in zip(versions, versions[1:], strict=False):
+            for (_, value), (writer, _) in pairwise(versions):
                 over[value] = writer
         return over
 
@@ -125,7 +131,11 @@ class TraceView:
         packed = min(slots.packed_before[slot] for slot in rows)
         held_until = self.trace.storages.only_saved_from[storage]
         never_free = self.n
-        gone = max(held_until, max(slots.packed_before[slot] for slot in rows) - 1) if held_until >= 0 else never_free
+        gone = (
+            max(held_until, max(slots.packed_before[slot] for slot in rows) - 1)
+            if held_until >= 0
+            else never_free
+        )
         return Saved(
             storage=storage,
             size_bytes=int(self.size[storage]),

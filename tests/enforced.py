@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -35,10 +36,8 @@ def recorded(loop: Loop, folder: Path, *, warmup: int = 2) -> Trace:
     script.write_text("# run in process\n")
     session = ProfileSession(Command((str(script),)), Wanted(warmup=warmup, swap_dir=folder))
     session.install()
-    try:
+    with contextlib.suppress(StopScript):
         seeded(loop, warmup + 2)
-    except StopScript:
-        pass
     trace = session.finished()
     assert trace is not None
     assert not trace.partial, trace.partial

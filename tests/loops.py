@@ -216,19 +216,20 @@ def lbfgs(steps: int) -> list[str]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
     x, y = torch.randn(20, 8), torch.randn(20, 1)
-    found = []
+    found: list[str] = []
+    losses: list[str] = []
     for _ in range(steps):
 
         def closure() -> Tensor:
             optimizer.zero_grad()
             value = F.mse_loss(model(x), y)
             value.backward()
-            found.append(digest(value))
+            losses.append(digest(value))
             return value
 
         optimizer.step(closure)
         found += state_digests(model)
-    return found
+    return found + losses
 
 
 def without_optimizer(steps: int) -> list[str]:

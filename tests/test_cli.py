@@ -87,12 +87,18 @@ assert not heavy, heavy
 
 
 def test_help_is_instant() -> None:
-    times = []
-    for _ in range(5):
+    """Beside what python and click alone need, turn about: a clock alone would measure the machine's load."""
+
+    def seconds(run) -> float:
         begin = time.perf_counter()
-        assert shell("--help").returncode == 0
-        times.append(time.perf_counter() - begin)
-    assert min(times) <= 0.3
+        assert run().returncode == 0
+        return time.perf_counter() - begin
+
+    def bare() -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", "import click"], capture_output=True, text=True)
+
+    pairs = [(seconds(lambda: shell("--help")), seconds(bare)) for _ in range(5)]
+    assert min(help_s for help_s, _ in pairs) <= 4 * min(bare_s for _, bare_s in pairs)
 
 
 def test_version() -> None:
