@@ -320,7 +320,7 @@ class HostStore:
 def _cuda_runtime() -> Any:
     import torch
 
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    return torch.cuda.cudart()
 
 
 def _row_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 
@@ -12,7 +12,7 @@ from memopt.errors import BadFile
 from memopt.files import read_bytes, write_atomic
 from memopt.trace import Script, decode_versioned
 
-SCHEMA = "memopt.plan/1"
+SCHEMA: Final = "memopt.plan/1"
 
 Kind = Literal["keep", "swap", "recompute", "compress", "drop"]
 Tier = Literal["host", "disk"]
@@ -123,7 +123,8 @@ def _bad_action(action: Action) -> str:
         return f"{action.size_bytes} bytes"
     if not 0 <= action.cost_ms < 1e12:
         return f"{action.cost_ms} ms"
-    if any(ref.ordinal < 0 for ref in [*action.slots, *action.records]):
+    ordinals = [slot.ordinal for slot in action.slots] + [op.ordinal for op in action.records]
+    if any(ordinal < 0 for ordinal in ordinals):
         return "a negative ordinal"
     if action.kind == "swap" and action.tier is None:
         return "a swap names its tier, 'host' or 'disk'"

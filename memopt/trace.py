@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import itertools
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
@@ -18,7 +18,7 @@ from memopt.device import Device
 from memopt.errors import BadFile
 from memopt.files import read_bytes, write_atomic
 
-SCHEMA = "memopt.trace/1"
+SCHEMA: Final = "memopt.trace/1"
 
 CATEGORIES = (
     "parameter",
