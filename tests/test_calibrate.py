@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from memopt.cli.main import run
+from memopt.device import Device
 from memopt.devices import find_device
 from memopt.errors import NotPossibleHere
 from memopt.estimators.calibrate import calibrate, measure
 from memopt.estimators.hidden_memory import HiddenMemory, load_rows
+from memopt.profiler import bandwidth
+
+command = importlib.import_module("memopt.cli.calibrate")
 
 MIB = 1 << 20
 
@@ -113,3 +120,34 @@ def test_on_a_real_gpu(tmp_path: Path) -> None:
     rows = {row.name: row for row in calibrate(tmp_path / "gpu.json").rows}
     assert 50 * MIB < rows["cuda_context"].value < 3000 * MIB
     assert rows["cublas_workspace"].value >= 0
+
+
+def test_the_command_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Rates on any machine; rows of hidden memory, and their file, on one with a GPU only."""
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has a GPU")
+    path = tmp_path / "rows.json"
+    assert run(["calibrate", "--json", "--swap-dir", str(tmp_path), "-o", str(path)]) == 0
+    told = capsys.readouterr()
+    figures = json.loads(told.out)
+    assert figures["kind"] == "cpu"
+    assert figures["copy_bytes_per_s"] > 1e8
+    assert figures["disk_out_bytes_per_s"] >= 0
+    assert figures["hidden_memory"] == []
+    assert "no CUDA GPU" in told.err
+    assert not path.exists()
+    assert run(["calibrate", "--swap-dir", str(tmp_path)]) == 0
+    assert "copy on the device" in capsys.readouterr().out
+
+
+def test_the_command_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "_kind", lambda: "cuda")
+    monkeypatch.setattr(command, "_rows", lambda path: calibrate(path, PlayedGpu()))
+    monkeypatch.setattr(bandwidth, "measure_device", lambda kind, folder: Device(kind=kind, name="played"))
+    path = tmp_path / "rows.json"
+    assert run(["calibrate", "-o", str(path)]) == 0
+    assert "cuda_context" in capsys.readouterr().out
+    assert {row.name for row in load_rows(path)} >= {"cuda_context", "cublas_workspace"}
+    assert run(["calibrate", "-o", str(path)]) != 0
