@@ -8,6 +8,7 @@ savings, it can never change a result.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
@@ -37,9 +38,12 @@ from memopt.enforcers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.tables import PlannedSlot, Tables
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
-from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of
+from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of, updated_statistics
 from memopt.instrument.saved import Kept, check_version, let_go_of_bytes, share, view_of
 from memopt.plan import Action
+
+
+log = logging.getLogger(__name__)
 
 
 class Planned:
@@ -168,7 +172,7 @@ class Engine(TorchDispatchMode):
         self._called = (
             describe_call(kind.name, func, args, kwargs) if readers and kind.name in readers else None
         )
-        if name is None and not self._unsettled and not kind.writes:
+        if name is None and not self._unsettled and not kind.writes and kind.statistics is None:
             return func(*args, **kwargs)
         return self._watch(func, kind, args, kwargs, frame, name)
 
@@ -185,9 +189,9 @@ class Engine(TorchDispatchMode):
         if name is not None and name != kind.name:
             self._diverged(frame)
         elif name is not None:
-            record = record_op(func, kind, args, kwargs, self._freeze)
-            if record.writes_unrecorded():
-                record = None
+            record = self._record(func, kind, args, kwargs)
+        for statistics in updated_statistics(kind, args):
+            self.source_changes(statistics.untyped_storage()._cdata, but=record)
         written = self._about_to_write(kind, args, kwargs, record)
         out = func(*args, **kwargs)
         self._overwritten(written)
@@ -199,6 +203,17 @@ class Engine(TorchDispatchMode):
         return out
 
     # --- records
+
+    def _record(
+        self, func: Any, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Record | None:
+        """The call, remembered before it runs; None when it could not be made again."""
+        try:
+            record = record_op(func, kind, args, kwargs, self._freeze)
+        except Exception:
+            log.warning("%s could not be recorded, its outputs are kept", kind.name, exc_info=True)
+            return None
+        return None if record.writes_unrecorded() else record
 
     def _freeze(self, tensor: Tensor) -> View | Pinned | Tensor:
         if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
@@ -229,8 +244,8 @@ class Engine(TorchDispatchMode):
                 if storage._cdata not in inputs and storage._cdata not in taken:
                     taken.add(storage._cdata)
                     self._new_value(record, place, storage)
-        for argument in record.args:
-            if isinstance(argument, Pinned):
+        for position, argument in enumerate(record.args):
+            if isinstance(argument, Pinned) and position not in record.updated:
                 self._pins.setdefault(argument.tensor.untyped_storage()._cdata, []).append(
                     weakref.ref(record)
                 )
@@ -353,11 +368,6 @@ class Engine(TorchDispatchMode):
                 content.served()
             return tensor
         assert isinstance(content, Encoded)
-        if handle.slot.ref.need != "values" and torch.is_grad_enabled():
-            raise RuntimeError(
-                "memopt compressed what this backward does not read, but a backward with create_graph=True does; "
-                "the profiled iteration had none. Nothing wrong was computed; advise with --deny compress"
-            )
         whole = decode(content)
         return whole if handle.slot.ref.need != "values" else handle.on(whole.untyped_storage())
 
