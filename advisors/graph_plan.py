@@ -77,7 +77,7 @@ def plan_graph(
         out_gbps=out_gbps,
         in_gbps=in_gbps,
         allow=allow,
-        until=begin + effort_s(graph, time_limit_s),
+        until=begin + (effort_s(graph, time_limit_s) if strategy == "auto" else 0.92 * time_limit_s),
     )
     schedule = finish(problem, GRAPH_STRATEGIES[strategy](problem), strategy)
     schedule.stats["seconds"] = round(time.monotonic() - begin, 3)

@@ -149,7 +149,14 @@ def test_schedule_of_another_graph(tmp_path: Path, step: list[Any]) -> None:
     path = tmp_path / "s.json"
     path.write_text(
         json.dumps(
-            {"schema": "memopt.schedule/1", "graph": "", "budget_bytes": 1, "out_gbps": 0, "in_gbps": 0, "steps": [step]}
+            {
+                "schema": "memopt.schedule/1",
+                "graph": "",
+                "budget_bytes": 1,
+                "out_gbps": 0,
+                "in_gbps": 0,
+                "steps": [step],
+            }
         )
     )
     with pytest.raises(BadFile):
