@@ -42,7 +42,6 @@ from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of, update
 from memopt.instrument.saved import Kept, check_version, let_go_of_bytes, share, view_of
 from memopt.plan import Action
 
-
 log = logging.getLogger(__name__)
 
 
