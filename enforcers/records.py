@@ -77,7 +77,7 @@ class Value:
 class Record:
     """One op that can run again."""
 
-    __slots__ = ("__weakref__", "args", "func", "grad", "kind", "rng", "spec", "values", "written")
+    __slots__ = ("__weakref__", "args", "func", "grad", "kind", "rng", "spec", "updated", "values", "written")
 
     def __init__(
         self, func: Any, kind: OpKind, args: list[Any], spec: TreeSpec, rng: tuple[Any, Tensor] | None
@@ -89,14 +89,15 @@ class Record:
         self.rng = rng
         self.grad = torch.is_grad_enabled()
         """Some kernels ask for the grad mode."""
-        self.written = _written_positions(kind, spec)
+        self.updated = _statistics_positions(kind, spec, args)
+        """Flat positions of running statistics that the call moves on; its outputs do not depend on them."""
+        self.written = _written_positions(kind, spec) | self.updated
         """Flat positions of arguments that the op writes: a replay gives it private copies."""
         self.values: list[weakref.ref[Value]] = []
 
     def writes_unrecorded(self) -> bool:
         """Does it write in place what no record can make again? Then it cannot be replayed."""
-        statistics = _statistics_positions(self.kind, self.spec)
-        return any(not isinstance(self.args[position], View) for position in self.written - statistics)
+        return any(not isinstance(self.args[position], View) for position in self.written - self.updated)
 
     def sources(self) -> Iterator[Value]:
         for argument in self.args:
@@ -234,20 +235,24 @@ class _Replay:
 
 def _written_positions(kind: OpKind, spec: TreeSpec) -> frozenset[int]:
     if not kind.writes:
-        return _statistics_positions(kind, spec)
+        return frozenset()
     args, kwargs = tree_unflatten(list(range(spec.num_leaves)), spec)
     found: set[int] = set()
     for position, name in zip(kind.writes, kind.write_names, strict=True):
         given = args[position] if position < len(args) else kwargs.get(name)
         found.update(leaf for leaf in tree_flatten(given)[0] if leaf is not None)
-    return frozenset(found) | _statistics_positions(kind, spec)
+    return frozenset(found)
 
 
-def _statistics_positions(kind: OpKind, spec: TreeSpec) -> frozenset[int]:
+def _statistics_positions(kind: OpKind, spec: TreeSpec, flat: list[Any]) -> frozenset[int]:
+    """Where the statistics lie that the call updates; none in evaluation mode, which only reads them."""
     if kind.statistics is None:
         return frozenset()
     args, _ = tree_unflatten(list(range(spec.num_leaves)), spec)
-    return frozenset(args[place] for place in kind.statistics[:2])
+    mean, variance, training = kind.statistics
+    if training is not None and not flat[args[training]]:
+        return frozenset()
+    return frozenset({args[mean], args[variance]})
 
 
 def _private(tensor: Tensor) -> Tensor:

@@ -1,0 +1,132 @@
+"""Loops that broke, or could have broken, an enforced run: found by scripts that were written to do so."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from enforced import enforced, everything, plan_of, recorded, seeded, state_digests
+from test_codecs import CASES, Case, Run, make, same_bits
+from torch import nn
+
+from memopt.enforcers.verify import digest
+
+
+def _eval_then_train(steps: int) -> list[str]:
+    """One BatchNorm, called in evaluation mode and, from the fourth step on, in training mode too before backward."""
+    norm = nn.BatchNorm2d(8, momentum=0.5)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm, nn.GELU(), nn.Conv2d(8, 8, 3), nn.GELU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        batch = torch.randn(4, 3, 16, 16) * 2 + 1
+        model.eval()
+        loss = model(batch).square().mean()
+        model.train()
+        if step > 3:
+            loss = loss + norm(torch.randn(4, 8, 5, 5) * 9).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found += [digest(loss), *state_digests(model)]
+    return found
+
+
+def _statistics_read_by_hand(steps: int) -> list[str]:
+    """Running statistics are an ordinary input of other ops, and then change without a version."""
+    norm = nn.BatchNorm2d(8, momentum=0.5)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        hidden = model[0](torch.randn(4, 3, 16, 16) + 1)
+        centred = hidden - norm.running_mean.view(8, 1, 1)
+        loss = torch.tanh(model[1](centred)).square().mean()
+        if step > 3:
+            loss = loss + norm(hidden).tanh().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found += [digest(loss), *state_digests(model, norm)]
+    return found
+
+
+@pytest.mark.parametrize("loop", [_eval_then_train, _statistics_read_by_hand])
+def test_statistics_that_change_between_forward_and_replay(loop, tmp_path):
+    plan = plan_of(recorded(loop, tmp_path), everything("recompute"))
+    assert any(action.kind == "recompute" for action in plan.actions)
+    computed, outcome = enforced(loop, plan, tmp_path, 5)
+    assert computed == seeded(loop, 5)
+    assert outcome.actions.done > 0
+
+
+def _lazy_penalty(steps: int) -> list[str]:
+    """A gradient penalty every fourth step only: the profiled one has no create_graph."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.LeakyReLU(0.2), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3),
+        nn.Hardtanh(), nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32, 1),
+    )  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    found = []
+    for step in range(steps):
+        batch = torch.randn(4, 3, 16, 16, requires_grad=step % 4 == 3)
+        out = model(batch)
+        loss = F.softplus(-out).mean()
+        if batch.requires_grad:
+            (slope,) = torch.autograd.grad(out.sum(), batch, create_graph=True)
+            loss = loss + 10 * slope.square().sum((1, 2, 3)).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found += [digest(loss), *state_digests(model)]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["compress", "recompute", "swap"])
+def test_a_gradient_penalty_that_the_profile_did_not_see(kind, tmp_path):
+    plan = plan_of(recorded(_lazy_penalty, tmp_path), everything(kind))
+    assert any(action.kind in (kind, "drop") for action in plan.actions)
+    computed, outcome = enforced(_lazy_penalty, plan, tmp_path, 9)
+    assert computed == seeded(_lazy_penalty, 9)
+    assert outcome.actions.done == outcome.actions.planned
+
+
+class _Twice(Run):
+    """A case differentiated twice: both gradients, with the second upstream drawn from a fixed seed."""
+
+    def __init__(self, case: Case, dtype: torch.dtype, data: str, *, needs=None) -> None:
+        torch.manual_seed(11)
+        inputs = [make(spec, dtype, data) for spec in case.inputs]
+        self.handles, self.read, self.needs, self.encoded = [], [], needs, 0
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            out = case.call(*inputs)
+        if needs is None:
+            self.slots = self._name_slots(out)
+        trained = [x for x in inputs if x.requires_grad]
+        upstream = torch.randn(out.shape).to(out.dtype).requires_grad_()
+        first = torch.autograd.grad(out, trained, upstream, create_graph=True)
+        live = [grad for grad in first if grad.requires_grad]
+        again = [torch.randn(grad.shape).to(grad.dtype) for grad in live]
+        second = torch.autograd.grad(live, [*trained, upstream], again, allow_unused=True) if live else ()
+        self.grads = [*(grad.detach() for grad in first), *(grad for grad in second if grad is not None)]
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name != "hardsigmoid"], ids=lambda c: c.name)
+def test_second_gradients_are_bit_identical_with_the_lesser_thing(case):
+    for data in (kind for kind in ("plain", "bounds", "channels_last", "gaps") if kind not in case.not_as):
+        plain = _Twice(case, case.dtypes[0], data)
+        less = _Twice(case, case.dtypes[0], data, needs=plain.slots)
+        assert less.encoded > 0
+        assert len(plain.grads) == len(less.grads)
+        assert all(same_bits(a, b) for a, b in zip(plain.grads, less.grads, strict=True)), data
+
+
+def test_torch_itself_does_not_differentiate_hardsigmoid_twice():
+    with pytest.raises(RuntimeError, match="hardsigmoid_backward is not implemented"):
+        _Twice(next(c for c in CASES if c.name == "hardsigmoid"), torch.float32, "plain")
