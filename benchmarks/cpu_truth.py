@@ -6,8 +6,10 @@ python benchmarks/cpu_truth.py --steps 3 script.py [args]       prints one JSON 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+from pathlib import Path
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -49,17 +51,15 @@ def run(argv: list[str], steps: int) -> int:
     """Peak bytes of the first `steps` optimizer steps of the script `argv`."""
     stop_after(steps)
     sys.argv = argv
-    sys.path[0] = str(__import__("pathlib").Path(argv[0]).resolve().parent)
+    sys.path[0] = str(Path(argv[0]).resolve().parent)
     main = type(sys)("__main__")
     main.__file__ = argv[0]
     sys.modules["__main__"] = main
     with open(argv[0], encoding="utf-8") as file:
         code = compile(file.read(), argv[0], "exec")
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        try:
-            exec(code, main.__dict__)
-        except Enough:
-            pass
+    watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with watched as prof, contextlib.suppress(Enough):
+        exec(code, main.__dict__)
     return peak_of(memory_events(prof))
 
 

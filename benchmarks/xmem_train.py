@@ -37,7 +37,7 @@ def main() -> None:
             optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        _, predicted = torch.max(outputs, 1)
+        predicted = torch.max(outputs, 1)  # noqa: F841  kept alive, as the recipe does
         if args.zero == 2:
             optimizer.zero_grad()
         scheduler.step()

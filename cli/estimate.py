@@ -14,9 +14,28 @@ if TYPE_CHECKING:
     from memopt.estimators.estimate import Estimate
 
 
-@click.command(context_settings={"allow_interspersed_args": False})
+class _Command(click.Command):
+    """What follows a script is the script's own; what follows an ONNX file or a profile is ours."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.allow_interspersed_args = _names_a_file(args)
+        return super().parse_args(ctx, args)
+
+
+def _names_a_file(words: list[str]) -> bool:
+    for word in words:
+        if word == "-m" or word.endswith(".py"):
+            return False
+        if not word.startswith("-") and _kind(word, False) != "script":
+            return True
+    return False
+
+
+@click.command(cls=_Command, context_settings={"allow_interspersed_args": False})
 @click.option("--device", default=None, metavar="NAME", help="The device to estimate for, such as a100-40gb or rtx-4090; cpu: a run on this machine.  [default: a100-80gb]")  # fmt: skip
-@click.option("--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps to follow.")
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps to follow."
+)
 @click.option("--timeout", type=click.FloatRange(min=1), default=600, show_default=True, metavar="SECONDS", help="Give a script up after so long.")  # fmt: skip
 @click.option("--alloc-conf", default="", metavar="SETTINGS", help="Allocator settings, as PYTORCH_ALLOC_CONF takes them.")  # fmt: skip
 @click.option("--fail-over", metavar="BYTES", default=None, help="Exit with 3 when the process would need more than this.")  # fmt: skip
@@ -61,9 +80,15 @@ def _estimate(target: str, args: tuple[str, ...], options: dict[str, Any]) -> Es
     if kind == "script":
         return _script([target, *args], options)
     if args:
-        raise UsageError(f"'{args[0]}' is not understood", why="options go before the target", try_=f"memopt estimate [OPTIONS] {target}")
+        raise UsageError(
+            f"'{args[0]}' is not understood",
+            why="an ONNX file or a profile takes no arguments",
+            try_="memopt estimate --help",
+        )
     if not Path(target).is_file():
-        raise UsageError(f"there is no file {target}", try_="the path of a script, an ONNX model or a profile")
+        raise UsageError(
+            f"there is no file {target}", try_="the path of a script, an ONNX model or a profile"
+        )
     if kind == "onnx":
         return _onnx(Path(target), options)
     return _profile(Path(target), options)
@@ -145,7 +170,9 @@ def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
             assume_bn=options["assume_bn"],
             steps=options["steps"],
         )
-        found = estimate_recording(made.recording, spec, alloc_conf=options["alloc_conf"], partial=made.partial)
+        found = estimate_recording(
+            made.recording, spec, alloc_conf=options["alloc_conf"], partial=made.partial
+        )
         return replace(found, notes=list(dict.fromkeys(made.notes)))
 
     if not options["max_batch"]:
@@ -191,6 +218,8 @@ def _gate(found: Estimate, gate_bytes: int) -> None:
     if need > gate_bytes:
         raise GateFailed(
             f"the run needs {format_bytes(need)}, more than {format_bytes(gate_bytes)}",
-            why=", ".join(f"{name} {format_bytes(size)}" for name, size in list(found.by_category.items())[:4]),
+            why=", ".join(
+                f"{name} {format_bytes(size)}" for name, size in list(found.by_category.items())[:4]
+            ),
             try_="memopt advise, a smaller batch, or a higher --fail-over",
         )

@@ -109,11 +109,17 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
         context_bytes=0,
         smallest_bytes=None,
         error={"allocated": 0.01},
-        left_out=["Python's and torch's own memory", "what NumPy and the data loader hold outside tensors", *_untouched(recording)],
+        left_out=[
+            "Python's and torch's own memory",
+            "what NumPy and the data loader hold outside tensors",
+            *_untouched(recording),
+        ],
         partial=partial,
         notes=recording.notes,
         fits_named=Fit(
-            name=spec.name, memory_bytes=spec.memory_bytes, verdict="yes" if peak <= spec.memory_bytes else "no"
+            name=spec.name,
+            memory_bytes=spec.memory_bytes,
+            verdict="yes" if peak <= spec.memory_bytes else "no",
         ),
         **_at_peak(recording, at),
     )
@@ -155,7 +161,9 @@ def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings,
 
 
 def _fit(spec: DeviceSpec, process_bytes: int, least_bytes: int) -> Fit:
-    verdict = "yes" if process_bytes <= spec.memory_bytes else "tight" if least_bytes <= spec.memory_bytes else "no"
+    verdict = (
+        "yes" if process_bytes <= spec.memory_bytes else "tight" if least_bytes <= spec.memory_bytes else "no"
+    )
     return Fit(name=spec.name, memory_bytes=spec.memory_bytes, verdict=verdict)
 
 
@@ -169,14 +177,18 @@ def _possible(recording: Recording) -> list[str]:
     if not recording.possible_bytes:
         return []
     most = format_bytes(recording.possible_bytes)
-    return [f"cuDNN's convolution workspaces: up to {most} inside one convolution, if cuDNN picks such a kernel"]
+    return [
+        f"cuDNN's convolution workspaces: up to {most} inside one convolution, if cuDNN picks such a kernel"
+    ]
 
 
 def _untouched(recording: Recording) -> list[str]:
     steps = sum(1 for kind, _ in recording.marks if kind == "step")
     if not steps:
         return ["whatever the script does after the steps that were followed"]
-    return [f"whatever the script does only after its optimizer step {steps} (evaluation at an epoch's end, checkpoints)"]
+    return [
+        f"whatever the script does only after its optimizer step {steps} (evaluation at an epoch's end, checkpoints)"
+    ]
 
 
 def _at_peak(recording: Recording, event_count: int) -> dict[str, Any]:

@@ -37,18 +37,29 @@ def attention(on_cuda: Callable[[Tensor], bool], capability: tuple[int, int]) ->
             if _flash(*given, enable_gqa, capability):
                 return _run_flash(query, key, value, dropout_p, is_causal, scale)
             if not enable_gqa and _efficient(*given, capability):
-                return _run_efficient(query, key, value, _as_bias(attn_mask, query.dtype), dropout_p, is_causal, scale)
+                return _run_efficient(
+                    query, key, value, _as_bias(attn_mask, query.dtype), dropout_p, is_causal, scale
+                )
         elif _flash_cpu(*given, enable_gqa):
             mask = _as_bias(attn_mask, query.dtype)
-            return aten._scaled_dot_product_flash_attention_for_cpu.default(
+            found = aten._scaled_dot_product_flash_attention_for_cpu.default(
                 query, key, value, dropout_p, is_causal, attn_mask=mask, scale=scale
-            )[0]
-        return aten._scaled_dot_product_attention_math.default(
-            query, key, value, _as_bias(attn_mask, query.dtype), dropout_p, is_causal, None, scale=scale,
-            enable_gqa=enable_gqa,
-        )[0]  # fmt: skip
+            )
+            return first(found)
+        return first(
+            aten._scaled_dot_product_attention_math.default(
+                query, key, value, _as_bias(attn_mask, query.dtype), dropout_p, is_causal, None, scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        )  # fmt: skip
 
     return scaled_dot_product_attention
+
+
+def first(results: Any) -> Tensor:
+    """The output proper of an op that also returns what its backward needs."""
+    out: Tensor = results[0]
+    return out
 
 
 def _as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -156,7 +167,13 @@ def _run_flash(
 
 
 def _run_efficient(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> Tensor:
     if bias is not None:
         odd = -bias.shape[-1] % 8

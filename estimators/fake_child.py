@@ -78,13 +78,14 @@ def _stop_after(watch: Any, steps: int) -> None:
     import torch
 
     made: list[bool] = []
-    init = torch.optim.Optimizer.__init__
+    optimizer: Any = torch.optim.Optimizer
+    init = optimizer.__init__
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> None:
         made.append(True)
         init(self, *args, **kwargs)
 
-    torch.optim.Optimizer.__init__ = counted  # type: ignore[method-assign]
+    optimizer.__init__ = counted
 
     def stepped() -> None:
         if next(iter(watch.steps.values()), 0) >= steps:

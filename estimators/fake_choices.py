@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-aten = torch.ops.aten
+aten: Any = torch.ops.aten
 
 
 class Overrides:
@@ -37,10 +37,10 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     """ATen/native/Linear.cpp, without its out-of-place branch for subclasses."""
     dims = input.dim()
     if bias is None:
-        return aten.matmul.default(input, weight.t())
+        return torch.matmul(input, weight.t())
     if dims == 2:
-        return aten.addmm.default(bias, input, weight.t())
+        return torch.addmm(bias, input, weight.t())
     if dims == 3 and input.is_contiguous() and bias.dim() == 1:
         flat = input.view(-1, input.shape[2])
-        return aten.addmm.default(bias, flat, weight.t()).view(*input.shape[:2], weight.shape[0])
-    return aten.matmul.default(input, weight.t()).add_(bias)
+        return torch.addmm(bias, flat, weight.t()).view(*input.shape[:2], weight.shape[0])
+    return torch.matmul(input, weight.t()).add_(bias)

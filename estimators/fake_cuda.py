@@ -13,6 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memopt.estimators.fake_record import FakeRecorder
 from memopt.estimators.fake_request import Request
 
+# torch as something to be patched
+_C: Any = torch._C
+_FAKE: Any = FakeTensor
+_TENSOR: Any = torch.Tensor
+_TORCH: Any = torch
+
+
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 
@@ -59,15 +66,15 @@ def _whereabouts(recorder: FakeRecorder) -> None:
             return kind(self.cuda(), dtype.replace("cuda.", ""), *args, **kwargs)
         return kind(self, dtype, *args, **kwargs)
 
-    torch.Tensor.device = property(device)  # type: ignore[assignment,misc]
-    FakeTensor.device = property(device)  # type: ignore[assignment,misc]
-    torch.Tensor.is_cuda = property(is_cuda)  # type: ignore[assignment,misc]
-    torch.Tensor.is_cpu = property(is_cpu)  # type: ignore[assignment,misc]
-    torch.Tensor.get_device = get_device  # type: ignore[method-assign,assignment]
-    torch.Tensor.type = type_of  # type: ignore[method-assign,assignment]
-    torch.Tensor.pin_memory = lambda self, *args: self  # type: ignore[method-assign,assignment,misc]
-    torch.Tensor.is_pinned = lambda self, *args: False  # type: ignore[method-assign,assignment,misc]
-    torch.Tensor.record_stream = lambda self, stream: None  # type: ignore[method-assign,assignment,misc]
+    _TENSOR.device = property(device)
+    _FAKE.device = property(device)
+    _TENSOR.is_cuda = property(is_cuda)
+    _TENSOR.is_cpu = property(is_cpu)
+    _TENSOR.get_device = get_device
+    _TENSOR.type = type_of
+    _TENSOR.pin_memory = lambda self, *args: self
+    _TENSOR.is_pinned = lambda self, *args: False
+    _TENSOR.record_stream = lambda self, stream: None
 
 
 def device_kind(device: Any) -> str:
@@ -83,7 +90,7 @@ def _moves(recorder: FakeRecorder) -> None:
 
     def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, rest = _asked(args, kwargs, recorder)
-        if device is None or device == "meta" or torch._C.TensorBase.device.__get__(self).type == "meta":  # type: ignore[attr-defined]
+        if device is None or device == "meta" or torch._C.TensorBase.device.__get__(self).type == "meta":
             return to(self, *args, **kwargs)
         if recorder.device_of(self) == device:
             return to(self, **rest) if rest else self
@@ -92,14 +99,26 @@ def _moves(recorder: FakeRecorder) -> None:
         with recorder.claiming(device):
             return to(self, copy=True, **rest)
 
-    torch.Tensor.to = moved  # type: ignore[method-assign,assignment]
-    torch.Tensor.cuda = lambda self, device=None, non_blocking=False, memory_format=None: moved(self, "cuda")  # type: ignore[method-assign,assignment,misc]
-    torch.Tensor.cpu = lambda self, memory_format=None: moved(self, "cpu")  # type: ignore[method-assign,assignment,misc]
+    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return moved(self, "cuda")
+
+    def cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return moved(self, "cpu")
+
+    _TENSOR.to = moved
+    _TENSOR.cuda = cuda
+    _TENSOR.cpu = cpu
 
 
-def _asked(args: tuple[Any, ...], kwargs: dict[str, Any], recorder: FakeRecorder) -> tuple[str | None, dict[str, Any]]:
+def _asked(
+    args: tuple[Any, ...], kwargs: dict[str, Any], recorder: FakeRecorder
+) -> tuple[str | None, dict[str, Any]]:
     """`(device or None, the other arguments by name)` of a call of `Tensor.to`."""
-    rest = {k: v for k, v in kwargs.items() if k in ("dtype", "copy", "memory_format", "non_blocking") and v is not None}
+    rest = {
+        k: v
+        for k, v in kwargs.items()
+        if k in ("dtype", "copy", "memory_format", "non_blocking") and v is not None
+    }
     device: Any = kwargs.get("device")
     kind = None if device is None else device_kind(device)
     other = kwargs.get("other")
@@ -136,23 +155,21 @@ def _constructors(recorder: FakeRecorder) -> None:
     for name in ("tensor", "as_tensor", "asarray"):
         setattr(torch, name, placing(getattr(torch, name)))
 
-    def from_data(self: torch.Tensor, data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+    def from_data(
+        self: torch.Tensor, data: Any, *args: Any, device: Any = None, **kwargs: Any
+    ) -> torch.Tensor:
         kwargs.setdefault("dtype", self.dtype)
         result = torch.tensor(data, *args, **kwargs)
         kind = device_kind(device) if device is not None else recorder.device_of(self)
         return _placed(recorder, result) if kind == "cuda" else result
 
-    torch.Tensor.new_tensor = from_data  # type: ignore[method-assign,assignment]
+    _TENSOR.new_tensor = from_data
 
     class Generator(torch._C.Generator):
         def __new__(cls, device: Any = None) -> Any:
             return super().__new__(cls)
 
-        @property
-        def device(self) -> torch.device:
-            return CPU
-
-    torch.Generator = Generator  # type: ignore[misc]
+    _TORCH.Generator = Generator
 
 
 def _default_device_outside(recorder: FakeRecorder) -> None:
@@ -166,7 +183,8 @@ def _default_device_outside(recorder: FakeRecorder) -> None:
             return func(*args, **(kwargs or {}))
         return function(self, func, types, args, kwargs)
 
-    DeviceContext.__torch_function__ = __torch_function__
+    context: Any = DeviceContext
+    context.__torch_function__ = __torch_function__
 
 
 def _default_device() -> Any:
@@ -197,4 +215,4 @@ def _grouping(recorder: FakeRecorder) -> None:
             indices.append(index)
         return groups
 
-    torch._C._group_tensors_by_device_and_dtype = group
+    _C._group_tensors_by_device_and_dtype = group

@@ -11,7 +11,10 @@ import torch
 from memopt.estimators.fake_record import FakeRecorder
 from memopt.estimators.fake_request import Request
 
-_ROUND = 512
+# torch as something to be patched
+_AMP: Any = torch.amp.autocast_mode
+_C: Any = torch._C
+_TORCH: Any = torch
 
 
 def install(recorder: FakeRecorder, request: Request) -> None:
@@ -59,10 +62,12 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
     for name, value in answers.items():
         setattr(cuda, name, lambda *args, _value=value, **kwargs: _value)
     cuda.nvtx = SimpleNamespace(
-        range_push=lambda *a: 0, range_pop=lambda: 0, mark=lambda *a: None, range=lambda *a, **k: nullcontext()
+        range_push=lambda *a: 0,
+        range_pop=lambda: 0,
+        mark=lambda *a: None,
+        range=lambda *a, **k: nullcontext(),
     )
     cuda.amp.common.amp_definitely_not_available = lambda: False
-    torch.amp.grad_scaler.torch.cuda.amp.common.amp_definitely_not_available = lambda: False  # type: ignore[attr-defined]
 
 
 def _memory(recorder: FakeRecorder, request: Request) -> None:
@@ -97,7 +102,10 @@ def _memory(recorder: FakeRecorder, request: Request) -> None:
     cuda.empty_cache = lambda: recorder.empty_cache()
     cuda.memory_stats = stats
     cuda.memory_summary = lambda *args, **kwargs: f"allocated {live()} peak {peak()}"
-    cuda.mem_get_info = lambda *args: (max(0, request.device_memory_bytes - live()), request.device_memory_bytes)
+    cuda.mem_get_info = lambda *args: (
+        max(0, request.device_memory_bytes - live()),
+        request.device_memory_bytes,
+    )
     cuda.set_per_process_memory_fraction = lambda *args: None
     cuda.memory_snapshot = lambda *args: []
     cuda.memory._record_memory_history = lambda *args, **kwargs: None
@@ -219,7 +227,7 @@ def _accelerator() -> None:
     ):  # fmt: skip
         if hasattr(accelerator, name):
             setattr(accelerator, name, getattr(torch.cuda, name))
-    torch._C._get_accelerator = lambda *args: device
+    _C._get_accelerator = lambda *args: device
 
 
 def _autocast() -> None:
@@ -228,11 +236,15 @@ def _autocast() -> None:
     init = autocast.__init__
     default = {"cuda": torch.float16, "cpu": torch.bfloat16}
 
-    def begin(self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None) -> None:
+    def begin(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
         kind = torch.device(device_type).type
         if kind == "cuda":
             dtype = dtype or default["cuda"]
-        init(self, "cpu" if kind == "cuda" else kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled)
+        init(
+            self, "cpu" if kind == "cuda" else kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
+        )
 
     autocast.__init__ = begin
     enabled, dtype_of, set_enabled, set_dtype = (
@@ -255,9 +267,9 @@ def _autocast() -> None:
     def set_kind(device_type: str, dtype: torch.dtype) -> None:
         set_dtype("cpu" if device_type == "cuda" else device_type, dtype)
 
-    torch.is_autocast_enabled = is_enabled  # type: ignore[assignment]
-    torch.get_autocast_dtype = get_dtype
-    torch.get_autocast_gpu_dtype = lambda: get_dtype("cuda")
-    torch.set_autocast_enabled = set_both  # type: ignore[assignment]
-    torch.set_autocast_dtype = set_kind
-    torch.amp.autocast_mode.is_autocast_available = lambda device_type: True
+    _TORCH.is_autocast_enabled = is_enabled
+    _TORCH.get_autocast_dtype = get_dtype
+    _TORCH.get_autocast_gpu_dtype = lambda: get_dtype("cuda")
+    _TORCH.set_autocast_enabled = set_both
+    _TORCH.set_autocast_dtype = set_kind
+    _AMP.is_autocast_available = lambda device_type: True

@@ -73,7 +73,9 @@ def _batch_norm(
 
 
 def _dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    return tensor.is_contiguous() or (
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def _softmax(kernel: Any) -> Any:

@@ -57,8 +57,20 @@ def _embedding_backward(recorder: Any, args: Any, kwargs: Any, result: Any) -> I
     return () if args[0].is_contiguous() else (_of(args[0]),)
 
 
-@hidden("cpu", aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default, aten.soft_margin_loss.default)
-@hidden("cuda", aten.mse_loss.default, aten.smooth_l1_loss.default, aten.binary_cross_entropy.default, aten.soft_margin_loss.default)
+@hidden(
+    "cpu",
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+)
+@hidden(
+    "cuda",
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.soft_margin_loss.default,
+)
 def _reduced_in_place(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
     """ATen/native/{BinaryOps,Loss}.cpp: the scalar is the elementwise result resized, so it keeps the whole storage."""
     if result.dim() == 0:

@@ -22,7 +22,13 @@ def _convolution(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable
         inputs = [s.zeros(0 if i == 0 else None, batch) if s else None for i, s in enumerate(specs)]
         return lambda: (aten.convolution.default(*inputs, *rest),)
 
-    _ask(recorder, ("conv", *(s.key if s else None for s in specs), repr(rest)), make, args[0].shape[0], "convolution")
+    _ask(
+        recorder,
+        ("conv", *(s.key if s else None for s in specs), repr(rest)),
+        make,
+        args[0].shape[0],
+        "convolution",
+    )
     return ()
 
 
@@ -61,7 +67,10 @@ def _rnn_call(args: Any) -> tuple[Any, int, Any]:
     states = (5, 6)
 
     def make(batch: int) -> Call:
-        inputs = [s.zeros(1 if i == 0 else len(s.shape) - 2 if i in states else None, batch) for i, s in enumerate(specs)]
+        inputs = [
+            s.zeros(1 if i == 0 else len(s.shape) - 2 if i in states else None, batch)
+            for i, s in enumerate(specs)
+        ]
 
         def call() -> Any:
             with torch.set_grad_enabled(training):
@@ -77,7 +86,7 @@ def _rnn_call(args: Any) -> tuple[Any, int, Any]:
 def _rnn_backward(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
     specs = [Spec(x) if isinstance(x, torch.Tensor) else None for x in args[:13]]
     rest = args[13:22]
-    reverse, mode, hidden_size, layers, biases, train, both, sizes, first = rest
+    reverse, mode, hidden_size, layers, biases, _, both, sizes, first = rest
 
     def make(batch: int) -> Call:
         def zeros(index: int) -> torch.Tensor | None:

@@ -95,7 +95,7 @@ def _measure(calls: list[tuple[Callable[[int], Call], int]]) -> list[tuple[int, 
             sizes.append([x.untyped_storage().nbytes() if isinstance(x, torch.Tensor) else 0 for x in result])
             del result, call
     spans, memory = {}, []
-    for event in prof.profiler.kineto_results.events():  # type: ignore[union-attr]
+    for event in prof.profiler.kineto_results.events():
         if event.name().startswith("memopt probe "):
             spans[int(event.name()[13:])] = (event.start_ns(), event.start_ns() + event.duration_ns())
         elif event.name() == "[memory]":

@@ -39,7 +39,10 @@ def ask_any(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     rows = tensors[0].shape[0]
     specs = [Spec(a) if isinstance(a, torch.Tensor) else a for a in args]
     named = {k: Spec(a) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
-    if _scaled_bytes([*specs, *named.values()], rows, max(few(rows))) > _MOST_BYTES or _fixed_bytes(given, result, rows) > _MOST_BYTES:
+    if (
+        _scaled_bytes([*specs, *named.values()], rows, max(few(rows))) > _MOST_BYTES
+        or _fixed_bytes(given, result, rows) > _MOST_BYTES
+    ):
         return
 
     def make(batch: int) -> Call:
@@ -102,7 +105,9 @@ def _fixed_bytes(given: tuple[Any, ...], result: Any, rows: int) -> int:
     """Bytes of outputs that do not shrink with the rows."""
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     return sum(
-        t.numel() * t.element_size() for t in outputs if isinstance(t, torch.Tensor) and (not t.dim() or t.shape[0] != rows)
+        t.numel() * t.element_size()
+        for t in outputs
+        if isinstance(t, torch.Tensor) and (not t.dim() or t.shape[0] != rows)
     )
 
 

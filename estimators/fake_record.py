@@ -39,15 +39,11 @@ from memopt.estimators.fake_cuda_ops import device_choices
 from memopt.estimators.fake_guess import Guesser
 from memopt.estimators.fake_hidden import hidden_bytes
 from memopt.estimators.fake_probe import Probes
+from memopt.estimators.fake_real import stays_real
 from memopt.estimators.recording import Recording, StorageRow
 
 Target = Literal["cuda", "cpu"]
 
-_FLOATS_REAL = 4096
-"""Factories of at most so many floating-point numbers give real tensors (drop-path rates, beta schedules)."""
-_INTS_REAL = 4 << 20
-_REAL_BYTES = 64 << 20
-"""An op on real tensors that together are larger than this gives a fake one."""
 
 prim_device = torch.ops.prim.device.default
 aten = torch.ops.aten
@@ -68,7 +64,7 @@ class FakeRecorder(TorchDispatchMode):
     def __init__(
         self, target: Target = "cuda", *, capability: tuple[int, int] = (8, 0), guesser: Guesser | None = None
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.target = target
         self.capability = capability
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -94,7 +90,7 @@ class FakeRecorder(TorchDispatchMode):
     def __enter__(self) -> FakeRecorder:
         from memopt.estimators.fake_watch import watching
 
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         try:
             overrides = Overrides()
             self._stack.callback(overrides.close)
@@ -104,13 +100,13 @@ class FakeRecorder(TorchDispatchMode):
                 self._stack.callback(CudaAutocast(self).close)
             self._stack.enter_context(watching(self))
         except BaseException:
-            super().__exit__(None, None, None)
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
             raise
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._stack.close()
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
     def finish(self) -> Recording:
         """What was recorded, as plain data. Storages alive now stay allocated in it."""
@@ -362,31 +358,10 @@ class FakeRecorder(TorchDispatchMode):
             if func is aten.add.Tensor and self._adds_in_place(args, kwargs):
                 return args[0].add_(args[1])
             return _own(func, args, func(*args, **kwargs))
-        if self._stays_real(func, args, kwargs, tensors, device):
+        if stays_real(func, args, kwargs, tensors, device):
             return func(*args, **kwargs)
         with self.fake_mode:
             return _own(func, args, func(*args, **kwargs))
-
-    def _stays_real(
-        self,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-        device: str,
-    ) -> bool:
-        if tensors:
-            if device == "cuda" and any(t.is_floating_point() and t.numel() > _FLOATS_REAL for t in tensors):
-                return False
-            return sum(_bytes(t) for t in tensors) <= _REAL_BYTES
-        kind = kwargs.get("dtype") or torch.get_default_dtype()
-        name = func._schema.name
-        if name in _INTEGER_FACTORIES and kwargs.get("dtype") is None:
-            kind = torch.int64
-        number = _numel(name, args)
-        if number is None:
-            return True
-        return number <= (_FLOATS_REAL if kind.is_floating_point or kind.is_complex else _INTS_REAL)
 
     def _adds_in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Autograd's input buffer adds a second gradient into the first when nobody else holds it, but not for subclasses."""
@@ -402,39 +377,6 @@ class FakeRecorder(TorchDispatchMode):
 
 _PACK = aten._pack_padded_sequence.default
 """Its second result, the batch sizes, lies on the cpu."""
-_INTEGER_FACTORIES = {
-    "aten::randint",
-    "aten::randperm",
-    "aten::arange",
-    "aten::tril_indices",
-    "aten::triu_indices",
-}
-_SIZED = {
-    "aten::empty", "aten::zeros", "aten::ones", "aten::full", "aten::rand", "aten::randn", "aten::randint",
-    "aten::empty_strided", "aten::normal", "aten::eye", "aten::randperm", "aten::empty_permuted",
-}  # fmt: skip
-
-
-def _numel(name: str, args: tuple[Any, ...]) -> int | None:
-    """How many elements a factory makes; None when its arguments do not say so plainly."""
-    if name in ("aten::eye", "aten::randperm"):
-        return int(args[0]) ** 2 if name == "aten::eye" else int(args[0])
-    if name not in _SIZED:
-        return None
-    for arg in args:
-        if isinstance(arg, (list, tuple, torch.Size)):
-            number = 1
-            for size in arg:
-                number *= int(size)
-            return number
-    return None
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.numel() * tensor.element_size()
-    except RuntimeError:
-        return 0
 
 
 def _dense(tensor: torch.Tensor) -> bool:
@@ -458,7 +400,8 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor
 
 def _own(func: Any, args: tuple[Any, ...], result: Any) -> Any:
     """An in-place op on a real tensor returns that tensor, not the fake copy that was made of it."""
-    if isinstance(result, torch.Tensor) and args and isinstance(args[0], torch.Tensor):
-        if args[0] is not result and not isinstance(args[0], FakeTensor) and func._schema.name.endswith("_"):
-            return args[0]
+    if not (isinstance(result, torch.Tensor) and args and isinstance(args[0], torch.Tensor)):
+        return result
+    if args[0] is not result and not isinstance(args[0], FakeTensor) and func._schema.name.endswith("_"):
+        return args[0]
     return result

@@ -49,7 +49,9 @@ def _noted(result: Result, flipped: list[str]) -> Recording:
     recording = result.recording
     notes = list(recording.notes)
     if flipped:
-        notes.append("the script raised after a first guess; the other truth value was taken at " + ", ".join(flipped))
+        notes.append(
+            "the script raised after a first guess; the other truth value was taken at " + ", ".join(flipped)
+        )
     if not result.backwards:
         notes.append("the script ran no backward pass: what is estimated is what it did")
     elif not result.steps:
@@ -66,7 +68,12 @@ def _run(request: Request, timeout_s: float) -> tuple[Result, str]:
         with log.open("wb") as output:
             try:
                 code = subprocess.run(
-                    command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=timeout_s, check=False
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    timeout=timeout_s,
+                    check=False,
                 ).returncode
             except subprocess.TimeoutExpired:
                 raise NotPossibleHere(
@@ -89,7 +96,9 @@ def _ending(code: int) -> str:
 
 def _tail(log: Path, lines: int = 6) -> str:
     text = log.read_bytes()[-4000:].decode(errors="replace")
-    return "\n  ".join(line for line in text.splitlines() if line.strip() and not line.startswith("USDT"))[-1500:]
+    return "\n  ".join(line for line in text.splitlines() if line.strip() and not line.startswith("USDT"))[
+        -1500:
+    ]
 
 
 def _failed(result: Result, output: str) -> NotPossibleHere:

@@ -12,6 +12,13 @@ from torch.utils._pytree import tree_map
 
 from memopt.estimators.fake_record import FakeRecorder
 
+# torch as something to be patched
+_DDP: Any = torch.nn.parallel.distributed
+_JIT: Any = torch.jit
+_MODULE: Any = torch.nn.Module
+_PARALLEL: Any = torch.nn.parallel
+_TORCH: Any = torch
+
 
 def install(recorder: FakeRecorder) -> None:
     """Patch torch in this process, for good."""
@@ -35,7 +42,7 @@ def _files(recorder: FakeRecorder) -> None:
 
     def name_of(file: Any) -> str:
         try:
-            return os.path.abspath(os.fspath(file))
+            return str(os.path.abspath(os.fspath(file)))
         except TypeError:
             return f"object {id(file)}"
 
@@ -58,9 +65,9 @@ def _files(recorder: FakeRecorder) -> None:
 
         return tree_map(adopt, found)
 
-    torch.save = save
-    torch.load = restore
-    torch.jit.save = lambda m, f, *args, **kwargs: save({}, f)
+    _TORCH.save = save
+    _TORCH.load = restore
+    _JIT.save = lambda m, f, *args, **kwargs: save({}, f)
     try:
         import safetensors.torch as safe
     except ImportError:
@@ -82,7 +89,7 @@ def _made(recorder: FakeRecorder, saved: _Saved, device: str) -> torch.Tensor:
 
 
 def _loaders(recorder: FakeRecorder) -> None:
-    loader = torch.utils.data.DataLoader
+    loader: Any = torch.utils.data.DataLoader
     init = loader.__init__
     signature = inspect.signature(init)
     alone = {
@@ -93,13 +100,15 @@ def _loaders(recorder: FakeRecorder) -> None:
     def in_process(self: Any, *args: Any, **kwargs: Any) -> None:
         bound = signature.bind(self, *args, **kwargs)
         if bound.arguments.get("num_workers"):
-            recorder.guesser.remark("DataLoader workers were not started: batches were loaded in the process itself")
+            recorder.guesser.remark(
+                "DataLoader workers were not started: batches were loaded in the process itself"
+            )
         for name, value in alone.items():
             if name in bound.arguments:
                 bound.arguments[name] = value
         init(*bound.args, **bound.kwargs)
 
-    loader.__init__ = in_process  # type: ignore[method-assign]
+    loader.__init__ = in_process
 
 
 def _compilers(recorder: FakeRecorder) -> None:
@@ -112,10 +121,10 @@ def _compilers(recorder: FakeRecorder) -> None:
     def scripted(obj: Any, *args: Any, **kwargs: Any) -> Any:
         return obj
 
-    torch.compile = eager
-    torch.nn.Module.compile = lambda self, *args, **kwargs: eager(self)  # type: ignore[method-assign,assignment]
-    torch.jit.script = scripted
-    torch.jit.trace = scripted
+    _TORCH.compile = eager
+    _MODULE.compile = lambda self, *args, **kwargs: eager(self)
+    _JIT.script = scripted
+    _JIT.trace = scripted
 
 
 def _distributed(recorder: FakeRecorder) -> None:
@@ -130,7 +139,9 @@ def _distributed(recorder: FakeRecorder) -> None:
 
         rank = int(os.environ.get("RANK", "0"))
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        recorder.guesser.remark(f"the process group is pretended: one process stands for rank {rank} of {size}")
+        recorder.guesser.remark(
+            f"the process group is pretended: one process stands for rank {rank} of {size}"
+        )
         init("fake", rank=rank, world_size=size, store=FakeStore())
 
     dist.init_process_group = alone
@@ -138,10 +149,14 @@ def _distributed(recorder: FakeRecorder) -> None:
     class DistributedDataParallel(torch.nn.Module):
         """DDP's memory (the gradient buckets) without its communication."""
 
-        def __init__(self, module: torch.nn.Module, *args: Any, gradient_as_bucket_view: bool = False, **kwargs: Any) -> None:
+        def __init__(
+            self, module: torch.nn.Module, *args: Any, gradient_as_bucket_view: bool = False, **kwargs: Any
+        ) -> None:
             super().__init__()
             self.module = module
-            recorder.guesser.remark("DistributedDataParallel ran in one process, its gradient buckets included")
+            recorder.guesser.remark(
+                "DistributedDataParallel ran in one process, its gradient buckets included"
+            )
             if not gradient_as_bucket_view:
                 self._buckets = _buckets(recorder, module)
 
@@ -153,8 +168,8 @@ def _distributed(recorder: FakeRecorder) -> None:
 
             return nullcontext()
 
-    torch.nn.parallel.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc,assignment]
-    torch.nn.parallel.distributed.DistributedDataParallel = DistributedDataParallel  # type: ignore[misc,assignment]
+    _PARALLEL.DistributedDataParallel = DistributedDataParallel
+    _DDP.DistributedDataParallel = DistributedDataParallel
 
 
 def _buckets(recorder: FakeRecorder, module: torch.nn.Module) -> list[torch.Tensor]:
@@ -181,7 +196,7 @@ def _inference_mode() -> None:
         def __init__(self, mode: Any = True) -> None:
             super().__init__()
 
-    torch.inference_mode = inference_mode  # type: ignore[misc]
+    _TORCH.inference_mode = inference_mode
 
 
 def is_fake(tensor: Any) -> bool:

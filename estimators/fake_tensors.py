@@ -11,6 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memopt.estimators.fake_guess import user_line
 from memopt.estimators.fake_record import FakeRecorder
 
+# torch as something to be patched
+_MODULE: Any = torch.nn.Module
+_PARAMETER: Any = torch.nn.Parameter
+_TENSOR: Any = torch.Tensor
+
+
 _WRITABLE = 1 << 22
 
 
@@ -60,14 +66,14 @@ def _values(recorder: FakeRecorder) -> None:
         found = self.numpy()
         return found if dtype is None else found.astype(dtype, copy=False)
 
-    torch.Tensor.numpy = to_numpy  # type: ignore[method-assign,assignment]
-    torch.Tensor.tolist = to_list  # type: ignore[method-assign]
-    torch.Tensor.__format__ = to_text  # type: ignore[method-assign,assignment]
-    torch.Tensor.__array__ = to_array  # type: ignore[method-assign,assignment]
+    _TENSOR.numpy = to_numpy
+    _TENSOR.tolist = to_list
+    _TENSOR.__format__ = to_text
+    _TENSOR.__array__ = to_array
 
 
 def _copies() -> None:
-    deepcopy = torch.Tensor.__deepcopy__
+    deepcopy = _TENSOR.__deepcopy__
 
     def copy(self: torch.Tensor, memo: dict[int, Any]) -> Any:
         if not isinstance(self, FakeTensor):
@@ -88,7 +94,7 @@ def _copies() -> None:
         memo[id(self)] = new
         return new
 
-    torch.Tensor.__deepcopy__ = copy  # type: ignore[method-assign,assignment]
+    _TENSOR.__deepcopy__ = copy
 
 
 def _parameters(recorder: FakeRecorder) -> None:
@@ -101,7 +107,7 @@ def _parameters(recorder: FakeRecorder) -> None:
         recorder.mark(made, "parameter")
         return made
 
-    torch.nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign,assignment]
+    _PARAMETER.__new__ = staticmethod(new)
 
 
 def _module_apply(recorder: FakeRecorder) -> None:
@@ -127,15 +133,19 @@ def _module_apply(recorder: FakeRecorder) -> None:
                     target.grad = applied
         for key, buffer in self._buffers.items():
             if buffer is not None:
-                self._buffers[key] = fn(buffer)
-                recorder.mark(self._buffers[key], "buffer", key)
+                self._buffers[key] = moved = fn(buffer)
+                recorder.mark(moved, "buffer", key)
         return self
 
-    torch.nn.Module._apply = apply  # type: ignore[method-assign,assignment]
+    _MODULE._apply = apply
 
 
 def _set(
-    recorder: FakeRecorder, parameters: dict[str, Any], key: str, parameter: torch.Tensor, applied: torch.Tensor
+    recorder: FakeRecorder,
+    parameters: dict[str, Any],
+    key: str,
+    parameter: torch.Tensor,
+    applied: torch.Tensor,
 ) -> None:
     if applied is parameter:
         return

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from memopt.estimators.fake_record import FakeRecorder
 
 
+# torch as something to be patched
+_AUTOGRAD: Any = torch.autograd
+_MODULE: Any = torch.nn.Module
+
+
 class Watch:
     """Follows modules, backward passes and optimizer steps of one recording."""
 
@@ -133,7 +138,7 @@ def watching(recorder: FakeRecorder) -> Iterator[Watch]:
     watch = Watch(recorder)
     recorder.watch = watch
     recorder.where = watch.path
-    call, engine = torch.nn.Module.__call__, torch.autograd._engine_run_backward
+    call, engine = _MODULE.__call__, _AUTOGRAD._engine_run_backward
 
     def module_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         watch.enter(module)
@@ -153,12 +158,12 @@ def watching(recorder: FakeRecorder) -> Iterator[Watch]:
 
     before = register_optimizer_step_pre_hook(lambda optimizer, *_: watch.step_begins(optimizer))
     after = register_optimizer_step_post_hook(lambda optimizer, *_: watch.step_ends(optimizer))
-    torch.nn.Module.__call__ = module_call  # type: ignore[method-assign,assignment]
-    torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment]
+    _MODULE.__call__ = module_call
+    _AUTOGRAD._engine_run_backward = run_backward
     try:
         yield watch
     finally:
-        torch.nn.Module.__call__ = call  # type: ignore[method-assign]
-        torch.autograd._engine_run_backward = engine  # type: ignore[assignment]
+        _MODULE.__call__ = call
+        _AUTOGRAD._engine_run_backward = engine
         before.remove()
         after.remove()

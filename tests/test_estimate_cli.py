@@ -94,7 +94,9 @@ def test_the_largest_batch(canned: list[list[str]]) -> None:
     run("--device", "rtx-3060-12gb", "--max-batch", "--batch-arg=--bs", "train.py", "--bs", "3")
     tried = [int(argv[argv.index("--bs") + 1]) for argv in canned]
     spec = find_device("rtx-3060-12gb")
-    fitting = [n for n in tried if (f := estimate_recording(recording(n), spec).fits_named) and f.verdict != "no"]
+    fitting = [
+        n for n in tried if (f := estimate_recording(recording(n), spec).fits_named) and f.verdict != "no"
+    ]
     assert max(fitting) in range(75, 90)
     assert all(argv.count("--bs") == 1 for argv in canned)
     with pytest.raises(UsageError, match="batch size"):
@@ -106,7 +108,9 @@ def test_not_even_one_fits() -> None:
     with pytest.raises(NotPossibleHere, match="a batch of 1"):
         batch_search.largest_batch(lambda size: estimate_recording(recording(200), spec))
     small = estimate_recording(recording(), spec)
-    best, _ = batch_search.largest_batch(lambda size: small if size <= 37 else replace(small, fits_named=None))
+    best, _ = batch_search.largest_batch(
+        lambda size: small if size <= 37 else replace(small, fits_named=None)
+    )
     assert best == 37
 
 

@@ -149,7 +149,9 @@ def test_the_cpu_run_needs_what_was_predicted(folder: Path, text: str) -> None:
 def test_a_gpu_script_without_a_gpu(folder: Path) -> None:
     script = write(folder, GPU)
     small = estimate_script([script], device="a100-40gb")
-    large = estimate_script([script, "--batch", "4096"], device="rtx-3060-12gb", alloc_conf="expandable_segments:True")
+    large = estimate_script(
+        [script, "--batch", "4096"], device="rtx-3060-12gb", alloc_conf="expandable_segments:True"
+    )
     assert not (folder / "model.pt").exists()
     assert any("torch.compile" in note for note in small.notes)
     assert small.process_bytes is not None

@@ -16,7 +16,13 @@ Block = Callable[..., nn.Module]
 
 
 def conv(
-    inputs: int, outputs: int, kernel: int = 3, stride: int = 1, groups: int = 1, act: nn.Module | None = None, eps: float = 1e-5
+    inputs: int,
+    outputs: int,
+    kernel: int = 3,
+    stride: int = 1,
+    groups: int = 1,
+    act: nn.Module | None = None,
+    eps: float = 1e-5,
 ) -> nn.Sequential:
     """Convolution without bias, batch norm, activation."""
     layers: list[nn.Module] = [
@@ -35,7 +41,14 @@ def vgg(config: str, classes: int = 1000) -> nn.Module:
         else:
             layers += [nn.Conv2d(channels, int(part), 3, padding=1), nn.ReLU(True)]
             channels = int(part)
-    head = [nn.Linear(512 * 49, 4096), nn.ReLU(True), nn.Dropout(0.5), nn.Linear(4096, 4096), nn.ReLU(True), nn.Dropout(0.5)]
+    head = [
+        nn.Linear(512 * 49, 4096),
+        nn.ReLU(True),
+        nn.Dropout(0.5),
+        nn.Linear(4096, 4096),
+        nn.ReLU(True),
+        nn.Dropout(0.5),
+    ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(7), nn.Flatten(), *head, nn.Linear(4096, classes))
 
 
@@ -72,7 +85,16 @@ def resnet(depths: tuple[int, ...], classes: int = 1000) -> nn.Module:
 class Inverted(nn.Module):
     """MobileNetV2's and MNASNet's block."""
 
-    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int, expand: int, act: Callable[[], nn.Module], linear: bool = False) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        kernel: int,
+        stride: int,
+        expand: int,
+        act: Callable[[], nn.Module],
+        linear: bool = False,
+    ) -> None:
         super().__init__()
         width = inputs * expand
         layers: list[nn.Module] = [conv(inputs, width, 1, act=act())] if expand != 1 else []
@@ -87,11 +109,26 @@ def mobilenet_v2(classes: int = 1000) -> nn.Module:
     act = partial(nn.ReLU6, inplace=True)
     layers: list[nn.Module] = [conv(3, 32, 3, 2, act=act())]
     inputs = 32
-    for expand, outputs, depth, stride in ((1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)):
+    for expand, outputs, depth, stride in (
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    ):
         for block in range(depth):
             layers.append(Inverted(inputs, outputs, 3, stride if not block else 1, expand, act))
             inputs = outputs
-    return nn.Sequential(*layers, conv(320, 1280, 1, act=act()), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.2), nn.Linear(1280, classes))
+    return nn.Sequential(
+        *layers,
+        conv(320, 1280, 1, act=act()),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(1280, classes),
+    )
 
 
 class Mean(nn.Module):
@@ -103,11 +140,24 @@ def mnasnet(classes: int = 10) -> nn.Module:
     act = partial(nn.ReLU, inplace=True)
     layers: list[nn.Module] = [conv(3, 32, 3, 2, act=act()), conv(32, 32, 3, 1, 32, act()), conv(32, 16, 1)]
     inputs = 16
-    for outputs, kernel, stride, expand, depth in ((24, 3, 2, 3, 3), (40, 5, 2, 3, 3), (80, 5, 2, 6, 3), (96, 3, 1, 6, 2), (192, 5, 2, 6, 4), (320, 3, 1, 6, 1)):
+    for outputs, kernel, stride, expand, depth in (
+        (24, 3, 2, 3, 3),
+        (40, 5, 2, 3, 3),
+        (80, 5, 2, 6, 3),
+        (96, 3, 1, 6, 2),
+        (192, 5, 2, 6, 4),
+        (320, 3, 1, 6, 1),
+    ):
         for block in range(depth):
             layers.append(Inverted(inputs, outputs, kernel, stride if not block else 1, expand, act))
             inputs = outputs
-    return nn.Sequential(*layers, conv(320, 1280, 1, act=act()), Mean(), nn.Dropout(0.2, inplace=True), nn.Linear(1280, classes))
+    return nn.Sequential(
+        *layers,
+        conv(320, 1280, 1, act=act()),
+        Mean(),
+        nn.Dropout(0.2, inplace=True),
+        nn.Linear(1280, classes),
+    )
 
 
 def divisible(value: float, by: int = 8) -> int:
@@ -126,10 +176,14 @@ class Squeeze(nn.Module):
 
 
 class MobileV3Block(nn.Module):
-    def __init__(self, inputs: int, kernel: int, width: int, outputs: int, squeeze: bool, hard: bool, stride: int) -> None:
+    def __init__(
+        self, inputs: int, kernel: int, width: int, outputs: int, squeeze: bool, hard: bool, stride: int
+    ) -> None:
         super().__init__()
         act: Callable[..., nn.Module] = nn.Hardswish if hard else nn.ReLU
-        layers: list[nn.Module] = [conv(inputs, width, 1, act=act(inplace=True), eps=1e-3)] if width != inputs else []
+        layers: list[nn.Module] = (
+            [conv(inputs, width, 1, act=act(inplace=True), eps=1e-3)] if width != inputs else []
+        )
         layers.append(conv(width, width, kernel, stride, width, act(inplace=True), eps=1e-3))
         if squeeze:
             layers.append(Squeeze(width, divisible(width / 4), F.hardsigmoid))
@@ -155,8 +209,18 @@ def mobilenet_v3(config: str, last: int, classes: int = 10) -> nn.Module:
     layers: list[nn.Module] = [conv(3, 16, 3, 2, act=nn.Hardswish(inplace=True), eps=1e-3)]
     layers += [MobileV3Block(i, k, w, o, bool(se), bool(hs), s) for i, k, w, o, se, hs, s in rows]
     width = rows[-1][3]
-    layers += [conv(width, 6 * width, 1, act=nn.Hardswish(inplace=True), eps=1e-3), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    return nn.Sequential(*layers, nn.Linear(6 * width, last), nn.Hardswish(inplace=True), nn.Dropout(0.2, inplace=True), nn.Linear(last, classes))
+    layers += [
+        conv(width, 6 * width, 1, act=nn.Hardswish(inplace=True), eps=1e-3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+    ]
+    return nn.Sequential(
+        *layers,
+        nn.Linear(6 * width, last),
+        nn.Hardswish(inplace=True),
+        nn.Dropout(0.2, inplace=True),
+        nn.Linear(last, classes),
+    )
 
 
 class LayerNorm2d(nn.LayerNorm):
@@ -218,14 +282,23 @@ def convnext(depths: tuple[int, ...], widths: tuple[int, ...], drop: float, clas
         for _ in range(depth):
             layers.append(ConvNeXtBlock(width, drop * done / (total - 1)))
             done += 1
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), LayerNorm2d(widths[-1], eps=1e-6), nn.Flatten(), nn.Linear(widths[-1], classes))
+    return nn.Sequential(
+        *layers,
+        nn.AdaptiveAvgPool2d(1),
+        LayerNorm2d(widths[-1], eps=1e-6),
+        nn.Flatten(),
+        nn.Linear(widths[-1], classes),
+    )
 
 
 class RegNetBlock(nn.Module):
     def __init__(self, inputs: int, width: int, stride: int, group: int, squeeze: bool) -> None:
         super().__init__()
         self.proj = conv(inputs, width, 1, stride) if inputs != width or stride != 1 else None
-        layers: list[nn.Module] = [conv(inputs, width, 1, act=nn.ReLU(True)), conv(width, width, 3, stride, width // group, nn.ReLU(True))]
+        layers: list[nn.Module] = [
+            conv(inputs, width, 1, act=nn.ReLU(True)),
+            conv(width, width, 3, stride, width // group, nn.ReLU(True)),
+        ]
         if squeeze:
             layers.append(Squeeze(width, round(inputs / 4), torch.sigmoid))
         self.layers, self.act = nn.Sequential(*layers, conv(width, width, 1)), nn.ReLU(True)
@@ -235,7 +308,9 @@ class RegNetBlock(nn.Module):
         return self.act(x)
 
 
-def regnet(depths: tuple[int, ...], widths: tuple[int, ...], group: int, squeeze: bool, classes: int = 1000) -> nn.Module:
+def regnet(
+    depths: tuple[int, ...], widths: tuple[int, ...], group: int, squeeze: bool, classes: int = 1000
+) -> nn.Module:
     layers: list[nn.Module] = [conv(3, 32, 3, 2, act=nn.ReLU(True))]
     inputs = 32
     for depth, width in zip(depths, widths, strict=True):
