@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from memopt.device import Device
 from memopt.errors import MemoptError, RunFailed
 from memopt.instrument.on_import import call_after_import, quiet_allocator
@@ -78,7 +80,8 @@ class ProfileSession:
 
     def __init__(self, command: Command, wanted: Wanted, done: Callable[[Trace], None] | None = None) -> None:
         """`done` is given the trace as soon as there is one, before the script goes on or is stopped."""
-        self._command = command
+        self._script = _describe_script(command)
+        """As it was before it ran: it may change its folder, or itself."""
         self._wanted = wanted
         self._tell = done or (lambda trace: None)
         self._pid = os.getpid()
@@ -381,6 +384,8 @@ class ProfileSession:
         tell_all(recorder.know_again, self._frames)
 
     def _build(self, result: _Result, partial: str) -> Trace:
+        import torch
+
         from memopt.profiler.bandwidth import measure_device
         from memopt.profiler.build import build_trace
 
@@ -394,7 +399,7 @@ class ProfileSession:
             result.usage,
             more_times_us=result.more_times_us,
             base_bytes=recorder.base_bytes,
-            script=describe_script(self._command),
+            script=msgspec.structs.replace(self._script, torch=str(torch.__version__)),
             device=device,
             iteration=result.iteration,
             step_ms=self._step_ms(result),
@@ -425,17 +430,15 @@ class ProfileSession:
         }
 
 
-def describe_script(command: Command) -> Script:
-    """The command as a plan keeps it; the hash is of the file that ran."""
-    import torch
-
+def _describe_script(command: Command) -> Script:
+    """The command as a plan keeps it, but for torch's version, which is known when the script has imported it."""
     return Script(
         argv=list(command.argv),
         cwd=os.getcwd(),
         as_module=command.as_module,
         sha256=hashlib.sha256(find_source(command).read_bytes()).hexdigest(),
         python=platform.python_version(),
-        torch=str(torch.__version__),
+        torch="",
     )
 
 

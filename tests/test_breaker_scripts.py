@@ -1,0 +1,60 @@
+"""Scripts that do to their surroundings what public scripts do: profiled, planned and applied as commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = str(Path(__file__).resolve().parent.parent)
+
+MOVES_AWAY = """
+import os, torch
+from torch import nn
+os.makedirs("outputs/run", exist_ok=True)
+os.chdir("outputs/run")                     # as hydra does
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    loss = model(torch.randn(512, 128)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item(), os.path.basename(os.getcwd()))
+"""
+
+
+def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_a_script_that_changes_its_folder(tmp_path):
+    (tmp_path / "train.py").write_text(MOVES_AWAY)
+    plain = _run(tmp_path, "train.py")
+    profiled = _run(tmp_path, "-m", "memopt", "profile", "-o", "p.json.gz", "train.py")
+    assert profiled.returncode == 0, profiled.stderr
+    advised = _run(
+        tmp_path,
+        "-m",
+        "memopt",
+        "advise",
+        "p.json.gz",
+        "--budget",
+        "70%",
+        "--deny",
+        "swap",
+        "-o",
+        "plan.json",
+    )
+    assert advised.returncode == 0, advised.stderr
+    assert json.loads((tmp_path / "plan.json").read_text())["script"]["cwd"] == str(tmp_path)
+    applied = _run(tmp_path, "-m", "memopt", "apply", "plan.json", "--outcome", "o.json")
+    assert applied.returncode == 0, applied.stderr
+    assert applied.stdout == plain.stdout
+    assert json.loads((tmp_path / "o.json").read_text())["actions"]["done"] > 0
