@@ -32,7 +32,18 @@ def show(as_json: bool, top: int, file: Path) -> None:
     from memopt.cli.console import out
     from memopt.reports.terminal import render_plan, render_trace
 
-    out().print(render_plan(found, top=top) if isinstance(found, Plan) else render_trace(found, top=top))
+    if isinstance(found, Plan):
+        out().print(render_plan(found, top=top))
+        return
+    out().print(render_trace(found, top=top))
+    if found.partial or not found.op_count:
+        return
+    from memopt.advisors.lints import find_lints
+    from memopt.cli.advise_tables import lints_table
+
+    lints = find_lints(found)
+    if lints:
+        out().print(lints_table(lints))
 
 
 class _AnySchema(msgspec.Struct):
