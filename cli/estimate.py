@@ -127,12 +127,18 @@ def _script(argv: list[str], options: dict[str, Any]) -> Estimate:
 def _largest(once: Any, argv: list[str], flag: str | None) -> Estimate:
     from memopt.cli.console import say
     from memopt.estimators.batch_search import largest_batch
+    from memopt.estimators.profile_batch import batch_arguments
 
-    if not flag:
+    seen = batch_arguments(argv)
+    if not flag and len(seen) != 1:
         raise UsageError(
             "--max-batch needs to know how the script takes its batch size", try_="--batch-arg=--batch-size"
         )
-    batch, found = largest_batch(lambda size: once(_with_flag(argv, flag, size)), say)
+
+    def words(size: int) -> list[str]:
+        return _with_flag(argv, flag, size) if flag else seen[0].set(argv, size)
+
+    batch, found = largest_batch(lambda size: once(words(size)), say)
     say(f"the largest batch that fits is {batch}")
     return found
 
