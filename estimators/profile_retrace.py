@@ -24,7 +24,7 @@ def argv_at(trace: Trace, batch: int, new_batch: int, flag: str | None) -> list[
     Raises `NotPossibleHere` when no argument can be told to set it.
     """
     argv = list(trace.script.argv)
-    if new_batch == batch and not flag:
+    if new_batch == batch:
         return argv
     if flag:
         return _with_flag(argv, flag, new_batch)

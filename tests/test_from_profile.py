@@ -213,6 +213,11 @@ def test_the_arguments_of_another_batch(words: list[str], flag: str | None, expe
     assert argv_at(trace, 8, 16, flag) == ["train.py", *expected]
 
 
+def test_the_recorded_batch_keeps_the_arguments() -> None:
+    trace = toy_trace(script=Script(argv=["train.py", "--batch-size", "8"], cwd="/"))
+    assert argv_at(trace, 1, 1, "--batch-size") == trace.script.argv
+
+
 @pytest.mark.parametrize("words", [[], ["--batch-size", "8", "-b", "8"], ["--batch-size", "3"]])
 def test_no_argument_is_guessed(words: list[str]) -> None:
     with pytest.raises(NotPossibleHere, match="batch size"):
