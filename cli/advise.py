@@ -161,7 +161,11 @@ class _Advise:
         """A plan from modelled times says so."""
         import msgspec
 
-        return msgspec.structs.replace(plan, notes=[*plan.notes, trace.notes[-1]]) if trace.device.modelled else plan
+        return (
+            msgspec.structs.replace(plan, notes=[*plan.notes, trace.notes[-1]])
+            if trace.device.modelled
+            else plan
+        )
 
     def _check_goal(self) -> None:
         goals = [name for name in ("budget", "max_overhead", "pareto") if self.options[name]]

@@ -24,7 +24,9 @@ class Chain:
     """Values."""
 
 
-def find_chain(view: TraceView, values: list[int], is_there: Callable[[int], bool], may_replay: Callable[[int], bool]) -> Chain | None:
+def find_chain(
+    view: TraceView, values: list[int], is_there: Callable[[int], bool], may_replay: Callable[[int], bool]
+) -> Chain | None:
     """The replays that make `values`; None when some op on the way may not run again, or the chain is too long."""
     order: list[int] = []
     sources: dict[int, None] = {}

@@ -183,13 +183,19 @@ class Simulator:
         state.added_ms[use] += sum(view.op_ms[op] + REPLAY_MS for op in chain.ops)
         self._record(state, chain, target)
 
-    def _waits(self, state: _State, storage: int, value: int, use: int, decisions: Mapping[int, Decision]) -> Saved | None:
+    def _waits(
+        self, state: _State, storage: int, value: int, use: int, decisions: Mapping[int, Decision]
+    ) -> Saved | None:
         """The recomputed storage that this value is, if somebody will still ask for it."""
         decision = decisions.get(storage)
         if decision is None or decision.kind != "recompute" or storage in state.made or storage in state.kept:
             return None
         saved = self.view.saved[storage]
-        return saved if saved.value == value and use <= saved.last_use < self.view.n and use > saved.gone_after else None
+        return (
+            saved
+            if saved.value == value and use <= saved.last_use < self.view.n and use > saved.gone_after
+            else None
+        )
 
     def _record(self, state: _State, chain: Chain, target: Saved) -> None:
         """Records live until the target's consumers let go of them, and hold sources and generator states."""
@@ -239,7 +245,9 @@ class Simulator:
             lanes=(*self._replay_lanes(state, times), *intervals) if lanes else (),
         )
 
-    def _swap(self, state: _State, decisions: Mapping[int, Decision], times: Floats) -> tuple[list[Interval], float]:
+    def _swap(
+        self, state: _State, decisions: Mapping[int, Decision], times: Floats
+    ) -> tuple[list[Interval], float]:
         swaps = [(self.view.saved[s], d) for s, d in decisions.items() if d.kind == "swap"]
         if not swaps:
             return [], 0.0
@@ -249,10 +257,16 @@ class Simulator:
         for saved, decision in sorted(swaps, key=lambda pair: pair[0].packed_op):
             begin = max(lane, float(times[min(saved.packed_op + 1, self.view.n - 1)]))
             lane = out_end[saved.storage] = begin + self.copy_ms(saved.size_bytes, decision, out=True)
-            intervals.append(Interval("swap_out", self.view.trace.storage_label(saved.storage), begin, lane, saved.size_bytes))
+            intervals.append(
+                Interval(
+                    "swap_out", self.view.trace.storage_label(saved.storage), begin, lane, saved.size_bytes
+                )
+            )
         lane = shift = 0.0
         for saved, decision in sorted(swaps, key=lambda pair: _trigger(*pair)):
-            lane, shift = self._swap_in(state, saved, decision, times, out_end[saved.storage], lane, shift, intervals)
+            lane, shift = self._swap_in(
+                state, saved, decision, times, out_end[saved.storage], lane, shift, intervals
+            )
         return intervals, shift
 
     def _swap_in(
@@ -275,7 +289,9 @@ class Simulator:
             return lane, shift
         begin = max(lane, float(times[trigger]) + shift, out_end)
         end = begin + self.copy_ms(saved.size_bytes, decision, out=False)
-        intervals.append(Interval("swap_in", self.view.trace.storage_label(saved.storage), begin, end, saved.size_bytes))
+        intervals.append(
+            Interval("swap_in", self.view.trace.storage_label(saved.storage), begin, end, saved.size_bytes)
+        )
         return end, shift + max(0.0, end - (float(times[use]) + shift))
 
     def copy_ms(self, size_bytes: int, decision: Decision, *, out: bool) -> float:

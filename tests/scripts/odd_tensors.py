@@ -42,7 +42,11 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(4):
     x = model(table(torch.randint(0, 100, (32,))))
     loss = x.square().mean()
-    loss = loss + torch.fft.fft(x).abs().mean() + torch.view_as_real(torch.polar(x.abs(), x).conj().resolve_conj()).mean()
+    loss = (
+        loss
+        + torch.fft.fft(x).abs().mean()
+        + torch.view_as_real(torch.polar(x.abs(), x).conj().resolve_conj()).mean()
+    )
     loss = loss + torch.sparse.mm(torch.eye(32).to_sparse(), x).mean() + (x[:0] * 2).sum()
     loss = loss + (x.as_subclass(Tagged) * 3).as_subclass(torch.Tensor).mean()
     loss = loss + torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]).values().sum()
