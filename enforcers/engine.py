@@ -384,6 +384,13 @@ class Engine(TorchDispatchMode):
 
     def _act(self, handle: Planned, reader: Call | None) -> None:
         """Let go of the tensor as planned; `reader` is the call whose node saved it, if it was seen."""
+        guard = torch._C._DisableTorchDispatch()  # or the mode counts a codec's ops among the script's
+        try:
+            self._let_go(handle, reader)
+        finally:
+            del guard
+
+    def _let_go(self, handle: Planned, reader: Call | None) -> None:
         slot, tensor = handle.slot, handle.tensor
         assert tensor is not None
         if tensor._version != handle.version:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from enforced import enforced, everything, plan_of, recorded, seeded, state_digests
+from enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
 from test_codecs import CASES, Case, Run, make, same_bits
 from torch import nn
 
@@ -130,3 +130,32 @@ def test_second_gradients_are_bit_identical_with_the_lesser_thing(case):
 def test_torch_itself_does_not_differentiate_hardsigmoid_twice():
     with pytest.raises(RuntimeError, match="hardsigmoid_backward is not implemented"):
         _Twice(next(c for c in CASES if c.name == "hardsigmoid"), torch.float32, "plain")
+
+
+def _functional(steps: int) -> list[str]:
+    """No module at all: every op counts in one frame, and so would a codec's."""
+    weights = [(torch.randn(32, 32) * 0.2).requires_grad_() for _ in range(4)]
+    found = []
+    for _ in range(steps):
+        hidden = torch.randn(64, 32)
+        for weight in weights:
+            hidden = torch.relu(hidden @ weight)
+            hidden = torch.tanh(hidden * torch.bernoulli(torch.full_like(hidden, 0.9)))
+        loss = hidden.square().mean()
+        loss.backward()
+        for weight in weights:
+            weight.data.add_(weight.grad, alpha=-0.1)
+            weight.grad = None
+        found.append(digest(loss))
+    return found + [digest(weight) for weight in weights]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ops_of_codecs_do_not_count_among_those_of_the_script(seed, tmp_path):
+    plan = plan_of(recorded(_functional, tmp_path), any_mixture(seed))
+    kinds = {action.kind for action in plan.actions}
+    assert "recompute" in kinds
+    computed, outcome = enforced(_functional, plan, tmp_path, 6)
+    assert computed == seeded(_functional, 6)
+    assert outcome.divergences == 0
+    assert outcome.actions.skipped == 0
