@@ -55,6 +55,7 @@ class ApplySession:
         self._hooks: SavedTensorHooks | None = None
         self._swapper: Swapper | None = None
         self._meter: Meter | None = None
+        self._measuring = False
         self._peaks: list[int] = []
         self._times_ms: list[float] = []
         self._done: set[int] = set()
@@ -70,6 +71,14 @@ class ApplySession:
 
     def _torch_imported(self) -> None:
         self._log_level()
+        try:
+            self._set_up()
+        except Exception as error:
+            log.error("memopt could not set up the plan; the script runs plain", exc_info=True)
+            self.notes.append(f"nothing was enforced: {type(error).__name__}: {error}")
+            self._engine = None
+
+    def _set_up(self) -> None:
         from memopt.enforcers.engine import Engine
         from memopt.enforcers.tables import tables_of
         from memopt.instrument.frames import Frames
@@ -86,7 +95,9 @@ class ApplySession:
         self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
         self._hooks.install()
         self._engine.enter()
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(
+            before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._forked
+        )
 
     def _open_tiers(self, actions: list[Action]) -> Swapper | None:
         from memopt.enforcers.swapped import Swapper
@@ -114,6 +125,15 @@ class ApplySession:
         from memopt.enforcers.host import HostStore
 
         return HostStore([action.size_bytes for action in actions if action.tier == "host"])
+
+    def _before_fork(self) -> None:
+        """A process forked while torch's profiler is on hangs or crashes in the child."""
+        self._measuring = self._meter is not None
+        self._stop_measuring()
+
+    def _after_fork(self) -> None:
+        if self._measuring:
+            self._start_measuring()
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
@@ -192,10 +212,13 @@ class ApplySession:
         self._frames.new_iteration()
         engine.enter()
         if self._options.measure and count + 1 in MEASURED:
-            from memopt.profiler.meter import meter_for
+            self._start_measuring()
 
-            self._meter = meter_for(self._plan.device.kind)
-            self._meter.start()
+    def _start_measuring(self) -> None:
+        from memopt.profiler.meter import meter_for
+
+        self._meter = meter_for(self._plan.device.kind)
+        self._meter.start()
 
     def _plan_slots(self, engine: Engine) -> list[int]:
         return [len(action.slots) for action in engine.actions]
@@ -228,9 +251,12 @@ class ApplySession:
         if self._also is not None:
             self._also.step_begins(optimizer)
         if self._engine is not None and self._engine.holds_sources:
+            from memopt.instrument.ops import is_plain
+
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    self._engine.source_changes(parameter.untyped_storage()._cdata)
+                    if is_plain(parameter):
+                        self._engine.source_changes(parameter.untyped_storage()._cdata)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         return None
