@@ -56,6 +56,8 @@ class ApplySession:
         self._swapper: Swapper | None = None
         self._meter: Meter | None = None
         self._measuring = False
+        self._resident_bytes = 0
+        """Largest resident set before torch's profiler, which measures, took memory of its own."""
         self._peaks: list[int] = []
         self._times_ms: list[float] = []
         self._done: set[int] = set()
@@ -173,7 +175,7 @@ class ApplySession:
             actions=ActionCounts(planned=planned, done=len(self._done), skipped=planned - len(self._done)),
             divergences=engine.divergences if engine is not None else 0,
             steps=self._iterations.count if self._iterations is not None else 0,
-            process_peak_bytes=_resident_peak_bytes(),
+            process_peak_bytes=self._resident_bytes or _resident_peak_bytes(),
             notes=notes,
         )
 
@@ -215,6 +217,7 @@ class ApplySession:
             self._start_measuring()
 
     def _start_measuring(self) -> None:
+        self._resident_bytes = self._resident_bytes or _resident_peak_bytes()
         from memopt.profiler.meter import meter_for
 
         self._meter = meter_for(self._plan.device.kind)
@@ -238,6 +241,8 @@ class ApplySession:
         if self._engine is None or self._frames is None:
             return
         self._engine.settle_all()
+        if self._swapper is not None and self._plan.device.kind == "cpu":
+            self._swapper.wait_for_copies()
         self._engine.leave()
         self._frames.paused = True
 

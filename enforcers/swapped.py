@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -38,6 +39,12 @@ class SwappedStorage:
         like = self._ticket
         self._storage = UntypedStorage(like.nbytes, device=getattr(like, "device", "cpu"))
         self._coming = self._tier.read_async(like, self._storage)
+
+    def wait_until_away(self) -> None:
+        """Until the copy is safe; one that failed keeps its storage."""
+        if not self._home and self._storage is None:
+            with contextlib.suppress(SwapFailed):
+                self._tier.wait(self._ticket)
 
     def get(self) -> UntypedStorage:
         """The storage with its bytes; waits for the copy."""
@@ -92,6 +99,13 @@ class Swapper:
             content = reference() if reference is not None else None
             if content is not None:
                 content.prefetch()
+
+    def wait_for_copies(self) -> None:
+        """Let nothing that should be away lag behind on a slow disk: the peak is near when backward begins."""
+        for reference in self._swapped.values():
+            content = reference()
+            if content is not None:
+                content.wait_until_away()
 
     def collect(self) -> None:
         """Let go of what has safely been copied out."""

@@ -35,7 +35,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     divergences: int
     """Times that the run did other ops than the profiled one; each lost savings until the next module boundary."""
     process_peak_bytes: int = 0
-    """Largest resident set of the process; 0 when not known."""
+    """Largest resident set of the process before torch's profiler was started to measure; 0 when not known."""
     steps: int = 0
     """Iterations that were enforced."""
     notes: list[str] = []
