@@ -126,7 +126,15 @@ def test_what_cannot_be_meant(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--dim"):
         run("--dim", "seq", str(tmp_path / "bad.onnx"))
     with pytest.raises(UsageError, match="not understood"):
-        run(str(tmp_path / "bad.onnx"), "--batch-size", "4")
+        run(str(tmp_path / "bad.onnx"), "4")
+
+
+def test_options_may_follow_a_file_but_not_a_script(tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"nonsense")
+    with pytest.raises(UsageError, match="--dim"):
+        run(str(tmp_path / "bad.onnx"), "--batch-size", "4", "--dim", "seq")
+    with pytest.raises(UsageError, match="cannot run"):
+        run(str(tmp_path / "gone.py"), "--dim", "seq")
 
 
 def test_a_typo_is_not_taken_for_a_script() -> None:
