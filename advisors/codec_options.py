@@ -10,15 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memopt.device import Device
-from memopt.enforcers.codec_sizes import (
+from memopt.estimators.codec_sizes import (
     TensorMeta,
     decode_transient_bytes,
     decoded_bytes,
     encode_transient_bytes,
     predicted_bytes,
 )
-from memopt.enforcers.slot_needs import VALUES, Need, needs_of, weakest_common_codec
 from memopt.estimators.decision import Decision
+from memopt.estimators.slot_needs import VALUES, Need, needs_of, weakest_common_codec
 from memopt.estimators.trace_view import Saved, TraceView
 
 ITEM_BYTES = {

@@ -8,9 +8,9 @@ from datetime import UTC, datetime
 
 import memopt
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.enforcers.slot_needs import VALUES, Need, Value
 from memopt.estimators.chains import Chain
 from memopt.estimators.decision import Decision
+from memopt.estimators.slot_needs import VALUES, Need, Value
 from memopt.estimators.trace_view import Saved
 from memopt.plan import Action, OpRef, Plan, SlotRef
 from memopt.timeline import Timeline

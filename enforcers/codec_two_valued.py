@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 
 from memopt.enforcers.bits import fill_by_bits, pack_bits, unpack_bits
-from memopt.enforcers.codec_sizes import bitmap_bytes
 from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
+from memopt.estimators.codec_sizes import bitmap_bytes
 
 name = "two_valued"
 of_values = True

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from memopt.enforcers.bits import pack_bits, unpack_bits
-from memopt.enforcers.codec_sizes import bitmap_bytes, predicted_bytes
 from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
+from memopt.estimators.codec_sizes import bitmap_bytes, predicted_bytes
 
 name = "zero_bitmap"
 of_values = True

@@ -9,7 +9,6 @@ savings, it can never change a result.
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import weakref
 from collections import Counter
@@ -33,9 +32,9 @@ from memopt.enforcers.records import (
     pin,
     record_op,
 )
-from memopt.enforcers.slot_needs import Need
 from memopt.enforcers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.tables import PlannedSlot, Tables
+from memopt.estimators.slot_needs import Need
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of, updated_statistics
@@ -93,7 +92,6 @@ class Engine(TorchDispatchMode):
         self._swapper = swapper
         self._device = device
         self._thread = threading.get_ident()
-        self._pid = os.getpid()
         self._values: dict[int, Value] = {}
         """Storage address -> the value that it holds now."""
         self._pins: dict[int, list[weakref.ref[Record]]] = {}

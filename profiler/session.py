@@ -94,7 +94,6 @@ class ProfileSession:
         self._recorded_ms = 0.0
         self._device = wanted.device
         self._optimizers: set[int] = set()
-        self._clips = 0
         self._notes: list[str] = []
         self._hooks: SavedTensorHooks | None = None
         self._tier: Tier | None = None

@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
-from memopt.enforcers import bits, codec_sizes
+from memopt.enforcers import bits
 from memopt.enforcers.codecs import CODECS, attributes_of, decode, encode, encode_for, measure_value_codecs
 from memopt.enforcers.encoded import bits_of, cells_of, flat_storage, is_plain, meta_of
-from memopt.enforcers.slot_needs import (
+from memopt.estimators import codec_sizes
+from memopt.estimators.slot_needs import (
     SLOT_NEEDS,
     VALUES,
     Need,
