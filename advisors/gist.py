@@ -1,7 +1,7 @@
 """Gist (Jain et al., ISCA 2018): keep between forward and backward only what backward reads of each tensor.
 
 Rule: binarize what ReLU's backward asks (1 bit) and max-pool's (a position inside the window), in all layers; drop what is never
-read. O(n). Differs: the set of readers is the table of `enforcers.slot_needs` (all nodes, not ReLU and pooling alone); the
+read. O(n). Differs: the set of readers is the table of `estimators.slot_needs` (all nodes, not ReLU and pooling alone); the
 sparse encoding depends on the data and is left out, since the profile says nothing of it; delayed precision reduction is
 lossy and is not planned. What is not needed for the budget is kept as it is, largest savings first.
 """
