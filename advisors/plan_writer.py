@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -51,6 +52,8 @@ def write_plan(
         predicted_peak_bytes=timeline.peak_bytes if decisions else problem.unplanned_peak_bytes,
         plain_step_ms=trace.step_ms,
         predicted_step_ms=timeline.step_ms,
+        saved_tensors=len(trace.slots.node),
+        saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),
         actions=actions,
         notes=[*notes],
     )

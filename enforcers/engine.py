@@ -107,6 +107,9 @@ class Engine(TorchDispatchMode):
         """Action -> why it was not taken, the first reason of the run."""
         self.divergences = 0
         """Module calls, over the run, in which something was not as planned."""
+        self.saved_tensors = 0
+        self.saved_elements = 0
+        """What autograd saved in this iteration, in the plan's own measure."""
 
     @property
     def actions(self) -> list[Action]:
@@ -303,6 +306,8 @@ class Engine(TorchDispatchMode):
             return Kept(tensor)
         if tensor.device.type != self._device or not is_plain(tensor):
             return Kept(tensor)
+        self.saved_tensors += 1
+        self.saved_elements += tensor.numel()
         frame = self._frames.current
         ordinal = frame.packs
         frame.packs += 1
@@ -466,6 +471,7 @@ class Engine(TorchDispatchMode):
     def new_iteration(self) -> None:
         """Forget what ended with the iteration."""
         self.done.clear()
+        self.saved_tensors = self.saved_elements = 0
         self._encoded.clear()
         self._pins = {
             a: live for a, refs in self._pins.items() if (live := [r for r in refs if r() is not None])

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MEASURED = (3, 4)
-"""Iterations in which the bytes are measured on a CPU; their times do not count."""
+MEASURED = (3, 5)
+"""Iterations in which the bytes are measured on a CPU; their times do not count.
+
+Never two in a row: the optimizer's own `record_function` is open where iterations end, and one that was opened under a profiler
+writes into freed memory if it is closed under the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,8 @@ class ApplySession:
         self._peaks: list[int] = []
         self._times_ms: list[float] = []
         self._done: set[int] = set()
+        self._others: list[float] = []
+        """For each iteration that saved other tensors than the profiled one: how many elements to one of the plan's."""
         self._log_level: Callable[[], None] = lambda: None
         self.notes: list[str] = []
 
@@ -164,6 +169,11 @@ class ApplySession:
         notes = [*self.notes, *self._declined()]
         if self._hooks is not None and self._hooks.stepped_aside:
             notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
+        if self._others:
+            notes.append(
+                f"{len(self._others)} iterations saved other tensors than the profiled one, {min(self._others):.2f} to "
+                f"{max(self._others):.2f} times as many elements; the peak moves with them, and was predicted for the profiled one"
+            )
         return Outcome(
             budget_bytes=plan.budget_bytes,
             unplanned_peak_bytes=plan.unplanned_peak_bytes,
@@ -175,6 +185,7 @@ class ApplySession:
             actions=ActionCounts(planned=planned, done=len(self._done), skipped=planned - len(self._done)),
             divergences=engine.divergences if engine is not None else 0,
             steps=self._iterations.count if self._iterations is not None else 0,
+            other_steps=len(self._others),
             process_peak_bytes=self._resident_bytes or _resident_peak_bytes(),
             notes=notes,
         )
@@ -205,8 +216,10 @@ class ApplySession:
         engine.settle_all()
         if count == 1:
             engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
-        if count > 1 and self._meter is None:
-            self._times_ms.append(milliseconds)
+        if count > 1:
+            self._compare(engine)
+            if self._meter is None:
+                self._times_ms.append(milliseconds)
         self._stop_measuring()
         actions = self._plan_slots(engine)
         self._done |= {number for number, taken in engine.done.items() if taken >= actions[number]}
@@ -215,6 +228,15 @@ class ApplySession:
         engine.enter()
         if self._options.measure and count + 1 in MEASURED:
             self._start_measuring()
+
+    def _compare(self, engine: Engine) -> None:
+        """Is this iteration one like that which was planned for?"""
+        plan = self._plan
+        if plan.saved_tensors and (engine.saved_tensors, engine.saved_elements) != (
+            plan.saved_tensors,
+            plan.saved_elements,
+        ):
+            self._others.append(engine.saved_elements / max(1, plan.saved_elements))
 
     def _start_measuring(self) -> None:
         self._resident_bytes = self._resident_bytes or _resident_peak_bytes()

@@ -38,6 +38,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Largest resident set of the process before torch's profiler was started to measure; 0 when not known."""
     steps: int = 0
     """Iterations that were enforced."""
+    other_steps: int = 0
+    """Those of them, but for the first, in which autograd saved other tensors than in the profiled one."""
     notes: list[str] = []
     """What the reader should know: why actions were skipped, where the run left the plan, ..."""
 

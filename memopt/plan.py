@@ -84,6 +84,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     predicted_peak_bytes: int
     plain_step_ms: float
     predicted_step_ms: float
+    saved_tensors: int = 0
+    """How many tensors autograd saved in the profiled iteration; 0 when not known."""
+    saved_elements: int = 0
+    """Their elements together: an iteration that saves others is another one than was planned for."""
     actions: list[Action]
     notes: list[str] = []
 

@@ -56,6 +56,6 @@ def _rows(outcome: Outcome) -> list[tuple[str, ...]]:
 
 def _divergences(outcome: Outcome) -> str:
     if not outcome.divergences:
-        return "the run followed the profile"
+        return "the run followed the profile" + (" where it could" if outcome.other_steps else "")
     times = f"{outcome.divergences} time{'s' if outcome.divergences > 1 else ''}"
     return f"the run left the profile {times} and kept its tensors there"

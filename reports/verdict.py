@@ -8,6 +8,8 @@ from memopt.reports.moment import Moment, module_path, phase_of
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
 
+_FIRST_MEASURED_STEP = 3
+
 _PLURAL = {
     "parameter": "parameters",
     "gradient": "gradients",
@@ -80,6 +82,8 @@ def of_plan(plan: Plan) -> str:
 def of_outcome(outcome: Outcome) -> str:
     """Did the run stay within the budget, and what did it cost?"""
     if not outcome.measured_peak_bytes:
+        if outcome.steps >= _FIRST_MEASURED_STEP:
+            return "The peak was not measured."
         return "Nothing was measured: the script ended before a whole step was enforced."
     over = outcome.measured_peak_bytes - outcome.budget_bytes
     verdict = (

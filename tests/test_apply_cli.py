@@ -77,3 +77,28 @@ def test_option_of_the_script_without_dashes_is_refused(folder: Path) -> None:
     done = memopt(folder, "apply", "plan.json", "--lr", "2")
     assert (done.returncode, done.stdout) == (2, "")
     assert "No such option '--lr'" in done.stderr
+
+
+def test_a_run_that_does_not_measure_says_so(folder: Path) -> None:
+    done = memopt(folder, "apply", "plan.json", "--no-measure", "--outcome", "bare.json")
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads((folder / "bare.json").read_text())
+    assert (outcome["measured_peak_bytes"], outcome["other_steps"]) == (0, 0)
+    assert outcome["measured_step_ms"] > 0
+    assert "The peak was not measured." in done.stderr
+
+
+def test_iterations_unlike_the_profiled_one_are_told(folder: Path) -> None:
+    """Batches that grow by a half: as many tensors are saved, but larger ones."""
+    grown = SCRIPT.replace("for _ in range(6)", "for step in range(6)").replace(
+        "2048", "(2048 if step < 4 else 3072)"
+    )
+    (folder / "grows.py").write_text(grown)
+    for args in (["profile", "-o", "g.json.gz", "grows.py"], ["advise", "g.json.gz", "--budget", "75%", "-o", "g.plan.json"]):  # fmt: skip
+        done = memopt(folder, *args)
+        assert done.returncode == 0, done.stderr
+    done = memopt(folder, "apply", "g.plan.json", "--outcome", "grown.json")
+    outcome = json.loads((folder / "grown.json").read_text())
+    assert outcome["other_steps"] == 2
+    assert any("2 iterations saved other tensors" in note for note in outcome["notes"])
+    assert "followed the profile where it could" in done.stderr

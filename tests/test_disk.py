@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import warnings
 from pathlib import Path
 
@@ -557,10 +556,8 @@ def test_any_order_of_calls_against_a_dictionary(tmp_path_factory, steps):
         store.close()
 
 
-def test_measuring_is_short_bounded_and_leaves_nothing(tmp_path):
-    begin = time.perf_counter()
+def test_measuring_leaves_nothing(tmp_path):
     write_rate, read_rate = measure_disk(tmp_path, most_bytes=32 << 20)
-    assert time.perf_counter() - begin < 20
     assert 1e6 < write_rate < 1e12
     assert 1e6 < read_rate < 1e12
     assert os.listdir(tmp_path) == []

@@ -337,11 +337,21 @@ def deep(path: Path, blocks: int) -> Path:
     return save(path, nodes, weights, ["batch", 16, 64])
 
 
-def test_a_thousand_nodes_in_five_seconds(tmp_path: Path) -> None:
-    path = deep(tmp_path / "m.onnx", 100)
-    start = time.perf_counter()
-    plan = plan_training(path, batch_size=8, dims={})
-    assert time.perf_counter() - start < 5
+def test_time_grows_with_the_nodes_and_no_faster(tmp_path: Path) -> None:
+    """A tenth of the nodes beside all of them, in this process's own time: matching must not compare each with each."""
+
+    def seconds(layers: int) -> float:
+        path = deep(tmp_path / f"{layers}.onnx", layers)
+        start = time.process_time()
+        plan_training(path, batch_size=8, dims={})
+        return time.process_time() - start
+
+    seconds(1)  # imports
+    assert seconds(100) < 30 * min(seconds(10), seconds(10))
+
+
+def test_a_thousand_nodes(tmp_path: Path) -> None:
+    plan = plan_training(deep(tmp_path / "m.onnx", 100), batch_size=8, dims={})
     assert sum(n.op == "Gelu" for n in plan.graph.nodes) == 100
     assert len(plan.graph.nodes) == 501
 
