@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from memopt.enforcers.codecs import decode, encode, encode_for
 from memopt.enforcers.encoded import Encoded, flat_storage
+from memopt.enforcers.flat_call import CallForm, flatten_call
 from memopt.enforcers.premises import Call, describe_call, hold
 from memopt.enforcers.records import (
     Pinned,
@@ -42,6 +43,8 @@ from memopt.instrument.saved import Kept, check_version, let_go_of_bytes, share,
 from memopt.plan import Action
 
 log = logging.getLogger(__name__)
+
+_PLAIN_TYPES = frozenset(PLAIN_TYPES)
 
 
 class Planned:
@@ -156,7 +159,7 @@ class Engine(TorchDispatchMode):
         iterations = self._iterations
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
             return func(*args, **kwargs)
-        if any(t not in PLAIN_TYPES for t in types):
+        if not _PLAIN_TYPES.issuperset(types):
             return NotImplemented
         kind = kind_of(func)
         if kind.is_view:
@@ -186,17 +189,19 @@ class Engine(TorchDispatchMode):
         name: str | None,
     ) -> Any:
         record = None
+        flat: list[Any] = []
         if name is not None and name != kind.name:
             self._diverged(frame)
         elif name is not None:
-            record = self._record(func, kind, args, kwargs)
+            flat, form = flatten_call(args, kwargs)
+            record = self._record(func, kind, flat, form)
         for statistics in updated_statistics(kind, args):
             self.source_changes(statistics.untyped_storage()._cdata, but=record)
         written = self._about_to_write(kind, args, kwargs, record)
         out = func(*args, **kwargs)
         self._overwritten(written)
         if record is not None:
-            self._remember(record, args, kwargs, out)
+            self._remember(record, flat, out)
         if self._unsettled:
             lossy = any(handle.slot.ref.need != "values" for handle in self._unsettled)
             self._settle(describe_call(kind.name, func, args, kwargs) if lossy else None)
@@ -204,12 +209,10 @@ class Engine(TorchDispatchMode):
 
     # --- records
 
-    def _record(
-        self, func: Any, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Record | None:
+    def _record(self, func: Any, kind: OpKind, flat: list[Any], form: CallForm) -> Record | None:
         """The call, remembered before it runs; None when it could not be made again."""
         try:
-            record = record_op(func, kind, args, kwargs, self._freeze)
+            record = record_op(func, kind, flat, form, self._freeze)
         except Exception:
             log.warning("%s could not be recorded, its outputs are kept", kind.name, exc_info=True)
             return None
@@ -226,8 +229,7 @@ class Engine(TorchDispatchMode):
             )
         return pin(tensor)
 
-    def _remember(self, record: Record, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        flat = list(tree_iter((args, kwargs)))
+    def _remember(self, record: Record, flat: list[Any], out: Any) -> None:
         taken: set[int] = set()
         for position in record.written:
             argument = record.args[position]

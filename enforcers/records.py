@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
+from memopt.enforcers.flat_call import CallForm
 from memopt.instrument.ops import OpKind
 from memopt.instrument.saved import view_of
 
@@ -77,21 +78,21 @@ class Value:
 class Record:
     """One op that can run again."""
 
-    __slots__ = ("__weakref__", "args", "func", "grad", "kind", "rng", "spec", "updated", "values", "written")
+    __slots__ = ("__weakref__", "args", "form", "func", "grad", "kind", "rng", "updated", "values", "written")
 
     def __init__(
-        self, func: Any, kind: OpKind, args: list[Any], spec: TreeSpec, rng: tuple[Any, Tensor] | None
+        self, func: Any, kind: OpKind, args: list[Any], form: CallForm, rng: tuple[Any, Tensor] | None
     ) -> None:
         self.func = func
         self.kind = kind
         self.args = args
-        self.spec = spec
+        self.form = form
         self.rng = rng
         self.grad = torch.is_grad_enabled()
         """Some kernels ask for the grad mode."""
-        self.updated = _statistics_positions(kind, spec, args)
+        self.updated = _statistics_positions(kind, form, args)
         """Flat positions of running statistics that the call moves on; its outputs do not depend on them."""
-        self.written = _written_positions(kind, spec) | self.updated
+        self.written = _written_positions(kind, form, len(args)) | self.updated
         """Flat positions of arguments that the op writes: a replay gives it private copies."""
         self.values: list[weakref.ref[Value]] = []
 
@@ -180,7 +181,7 @@ class _Replay:
 
     def _run(self, record: Record) -> None:
         flat = [self._argument(record, position, argument) for position, argument in enumerate(record.args)]
-        args, kwargs = tree_unflatten(flat, record.spec)
+        args, kwargs = record.form.rebuild(flat)
         out = self._call(record, args, kwargs)
         outputs = list(_tensors(out))
         for reference in record.values:
@@ -233,22 +234,22 @@ class _Replay:
         return tensor
 
 
-def _written_positions(kind: OpKind, spec: TreeSpec) -> frozenset[int]:
+def _written_positions(kind: OpKind, form: CallForm, count: int) -> frozenset[int]:
     if not kind.writes:
         return frozenset()
-    args, kwargs = tree_unflatten(list(range(spec.num_leaves)), spec)
+    args, kwargs = form.rebuild(list(range(count)))
     found: set[int] = set()
     for position, name in zip(kind.writes, kind.write_names, strict=True):
         given = args[position] if position < len(args) else kwargs.get(name)
-        found.update(leaf for leaf in tree_flatten(given)[0] if leaf is not None)
+        found.update(leaf for leaf in tree_leaves(given) if leaf is not None)
     return frozenset(found)
 
 
-def _statistics_positions(kind: OpKind, spec: TreeSpec, flat: list[Any]) -> frozenset[int]:
+def _statistics_positions(kind: OpKind, form: CallForm, flat: list[Any]) -> frozenset[int]:
     """Where the statistics lie that the call updates; none in evaluation mode, which only reads them."""
     if kind.statistics is None:
         return frozenset()
-    args, _ = tree_unflatten(list(range(spec.num_leaves)), spec)
+    args, _ = form.rebuild(list(range(len(flat))))
     mean, variance, training = kind.statistics
     if training is not None and not flat[args[training]]:
         return frozenset()
@@ -285,14 +286,13 @@ def _changed(record: Record, argument: Pinned) -> CannotReplay:
 def record_op(
     func: Any,
     kind: OpKind,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    flat: list[Any],
+    form: CallForm,
     freeze: Callable[[Tensor], View | Pinned | Tensor],
 ) -> Record:
     """Remember a call before it runs; `freeze` says what to hold of each tensor argument."""
-    flat, spec = tree_flatten((args, kwargs))
     rng = generator_state(flat) if kind.random else None
-    return Record(func, kind, [freeze(a) if isinstance(a, Tensor) else a for a in flat], spec, rng)
+    return Record(func, kind, [freeze(a) if isinstance(a, Tensor) else a for a in flat], form, rng)
 
 
 def output_tensors(out: Any) -> list[Any]:

@@ -93,15 +93,16 @@ class ApplySession:
         from memopt.instrument.saved import SavedTensorHooks
 
         self._frames = Frames()
-        self._frames.install()
         self._iterations = Iterations(self)
         self._iterations.install()
         tables = tables_of(self._plan)
         self._swapper = self._open_tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
-        self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
-        self._hooks.install()
-        self._engine.enter()
+        if not tables.empty:
+            self._frames.install()
+            self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
+            self._hooks.install()
+            self._engine.enter()
         os.register_at_fork(
             before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._forked
         )
@@ -216,10 +217,10 @@ class ApplySession:
         engine.settle_all()
         if count == 1:
             engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
-        if count > 1:
+        if count > 1 and self._hooks is not None:
             self._compare(engine)
-            if self._meter is None:
-                self._times_ms.append(milliseconds)
+        if count > 1 and self._meter is None:
+            self._times_ms.append(milliseconds)
         self._stop_measuring()
         actions = self._plan_slots(engine)
         self._done |= {number for number, taken in engine.done.items() if taken >= actions[number]}

@@ -20,8 +20,10 @@ from memopt.timeline import Interval, Timeline
 
 MODE_MS = 0.005
 """Per forward op: what watching it costs while a plan has actions."""
-REPLAY_MS = 0.03
-"""Per replayed op, on top of the op itself."""
+HOOK_MS = 0.01
+"""Per saved tensor: the hooks that pack and unpack it, while a plan has actions."""
+REPLAY_MS = 0.09
+"""Per replayed op, on top of the op itself: remembering it in forward and calling it again."""
 
 
 @dataclass(slots=True)
@@ -55,7 +57,7 @@ class Simulator:
     def __init__(self, view: TraceView, device: Device | None = None) -> None:
         self.view = view
         self.device = device or view.trace.device
-        self._forward_ops = int((view.phase == 0).sum())
+        self._watching_ms = MODE_MS * int((view.phase == 0).sum()) + HOOK_MS * len(view.trace.slots.node)
 
     def run(self, decisions: Mapping[int, Decision], *, lanes: bool = False) -> Timeline:
         """The timeline of a step under `decisions` (storage -> decision)."""
@@ -223,7 +225,7 @@ class Simulator:
 
     def _finish(self, state: _State, decisions: Mapping[int, Decision], lanes: bool) -> Timeline:
         view = self.view
-        mode_ms = MODE_MS * self._forward_ops if decisions else 0.0
+        watching_ms = self._watching_ms if decisions else 0.0
         times = view.start_ms + np.cumsum(state.added_ms)[: view.n]
         intervals, stall_ms = self._swap(state, decisions, times)
         live = view.live + np.cumsum(state.change)[: view.n]
@@ -239,7 +241,7 @@ class Simulator:
             start_ms=times,
             peak_bytes=int(high[peak_op]) if view.n else view.trace.base_bytes,
             peak_op=peak_op,
-            step_ms=view.trace.step_ms + added_ms + stall_ms + mode_ms,
+            step_ms=view.trace.step_ms + added_ms + stall_ms + watching_ms,
             replay_ms=added_ms - state.staging_ms,
             stall_ms=stall_ms + state.staging_ms,
             lanes=(*self._replay_lanes(state, times), *intervals) if lanes else (),

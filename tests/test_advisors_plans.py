@@ -17,7 +17,7 @@ from memopt.advisors.registry import STRATEGIES
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 from memopt.estimators.decision import RECOMPUTE, Decision
-from memopt.estimators.timeline import MODE_MS, REPLAY_MS, Simulator
+from memopt.estimators.timeline import HOOK_MS, MODE_MS, REPLAY_MS, Simulator
 from memopt.estimators.trace_view import TraceView
 from memopt.plan import Plan, load_plan
 from memopt.trace import Trace
@@ -56,7 +56,7 @@ def test_peak_of_a_chain_by_hand() -> None:
         1410,
     ]
     assert timeline.peak_bytes == 3010 + 400
-    assert timeline.step_ms == pytest.approx(18 + 1 + REPLAY_MS + 6 * MODE_MS)
+    assert timeline.step_ms == pytest.approx(18 + 1 + REPLAY_MS + 6 * MODE_MS + 6 * HOOK_MS)
 
 
 def test_auto_takes_the_cheapest_of_equal_bytes() -> None:
