@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from memopt.advisors.auto import TIME_LIMIT_S, Auto
+from memopt.advisors.auto import Auto
 from memopt.advisors.plan_writer import write_plan
-from memopt.advisors.problem import MARGIN, Decisions, Problem, allowed
-from memopt.advisors.registry import STRATEGIES, Strategy
+from memopt.advisors.problem import MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
+from memopt.advisors.registry import STRATEGIES
+from memopt.advisors.strategy import Strategy
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, UsageError
 from memopt.estimators.timeline import Simulator
@@ -56,7 +57,9 @@ class Adviser:
         if self._view is None:
             self._view = TraceView(self.trace)
         simulator = Simulator(self._view, planning_device(self.trace.device))
-        return Problem(self._view, simulator, budget_bytes, self.allow, margin=margin)
+        return Problem(
+            self._view, simulator, budget_bytes, self.allow, margin=margin, time_limit_s=self.time_limit_s
+        )
 
     def plan(self, budget_bytes: int, strategy: str = "auto") -> Plan:
         """The plan of `strategy`; without actions when the budget is met anyway."""
@@ -76,11 +79,13 @@ class Adviser:
             peak = format_bytes(problem.unplanned_peak_bytes)
             note = f"nothing to do: the plain run peaks at {peak}, within the budget of {format_bytes(budget_bytes)}"
             return problem, {}, (note,)
+        notes: tuple[str, ...] = ()
         try:
-            return problem, planner.plan(problem), ()
+            decisions = planner.plan(problem)
         except BudgetInfeasible as error:
             problem, decisions = self._without_margin(error, budget_bytes, planner)
-            return problem, decisions, ("the plan leaves no safety margin below the budget",)
+            notes = ("the plan leaves no safety margin below the budget",)
+        return problem, decisions, notes + _optimality(problem, decisions)
 
     def strategy(self, name: str) -> Strategy:
         """The strategy called `name`, with this adviser's time limit. Raises `UsageError`."""
@@ -97,6 +102,23 @@ class Adviser:
             raise error
         problem = self.problem(budget_bytes, margin=0.0)
         return problem, planner.plan(problem)
+
+
+def _optimality(problem: Problem, decisions: Decisions) -> tuple[str, ...]:
+    """How far the plan can be from the fastest one, where that is known."""
+    least_ms = problem.least_step_ms
+    if not least_ms or not decisions:
+        return ()
+    above = max(0.0, problem.run(decisions).step_ms / least_ms - 1)
+    if above < 1e-4:
+        return ("by the simulator, no plan with these kinds of action has a shorter step under this budget",)
+    return (
+        f"its step is within {_percent(above)} of the shortest that any plan of these kinds can have under this budget",
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"
 
 
 def planning_device(device: Device) -> Device:

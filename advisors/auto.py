@@ -3,8 +3,10 @@
 Starts are the plans of the published strategies and greedy constructions (bytes above the target that go, a millisecond that
 is paid, with several exponents). Each is mended until it fits and pruned; then large-neighbourhood moves on the best until the
 time limit. Anytime: Ctrl-C keeps the best so far. Never worse than the strategies it starts from, since their plans
-are among the starts and are judged by the same simulator. Optimal (under the simulator, for the options there are) only for
-problems small enough to try every combination; no bound on the step time is claimed.
+are among the starts and are judged by the same simulator (the slower ones while there is time). Optimal (under the simulator,
+for the options there are) for problems small enough to try every combination, and where the bound of `relief` is met, at
+which the search ends; elsewhere the bound says how far off a plan can be. HiGHS, where it is installed, gives the bound and
+some of the starts.
 """
 
 from __future__ import annotations
@@ -13,36 +15,65 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from memopt.advisors.autoswap import Autoswap
+from memopt.advisors.autotm import Autotm
 from memopt.advisors.blockers import infeasible
 from memopt.advisors.capuchin import capuchin_picks
+from memopt.advisors.checkmate import answers
 from memopt.advisors.dtr import Dtr
 from memopt.advisors.flashneuron import Flashneuron
 from memopt.advisors.gist import Gist
 from memopt.advisors.modnn import Modnn
 from memopt.advisors.picks import shortest_fitting
-from memopt.advisors.problem import Decisions, OutOfTime, Problem
+from memopt.advisors.problem import TIME_LIMIT_S, Decisions, OutOfTime, Problem
+from memopt.advisors.relief import least_step_ms
+from memopt.advisors.rotor import Rotor
 from memopt.advisors.search import Plan, Search
 from memopt.advisors.sentinel import Sentinel
+from memopt.advisors.strategy import Strategy
 from memopt.advisors.sublinear import sublinear_plans
 from memopt.advisors.superneurons import Superneurons
 from memopt.advisors.swapadvisor import Swapadvisor
 from memopt.advisors.tflms import Tflms
 from memopt.advisors.vdnn import Vdnn
 from memopt.advisors.vdnn_plus import VdnnPlus
-from memopt.errors import BudgetInfeasible
+from memopt.errors import BudgetInfeasible, NotPossibleHere
 
-TIME_LIMIT_S = 8.0
 _PROMISING = 1.25
 """A start that fits is polished when its step takes at most this many times the best one's."""
 _MANY = 400
-_SHARE_FOR_SEARCH = 0.5
-_SHARE_FOR_STARTS = 0.7
+_SHARE_FOR_STARTS = 0.8
+_SHARE_FOR_POLISH = 0.55
+_SHARE_FOR_SEARCH = 0.35
+_SHARE_AFTER_SLOW = 0.25
+_SHARE_FOR_PROGRAMS = 0.1
+_SHARE_FOR_BOUND = 0.12
 _DESCENT_TRIES = 6
-_QUICK = (Autoswap(), Flashneuron(), Tflms(), Sentinel(), Superneurons(), Vdnn("all"), VdnnPlus(), Gist())
-_THOROUGH = (Dtr(), Dtr("eqclass"), Dtr("local"), Dtr("megengine"), Modnn(), Swapadvisor())
+_MET = 1e-6
+"""Share above the bound at which a plan is as good as optimal."""
+_QUICK: tuple[Strategy, ...] = (
+    Autoswap(),
+    Flashneuron(),
+    Tflms(),
+    Sentinel(),
+    Superneurons(),
+    Vdnn("all"),
+    Vdnn("conv"),
+    VdnnPlus(),
+    Gist(),
+    Rotor(),
+)
+_THOROUGH: tuple[Strategy, ...] = (
+    Dtr(),
+    Dtr("eqclass"),
+    Dtr("local"),
+    Dtr("megengine"),
+    Modnn(),
+    Swapadvisor(),
+)
+_SLOW: tuple[Strategy, ...] = (Autotm(),)
 _ALL = 1024
 """Problems with at most this many combinations of options are searched completely."""
 _STALLED = 160
@@ -64,6 +95,8 @@ class Auto:
         try:
             for plan in self._improving(search, best):
                 best = plan
+                if search.fits(best) and best.cost_ms <= (problem.least_step_ms or 0.0) * (1 + _MET):
+                    break
         except KeyboardInterrupt:
             if not search.fits(best):
                 raise
@@ -79,6 +112,7 @@ class Auto:
                     best = plan
                     yield best
             return
+        search.problem.least_step_ms = least_step_ms(search.problem, _SHARE_FOR_BOUND * self.time_limit_s)
         for plan in self._from_starts(search):
             if search.better(plan, best):
                 best = plan
@@ -102,20 +136,31 @@ class Auto:
                 yield plan
 
     def _from_starts(self, search: Search) -> Iterator[Plan]:
-        """The starts as they are, and what mending and pruning make of those that are promising."""
-        cheapest = math.inf
-        hopeless = search.problem.floor_bytes > search.problem.target_bytes
-        for decisions in itertools.chain(starts(search), portfolio(search)):
+        """The starts as they are; then what mending and pruning make of those that are promising."""
+        judged: dict[frozenset[int], Plan] = {}
+        quick = (*_QUICK, *(_THOROUGH if len(search.problem.candidates) <= _MANY else ()))
+        begun = itertools.chain(
+            starts(search), programs(search), portfolio(search, quick, until=_SHARE_FOR_POLISH)
+        )
+        for decisions in begun:
             plan = search.judge(decisions)
-            yield plan
-            if hopeless or (search.fits(plan) and plan.cost_ms > _PROMISING * cheapest):
-                continue
-            if not search.fits(plan) and search.share_left < _SHARE_FOR_SEARCH:
-                continue
-            for polished in polish(search, plan):
-                yield polished
-                if search.fits(polished):
-                    cheapest = min(cheapest, polished.cost_ms)
+            yield from (search.as_decided(decisions), plan)
+            judged.setdefault(frozenset(plan.decisions), plan)
+        if search.problem.floor_bytes > search.problem.target_bytes:
+            return
+        fitting = sorted((p for p in judged.values() if search.fits(p)), key=lambda p: p.cost_ms)
+        others = sorted((p for p in judged.values() if not search.fits(p)), key=search.excess)
+        cheapest = fitting[0].cost_ms if fitting else math.inf
+        for plan in (*fitting[:2], *others, *fitting[2:]):
+            if search.share_left < _SHARE_FOR_SEARCH:
+                break
+            if plan.cost_ms <= cheapest * (_PROMISING if search.fits(plan) else 1):
+                for polished in polish(search, plan):
+                    yield polished
+                    cheapest = min(cheapest, polished.cost_ms) if search.fits(polished) else cheapest
+        if len(search.problem.candidates) <= _MANY:
+            for decisions in portfolio(search, _SLOW, until=_SHARE_AFTER_SLOW):
+                yield from (search.as_decided(decisions), search.judge(decisions))
 
 
 def every_plan(search: Search) -> Iterator[Plan]:
@@ -151,16 +196,22 @@ def starts(search: Search) -> Iterator[Decisions]:
     yield from (decisions | free for _, decisions in plans[:1])
 
 
-def portfolio(search: Search) -> Iterator[Decisions]:
-    """What the other strategies plan, while there is time for them."""
-    small = len(search.problem.candidates) <= _MANY
-    for strategy in (*_QUICK, *(_THOROUGH if small else ())):
-        if search.share_left < _SHARE_FOR_SEARCH:
+def portfolio(search: Search, strategies: Iterable[Strategy], *, until: float) -> Iterator[Decisions]:
+    """What other strategies plan, until only the share `until` of the time is left."""
+    limited = search.problem.limited(search.moment(until))
+    for strategy in strategies:
+        if search.share_left < until:
             return
         if strategy.allows & search.problem.allow:
-            limited = search.problem.limited(search.moment(_SHARE_FOR_SEARCH))
-            with contextlib.suppress(BudgetInfeasible, OutOfTime):
+            with contextlib.suppress(BudgetInfeasible, OutOfTime, NotPossibleHere):
                 yield strategy.plan(limited)
+
+
+def programs(search: Search) -> Iterator[Decisions]:
+    """What the integer program of `checkmate` chooses, of all that is neither swapped nor waited for."""
+    limited = search.problem.limited(search.moment(max(0.0, search.share_left - _SHARE_FOR_PROGRAMS)))
+    with contextlib.suppress(NotPossibleHere, OutOfTime):
+        yield from answers(limited, frozenset({"recompute", "compress", "drop"}))
 
 
 def descend(search: Search, plan: Plan) -> Plan:
@@ -185,7 +236,7 @@ def polish(search: Search, plan: Plan) -> Iterator[Plan]:
     if search.fits(plan):
         yield search.prune(plan)
         return
-    for power in (1.0, 0.5, 2.0):
+    for power in (2.0, 1.0, 0.5):
         mended = search.mend(plan, power=power)
         yield mended
         if search.fits(mended):

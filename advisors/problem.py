@@ -27,6 +27,8 @@ MARGIN = 0.005
 LEAST_GAIN = 0.01
 """No plan that lowers the peak by less is worth its hooks."""
 LEAST_SWAP_BYTES = 1 << 20
+TIME_LIMIT_S = 8.0
+"""How long a search, or a solver, may take."""
 _COVERED = 0.998
 _MOST_CANDIDATES = 6000
 
@@ -91,6 +93,7 @@ class Problem:
         allow: frozenset[str] = DEFAULT_ALLOW,
         *,
         margin: float = MARGIN,
+        time_limit_s: float = TIME_LIMIT_S,
     ) -> None:
         if view.trace.partial:
             raise NotPossibleHere(
@@ -99,12 +102,15 @@ class Problem:
                 try_="memopt profile SCRIPT with a smaller batch, then --budget with what the larger one needs",
             )
         self.view, self.simulator, self.budget_bytes, self.allow = view, simulator, budget_bytes, allow
+        self.time_limit_s = time_limit_s
         self.device = simulator.device
         self.plain = simulator.run({})
         self.unplanned_peak_bytes = max(self.plain.peak_bytes, view.trace.peak_bytes)
         self.target_bytes = min(
             int(budget_bytes * (1 - margin)), int(self.unplanned_peak_bytes * (1 - LEAST_GAIN))
         )
+        self.least_step_ms: float | None = None
+        """No plan that fits has a shorter step, where somebody has proved that (see `relief`)."""
         self._deadline = float("inf")
         self._memo: dict[frozenset[tuple[int, Decision]], Timeline] = {}
 
@@ -119,6 +125,7 @@ class Problem:
         other.__dict__.update(self.__dict__)
         other._memo = {}
         other.target_bytes = target_bytes
+        other.least_step_ms = None
         return other
 
     def limited(self, deadline: float) -> Problem:
@@ -126,6 +133,11 @@ class Problem:
         other = self.with_target(self.target_bytes)
         other._memo, other._deadline = self._memo, deadline
         return other
+
+    @property
+    def seconds_left(self) -> float:
+        """How long a strategy that starts now may work."""
+        return min(self.time_limit_s, self._deadline - time.monotonic())
 
     def run(self, decisions: Mapping[int, Decision]) -> Timeline:
         """The judge's timeline, remembered."""
@@ -169,7 +181,22 @@ class Problem:
         for candidate in self.candidates.values():
             least = min(option.encoded_bytes for option in candidate.options)
             low[candidate.away] -= candidate.saved.size_bytes - least
+            if candidate.codec is not None:
+                option = candidate.codec.decision
+                for op in range(candidate.saved.first_use, candidate.saved.release + 1):
+                    low[op] -= max(0, self.relief_bytes(candidate, option, op))
         return int(low.max(initial=0))
+
+    def relief_bytes(self, candidate: Candidate, option: Decision, op: int) -> int:
+        """Most that `option` takes off what is on the device at `op`. What is encoded stays so when backward asks for it."""
+        saved = candidate.saved
+        if option.kind in ("recompute", "swap"):
+            return saved.size_bytes if candidate.away.start <= op < candidate.away.stop else 0
+        if not saved.gone_after < op <= saved.release:
+            return 0
+        unpacks = self.view.trace.slots.unpacks
+        handed = sum(unpacks.row(slot).count(op) for slot in saved.slots) if op >= saved.first_use else 0
+        return saved.size_bytes - option.encoded_bytes - handed * option.decoded_bytes
 
     def _candidate(self, saved: Saved) -> Candidate | None:
         if not _may_act_on(self.view, saved):

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from memopt.advisors.capuchin import chain_given
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.estimators.chains import find_chain, is_intact
 from memopt.estimators.decision import Decision
 from memopt.estimators.timeline import REPLAY_MS
 from memopt.timeline import Timeline
@@ -84,6 +84,11 @@ class Search:
         other = copy.copy(self)
         other.deadline = (time.monotonic() + self.deadline) / 2
         return other
+
+    def as_decided(self, decisions: Decisions) -> Plan:
+        """The decisions with the prefetches that they have."""
+        timeline = self.problem.run(decisions)
+        return Plan(decisions, timeline, timeline.step_ms)
 
     def judge(self, decisions: Decisions) -> Plan:
         placed = place_prefetches(self.problem, decisions)
@@ -195,15 +200,7 @@ class Search:
         return float(gain**power / price)
 
     def _replay_ms(self, candidate: Candidate, decisions: Decisions) -> float:
-        view, use, own = self.problem.view, candidate.saved.first_use, candidate.storage
-
-        def is_there(value: int) -> bool:
-            storage = view.value_storage[value]
-            if storage == own or (storage in decisions and use > view.saved[storage].gone_after):
-                return False
-            return is_intact(view, value, use)
-
-        chain = find_chain(view, [candidate.saved.value], is_there, lambda op: view.replayable[op])
+        view, chain = self.problem.view, chain_given(self.problem, candidate, decisions)
         if chain is None:
             return 1e9
         return float(sum(view.op_ms[op] + REPLAY_MS for op in chain.ops)) + _FLOOR_MS

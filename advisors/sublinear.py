@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from memopt.advisors.blockers import infeasible
+from memopt.advisors.picks import cheapest_fitting
 from memopt.advisors.problem import Decisions, Problem
 from memopt.estimators.decision import RECOMPUTE
 
@@ -28,22 +28,12 @@ class Sublinear:
     allows = frozenset({"recompute"})
 
     def plan(self, problem: Problem, /) -> Decisions:
-        best: Decisions | None = None
-        nearest: Decisions = {}
-        for decisions in sublinear_plans(problem):
-            timeline = problem.run(decisions)
-            if timeline.peak_bytes < problem.run(nearest).peak_bytes:
-                nearest = decisions
-            if problem.fits(timeline) and (best is None or timeline.step_ms < problem.run(best).step_ms):
-                best = decisions
-        if best is None:
-            raise infeasible(problem, nearest, self.name)
-        return best
+        return cheapest_fitting(problem, sublinear_plans(problem), self.name)
 
 
 def sublinear_plans(problem: Problem) -> Iterator[Decisions]:
     """Every sqrt-n and greedy plan, without repetition."""
-    order = _Order(problem)
+    order = Order(problem)
     seen: set[frozenset[int]] = set()
     for cuts in order.cuts():
         for kept in (frozenset(order.storages[c] for c in cuts), order.crossing(cuts)):
@@ -53,7 +43,7 @@ def sublinear_plans(problem: Problem) -> Iterator[Decisions]:
                 yield {storage: RECOMPUTE for storage in order.storages if storage in dropped}
 
 
-class _Order:
+class Order:
     """The recomputable storages in the order in which they are made."""
 
     def __init__(self, problem: Problem) -> None:

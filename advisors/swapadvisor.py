@@ -8,6 +8,7 @@ chromosome is a weight on each tensor's distance to its next use; size classes b
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from memopt.advisors.blockers import infeasible
 from memopt.advisors.picks import swap_of, swappable
 from memopt.advisors.prefetch import place_prefetches
-from memopt.advisors.problem import Candidate, Decisions, Problem
+from memopt.advisors.problem import Candidate, Decisions, OutOfTime, Problem
 
 _POPULATION = 12
 _GENERATIONS = 12
@@ -38,13 +39,14 @@ class Swapadvisor:
         while len(population) < _POPULATION:
             population.append([rng.lognormvariate(0, 0.7) for _ in able])
         rated = [(self._fitness(problem, able, genes), genes) for genes in population]
-        for _ in range(_GENERATIONS if len(able) > 1 else 0):
-            children = [
-                _mutate(_cross(_pick(rated, rng), _pick(rated, rng), rng), rng)
-                for _ in range(_POPULATION - 1)
-            ]
-            best = min(rated, key=lambda pair: pair[0])
-            rated = [best, *((self._fitness(problem, able, genes), genes) for genes in children)]
+        with contextlib.suppress(OutOfTime):
+            for _ in range(_GENERATIONS if len(able) > 1 else 0):
+                children = [
+                    _mutate(_cross(_pick(rated, rng), _pick(rated, rng), rng), rng)
+                    for _ in range(_POPULATION - 1)
+                ]
+                best = min(rated, key=lambda pair: pair[0])
+                rated = [best, *((self._fitness(problem, able, genes), genes) for genes in children)]
         decisions = belady(problem, able, min(rated, key=lambda pair: pair[0])[1])
         if not problem.fits(problem.run(decisions)):
             raise infeasible(problem, decisions, self.name)

@@ -114,9 +114,8 @@ class _Advise:
 
     def run(self) -> int:
         from memopt.advisors.advise import Adviser
-        from memopt.advisors.auto import TIME_LIMIT_S
         from memopt.advisors.lints import find_lints
-        from memopt.advisors.problem import allowed
+        from memopt.advisors.problem import TIME_LIMIT_S, allowed
         from memopt.files import refuse_overwrite
         from memopt.trace import load_trace
 
