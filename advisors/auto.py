@@ -40,6 +40,7 @@ from memopt.advisors.tflms import Tflms
 from memopt.advisors.vdnn import Vdnn
 from memopt.advisors.vdnn_plus import VdnnPlus
 from memopt.errors import BudgetInfeasible, NotPossibleHere
+from memopt.estimators.decision import RECOMPUTE_AGAIN
 
 _PROMISING = 1.25
 """A start that fits is polished when its step takes at most this many times the best one's."""
@@ -192,6 +193,8 @@ def starts(search: Search) -> Iterator[Decisions]:
     yield from (decisions for _, decisions in fitting[:2])
     plans.sort(key=lambda p: p[0].peak_bytes)
     yield from (decisions for _, decisions in plans[:2])
+    if not fitting:
+        yield from (dict.fromkeys(decisions, RECOMPUTE_AGAIN) for _, decisions in plans[:2])
     plans.sort(key=lambda p: p[0].peak_bytes * p[0].step_ms)
     yield from (decisions | free for _, decisions in plans[:1])
 

@@ -90,6 +90,7 @@ class _Writer:
             saved_bytes=saved_bytes,
             cost_ms=round(cost_ms, 4),
             tier=decision.tier,
+            again=decision.again,
             codec=decision.codec,
             prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
             records=[self.op_ref(op) for op in self._recorded(saved)] if decision.kind == "recompute" else [],

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from memopt.advisors.capuchin import chain_given
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.estimators.decision import Decision
+from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 from memopt.estimators.timeline import REPLAY_MS
 from memopt.timeline import Timeline
 
@@ -206,14 +206,15 @@ class Search:
         return float(sum(view.op_ms[op] + REPLAY_MS for op in chain.ops)) + _FLOOR_MS
 
     def _unblock(self, plan: Plan) -> Plan | None:
-        """At a peak that replays make: keep one of the storages made there, if that lowers the excess."""
+        """At a peak that replays make: keep one of the storages made there, or do not hold it then, if that lowers the excess."""
         best: Plan | None = None
         for storage in self._made_at(plan, plan.timeline.peak_op)[:24]:
-            if self.is_over:
-                break
-            trial = self.judge({s: d for s, d in plan.decisions.items() if s != storage})
-            if self.excess(trial) < self.excess(best or plan):
-                best = trial
+            for trial in (_without(plan, storage), {**plan.decisions, storage: RECOMPUTE_AGAIN}):
+                if self.is_over:
+                    break
+                judged = self.judge(trial)
+                if self.excess(judged) < self.excess(best or plan):
+                    best = judged
         return best
 
     def _made_at(self, plan: Plan, op: int) -> list[int]:
@@ -240,9 +241,13 @@ class Search:
         for storage in names:
             if self.is_over:
                 break
-            trial = self.judge({s: d for s, d in plan.decisions.items() if s != storage})
+            trial = self.judge(_without(plan, storage))
             if self.fits(trial) and trial.cost_ms <= plan.cost_ms:
                 plan = trial
+            elif plan.decisions[storage].again:
+                trial = self.judge({**plan.decisions, storage: RECOMPUTE})
+                if self.fits(trial) and trial.cost_ms <= plan.cost_ms:
+                    plan = trial
         return plan
 
     def exchange(self, plan: Plan) -> Plan:
@@ -286,3 +291,7 @@ class Search:
         if not self.fits(trial):
             trial = self.mend(trial, noise=self.random.choice((0.1, 0.4, 0.8)), most=4 * count + 8)
         return self.prune(trial) if prune and self.fits(trial) else trial
+
+
+def _without(plan: Plan, storage: int) -> Decisions:
+    return {s: d for s, d in plan.decisions.items() if s != storage}

@@ -416,6 +416,7 @@ class Engine(TorchDispatchMode):
             self._decline(handle.slot, "the op that made it was not seen")
             return
         value.waiting += 1
+        value.again = self._tables.actions[handle.slot.action].again
         self._take(handle, value)
 
     def _swap(self, handle: Planned, tensor: Tensor) -> None:

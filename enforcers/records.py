@@ -56,7 +56,7 @@ class Pinned:
 class Value:
     """One version of a storage, made by a recorded op."""
 
-    __slots__ = ("__weakref__", "cached", "place", "record", "storage", "waiting")
+    __slots__ = ("__weakref__", "again", "cached", "place", "record", "storage", "waiting")
 
     def __init__(self, record: Record, place: int, storage: UntypedStorage) -> None:
         self.record = record
@@ -68,6 +68,8 @@ class Value:
         """Made again, and held for those who still wait."""
         self.waiting = 0
         """Handles that have not been served."""
+        self.again = False
+        """Not held when it is made on the way to another value."""
 
     def there(self) -> UntypedStorage | None:
         if self.cached is not None:
@@ -209,7 +211,7 @@ class _Replay:
                 generator.set_state(now)
 
     def _keep(self, value: Value, storage: UntypedStorage) -> None:
-        if value.waiting > 0 and value.there() is None:
+        if value.waiting > 0 and value.there() is None and (value is self._target or not value.again):
             value.cached = storage
         if self._reads.get(id(value), 0) > 0:
             self._made[id(value)] = storage

@@ -12,6 +12,8 @@ class Decision:
 
     kind: Literal["swap", "recompute", "compress", "drop"]
     tier: Literal["host", "disk"] | None = None
+    again: bool = False
+    """Of a recompute: when it is made on the way to another tensor it is let go, and made again for its own consumers."""
     prefetch_op: int = -1
     """The swap-in starts when this op starts; -1: when the storage is asked for."""
     codec: str = ""
@@ -25,3 +27,4 @@ class Decision:
 
 
 RECOMPUTE = Decision(kind="recompute")
+RECOMPUTE_AGAIN = Decision(kind="recompute", again=True)

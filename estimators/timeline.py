@@ -2,7 +2,7 @@
 
 It does what the enforcer does: a dropped storage is gone once nobody but autograd holds it; it comes back when the first
 consumer asks, through replays that hold their inputs and outputs like the real ones, and stays until its last consumer is
-served; records pin their sources; encoded forms, decode buffers and copies in flight count. Lanes: compute, swap-out, swap-in.
+served (made on the way to another, only if it is not to be made `again`); records pin their sources; encoded forms, decode buffers and copies in flight count. Lanes: compute, swap-out, swap-in.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Simulator:
             most = max(most, total + int(view.extra[op]))
             for value in view.writes[op]:
                 storage = view.value_storage[value]
-                waiting = self._waits(state, storage, value, use, decisions)
+                waiting = self._waits(state, storage, value, target.storage, use, decisions)
                 if waiting is not None:
                     stays.append(waiting)
                     state.made[storage] = use
@@ -186,11 +186,19 @@ class Simulator:
         self._record(state, chain, target)
 
     def _waits(
-        self, state: _State, storage: int, value: int, use: int, decisions: Mapping[int, Decision]
+        self,
+        state: _State,
+        storage: int,
+        value: int,
+        target: int,
+        use: int,
+        decisions: Mapping[int, Decision],
     ) -> Saved | None:
         """The recomputed storage that this value is, if somebody will still ask for it."""
         decision = decisions.get(storage)
         if decision is None or decision.kind != "recompute" or storage in state.made or storage in state.kept:
+            return None
+        if decision.again and storage != target:
             return None
         saved = self.view.saved[storage]
         return (

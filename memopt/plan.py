@@ -62,6 +62,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool = True
     tier: Tier | None = None
     codec: str = ""
+    again: bool = False
+    """Of a recompute: not held when it is made on the way to another tensor, but made again for its own consumers."""
     prefetch: SlotRef | None = None
     """The swap-in starts when this slot is unpacked; none: when the tensor itself is asked for."""
     records: list[OpRef] = []

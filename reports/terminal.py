@@ -88,7 +88,7 @@ def what_it_does(action: Action) -> str:
         return f"compress ({action.codec})"
     if action.kind == "recompute":
         count = len(action.records)
-        return f"recompute ({count} op{'s' if count > 1 else ''})"
+        return f"recompute{' again' if action.again else ''} ({count} op{'s' if count > 1 else ''})"
     return action.kind
 
 

@@ -13,7 +13,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.problem import Decisions, Problem, allowed
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.verify import digest
-from memopt.estimators.decision import Decision
+from memopt.estimators.decision import RECOMPUTE_AGAIN, Decision
 from memopt.instrument.runner import Command, StopScript
 from memopt.outcome import Outcome
 from memopt.plan import Plan
@@ -80,6 +80,11 @@ def everything(kind: str) -> Callable[[Problem], Decisions]:
     return choose
 
 
+def all_again(problem: Problem) -> Decisions:
+    """Everything that can be recomputed is, and nothing is held that was made on the way to something else."""
+    return {s: RECOMPUTE_AGAIN for s, c in problem.candidates.items() if c.option("recompute") is not None}
+
+
 SWAP = Decision(kind="swap", tier="disk")
 """However small the storage is."""
 
@@ -92,6 +97,8 @@ def any_mixture(seed: int) -> Callable[[Problem], Decisions]:
         chosen = {}
         for storage, candidate in problem.candidates.items():
             options = [None, SWAP, *candidate.options]
+            if candidate.option("recompute") is not None:
+                options.append(RECOMPUTE_AGAIN)
             picked = draw.choice(options)
             if picked is not None:
                 chosen[storage] = picked

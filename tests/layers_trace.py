@@ -154,13 +154,17 @@ def _contiguous(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def checked_peak(trace: Trace, recomputed: set[int]) -> int:
-    """The peak when the storages `recomputed` are dropped and made again, by a walk that shares no code with the simulator."""
-    _, recorded = _walk(trace, recomputed, set())
-    return _walk(trace, recomputed, recorded)[0]
+def checked_peak(trace: Trace, recomputed: set[int], again: set[int] | None = None) -> int:
+    """The peak when the storages `recomputed` are dropped and made again, by a walk that shares no code with the simulator.
+
+    Those of them that are in `again` are not held when they are made on the way to another.
+    """
+    again = again or set()
+    _, recorded = _walk(trace, recomputed, again, set())
+    return _walk(trace, recomputed, again, recorded)[0]
 
 
-def _walk(trace: Trace, recomputed: set[int], planned: set[int]) -> tuple[int, set[int]]:
+def _walk(trace: Trace, recomputed: set[int], again: set[int], planned: set[int]) -> tuple[int, set[int]]:
     """(the peak, ops that were replayed); the outputs of `planned` ops are not held by the records that read them."""
     ops, storages, slots = trace.ops, trace.storages, trace.slots
     size, death = storages.size_bytes, storages.death_op
@@ -201,7 +205,7 @@ def _walk(trace: Trace, recomputed: set[int], planned: set[int]) -> tuple[int, s
             device.add(written)
             made.add(written)
             for read in ops.reads.row(op):
-                waited = read in recomputed and uses[read] and uses[read][-1] >= now
+                waited = read in recomputed - again and uses[read] and uses[read][-1] >= now
                 if last[read] == op and read in made and not waited:
                     device.discard(read)
 

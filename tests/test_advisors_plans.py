@@ -16,7 +16,7 @@ from memopt.advisors.problem import DEFAULT_ALLOW, Problem, allowed
 from memopt.advisors.registry import STRATEGIES
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
-from memopt.estimators.decision import RECOMPUTE, Decision
+from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 from memopt.estimators.timeline import HOOK_MS, MODE_MS, REPLAY_MS, Simulator
 from memopt.estimators.trace_view import TraceView
 from memopt.plan import Plan, load_plan
@@ -57,6 +57,32 @@ def test_peak_of_a_chain_by_hand() -> None:
     ]
     assert timeline.peak_bytes == 3010 + 400
     assert timeline.step_ms == pytest.approx(18 + 1 + REPLAY_MS + 6 * MODE_MS + 6 * HOOK_MS)
+
+
+def test_made_again_instead_of_held() -> None:
+    """Four outputs dropped: the first replay makes them all. Held they add up; let go, they need no more than forward did."""
+    trace = build(chain([400] * 6))
+    dropped = {3, 4, 5, 6}
+    simulator = Simulator(TraceView(trace))
+    held = simulator.run(dict.fromkeys(dropped, RECOMPUTE))
+    again = simulator.run(dict.fromkeys(dropped, RECOMPUTE_AGAIN))
+    assert held.peak_bytes == checked_peak(trace, dropped)
+    assert again.peak_bytes == checked_peak(trace, dropped, dropped)
+    assert (held.peak_bytes, again.peak_bytes) == (1010 + 6 * 400, 1010 + 3 * 400)
+    # 4 replays once; 4 + 3 + 2 + 1 when each is made from the first output
+    assert held.replay_ms == pytest.approx(4 + 4 * REPLAY_MS)
+    assert again.replay_ms == pytest.approx(10 + 10 * REPLAY_MS)
+
+
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=9), st.data())
+@settings(max_examples=60, deadline=None)
+def test_made_again_agrees_with_the_checker(sizes: list[int], data: st.DataObject) -> None:
+    trace = build(chain([100 * size for size in sizes]))
+    some = list(range(2, 2 + len(sizes) - 1))
+    dropped = set(data.draw(st.lists(st.sampled_from(some), unique=True)))
+    again = {storage for storage in dropped if data.draw(st.booleans())}
+    decisions = {s: RECOMPUTE_AGAIN if s in again else RECOMPUTE for s in dropped}
+    assert Simulator(TraceView(trace)).run(decisions).peak_bytes == checked_peak(trace, dropped, again)
 
 
 def test_auto_takes_the_cheapest_of_equal_bytes() -> None:

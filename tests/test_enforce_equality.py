@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from enforced import Loop, any_mixture, enforced, everything, plan_of, recorded, seeded
+from enforced import Loop, all_again, any_mixture, enforced, everything, plan_of, recorded, seeded
 from loops import LOOPS
 
 STEPS = 6
@@ -33,6 +33,7 @@ def test_enforced_is_plain(loop: Loop, tmp_path: Path) -> None:
     assert seeded(loop, STEPS) == plain, "the loop does not repeat, or the profiler left something behind"
     total = 0
     choices = {kind: everything(kind) for kind in ("recompute", "compress", "swap")}
+    choices["again"] = all_again
     choices |= {f"mixture {seed}": any_mixture(seed) for seed in range(3)}
     for name, choose in choices.items():
         plan = plan_of(trace, choose)
