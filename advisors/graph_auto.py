@@ -30,7 +30,9 @@ from memopt.advisors.schedule_sim import InvalidSchedule
 log = logging.getLogger(__name__)
 
 PORTFOLIO = ("msps", "dtr-local", "next-use", "dtr", "dtr-eqclass", "size", "lru", "megengine", "belady")
-GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), *((0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0)) * 4)
+STARTS = 3
+LOOSER = 1.25
+GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0))
 """Noise and breadth of the greedy starts."""
 
 
@@ -56,20 +58,18 @@ class AutoPlan:
         """All stages, until the time is up."""
         begin = time.monotonic()
         left = self.problem.until - begin
-        self.last_resort = begin + 5 * left
+        self.last_resort = begin + 3 * left
         self.bound = overhead_bound(self.problem)
         enough = self.bound * self.problem.graph.plain_ms
         if self.problem.may_recompute:
             self._secure(begin + 0.05 * left)
-        greedy = self._greedy_start(begin + 0.1 * left)
+        self._greedy_start(begin + 0.08 * left)
         self.stats["first_s"] = round(time.monotonic() - begin, 3)
         evolution = Evolution(self.search)
-        slice_s = max(0.25, left / 14)
+        slice_s = max(0.25, left / 10)
         if self.problem.may_recompute:
-            until = self.last_resort if self.search.best_over else begin + 0.3 * left
-            online = self._online_start(until) if time.monotonic() < until else []
-            for runs in (greedy, online):
-                if runs and time.monotonic() < begin + 0.7 * left:
+            for runs in self._starts(begin + 0.25 * left):
+                if time.monotonic() < begin + 0.6 * left or self.search.best_over:
                     evolution.add(runs, frozenset(), time.monotonic() + slice_s)
         if self.search.lanes:
             self._swap(time.monotonic() + slice_s)
@@ -78,7 +78,10 @@ class AutoPlan:
                 self.waiting.climb(self.problem.until)
                 return
             evolution.add(self.search.best_runs, self.search.best_swaps, time.monotonic() + slice_s)
-        evolution.run(begin + 0.7 * left, slice_s, enough)
+        elif self.search.best_over:
+            self.search.load_best()
+            self.search.mend(self.last_resort)
+        evolution.run(begin + 0.75 * left, slice_s, enough)
         if time.monotonic() < self.problem.until:
             self.search.load_best()
             self.search.run(self.problem.until, enough)
@@ -95,35 +98,33 @@ class AutoPlan:
             if time.monotonic() > until:
                 return
 
-    def _greedy_start(self, until: float) -> list[int]:
-        """Best run sequence of the offline greedy; it may take longer while there is no valid plan yet."""
+    def _greedy_start(self, until: float) -> None:
+        """Plans of the offline greedy."""
         for noise, breadth in GREEDY:
-            self.search.greedy(
-                noise, breadth, self.last_resort if self.search.best_over else max(until, self.stage_end(0.3))
-            )
+            self.search.greedy(noise, breadth, self.stage_end(0.4))
             if time.monotonic() > until:
-                break
-        return self.search.best_runs
+                return
 
     def stage_end(self, share: float) -> float:
         """The moment at which `share` of what is left will be used up."""
         now = time.monotonic()
         return now + share * max(0.0, self.problem.until - now)
 
-    def _online_start(self, until: float) -> list[int]:
-        """Best polished run sequence of the online rules and the segments."""
+    def _starts(self, until: float) -> list[list[int]]:
+        """The best few polished run sequences: of what was found so far, the online rules and the segments."""
         problem, search = self.problem, self.search
-        best: tuple[tuple[int, float], list[int]] | None = None
-        for runs in starts(problem, until)[:4]:
-            if best and time.monotonic() > until:
+        found = [(search.best_over, search.best_cost, search.best_runs)]
+        for runs in starts(problem, self.stage_end(0.12)):
+            if time.monotonic() > until:
                 break
             search.load(runs)
-            search.repair(until)
             search.polish_all()
-            value = (search.overflow(), search.state.cost)
-            if best is None or value < best[0]:
-                best = (value, search.state.runs())
-        return best[1] if best else []
+            search.press(until)
+            search.polish_all()
+            found.append((search.overflow(), search.state.cost, search.state.runs()))
+        found.sort(key=lambda each: each[:2])
+        valid = sum(not over for over, _, _ in found)
+        return [runs for _, _, runs in found[: max(1, min(STARTS, valid))]]
 
     def _swap(self, until: float) -> None:
         """Starts with swaps: from the best plan without, and from the plain sequence with swaps first."""
@@ -212,13 +213,15 @@ def starts(problem: GraphProblem, until: float) -> list[list[int]]:
         if time.monotonic() - begin > 0.3 * (until - begin):
             break
     for name in PORTFOLIO:
-        if time.monotonic() > until:
+        for budget_bytes in (problem.budget_bytes, int(LOOSER * problem.budget_bytes)):
+            if time.monotonic() > until:
+                break
+            try:
+                runs = Engine(graph, budget_bytes, SCORES[name](), until=until).plan()
+            except Stuck:
+                continue
+            found.append(_valued(graph, problem.budget_bytes, runs))
             break
-        try:
-            runs = Engine(graph, problem.budget_bytes, SCORES[name](), until=until).plan()
-        except Stuck:
-            continue
-        found.append(_valued(graph, problem.budget_bytes, runs))
     return [runs for _, _, runs in sorted(found, key=lambda item: item[:2])]
 
 

@@ -17,6 +17,7 @@ from memopt.advisors.graph_search import Search
 POOL = 6
 NOISES = (0.3, 0.15, 0.5, 0.3)
 BREADTHS = (0.5, 1.0, 0.5, 0.0)
+HEATS = (0.004, 0.015, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,9 @@ class Evolution:
         """Search from a plan until then, and let the outcome join the population."""
         search = self.search
         search.load(runs, swaps)
-        search.repair(until)
-        search.run(until)
+        search.press(until)
+        search.mend(until)
+        search.run(until, heat=self.random.choice(HEATS))
         self._join(
             Member(
                 search.overflow(),

@@ -1,9 +1,8 @@
-"""The moves of the graph search: evict (by a rerun or by a copy), recreate (evict until it fits), drop what is not needed.
+"""The moves of the graph search on its working state: evict a tensor for a while, drop reruns that are not needed.
 
 State and deltas are exact (`graph_state`), so a move costs tens of microseconds however long the graph is.
-Recreate: at an overfull slot, pick among the tensors that are idle there by relief per recompute time (with noise),
-and rerun its maker before the next read; each missing input is either kept longer, if that fits, or rerun too. A later rerun
-that the new copy makes needless goes at once.
+To evict a tensor is to rerun its maker before the next read; each missing input is either kept longer, if that fits, or rerun too.
+A later rerun that the new copy makes needless goes at once.
 """
 
 from __future__ import annotations
@@ -21,17 +20,12 @@ from memopt.advisors.graph import Graph, IntColumn
 from memopt.advisors.graph_lanes import Lanes, Swap
 from memopt.advisors.graph_state import EMPTY, RunState
 
-TRIES = 3
-FAILURES = 8
-SAMPLE = 64
-REFINED = 16
-BULK = 16
 NEGLIGIBLE = 0.002
 """Tensors that together are less than this share of the peak are never worth a move."""
 
 
 class Moves:
-    """A working state under a budget, and what can be done to it."""
+    """A working state under a budget, what can be done to it, and the best plan met so far (its `best_over` is 0 when the budget holds)."""
 
     def __init__(
         self,
@@ -48,7 +42,7 @@ class Moves:
         self.budget = budget_bytes
         self.random = random.Random(seed)
         self.normal = np.random.default_rng(seed)
-        self.room = 3 if graph.op_count <= 20_000 else 2
+        self.room = 5 if graph.op_count <= 2000 else 3 if graph.op_count <= 20_000 else 2
         self.full = False
         self.wide = max(1, graph.op_count // 5000)
         self.deadline = math.inf
@@ -56,6 +50,10 @@ class Moves:
         self.large = self._large()
         may_go = replays & graph.replayable[graph.producer[self.large]]
         self.movable = self.large[may_go]
+        self.best_runs = runs
+        self.best_cost = self.state.cost
+        self.best_over = self.overflow()
+        self.best_swaps: frozenset[Swap] = frozenset()
 
     def _large(self) -> IntColumn:
         """All tensors that some op makes, but for the smallest, which together are negligible."""
@@ -77,6 +75,38 @@ class Moves:
         over = self.state.memory - self.budget
         return int(over[over > 0].sum())
 
+    def load_best(self) -> None:
+        """Work on the best plan known."""
+        self.load(self.best_runs, self.best_swaps)
+
+    def keep_if_best(self) -> None:
+        """Remember the state when it is the best so far."""
+        over = self.overflow()
+        if (over, self.state.cost) < (self.best_over, self.best_cost - 1e-9):
+            self.best_over, self.best_cost = over, self.state.cost
+            self.best_runs = self.state.runs()
+            self.best_swaps = frozenset(self.lanes.swaps) if self.lanes else frozenset()
+
+    def undo_all(self, swaps: set[Swap]) -> None:
+        """Back to the state at the last commit, and to the swaps that it had."""
+        self.state.undo_to(0)
+        if self.lanes:
+            self.lanes.swaps = swaps
+            self.lanes.retime(self.state)
+
+    def spread_out(self) -> None:
+        """Lay the runs out afresh when some place had no empty slot left."""
+        if self.full:
+            self.full = False
+            self.load(self.state.runs(), self.lanes.swaps if self.lanes else ())
+
+    def reruns(self) -> list[tuple[int, int]]:
+        """All reruns of the state, in time."""
+        runs_at = self.state.runs_at
+        found = [(slot, op) for op, slots in enumerate(runs_at) if len(slots) > 1 for slot in slots[1:]]
+        found.sort()
+        return [(op, slot) for slot, op in found]
+
     def drop_if_fits(self, op: int, slot: int) -> bool:
         """Take a rerun away if the budget still holds without it."""
         state = self.state
@@ -87,6 +117,25 @@ class Moves:
             return True
         state.undo_to(mark)
         return False
+
+    def _could_go(self, op: int, slot: int) -> bool:
+        """Whether what the rerun at `slot` makes may fit if it is kept from before instead: quick, and nearly always right."""
+        state = self.state
+        size, memory = state.size, state.memory
+        low, _ = self._reach(op, slot)
+        room = self.budget - sum(size[tensor] for tensor in state.writes[op])
+        kept = slot
+        freed = 0
+        for tensor in state.reads[op]:
+            uses = state.uses[tensor]
+            index = bisect_left(uses, slot)
+            slots = state.runs_at[state.maker[tensor]]
+            start = slots[bisect_left(slots, slot) - 1]
+            kept = min(kept, max(start, uses[index - 1]) if index else start)
+            freed += size[tensor]
+        kept = max(kept, low) + 1
+        before = int(memory[low + 1 : kept].max(initial=0))
+        return before <= room and int(memory[kept:slot].max(initial=0)) <= room + freed
 
     def _reach(self, op: int, slot: int) -> tuple[int, int]:
         """Slots over which outputs of the rerun at `slot` would have to be kept without it."""
@@ -149,172 +198,9 @@ class Moves:
         for op, at in placed:
             slots = state.runs_at[op]
             position = bisect_left(slots, at) + 1
-            if position < len(slots):
+            if position < len(slots) and self._could_go(op, slots[position]):
                 self.drop_if_fits(op, slots[position])
         return True
-
-    def candidates(self, slot: int, slack: float = math.inf) -> list[tuple[float, int, int]]:
-        """(time per relieved byte, tensor, slot of next use) of idle tensors on the device across `slot`, cheapest first."""
-        state = self.state
-        over = max(1, int(state.memory[slot]) - self.budget)
-        movable = self.movable
-        found = movable[(state.first_slot[movable] < slot) & (state.last_slot[movable] > slot)].tolist()
-        if len(found) > SAMPLE * self.wide:
-            found = self.random.sample(found, SAMPLE * self.wide)
-        covered = np.cumsum(state.memory > self.budget)
-        breadth, noise = self.breadth, self.noise
-        factors: list[float] = np.exp(self.normal.standard_normal(len(found)) * noise).tolist()
-        rank: list[tuple[float, int, int]] = []
-        for tensor, factor in zip(found, factors, strict=True):
-            uses = state.uses[tensor]
-            index = bisect_left(uses, slot)
-            if index == len(uses):
-                continue
-            after = uses[index]
-            maker = state.maker[tensor]
-            slots = state.runs_at[maker]
-            position = bisect_left(slots, slot)
-            if after == slot or (position < len(slots) and slots[position] <= after):
-                continue
-            cost = state.ms[maker]
-            if cost > slack and slots[-1] <= after:
-                continue
-            start = slots[position - 1]
-            last = uses[index - 1] if index and uses[index - 1] > start else start
-            relief = min(state.size[tensor], over)
-            if breadth:
-                relief *= max(int(covered[after - 1] - covered[last]), 1) ** breadth
-            rank.append((factor * (cost + 1e-7) / relief, tensor, after))
-        rank.sort()
-        return self._refine(rank[:REFINED]) + rank[REFINED:]
-
-    def _refine(self, rank: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
-        """Add the makers of inputs that are away then to the cost."""
-        state = self.state
-        refined = []
-        for price, tensor, after in rank:
-            maker = state.maker[tensor]
-            own = cost = state.ms[maker] + 1e-7
-            for source in state.reads[maker]:
-                if not state.alive(source, after):
-                    cost += state.ms[state.maker[source]]
-            refined.append((price * cost / own, tensor, after))
-        refined.sort()
-        return refined
-
-    noise = 0.5
-    breadth = 0.5
-
-    def recreate(self, most_cost: float, banned: set[int]) -> bool:
-        """Evict until the budget holds; False when stuck or dearer than `most_cost`."""
-        state = self.state
-        memory = state.memory
-        for _ in range(400):
-            slot = int(memory.argmax())
-            if int(memory[slot]) <= self.budget:
-                return True
-            if state.cost > most_cost:
-                return False
-            if not self._relieve(slot, banned, most_cost):
-                return False
-        return False
-
-    def repair(self, until: float) -> None:
-        """Evict, whatever it costs, until the budget holds or nothing more can go."""
-        while self.overflow() and time.monotonic() < until:
-            if not self._relieve(int(self.state.memory.argmax()), set(), math.inf):
-                return
-
-    def _relieve(self, slot: int, banned: set[int], most_cost: float) -> bool:
-        state = self.state
-        if self.lanes and self.random.random() < self.swap_first and self._swap_out(slot):
-            return True
-        ranked = [item for item in self.candidates(slot, most_cost - state.cost) if item[1] not in banned]
-        if self._relieve_in_bulk(slot, ranked, most_cost):
-            return True
-        mark = len(state.journal)
-        before_over = self.overflow()
-        before_cost = state.cost
-        best: tuple[float, int, int] | None = None
-        tried = failed = 0
-        for _, tensor, after in ranked:
-            if self.evict(tensor, after, most_cost):
-                gain = before_over - self.overflow()
-                if gain > 0:
-                    value = (state.cost - before_cost + 1e-7) / gain
-                    if best is None or value < best[0]:
-                        best = (value, tensor, after)
-                    tried += 1
-            else:
-                failed += 1
-            state.undo_to(mark)
-            if tried >= TRIES or (tried and failed >= FAILURES):
-                break
-        if best is None:
-            return self._swap_out(slot)
-        return self.evict(best[1], best[2], most_cost)
-
-    def _relieve_in_bulk(self, slot: int, ranked: list[tuple[float, int, int]], most_cost: float) -> bool:
-        """Where many evictions are needed at one slot, take them in order without weighing each against others."""
-        state = self.state
-        over = int(state.memory[slot]) - self.budget
-        bulk = BULK * self.wide
-        if len(ranked) < bulk or sum(state.size[tensor] for _, tensor, _ in ranked[:bulk]) > over:
-            return False
-        done = False
-        for _, tensor, _ in ranked[:bulk]:
-            uses = state.uses[tensor]
-            index = bisect_left(uses, slot)
-            if index == len(uses) or uses[index] == slot or not state.alive(tensor, slot):
-                continue
-            mark, before = len(state.journal), int(state.memory[slot])
-            if self.evict(tensor, uses[index], most_cost) and int(state.memory[slot]) < before:
-                done = True
-                if int(state.memory[slot]) <= self.budget:
-                    break
-            else:
-                state.undo_to(mark)
-        return done
-
-    swap_first = 0.0
-
-    def _swap_out(self, slot: int) -> bool:
-        """Add the swap that relieves `slot` of a tensor that is dear to recompute, if the lanes have time for one."""
-        if not self.lanes:
-            return False
-        lanes, state = self.lanes, self.state
-        before = self.overflow()
-        for swap in self.idle_swaps(slot)[:4]:
-            if swap in lanes.swaps:
-                continue
-            lanes.swaps.add(swap)
-            lanes.retime(state)
-            if self.overflow() < before:
-                return True
-            lanes.swaps.discard(swap)
-        lanes.retime(state)
-        return False
-
-    def idle_swaps(self, slot: int) -> list[Swap]:
-        """Swaps of tensors that are idle at `slot`, dearest to recompute first (with noise)."""
-        state, rnd = self.state, self.random
-        large = self.large
-        found = large[(state.first_slot[large] < slot) & (state.last_slot[large] > slot)].tolist()
-        rank: list[tuple[float, Swap]] = []
-        for tensor in rnd.sample(found, min(len(found), SAMPLE)):
-            uses = state.uses[tensor]
-            index = bisect_left(uses, slot)
-            if index == len(uses) or uses[index] == slot or not state.alive(tensor, slot):
-                continue
-            need = uses[index]
-            reader = state.slot_op[need] if need < state.end else self.graph.op_count
-            if need < state.end and state.runs_at[reader][0] != need:
-                continue
-            maker = state.maker[tensor]
-            price = (state.ms[maker] if state.replayable[maker] else 1e9) / state.size[tensor]
-            rank.append((-price * math.exp(self.noise * rnd.gauss(0.0, 1.0)), (tensor, reader)))
-        rank.sort()
-        return [swap for _, swap in rank]
 
     def polish(self, reruns: list[tuple[int, int]]) -> None:
         """Try to drop each of these reruns, dearest first."""

@@ -9,49 +9,26 @@ import math
 import time
 from bisect import bisect_left
 
-from memopt.advisors.graph import Graph
+import numpy as np
+
 from memopt.advisors.graph_arms import Arms
-from memopt.advisors.graph_lanes import Lanes, Swap
-from memopt.advisors.graph_moves import Moves
+from memopt.advisors.graph_lanes import Swap
+from memopt.advisors.graph_recreate import Recreate
 from memopt.advisors.graph_state import ADDED, EMPTY
 
 
-class Search(Moves):
-    """The best run sequence known, and the search that improves it. `overflow` is 0 when the budget holds."""
+class Search(Recreate):
+    """Improves the best plan known, and makes a plan that breaks the budget keep it."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        runs: list[int],
-        budget_bytes: int,
-        *,
-        seed: int = 0,
-        lanes: Lanes | None = None,
-        replays: bool = True,
-    ) -> None:
-        super().__init__(graph, runs, budget_bytes, seed=seed, lanes=lanes, replays=replays)
-        self.best_runs = runs
-        self.best_cost = self.state.cost
-        self.best_over = self.overflow()
-        self.best_swaps: frozenset[Swap] = frozenset()
-        self.iterations = 0
-
-    def load_best(self) -> None:
-        """Work on the best plan known."""
-        self.load(self.best_runs, self.best_swaps)
+    iterations = 0
 
     def greedy(self, noise: float, breadth: float, until: float, swap_first: float = 0.0) -> None:
-        """Load the plain sequence, evict until the budget holds, drop what turned out needless."""
+        """Load the plain sequence, evict until the budget holds, drop what turned out needless; mend it when it does not hold then."""
         self.noise, self.breadth, self.swap_first = noise, breadth, swap_first
         self.load(list(range(self.graph.op_count)))
-        self.repair(until)
+        self.press(until)
         self.polish_all()
-
-    def reruns(self) -> list[tuple[int, int]]:
-        """All reruns of the state."""
-        state = self.state
-        runs_at = state.runs_at
-        return [(op, slot) for slot, op in enumerate(state.slot_op) if op != EMPTY and runs_at[op][0] != slot]
+        self.mend(until)
 
     def polish_all(self) -> None:
         """Drop whatever can go."""
@@ -61,17 +38,34 @@ class Search(Moves):
         self.state.commit()
         self.keep_if_best()
 
-    def keep_if_best(self) -> bool:
-        """Remember the state when it is the best so far."""
+    def mend(self, until: float) -> None:
+        """Take reruns away around a slot where memory is short and evict anew, as long as that does not make it shorter; until nothing is."""
+        rnd = self.random
         over = self.overflow()
-        if (over, self.state.cost) < (self.best_over, self.best_cost - 1e-9):
-            self.best_over, self.best_cost = over, self.state.cost
-            self.best_runs = self.state.runs()
-            self.best_swaps = frozenset(self.lanes.swaps) if self.lanes else frozenset()
-            return True
-        return False
+        while over and time.monotonic() < until:
+            state = self.state
+            state.commit()
+            swaps = set(self.lanes.swaps) if self.lanes else set()
+            self.noise, self.breadth = rnd.choice((0.05, 0.2, 0.4, 0.8)), rnd.choice((0.0, 0.5, 1.0))
+            short = np.flatnonzero(state.memory > self.budget)
+            reruns = self.reruns()
+            at = bisect_left(reruns, int(short[rnd.randrange(len(short))]), key=_slot)
+            count = rnd.choice((1, 2, 4, 8, 20))
+            near = reruns[max(0, at - 2 * count) : at + 2 * count]
+            self.remove(rnd.sample(near, min(count, len(near))))
+            self.press(until)
+            self.polish([(op, slot) for kind, op, slot in state.journal if kind == ADDED])
+            if self.lanes:
+                self.lanes.retime(state)
+            after = self.overflow()
+            if after <= over:
+                over = after
+            else:
+                self.undo_all(swaps)
+            self.spread_out()
+        self.polish_all()
 
-    def run(self, until: float, enough: float = 0.0) -> None:
+    def run(self, until: float, enough: float = 0.0, heat: float = 0.004) -> None:
         """Improve the loaded state until `time.monotonic()` reaches `until` or the cost `enough`."""
         self.polish_all()
         begin = time.monotonic()
@@ -82,10 +76,10 @@ class Search(Moves):
             self.iterations += 1
             state = self.state
             state.commit()
-            heat = self.heat * current * (1.0 - (now - begin) / (until - begin)) ** 2
-            allowed = current - heat * math.log(self.random.random() + 1e-12)
+            warmth = heat * current * (1.0 - (now - begin) / (until - begin)) ** 2
+            allowed = current - warmth * math.log(self.random.random() + 1e-12)
             arm = arms.pick()
-            swaps = set(self.lanes.swaps) if self.lanes else None
+            swaps = set(self.lanes.swaps) if self.lanes else set()
             done = self._attempt(reruns, arm, allowed)
             gain = 0.0
             if done and state.cost <= allowed:
@@ -95,23 +89,17 @@ class Search(Moves):
                     self.keep_if_best()
                 reruns = self.reruns()
             else:
-                state.undo_to(0)
-                if self.lanes and swaps is not None:
-                    self.lanes.swaps = swaps
-                    self.lanes.retime(state)
+                self.undo_all(swaps)
             arms.learn(arm, gain, time.monotonic() - now)
             if self.full:
-                self.full = False
-                self.load(state.runs(), self.lanes.swaps if self.lanes else ())
+                self.spread_out()
                 reruns = self.reruns()
-
-    heat = 0.004
 
     def _attempt(self, reruns: list[tuple[int, int]], arm: tuple[str, int], allowed: float) -> bool:
         """Ruin, recreate, polish; whether the budget holds."""
         state, rnd = self.state, self.random
-        self.noise = rnd.choice((0.05, 0.2, 0.4, 0.8))
-        self.breadth = rnd.choice((0.0, 0.5, 1.0))
+        self.noise, self.breadth = rnd.choice((0.05, 0.2, 0.4, 0.8)), rnd.choice((0.0, 0.5, 1.0))
+        self.tries = rnd.choice((1, 1, 1, 3))
         self.swap_first = rnd.choice((0.0, 0.0, 0.3))
         removed = self.ruin(reruns, *arm)
         banned = {tensor for op, _ in removed if rnd.random() < 0.3 for tensor in state.writes[op]}
@@ -191,7 +179,7 @@ class Search(Moves):
 
     def ruin(self, reruns: list[tuple[int, int]], where: str, count: int) -> list[tuple[int, int]]:
         """Take `count` reruns away: neighbours in time (all or some of them), or any."""
-        state, rnd = self.state, self.random
+        rnd = self.random
         count = min(count, len(reruns))
         start = rnd.randrange(len(reruns))
         if where == "block":
@@ -201,10 +189,15 @@ class Search(Moves):
             chosen = rnd.sample(near, min(count, len(near)))
         else:
             chosen = rnd.sample(reruns, count)
-        for op, slot in chosen:
+        self.remove(chosen)
+        return chosen
+
+    def remove(self, reruns: list[tuple[int, int]]) -> None:
+        """Take these reruns away, with what served only them."""
+        state = self.state
+        for op, slot in reruns:
             if state.slot_op[slot] == op:
                 state.remove_with_idle(op, slot)
-        return chosen
 
 
 def _slot(item: tuple[int, int]) -> int:
