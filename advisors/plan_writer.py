@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import time
 from collections.abc import Mapping
@@ -71,6 +72,9 @@ class _Writer:
         for chain in chains.values():
             for op in chain.ops:
                 self.chain_of_op.setdefault(op, []).append(chain)
+        self.away_from = problem.simulator.away_from(decisions)
+        self.packed = sorted((op, slot) for slot, op in enumerate(self.trace.slots.packed_before))
+        """(Op that follows, slot), in the order of packing."""
         self.unpacked_before: dict[int, int] = {}
         for slot in range(len(self.trace.slots.node)):
             for op in self.trace.slots.unpacks.row(slot):
@@ -92,10 +96,22 @@ class _Writer:
             tier=decision.tier,
             again=decision.again,
             codec=decision.codec,
+            away_by=self._away_by(saved),
             prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
             records=[self.op_ref(op) for op in self._recorded(saved)] if decision.kind == "recompute" else [],
             line=self.trace.strings[self.trace.storages.line[saved.storage]],
         )
+
+    def _away_by(self, saved: Saved) -> SlotRef | None:
+        """The last pack by which a swapped storage may still be on its way out; None where that is in backward."""
+        gone = self.away_from.get(saved.storage)
+        if gone is None:
+            return None
+        place = bisect.bisect_right(self.packed, (gone, len(self.packed))) - 1
+        if place >= 0 and self.packed[place][0] <= saved.gone_after:
+            place += 1
+        within = 0 <= place < len(self.packed) and self.packed[place][0] >= saved.gone_after
+        return self.slot_ref(self.packed[place][1]) if within else None
 
     def _margins(self, saved: Saved, decision: Decision) -> tuple[int, float]:
         """(bytes by which the peak would rise, ms that would be saved) without this action."""

@@ -313,6 +313,10 @@ class Engine(TorchDispatchMode):
         frame = self._frames.current
         ordinal = frame.packs
         frame.packs += 1
+        if self._swapper is not None:
+            due = self._tables.due.get(frame.key)
+            if due is not None and ordinal in due:
+                self._swapper.wait_until_away(due[ordinal])
         slots = self._tables.slots.get(frame.key)
         slot = slots.get(ordinal) if slots is not None else None
         triggers = self._tables.triggers.get(frame.key) if self._swapper is not None else None

@@ -265,7 +265,7 @@ class ApplySession:
             return
         self._engine.settle_all()
         if self._swapper is not None and self._plan.device.kind == "cpu":
-            self._swapper.wait_for_copies()
+            self._swapper.wait_for_all()
         self._engine.leave()
         self._frames.paused = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 from torch import UntypedStorage
@@ -100,12 +101,18 @@ class Swapper:
             if content is not None:
                 content.prefetch()
 
-    def wait_for_copies(self) -> None:
-        """Let nothing that should be away lag behind on a slow disk: the peak is near when backward begins."""
-        for reference in self._swapped.values():
-            content = reference()
+    def wait_until_away(self, actions: Iterable[int]) -> None:
+        """Let none of `actions` lag behind what was planned, on a disk that is slower now."""
+        for action in actions:
+            reference = self._swapped.get(action)
+            content = reference() if reference is not None else None
             if content is not None:
                 content.wait_until_away()
+        self.collect()
+
+    def wait_for_all(self) -> None:
+        """As `wait_until_away`: the peak is near when backward begins."""
+        self.wait_until_away(tuple(self._swapped))
 
     def collect(self) -> None:
         """Let go of what has safely been copied out."""

@@ -32,6 +32,11 @@ class Tables:
     )
     """Slots whose unpack starts swap-ins, as action indices."""
 
+    due: dict[str, dict[int, list[int]]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    )
+    """Slots at whose packing copies out must be done, as action indices."""
+
     readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Overloads whose own outputs are compressed: their calls have to be looked at."""
 
@@ -50,6 +55,8 @@ def tables_of(plan: Plan) -> Tables:
                 tables.readers[ref.module].add(ref.consumer)
         for op in action.records:
             _add_op(tables, op)
+        if action.away_by is not None:
+            tables.due[action.away_by.module][action.away_by.ordinal].append(number)
         if action.prefetch is not None:
             tables.triggers[action.prefetch.module][action.prefetch.ordinal].append(number)
     return tables

@@ -47,6 +47,8 @@ class _State:
     recorded: set[int] = field(default_factory=set)
     sources: list[tuple[int, int]] = field(default_factory=list)
     """(value that a replay reads, op until which its record lives)."""
+    away_from: dict[int, int] = field(default_factory=dict)
+    """Swapped storage -> first op before which its copy out is done."""
     staging_ms: float = 0.0
     """Part of `added_ms`: copies that the compute lane has to make for the disk tier."""
 
@@ -68,6 +70,12 @@ class Simulator:
         """Replays by storage that asks for them first, and the storages that must be kept after all."""
         state = self._evaluate(decisions)
         return state.chains, state.kept
+
+    def away_from(self, decisions: Mapping[int, Decision]) -> dict[int, int]:
+        """For each swapped storage that leaves the device, the first op before which it has left."""
+        state = self._evaluate(decisions)
+        self._finish(state, decisions, lanes=False)
+        return state.away_from
 
     # --- recompute and compress
 
@@ -293,6 +301,7 @@ class Simulator:
         trigger, use, n = _trigger(saved, decision), saved.first_use, self.view.n
         gone = max(saved.gone_after + 1, int(np.searchsorted(times, out_end)))
         if gone < min(trigger, n):
+            state.away_from[saved.storage] = gone
             state.change[gone] -= saved.size_bytes
             state.change[min(trigger, saved.release + 1)] += saved.size_bytes
         if use >= n:

@@ -64,6 +64,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = ""
     again: bool = False
     """Of a recompute: not held when it is made on the way to another tensor, but made again for its own consumers."""
+    away_by: SlotRef | None = None
+    """Of a swap: when this slot is packed, the run waits until the copy out is done, as the predicted peak takes it to be."""
     prefetch: SlotRef | None = None
     """The swap-in starts when this slot is unpacked; none: when the tensor itself is asked for."""
     records: list[OpRef] = []

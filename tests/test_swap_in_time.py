@@ -1,0 +1,70 @@
+"""A disk that is slower than the profile said costs time, not memory: the run waits where the prediction has the bytes away."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from enforced import SWAP, plan_of, recorded, seeded
+
+from memopt.advisors.problem import Decisions, Problem
+from memopt.enforcers.disk import DiskStore
+from memopt.enforcers.session import ApplySession, Options
+from memopt.outcome import Outcome
+from memopt.plan import Plan
+
+
+def deep_net(steps: int) -> list[str]:
+    model = torch.nn.Sequential(
+        *[layer for _ in range(8) for layer in (torch.nn.Linear(256, 256), torch.nn.Tanh())]
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss = model(torch.randn(2048, 256)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [loss.item().hex()]
+
+
+def all_to_disk(problem: Problem) -> Decisions:
+    return dict.fromkeys(problem.candidates, SWAP)
+
+
+def measured(plan: Plan, folder: Path) -> Outcome:
+    session = ApplySession(plan, Options(swap_dir=folder))
+    session.install()
+    try:
+        seeded(deep_net, 4)
+    finally:
+        outcome = session.finished()
+    assert outcome is not None
+    return outcome
+
+
+def test_late_copies_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = recorded(deep_net, tmp_path)
+    fast = msgspec.structs.replace(trace.device, disk_out_bytes_per_s=1e13, disk_in_bytes_per_s=1e13)
+    plan = plan_of(msgspec.structs.replace(trace, device=fast), all_to_disk)
+    assert plan.predicted_peak_bytes < 0.7 * plan.unplanned_peak_bytes
+    assert sum(action.away_by is not None for action in plan.actions) >= 6
+    write = DiskStore._write_piece
+
+    def slow(*args: object) -> object:
+        time.sleep(0.05)
+        return write(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DiskStore, "_write_piece", slow)
+    waiting = measured(plan, tmp_path)
+    assert waiting.actions.done == waiting.actions.planned > 4
+    assert waiting.measured_peak_bytes <= 1.02 * plan.predicted_peak_bytes
+    careless = [msgspec.structs.replace(action, away_by=None) for action in plan.actions]
+    late = measured(msgspec.structs.replace(plan, actions=careless), tmp_path)
+    assert late.measured_peak_bytes > 1.1 * plan.predicted_peak_bytes
