@@ -180,12 +180,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="*", choices=[*MODULES, *PARTS])
+    parser.add_argument("what", nargs="*", choices=["all", *MODULES, *PARTS], default="all")
     parser.add_argument("--truth", type=Path, default=Path(os.environ.get("MEMOPT_GROUNDTRUTH", HERE.parents[1] / "shared" / "groundtruth")))  # fmt: skip
     parser.add_argument("--only", nargs="*", default=[], metavar="MODEL")
     args = parser.parse_args()
     failed = 0
-    for what in args.what or [*MODULES, *PARTS]:
+    for what in [*MODULES, *PARTS] if "all" in args.what else args.what:
         print(f"== {what}", flush=True)
         if what in MODULES:
             failed |= subprocess.run([sys.executable, "-m", f"benchmarks.estimate_{what}"], check=False).returncode  # fmt: skip
