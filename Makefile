@@ -45,8 +45,8 @@ types: $(READY) ## Check types (mypy --strict) through a view in which the rooms
 bench: $(READY) ## Models x budgets: predicted and measured peak and step time, same losses or not (ARGS="--models resnet50")
 	$(BIN)/python -m benchmarks.bench $(ARGS)
 
-bench-estimate: $(READY) ## Estimated against measured peaks: every benchmarks/estimate*.py
-	@for file in benchmarks/estimate*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done
+bench-estimate: $(READY) ## Estimated against measured peaks, all parts of benchmarks/estimate.py (ARGS="lm litgpt")
+	$(BIN)/python -m benchmarks.estimate $(ARGS)
 
 bench-advise: $(READY) ## Strategies against each other: every benchmarks/advise*.py
 	@for file in benchmarks/advise*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done

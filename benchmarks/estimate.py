@@ -1,31 +1,38 @@
-"""Estimates against measurements: `python benchmarks/estimate.py cpu|cs336|xmem|size [--truth FOLDER]`.
+"""Estimates against measurements: `python -m benchmarks.estimate [PART ...] [--only MODEL ...] [--truth FOLDER]`; no part: all.
 
-cpu     every model of benchmarks/models at a scale: predicted peak of the CPU run against torch.profiler's
-cs336   four training snapshots of Stanford's CS336 model on a GPU: allocated and reserved
-xmem    xMem's convolutional rows: peak reserved plus one constant a GPU (kernels that load lazily)
-size    a 7B and a 70B decoder: seconds and RAM
+allocator  recorded allocators, replayed          (estimate_allocator.py)
+cpu        CPU runs of benchmarks/models          (estimate_cpu.py)
+onnx       ONNX files against their scripts       (estimate_onnx.py)
+cs336      four training snapshots of Stanford's CS336 model on a GPU: allocated and reserved
+xmem       xMem's convolutional rows: peak reserved plus one constant a GPU (kernels that load lazily)
+lm         xMem's language models, the same way
+litgpt     lit-gpt's fine-tuning and generation on one A100: peak allocated
+size       a 7B and a 70B decoder: seconds and RAM
+
+`xmem`, `lm`, `litgpt` and `allocator` read the public measurements in FOLDER and are left out where it is not.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from benchmarks.models.language_models import known_as
 from memopt.estimators.estimate import Estimate, estimate_script
 
 HERE = Path(__file__).resolve().parent
 MIB = 1 << 20
-KERNELS_MIB = {"NVIDIA GeForce RTX 3060": 18, "NVIDIA GeForce RTX 4060": 14}
-"""groundtruth/README.md: what lazily loaded kernels add to the measured device memory. The 8 GB card of older rows: as the 4060."""
+GPUS = (("A100", "a100-40gb", 354), ("3060", "rtx-3060-12gb", 18), ("", "rtx-4060", 14))
+"""By a part of the GPU's name (the cards of 8 GB are RTX 4060 or count as such): the device, and the MiB that lazily loaded
+kernels add to the measured device memory, as groundtruth/README.md has them."""
 CS336 = (
     (["--context", "128"], 6701.1, 6900),
     (["--context", "256"], 8691.2, 8836),
@@ -33,38 +40,56 @@ CS336 = (
     (["--context", "1024", "--bf16"], 23092.2, 24012),
 )
 
+_known: dict[tuple[str, ...], Estimate] = {}
 
-def tell(errors: list[float], what: str) -> None:
-    under = sum(1 for error in errors if error < 0)
-    sizes = sorted(abs(error) for error in errors)
+
+def estimate(script: str, argv: list[str], device: str, steps: int = 4) -> Estimate:
+    """The estimate of a script of this folder; the same one only once."""
+    key = (script, *argv, device)
+    if key not in _known:
+        _known[key] = estimate_script([str(HERE / script), *argv], device=device, steps=steps)
+    return _known[key]
+
+
+def tell(errors: dict[str, float] | list[float], what: str) -> None:
+    """One line of figures, and the under-estimates by name where the errors have names."""
+    values = list(errors.values() if isinstance(errors, dict) else errors)
+    if not values:
+        print(f"{what}: no rows")
+        return
+    sizes = sorted(map(abs, values))
     p95 = sizes[min(len(sizes) - 1, int(0.95 * len(sizes)))]
+    under = sum(1 for error in values if error < 0)
     print(
-        f"{what}: {len(errors)} rows, median {100 * statistics.median(sizes):.2f} %, p95 {100 * p95:.2f} %, worst {100 * sizes[-1]:.2f} %, {under} under"
+        f"{what}: {len(sizes)} rows, median {100 * statistics.median(sizes):.2f} %, p95 {100 * p95:.2f} %, worst {100 * sizes[-1]:.2f} %, {under} under"
     )
+    if isinstance(errors, dict) and under:
+        low = sorted((error, name) for name, error in errors.items() if error < 0)
+        print("  under: " + ", ".join(f"{name} {100 * error:.1f} %" for error, name in low))
 
 
-def cpu(args: argparse.Namespace) -> None:
-    sys.path.insert(0, str(HERE))
-    from models import MODELS
+def rows(truth: Path, name: str, only: list[str]) -> Iterator[dict[str, str]]:
+    """The rows of a file of measurements, of the models in `only` or of all."""
+    with (truth / name).open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            if not only or row["model"] in only:
+                yield row
 
-    errors = []
-    script = str(HERE / "train.py")
-    for model in args.only or MODELS:
-        for optimizer in ("sgd", "adamw"):
-            argv = [script, model, "--scale", args.scale, "--optimizer", optimizer, "--device", "cpu"]
-            found = estimate_script(argv, device="cpu")
-            command = [sys.executable, str(HERE / "cpu_truth.py"), *argv]
-            ran = subprocess.run(command, capture_output=True, text=True, check=True)
-            measured = json.loads(ran.stdout)["peak_bytes"]
-            errors.append(found.allocated_bytes / measured - 1)
-            print(f"{model:14s} {optimizer:6s} measured {measured:>12d} predicted {found.allocated_bytes:>12d} {100 * errors[-1]:+.3f} %", flush=True)  # fmt: skip
-    tell(errors, "CPU runs")
+
+def gpu(row: dict[str, str]) -> tuple[str, int]:
+    """The device of a row and the MiB of its kernels."""
+    return next((device, kernels) for part, device, kernels in GPUS if part in row["gpu"])
+
+
+def mode(row: dict[str, str]) -> str:
+    """Where the gradients are dropped: as stated, else first thing in the iteration (XMEM_RECIPE.md)."""
+    return str(int(float(row["zero_grad_mode"] or 0)))
 
 
 def cs336(args: argparse.Namespace) -> None:
     allocated, reserved = [], []
     for words, truth_allocated, truth_reserved in CS336:
-        found = estimate_script([str(HERE / "cs336.py"), *words], device="a100-80gb")
+        found = estimate("cs336.py", words, "a100-80gb", 3)
         allocated.append(found.allocated_bytes / MIB / truth_allocated - 1)
         reserved.append(found.reserved_bytes / MIB / truth_reserved - 1)
         print(f"{' '.join(words):22s} allocated {found.allocated_bytes / MIB:9.1f} of {truth_allocated} {100 * allocated[-1]:+.2f} %  reserved {found.reserved_bytes / MIB:8.0f} of {truth_reserved} {100 * reserved[-1]:+.2f} %", flush=True)  # fmt: skip
@@ -72,47 +97,73 @@ def cs336(args: argparse.Namespace) -> None:
     tell(reserved, "reserved")
 
 
-def xmem_rows(truth: Path) -> Iterator[dict[str, str]]:
-    seen = set()
-    with (truth / "xmem_runs.csv").open(encoding="utf-8") as file:
-        for row in csv.DictReader(file):
-            key = (row["model"], row["optimizer"], row["batch_size"], row["gpu"], row["run_set"])
-            if row["family"] == "cnn" and row["real_oom"] == "0" and key not in seen:
-                seen.add(key)
-                yield row
-
-
 def xmem(args: argparse.Namespace) -> None:
-    known: dict[tuple[str, ...], Estimate] = {}
-    errors: list[float] = []
-    stated: list[float] = []
+    measured_rows(args, "xmem_train.py", lambda row: row["model"] if row["family"] == "cnn" else None)
+
+
+def lm(args: argparse.Namespace) -> None:
+    measured_rows(
+        args, "xmem_lm_train.py", lambda row: known_as(row["identity"]) if row["family"] != "cnn" else None
+    )
+
+
+def measured_rows(
+    args: argparse.Namespace, script: str, model_of: Callable[[dict[str, str]], str | None]
+) -> None:
+    """Peaks of device memory in `xmem_runs.csv`, beside xMem's own error."""
+    errors: dict[str, float] = {}
+    stated: dict[str, float] = {}
     theirs: list[float] = []
-    for row in xmem_rows(args.truth):
-        if args.only and row["model"] not in args.only:
+    by_gpu: dict[str, list[float]] = {}
+    for row in rows(args.truth, "xmem_runs.csv", args.only):
+        model = model_of(row)
+        if model is None or row["real_oom"] != "0":
             continue
-        mode = str(int(float(row["zero_grad_mode"] or 0)))
-        device = "rtx-3060-12gb" if "3060" in row["gpu"] else "rtx-4060"
-        key = (row["model"], row["optimizer"], row["batch_size"], mode, device)
-        if key not in known:
-            argv = [str(HERE / "xmem_train.py"), *key[:3], "--zero", mode]
-            known[key] = estimate_script(argv, device=device)
+        device, kernels = gpu(row)
+        words = [model, row["optimizer"], row["batch_size"], "--zero", mode(row)]
         measured = float(row["measured_peak_mib"])
-        predicted = known[key].reserved_bytes / MIB + KERNELS_MIB.get(row["gpu"], 14)
-        errors.append(predicted / measured - 1)
+        predicted = estimate(script, words, device).reserved_bytes / MIB + kernels
+        name = f"{model} {row['optimizer']} {row['batch_size']} {device}"
+        name += "'" * sum(each.rstrip("'") == name for each in errors)
+        errors[name] = predicted / measured - 1
         theirs.append(float(row["xmem_mib"]) / measured - 1)
+        by_gpu.setdefault(device, []).append(errors[name])
         if row["zero_grad_mode"]:
-            stated.append(errors[-1])
-        print(f"{row['model']:15s}{row['optimizer']:8s}{row['batch_size']:>4s} {device:14s} measured {measured:8.0f} predicted {predicted:8.0f} {100 * errors[-1]:+6.1f} %  xMem {100 * theirs[-1]:+6.1f} %", flush=True)  # fmt: skip
-    tell(errors, "peak reserved, all rows")
-    if stated:
-        tell(stated, "peak reserved, rows with a stated zero_grad mode")
+            stated[name] = errors[name]
+        print(f"{name:55s} measured {measured:8.0f} predicted {predicted:8.0f} {100 * errors[name]:+6.2f} %  xMem {100 * theirs[-1]:+6.2f} %", flush=True)  # fmt: skip
+    tell(errors, "peak reserved")
+    tell(list(stated.values()), "  with a stated zero_grad mode")
+    for device, found in by_gpu.items():
+        tell(found, f"  {device}")
     tell(theirs, "xMem on the same rows")
+
+
+def litgpt(args: argparse.Namespace) -> None:
+    """Several GPUs (sharded, checkpointed) are left out: the recipe does not say how."""
+    from benchmarks.models.litgpt import SHAPES
+
+    full: dict[str, float] = {}
+    quantised: dict[str, float] = {}
+    for row in rows(args.truth, "litgpt_lora.csv", args.only):
+        model, bits = row["model_key"], row["quantization"].removeprefix("bnb.").replace("None", "")
+        if row["status"] != "ok" or row["gpus"] != "1 x A100" or model not in SHAPES:
+            continue
+        method = row["command"].removeprefix("finetune_")
+        length = row["longest_tokens"] if method != "generate" else "80"
+        words = [model, method, row["micro_batch"] or "1", length, "--quantised", bits]
+        predicted = estimate("litgpt_train.py", words, "a100-40gb", 3).allocated_bytes / 1e9
+        measured = float(row["max_allocated_gb_decimal"])
+        name = " ".join((model, method, row["micro_batch"], bits)).strip()
+        (quantised if bits else full)[name] = predicted / measured - 1
+        print(f"{name:38s} measured {measured:6.2f} GB predicted {predicted:6.2f} GB {100 * (predicted / measured - 1):+6.2f} %", flush=True)  # fmt: skip
+    tell(full, "peak allocated, bf16")
+    tell(quantised, "peak allocated, 4 bit")
 
 
 def size(args: argparse.Namespace) -> None:
     for words in (["--size", "7b"], ["--size", "70b"]):
         start = time.perf_counter()
-        found = estimate_script([str(HERE / "decoder.py"), *words], device="h200")
+        found = estimate("decoder.py", words, "h200", 3)
         seconds = time.perf_counter() - start
         ram = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
         print(
@@ -120,17 +171,30 @@ def size(args: argparse.Namespace) -> None:
         )
 
 
-def main() -> None:
+PARTS = {"cs336": cs336, "xmem": xmem, "lm": lm, "litgpt": litgpt, "size": size}
+MODULES = ("allocator", "cpu", "onnx")
+MEASURED = {"xmem": "xmem_runs.csv", "lm": "xmem_runs.csv", "litgpt": "litgpt_lora.csv"}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("cpu", "cs336", "xmem", "size"))
+    parser.add_argument("what", nargs="*", choices=["all", *MODULES, *PARTS], default="all")
     parser.add_argument("--truth", type=Path, default=Path(os.environ.get("MEMOPT_GROUNDTRUTH", HERE.parents[1] / "shared" / "groundtruth")))  # fmt: skip
-    parser.add_argument("--scale", default="tiny")
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], metavar="MODEL")
     args = parser.parse_args()
-    {"cpu": cpu, "cs336": cs336, "xmem": xmem, "size": size}[args.what](args)
+    failed = 0
+    for what in [*MODULES, *PARTS] if "all" in args.what else args.what:
+        print(f"== {what}", flush=True)
+        if what in MODULES:
+            failed |= subprocess.run([sys.executable, "-m", f"benchmarks.estimate_{what}"], check=False).returncode  # fmt: skip
+        elif what in MEASURED and not (args.truth / MEASURED[what]).is_file():
+            print(f"left out: no {MEASURED[what]} in {args.truth} (--truth FOLDER)")
+        else:
+            PARTS[what](args)
+    return int(failed != 0)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

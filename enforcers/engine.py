@@ -38,7 +38,7 @@ from memopt.enforcers.tables import PlannedSlot, Tables
 from memopt.estimators.slot_needs import Need
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
-from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of, updated_statistics
+from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, is_tracing, kind_of, updated_statistics
 from memopt.instrument.saved import Kept, check_version, let_go_of_bytes, share, view_of
 from memopt.plan import Action
 
@@ -95,6 +95,8 @@ class Engine(TorchDispatchMode):
         self._swapper = swapper
         self._device = device
         self._thread = threading.get_ident()
+        self._regions = frames.regions
+        self._regions.rewrote = self._rewritten_unseen
         self._values: dict[int, Value] = {}
         """Storage address -> the value that it holds now."""
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
@@ -147,6 +149,11 @@ class Engine(TorchDispatchMode):
         self._unsettled.clear()
         self.leave()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile: under any other mode it would run the model eagerly."""
+        return True
+
     def _is_open(self) -> bool:
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -159,8 +166,10 @@ class Engine(TorchDispatchMode):
         iterations = self._iterations
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
             return func(*args, **kwargs)
+        if self._regions.compiling:
+            return func(*args, **kwargs)
         if not _PLAIN_TYPES.issuperset(types):
-            return NotImplemented
+            return func(*args, **kwargs) if is_tracing(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
             return func(*args, **kwargs)
@@ -211,6 +220,8 @@ class Engine(TorchDispatchMode):
 
     def _record(self, func: Any, kind: OpKind, flat: list[Any], form: CallForm) -> Record | None:
         """The call, remembered before it runs; None when it could not be made again."""
+        if self._regions.depth:
+            return None
         try:
             record = record_op(func, kind, flat, form, self._freeze)
         except Exception:
@@ -299,6 +310,11 @@ class Engine(TorchDispatchMode):
             value = self._values.pop(storage._cdata, None)
             if value is not None:
                 value.storage = None
+
+    def _rewritten_unseen(self, tensor: Tensor) -> None:
+        """A compiled region has changed `tensor`: what was recorded made another value."""
+        if is_plain(tensor):
+            self._overwritten([tensor.untyped_storage()])
 
     # --- hooks
 

@@ -91,7 +91,9 @@ class ApplySession:
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
+        from memopt.profiler.script_profiler import watch
 
+        watch()
         self._frames = Frames()
         self._iterations = Iterations(self)
         self._iterations.install()

@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def _run(request: Request) -> Result:
-    from memopt.estimators import fake_script, fake_tensors
+    from memopt.estimators import fake_lazy, fake_script, fake_tensors
     from memopt.estimators.fake_guess import Guesser
     from memopt.estimators.fake_record import FakeRecorder
     from memopt.estimators.recording import classify
@@ -41,6 +41,7 @@ def _run(request: Request) -> Result:
         request.target, capability=request.compute_capability, guesser=Guesser(frozenset(request.flipped))
     )
     fake_tensors.install(recorder)
+    fake_lazy.install(recorder)
     fake_script.install(recorder)
     if request.target == "cuda":
         from memopt.estimators import fake_cuda

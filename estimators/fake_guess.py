@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memopt.estimators.fake_share import selected
+
 if TYPE_CHECKING:
     from memopt.estimators.fake_record import FakeRecorder
 
 aten = torch.ops.aten
+_LBFGS = str(sys.modules[torch.optim.LBFGS.__module__].__file__)
+_LBFGS_HOPES = ("if ys >", "if f_new > (f + c1 * t * gtd) or (", "if abs(gtd_new) <=")
+"""Its curvature lets it remember the step; a line search brackets at once and is content with the first point inside."""
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<string>")
 
 
@@ -28,6 +33,7 @@ class Guesser:
         self.branches: dict[str, bool] = {}
         """Truth values guessed, by `file:line`, latest last."""
         self.remarks: dict[str, None] = {}
+        self._losses = 0
 
     def answer(
         self, recorder: FakeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -40,7 +46,9 @@ class Guesser:
         """A guess for a boolean: what the script hopes for (no NaN; assertions hold), else False."""
         where = user_line()
         hint = getattr(tensor, "_memopt_truth", None)
-        if hint is None:
+        if hint is None and (line := _line_of_lbfgs()):
+            hint = line.startswith(_LBFGS_HOPES)
+        elif hint is None:
             hint = linecache.getline(*_split(where)).lstrip().startswith("assert")
         value = bool(hint) != (where in self.flipped)
         self.branches.pop(where, None)
@@ -55,6 +63,9 @@ class Guesser:
         self.note(user_line(), "a value was taken to be 1")
         if tensor.dtype.is_complex:
             return 1 + 0j
+        if _line_of_lbfgs():  # a loss that stands still would end its inner iterations
+            self._losses += 1
+            return 1.0 / self._losses
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def note(self, where: str, what: str) -> None:
@@ -74,6 +85,16 @@ def user_line() -> str:
     while frame is not None:
         if is_users(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _line_of_lbfgs() -> str:
+    """The line of torch's L-BFGS that asks, or nothing."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename == _LBFGS:
+            return linecache.getline(_LBFGS, frame.f_lineno).strip()
         frame = frame.f_back
     return ""
 
@@ -118,18 +139,26 @@ def _new(recorder: FakeRecorder, shape: list[int], dtype: torch.dtype) -> torch.
 def _nonzero(
     guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
-    guesser.note(user_line(), "every element was taken to be selected (an upper bound)")
-    return (_new(recorder, [args[0].numel(), args[0].dim()], torch.int64),)
+    return (_new(recorder, [_selected(guesser, args[0]), args[0].dim()], torch.int64),)
+
+
+def _selected(guesser: Guesser, mask: torch.Tensor) -> int:
+    number = selected(mask)
+    if number is None:
+        guesser.note(user_line(), "every element of a mask was taken to be selected (an upper bound)")
+        return mask.numel()
+    guesser.note(user_line(), "positions were taken to be spread evenly")
+    return number
 
 
 def _masked_select(
     guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
-    guesser.note(user_line(), "every element was taken to be selected (an upper bound)")
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-    number = 1
-    for size in shape:
-        number *= size
+    if args[0].shape == args[1].shape:
+        number = _selected(guesser, args[1])
+    else:
+        guesser.note(user_line(), "every element was taken to be selected (an upper bound)")
+        number = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
     return (_new(recorder, [number], args[0].dtype),)
 
 
@@ -199,6 +228,21 @@ def _pack(
     return ((_new(recorder, [int(lengths.sum()), *values.shape[2:]], values.dtype), sizes),)
 
 
+def _ctc_loss(
+    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    """ATen/native/LossCTC.cpp: a loss a sequence, and the log probabilities of every extended label at every step."""
+    values, targets, lengths = args[0], args[1], args[3]
+    batch = values.shape[1] if values.dim() == 3 else 1
+    if isinstance(lengths, FakeTensor):
+        guesser.note(user_line(), "every target was taken to have full length (an upper bound)")
+        longest = targets.shape[1] if targets.dim() == 2 else targets.numel() // max(1, batch)
+    else:
+        longest = max((int(n) for n in lengths), default=0)
+    loss = _new(recorder, [batch] if values.dim() == 3 else [], values.dtype)
+    return ((loss, _new(recorder, [batch, values.shape[0], 2 * longest + 1], values.dtype)),)
+
+
 def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
     """Indexing by a mask: the mask becomes one index tensor a dimension, as long as the mask has elements."""
     op = getattr(aten, name)
@@ -215,8 +259,8 @@ def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
             if not is_mask:
                 wide.append(index)
             elif isinstance(index, FakeTensor):
-                guesser.note(user_line(), "every element of a mask was taken to be selected (an upper bound)")
-                wide += [_new(recorder, [index.numel()], torch.int64) for _ in range(index.dim())]
+                number = _selected(guesser, index)
+                wide += [_new(recorder, [number], torch.int64) for _ in range(index.dim())]
             else:
                 wide += index.nonzero().unbind(1)
         return (op(args[0], wide, *args[2:], **kwargs),)
@@ -236,6 +280,8 @@ _RULES: dict[Any, Callable[..., tuple[Any] | None]] = {
     aten.bincount.default: _bincount,
     aten.repeat_interleave.Tensor: _repeat_interleave,
     aten._pack_padded_sequence.default: _pack,
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
     aten.index.Tensor: _with_positions("index"),
     aten.index_put_.default: _with_positions("index_put_"),
     aten.index_put.default: _with_positions("index_put"),

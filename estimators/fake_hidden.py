@@ -47,8 +47,8 @@ def _of(tensor: Any) -> int:
 @hidden("cpu", aten._safe_softmax.default)
 @hidden("cuda", aten._safe_softmax.default)
 def _safe_softmax(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
-    """ATen/native/transformers/attention.cpp: softmax, `== -inf`, then `where` into another tensor."""
-    return (_of(result) + result.numel(),)
+    """ATen/native/transformers/attention.cpp: which elements are -inf, and which rows wholly; one byte each."""
+    return (result.numel() + result.numel() // max(1, result.shape[-1]),)
 
 
 @hidden("cpu", aten.embedding_dense_backward.default)
@@ -79,3 +79,10 @@ def _reduced_in_place(recorder: Any, args: Any, kwargs: Any, result: Any) -> Ite
         if recorder.target == "cpu":
             return (whole,)
     return ()
+
+
+@hidden("cpu", aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
+@hidden("cuda", aten._ctc_loss_backward.default, aten._ctc_loss_backward.Tensor)
+def _ctc_backward(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
+    """ATen/native/LossCTC.cpp: the backward probabilities, as many as the forward ones that were saved."""
+    return (_of(args[6]),)

@@ -11,6 +11,8 @@ from memopt.estimators.fake_hidden import hidden
 from memopt.estimators.fake_probe import Call, Spec
 
 aten = torch.ops.aten
+_CHEAP_FLOPS = 1 << 30
+_CHEAP_BYTES = 16 << 20
 
 
 @hidden("cpu", aten.convolution.default)
@@ -28,6 +30,7 @@ def _convolution(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable
         make,
         args[0].shape[0],
         "convolution",
+        _cheap(args[0], args[1], result, args[6]),
     )
     return ()
 
@@ -42,12 +45,23 @@ def _convolution_backward(recorder: Any, args: Any, kwargs: Any, result: Any) ->
         return lambda: [x for x in aten.convolution_backward.default(*inputs, *rest) if x is not None]
 
     key = ("conv backward", *(s.key for s in specs), repr(rest))
-    _ask(recorder, key, make, args[0].shape[0], "convolution_backward")
+    cheap = _cheap(args[1], args[2], args[0], args[7])
+    _ask(recorder, key, make, args[0].shape[0], "convolution_backward", cheap)
     return ()
 
 
-def _ask(recorder: Any, key: Any, make: Any, batch: int, op: str) -> None:
-    probe = recorder.probes.add(key, make, batch)
+def _cheap(input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, transposed: bool) -> int:
+    """The batch size up to which a convolution takes some tens of milliseconds and little memory."""
+    if not input.shape[0]:
+        return 0
+    places = (input if transposed else output)[0, 0].numel()
+    flops = 2 * places * weight.numel()
+    size_bytes = input[0].numel() * input.element_size() + output[0].numel() * output.element_size()
+    return min(_CHEAP_FLOPS // max(1, flops), _CHEAP_BYTES // max(1, size_bytes))
+
+
+def _ask(recorder: Any, key: Any, make: Any, batch: int, op: str, cheap: int = 0) -> None:
+    probe = recorder.probes.add(key, make, batch, cheap)
     probe.workspaces.append(recorder.workspace_later(op))
 
 

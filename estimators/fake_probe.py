@@ -26,18 +26,23 @@ class Probe:
 
     make: Callable[[int], Call]
     batch: int
+    cheap: int = 0
+    """A batch size up to which the call costs next to nothing."""
     workspaces: list[int] = field(default_factory=list)
     """Rows that get the hidden bytes."""
     outputs: list[tuple[int, int]] = field(default_factory=list)
     """`(row, output)`: rows that get the bytes of an output whose size fake tensors do not know."""
 
     def sizes(self) -> tuple[int, ...]:
-        return few(self.batch)
+        return few(self.batch, self.cheap)
 
 
-def few(batch: int) -> tuple[int, ...]:
-    """The batch sizes to run: the script's own when small, else two above the thread count, where the need is linear."""
-    low = min(max(4, 2 * torch.get_num_threads()), 16)
+def few(batch: int, cheap: int = 0) -> tuple[int, ...]:
+    """The batch sizes to run: the script's own when small or cheap, else two above the thread count, where the need is
+
+    nearly linear: a kernel may take the larger of two needs, of which only one grows, so the larger the better.
+    """
+    low = max(min(max(4, 2 * torch.get_num_threads()), 16), cheap // 2)
     return (batch,) if batch <= 2 * low else (low, 2 * low)
 
 
@@ -47,10 +52,10 @@ class Probes:
     def __init__(self) -> None:
         self.calls: dict[Any, Probe] = {}
 
-    def add(self, key: Any, make: Callable[[int], Call], batch: int) -> Probe:
+    def add(self, key: Any, make: Callable[[int], Call], batch: int, cheap: int = 0) -> Probe:
         found = self.calls.get(key)
         if found is None:
-            found = self.calls[key] = Probe(make, batch)
+            found = self.calls[key] = Probe(make, batch, cheap)
         return found
 
     def resolve(self, rows: list[StorageRow]) -> None:
@@ -84,6 +89,7 @@ def _line(sizes: tuple[int, ...], values: list[int], batch: int) -> int:
 def _measure(calls: list[tuple[Callable[[int], Call], int]]) -> list[tuple[int, list[int]]]:
     """For each call: bytes taken beyond its outputs at the worst moment, and the bytes of each output."""
     sizes: list[list[int]] = []
+    failed: set[int] = set()
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         for index, (make, size) in enumerate(calls):
             call = make(size)
@@ -92,7 +98,8 @@ def _measure(calls: list[tuple[Callable[[int], Call], int]]) -> list[tuple[int, 
                     result = call()
                 except (RuntimeError, IndexError, NotImplementedError):
                     result = ()  # what such a kernel takes stays unknown
-            sizes.append([x.untyped_storage().nbytes() if isinstance(x, torch.Tensor) else 0 for x in result])
+                    failed.add(index)
+            sizes.append([_storage_bytes(x) for x in result])
             del result, call
     spans, memory = {}, []
     for event in prof.profiler.kineto_results.events():
@@ -101,7 +108,15 @@ def _measure(calls: list[tuple[Callable[[int], Call], int]]) -> list[tuple[int, 
         elif event.name() == "[memory]":
             memory.append((event.start_ns(), event.nbytes()))
     memory.sort(key=lambda event: event[0])
-    return [(_beyond(memory, *spans[index]), sizes[index]) for index in range(len(calls))]
+    return [
+        (0 if index in failed else _beyond(memory, *spans[index]), sizes[index])
+        for index in range(len(calls))
+    ]
+
+
+def _storage_bytes(value: Any) -> int:
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return value.untyped_storage().nbytes() if plain else 0
 
 
 def _beyond(memory: list[tuple[int, int]], start: int, end: int) -> int:

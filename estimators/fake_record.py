@@ -40,9 +40,12 @@ from memopt.estimators.fake_guess import Guesser
 from memopt.estimators.fake_hidden import hidden_bytes
 from memopt.estimators.fake_probe import Probes
 from memopt.estimators.fake_real import stays_real
+from memopt.estimators.fake_share import note_share
 from memopt.estimators.recording import Recording, StorageRow
 
 Target = Literal["cuda", "cpu"]
+_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
+"""What sparse, wrapped and lazy tensors raise when asked for their storage."""
 
 
 prim_device = torch.ops.prim.device.default
@@ -165,7 +168,7 @@ class FakeRecorder(TorchDispatchMode):
             return "cpu"
         try:
             return "cuda" if tensor.untyped_storage()._cdata in self._live else "cpu"
-        except (NotImplementedError, RuntimeError):
+        except _NO_STORAGE:
             return "cpu"
 
     def mark(self, tensor: torch.Tensor, category: str, label: str = "") -> None:
@@ -180,7 +183,7 @@ class FakeRecorder(TorchDispatchMode):
         """What is recorded of the storage under `tensor`."""
         try:
             found = self._live.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):
+        except _NO_STORAGE:
             return None
         return self.rows[found[1]] if found else None
 
@@ -212,7 +215,9 @@ class FakeRecorder(TorchDispatchMode):
     def _see(self, tensor: torch.Tensor, device: str, op: str) -> None:
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
+        except _NO_STORAGE:
+            if tensor.layout is torch.sparse_coo:
+                self._see_sparse(tensor, device, op)
             return
         key = storage._cdata
         known = self._live.get(key)
@@ -225,6 +230,15 @@ class FakeRecorder(TorchDispatchMode):
         if tensor.device.type == "meta" and not isinstance(tensor, FakeTensor):
             return
         self._allocate(storage, op)
+
+    def _see_sparse(self, tensor: torch.Tensor, device: str, op: str) -> None:
+        self.guesser.remark(
+            "of sparse tensors only the first indices and values are counted, not what ops on them make"
+        )
+        with self.paused():
+            parts = (tensor._indices(), tensor._values())
+        for part in parts:
+            self._see(part, device, op)
 
     def _allocate(self, storage: torch.UntypedStorage, op: str) -> None:
         ref = _StorageRef(storage, self._freed)
@@ -286,7 +300,7 @@ class FakeRecorder(TorchDispatchMode):
         """`(row, output)` of the outputs of the op just run that have storages of their own."""
         found = []
         for output, tensor in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 known = self._live.get(tensor.untyped_storage()._cdata)
                 if known is not None and self.rows[known[1]].birth_op == self.op_count:
                     found.append((known[1], output))
@@ -338,7 +352,7 @@ class FakeRecorder(TorchDispatchMode):
             try:
                 if tensor.untyped_storage()._cdata in live:
                     return "cuda", kwargs
-            except (NotImplementedError, RuntimeError):
+            except _NO_STORAGE:
                 continue
         return "cpu", kwargs
 
@@ -357,7 +371,9 @@ class FakeRecorder(TorchDispatchMode):
                 return guess[0]
             if func is aten.add.Tensor and self._adds_in_place(args, kwargs):
                 return args[0].add_(args[1])
-            return _own(func, args, func(*args, **kwargs))
+            result = _own(func, args, func(*args, **kwargs))
+            note_share(func, args, result)
+            return result
         if stays_real(func, args, kwargs, tensors, device):
             return func(*args, **kwargs)
         with self.fake_mode:

@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake_guess import user_line
+from memopt.estimators.fake_lazy import is_lazy
 from memopt.estimators.fake_record import FakeRecorder
 
 # torch as something to be patched
@@ -118,7 +119,7 @@ def _module_apply(recorder: FakeRecorder) -> None:
             for child in self.children():
                 child._apply(fn)
         for key, parameter in self._parameters.items():
-            if parameter is None:
+            if parameter is None or is_lazy(parameter):
                 continue
             with torch.no_grad():
                 _set(recorder, self._parameters, key, parameter, fn(parameter))
@@ -132,7 +133,7 @@ def _module_apply(recorder: FakeRecorder) -> None:
                 else:
                     target.grad = applied
         for key, buffer in self._buffers.items():
-            if buffer is not None:
+            if buffer is not None and not is_lazy(buffer):
                 self._buffers[key] = moved = fn(buffer)
                 recorder.mark(moved, "buffer", key)
         return self

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
+
+from memopt.instrument.compiled import CompiledRegions
+from memopt.instrument.traced import keep_out_of_compiler, unless_compiling
 
 
 class Frame:
@@ -38,20 +42,42 @@ class Frames:
         self._stack: list[Frame] = []
         self._thread = threading.get_ident()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._count_hooks: Callable[[], bool] | None = None
         self.current = self._outside
+        self.regions = CompiledRegions()
         self.paused = False
         """True while backward runs: a module called then is a recomputation of somebody else's."""
 
     def install(self) -> None:
         self._handles = [
-            module_hooks.register_module_forward_pre_hook(self._enter),
-            module_hooks.register_module_forward_hook(self._leave, always_call=True),
+            module_hooks.register_module_forward_pre_hook(unless_compiling(self._enter)),
+            module_hooks.register_module_forward_hook(unless_compiling(self._leave), always_call=True),
         ]
+        self._count_hooks = module_hooks._has_any_global_hook
+        module_hooks._has_any_global_hook = self._has_hooks_of_others
+        self.regions.install()
+        keep_out_of_compiler()
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._count_hooks is not None:
+            module_hooks._has_any_global_hook = self._count_hooks
+        self.regions.remove()
+
+    def _has_hooks_of_others(self) -> bool:
+        """What torch.compile asks before it warns of global hooks: it compiles nothing of ours."""
+        ours = {handle.id for handle in self._handles}
+        return any(
+            set(hooks) - ours
+            for hooks in (
+                module_hooks._global_forward_pre_hooks,
+                module_hooks._global_forward_hooks,
+                module_hooks._global_backward_pre_hooks,
+                module_hooks._global_backward_hooks,
+            )
+        )
 
     def new_iteration(self) -> None:
         """Start all counters again. Calls that are open (a step inside a module) keep their names."""

@@ -3,7 +3,7 @@
 An iteration is the span between two consecutive steps of one optimizer: the one that steps last in the script's first round,
 since a graph that two optimizers share (a GAN's generator) then lives inside one iteration. Gradient accumulation, several
 optimizers and evaluation between steps come out right. Where no optimizer object exists (`p.data.add_`), the end of each
-backward call is the boundary.
+backward call is the boundary; where optimizers step inside backward (a hook on each parameter), the end of those that had a step.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Iterations:
         self._backwards = 0
         self._depth = 0
         self._steps_open = 0
+        self._stepped_inside = False
+        """An optimizer has stepped during the backward call that is running."""
         self._handles: list[Any] = []
         self._run_backward: Callable[..., Any] | None = None
         self.count = 0
@@ -111,7 +113,12 @@ class Iterations:
         if self._depth > 0:
             return
         self._listener.backward_ended()
+        stepped_inside, self._stepped_inside = self._stepped_inside, False
         if self._chosen is not None or self._steps_open:
+            return
+        if stepped_inside:
+            self.boundary = "optimizer"
+            self._end_iteration()
             return
         self._backwards += 1
         if self.boundary == "" and (self._backwards >= _MOST_BACKWARDS_A_STEP or not _optimizer_exists()):
@@ -126,10 +133,14 @@ class Iterations:
         self._listener.step_begins(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        inside = self._depth > 0 and self._steps_open <= 1 and os.getpid() == self._pid
+        self._stepped_inside |= inside  # perhaps in a thread of autograd's
         if not self._ours():
             return
         self._steps_open = max(0, self._steps_open - 1)
         self._listener.step_ended(optimizer)
+        if inside:
+            return
         chosen = self._chosen() if self._chosen is not None else None
         is_new = optimizer not in self._stepped
         self._stepped.add(optimizer)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from memopt.instrument.traced import or_while_compiling
+
 _autograd = torch._C._autograd
 
 
@@ -30,7 +32,7 @@ class SavedTensorHooks:
         _push(self._pack, self._unpack)
         self._pushed = True
         self._original = torch.autograd.graph.disable_saved_tensors_hooks
-        torch.autograd.graph.disable_saved_tensors_hooks = self._aside
+        torch.autograd.graph.disable_saved_tensors_hooks = or_while_compiling(self._aside, self._original)
         return True
 
     def remove(self) -> None:

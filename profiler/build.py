@@ -9,7 +9,6 @@ import msgspec
 
 import memopt
 from memopt.device import Device
-from memopt.instrument.ops import OpKind
 from memopt.profiler.bytes_held import bytes_per_op
 from memopt.profiler.categories import categories
 from memopt.profiler.clock import Usage
@@ -110,7 +109,7 @@ def _ops(recorder: Recorder, strings: _Strings, times: list[float], live: list[i
         module=[strings(row.module) for row in rows],
         ordinal=[row.ordinal for row in rows],
         phase=[row.phase for row in rows],
-        flags=[_flags(row.kind) for row in rows],
+        flags=[_flags(row) for row in rows],
         line=[strings(row.line) for row in rows],
         time_us=times,
         live_bytes=live,
@@ -127,8 +126,10 @@ def _born_bytes(recorder: Recorder, op: int, row: OpRow) -> int:
     return sum(recorder.storages[s].size_bytes for s in storages if recorder.storages[s].birth == op)
 
 
-def _flags(kind: OpKind) -> int:
-    return RANDOM * kind.random | REPLAYABLE * kind.replayable | HIDDEN_STATE * (kind.statistics is not None)
+def _flags(row: OpRow) -> int:
+    kind = row.kind
+    replayable = kind.replayable and not row.compiled
+    return RANDOM * kind.random | REPLAYABLE * replayable | HIDDEN_STATE * (kind.statistics is not None)
 
 
 def _storages(recorder: Recorder, strings: _Strings) -> Storages:

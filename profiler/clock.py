@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import torch
 
+from memopt.profiler.script_profiler import is_free, on_script, ours, watch
+
 _MARK = "memopt::op"
 
 
@@ -42,6 +44,11 @@ class OpClock(Protocol):
     @property
     def knows_from(self) -> int:
         """Storages born before this op are older than what the clock knows of: it must be told of their end."""
+        ...
+
+    @property
+    def time_us(self) -> list[float]:
+        """Of each op, where no `Usage` came of it."""
         ...
 
     def start(self) -> None: ...
@@ -105,13 +112,14 @@ class CpuClock:
         self.knows_from = 0
 
     def start(self) -> None:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        self._profile = torch.profiler.profile(activities=activities, profile_memory=True)
-        try:
-            with quiet():
-                self._profile.start()
-        except RuntimeError:
-            self._profile = self._events = None
+        self._profile = started_profile()
+        if self._profile is None:
+            self._events = None
+        on_script(self._give_way)
+
+    def _give_way(self) -> None:
+        self.pause()
+        self._events = None
 
     def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C._profiler._RecordFunctionFast(_MARK):
@@ -124,9 +132,7 @@ class CpuClock:
         """A process forked while torch's profiler is on hangs or crashes in the child."""
         if self._profile is None or self._events is None:
             return
-        with quiet():
-            self._profile.stop()
-        self._events += memory_events(self._profile.profiler.kineto_results.events())
+        self._events += memory_events(stop_profile(self._profile))
         self._profile = None
 
     def resume(self, op: int) -> None:
@@ -139,13 +145,34 @@ class CpuClock:
             return None
         return _divide(self._events, self._times.time_us, self._older)
 
+    @property
+    def time_us(self) -> list[float]:
+        return self._times.time_us
 
-def events_of(profile: Any) -> Any:
-    """What a stopped `torch.profiler` profile saw.
+
+def started_profile() -> Any:
+    """A running `torch.profiler` profile of the CPU allocator's events; None where the script runs one of its own."""
+    watch()
+    if not is_free():
+        return None
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    try:
+        with quiet(), ours():
+            profile.start()
+    except RuntimeError:
+        return None
+    return profile
+
+
+def stop_profile(profile: Any) -> Any:
+    """Stop what `started_profile` gave; the events that it saw.
 
     Its result is never freed: when the profile began or ended inside an optimizer hook, libkineto's ~MemoryTraceLogger frees
     garbage and the process dies in some later garbage collection (torch 2.13). There are a few results in a run.
     """
+    on_script(None)
+    with quiet(), ours():
+        profile.stop()
     results = profile.profiler.kineto_results
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(results))
     return results.events()
@@ -205,6 +232,7 @@ class CudaClock:
     knows_from = 0
 
     def __init__(self, device: int) -> None:
+        self.time_us: list[float] = []
         self._device = device
         self._events: list[tuple[Any, Any]] = []
         self._live: list[int] = []

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from memopt.profiler.clock import events_of, memory_events, quiet
+from memopt.profiler.clock import memory_events, started_profile, stop_profile
+from memopt.profiler.script_profiler import on_script
 
 
 class Meter(Protocol):
@@ -35,15 +36,10 @@ class CpuMeter:
         self._watch: list[weakref.ref[UntypedStorage]] = []
 
     def start(self) -> None:
-        self._profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-        )
-        try:
-            with quiet():
-                self._profile.start()
-        except RuntimeError:
-            self._profile = None
+        self._profile = started_profile()
+        if self._profile is None:
             return
+        on_script(self._give_way)
         for storage in living_storages("cpu"):
             size = storage.nbytes()
             self._base_bytes += size
@@ -52,13 +48,15 @@ class CpuMeter:
     def _ended(self, size_bytes: int, _: weakref.ref[UntypedStorage]) -> None:
         self._ends.append((time.time_ns(), 1, -size_bytes))
 
+    def _give_way(self) -> None:
+        stop_profile(self._profile)
+        self._profile = None
+
     def stop(self) -> int | None:
         if self._profile is None:
             return None
-        with quiet():
-            self._profile.stop()
+        events = memory_events(stop_profile(self._profile))
         self._watch.clear()
-        events = memory_events(events_of(self._profile))
         self._profile = None
         held = most = self._base_bytes
         for _, _, size in sorted([*events, *self._ends]):
@@ -98,9 +96,9 @@ def _storage_of(thing: object, device: str) -> UntypedStorage | None:
     kind = type(thing)
     try:
         if issubclass(kind, Tensor):
-            return thing.untyped_storage() if thing.device.type == device else None  # type: ignore[attr-defined]
-        if issubclass(kind, UntypedStorage):
-            return thing if thing.device.type == device else None  # type: ignore[attr-defined, return-value]
+            thing = thing.untyped_storage()  # type: ignore[attr-defined]
+        elif not issubclass(kind, UntypedStorage):
+            return None
+        return thing if thing.device.type == device else None  # type: ignore[attr-defined, return-value]
     except (NotImplementedError, RuntimeError, TypeError):
         return None
-    return None

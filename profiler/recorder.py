@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.lines import user_line
-from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, kind_of, updated_statistics
+from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, is_tracing, kind_of, updated_statistics
 from memopt.instrument.saved import Kept
 from memopt.profiler.clock import OpClock
 from memopt.profiler.known import LEFT_OVER
@@ -41,6 +41,8 @@ class OpRow:
     reads: list[int]
     writes: list[int] = field(default_factory=list)
     shape: str = ""
+    compiled: bool = False
+    """It ran inside a region of torch.compile, whose other kernels nobody sees: never to be made again."""
 
 
 @dataclass(slots=True)
@@ -108,6 +110,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._frames = frames
+        self._regions = frames.regions
         self._iterations = iterations
         self._clock = clock
         self.ops: list[OpRow] = []
@@ -137,14 +140,19 @@ class Recorder(TorchDispatchMode):
 
     # --- ops
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile: under any other mode it would run the model eagerly."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._recording:
+        if not self._recording or self._regions.compiling:
             return func(*args, **kwargs)
         if any(t not in PLAIN_TYPES for t in types):
-            return NotImplemented
+            return func(*args, **kwargs) if is_tracing(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
             out = func(*args, **kwargs)
@@ -199,6 +207,7 @@ class Recorder(TorchDispatchMode):
             line=self.ops[forward_op].line if forward_op >= 0 else user_line(),
             forward_op=forward_op,
             reads=sorted({value for value in reads if value >= 0}),
+            compiled=self._regions.depth > 0,
         )
         if phase in (FORWARD, OTHER):
             frame.ops += 1

@@ -122,8 +122,10 @@ class ProfileSession:
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
+        from memopt.profiler.script_profiler import watch
 
         self.torch_seen = True
+        watch()
         self._frames = Frames()
         self._frames.install()
         self._iterations = Iterations(self)
@@ -367,9 +369,10 @@ class ProfileSession:
         if now.iteration <= self._wanted.warmup:
             self._first = _Result(now.recorder, usage, now.iteration)
         elif self._result is None:
-            self._result = _Result(now.recorder, usage, now.iteration)
+            times = [] if usage is not None else [now.clock.time_us]
+            self._result = _Result(now.recorder, usage, now.iteration, more_times_us=times)
         elif _same_ops(self._result.recorder, now.recorder):
-            self._result.more_times_us.append(now.clock.time_us)  # type: ignore[attr-defined]
+            self._result.more_times_us.append(now.clock.time_us)
         else:
             self._notes.append(
                 f"iteration {now.iteration} ran other ops than iteration {self._result.iteration}"

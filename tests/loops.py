@@ -438,9 +438,29 @@ def updates_in_backward_hooks(steps: int) -> list[str]:
     return found
 
 
+def optimizers_in_backward(steps: int) -> list[str]:
+    """An optimizer for each parameter, stepped by a hook as soon as its gradient is there."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
+    optimizers = {p: torch.optim.Adam([p], lr=0.01) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    found = []
+    for _ in range(steps):
+        value = model(torch.randn(64, 32)).square().mean()
+        value.backward()
+        found += [digest(value), *state_digests(model)]
+    return found
+
+
 LOOPS = [
     residual_in_place, transformer, tied_weights, autocast_with_accumulation, backward_inside_autocast, retained_graph,
     gradient_penalty, checkpointed, custom_function, two_optimizers, lbfgs, without_optimizer, lengths_that_change,
     evaluation_between, odd_ops, written_by_slices, recurrent, pools_and_pads, frozen_backbone, thawing_backbone,
     moving_threshold, functional_transforms, updates_in_backward_hooks,
+    optimizers_in_backward,
 ]  # fmt: skip

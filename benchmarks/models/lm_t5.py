@@ -112,7 +112,7 @@ class T5(nn.Module):
     def forward(self, ids: Tensor, kept: Tensor, labels: Tensor) -> Output:
         x = self.tokens(ids)
         padding = (1.0 - kept[:, None, None, :].to(x.dtype)) * torch.finfo(x.dtype).min
-        memory, _ = self.encoder(x, padding)
+        memory = self.encoder(x, padding)[0]
         shifted = torch.zeros_like(labels)
         shifted[:, 1:] = labels[:, :-1].clone()
         y = self.tokens(shifted.masked_fill(shifted == -100, 0))

@@ -1,0 +1,62 @@
+"""How much of a tensor a mask selects, where its origin tells: `topk(...).indices == expert` is true for one in so many.
+
+Routing in a mixture of experts, argmax and one-hot masks: an even spread is a better guess than everything at every expert.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_PICKS = {aten.topk.default: 1, aten.argmax.default: None, aten.argmin.default: None, aten.max.dim: 1,
+          aten.min.dim: 1, aten.sort.default: 1, aten.multinomial.default: None}  # fmt: skip
+"""Ops whose integer result counts positions along a dimension, by which output holds them."""
+_KEEPS = frozenset(
+    (
+        aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.t.default,
+        aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
+        aten.expand.default, aten.clone.default, aten._to_copy.default, aten.detach.default, aten.alias.default,
+        aten.split.Tensor, aten.unbind.int,
+    )
+)  # fmt: skip
+
+
+def note_share(func: Any, args: tuple[Any, ...], result: Any) -> None:
+    """Remember on the results of `func` what is known of their range, or of the share of true elements."""
+    if func in _PICKS:
+        at = _PICKS[func]
+        picked = result if at is None else result[at]
+        dim = (
+            args[1] if func in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim) else -1
+        )
+        if args[0].dim() and isinstance(dim, int):
+            picked._memopt_range = args[0].shape[
+                args[2] if func is aten.topk.default and len(args) > 2 else dim
+            ]
+    elif func in _KEEPS:
+        for name in ("_memopt_range", "_memopt_share"):
+            known = getattr(args[0], name, None)
+            if known is not None:
+                for each in result if isinstance(result, (tuple, list)) else (result,):
+                    setattr(each, name, known)
+    elif func in (aten.eq.Scalar, aten.eq.Tensor):
+        counted = getattr(args[0], "_memopt_range", None)
+        if counted:
+            result._memopt_share = 1 / counted
+    elif func is aten.any.dim:
+        share = getattr(args[0], "_memopt_share", None)
+        if share:
+            result._memopt_share = min(1.0, share * args[0].shape[args[1]])
+    elif func is aten.scatter_.value or func is aten.scatter.value:  # one_hot
+        counted = getattr(args[2], "_memopt_range", None)
+        if counted:
+            result._memopt_share = 1 / counted
+
+
+def selected(mask: torch.Tensor) -> int | None:
+    """How many elements `mask` selects, if its origin tells."""
+    share = getattr(mask, "_memopt_share", None)
+    return None if share is None else max(1, round(share * mask.numel()))

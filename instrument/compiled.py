@@ -1,0 +1,77 @@
+"""Regions that torch.compile has compiled: who is running one now, and what it wrote without any mode seeing it.
+
+Their kernels allocate, reuse and overwrite memory behind every mode's back, so an op seen inside a region must not be made
+again: its inputs may be something else by then. What a region does to its own arguments shows in their version counters.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from memopt.instrument.on_import import call_after_import
+
+
+class CompiledRegions:
+    """Counts the compiled regions that the installing thread is in. Dynamo's output is wrapped as it leaves the compiler."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.compiling = False
+        """The compiler is running its own ops, on tensors without bytes."""
+        self.rewrote: Callable[[Tensor], None] | None = None
+        """Told of every argument that a region has changed in place."""
+        self._thread = threading.get_ident()
+        self._original: Callable[..., Any] | None = None
+
+    def install(self) -> None:
+        """Be there when the script compiles something for the first time."""
+        call_after_import("torch._dynamo.output_graph", self._patch)
+
+    def remove(self) -> None:
+        if self._original is not None:
+            from torch._dynamo.output_graph import OutputGraph
+
+            OutputGraph._call_user_compiler = self._original  # type: ignore[method-assign]
+            self._original = None
+
+    def _patch(self) -> None:
+        from torch._dynamo.output_graph import OutputGraph
+
+        original = getattr(OutputGraph, "_call_user_compiler", None)
+        if original is None:
+            return
+        self._original = original
+
+        @functools.wraps(original)
+        def call_user_compiler(*args: Any, **kwargs: Any) -> Any:
+            self.compiling = True
+            try:
+                return self._around(original(*args, **kwargs))
+            finally:
+                self.compiling = False
+
+        OutputGraph._call_user_compiler = call_user_compiler  # type: ignore[method-assign]
+
+    def _around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(compiled, updated=())
+        def region(*args: Any) -> Any:
+            if threading.get_ident() != self._thread:
+                return compiled(*args)
+            before = [(a, a._version) for a in args if isinstance(a, Tensor) and not a.is_inference()]
+            self.depth += 1
+            try:
+                return compiled(*args)
+            finally:
+                self.depth -= 1
+                self._tell([a for a, version in before if a._version != version])
+
+        return region
+
+    def _tell(self, rewritten: list[Tensor]) -> None:
+        for tensor in rewritten if self.rewrote is not None else ():
+            self.rewrote(tensor)  # type: ignore[misc]

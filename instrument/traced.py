@@ -1,0 +1,47 @@
+"""What torch.compile may trace of memopt: nothing of it is left in what it compiles. No other file of memopt is looked into."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memopt.instrument.on_import import call_after_import
+
+_ROOMS = ("memopt", "instrument", "profiler", "enforcers", "estimators", "cli")
+
+
+def unless_compiling(action: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that runs `action`, and is nothing while torch.compile traces whoever calls it."""
+
+    def hook(*args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            action(*args)
+
+    return hook
+
+
+def or_while_compiling(action: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`action`, and `original` while torch.compile traces whoever calls it."""
+
+    def either(*args: Any) -> Any:
+        return original(*args) if torch.compiler.is_compiling() else action(*args)
+
+    return either
+
+
+def keep_out_of_compiler() -> None:
+    """Let torch.compile step over every other file of memopt: after a graph break it would compile the hooks that it meets."""
+    call_after_import("torch._dynamo.trace_rules", _skip_files)
+
+
+def _skip_files() -> None:
+    from torch._dynamo import trace_rules
+
+    house = Path(__file__).parent.parent
+    files = {str(file) for room in _ROOMS for file in (house / room).glob("*.py")} - {__file__}
+    with contextlib.suppress(AttributeError):
+        trace_rules.FORCE_SKIP_FILES.update(files)

@@ -1,0 +1,74 @@
+"""The script's own torch.profiler goes before ours: torch runs one at a time, and a second one raises in whoever starts it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.autograd.profiler as torch_profiler
+
+_ours = False
+"""memopt itself is starting or stopping a profiler now."""
+_busy = False
+"""The script has prepared or started one and has not stopped it yet."""
+_give_way: Callable[[], None] | None = None
+"""Stops memopt's, while it has one running."""
+
+
+def watch() -> None:
+    """See from here on when the script profiles itself. May be called again."""
+    if getattr(vars(torch_profiler)["_prepare_profiler"], "memopt", False):
+        return
+    for name, action in (
+        ("_prepare_profiler", _script_begins),
+        ("_enable_profiler", _script_begins),
+        ("_disable_profiler", _script_ends),
+    ):
+        setattr(torch_profiler, name, _first(action, getattr(torch_profiler, name)))
+
+
+def _first(action: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def both(*args: Any, **kwargs: Any) -> Any:
+        if not _ours:
+            action()
+        return original(*args, **kwargs)
+
+    both.memopt = True  # type: ignore[attr-defined]
+    return both
+
+
+def _script_begins() -> None:
+    global _busy
+    _busy = True
+    if _give_way is not None:
+        _give_way()
+
+
+def _script_ends() -> None:
+    global _busy
+    _busy = False
+
+
+@contextlib.contextmanager
+def ours() -> Iterator[None]:
+    """What starts or stops a profiler in here is memopt."""
+    global _ours
+    _ours = True
+    try:
+        yield
+    finally:
+        _ours = False
+
+
+def is_free() -> bool:
+    """May memopt start a profiler now?"""
+    return not _busy
+
+
+def on_script(action: Callable[[], None] | None) -> None:
+    """Call `action` when the script wants to profile, from now until this is called with None."""
+    global _give_way
+    _give_way = action

@@ -1,0 +1,106 @@
+"""Less usual scripts: their predicted CPU peak against the real run's allocator events."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memopt.estimators.estimate import estimate_script
+
+TRUTH = Path(__file__).resolve().parent.parent / "benchmarks" / "cpu_truth.py"
+START = "import math, torch, torch.nn as nn, torch.nn.functional as F\ntorch.manual_seed(0)\n"
+
+ROUTED = """
+class Experts(nn.Module):
+    def __init__(self, d, n):
+        super().__init__()
+        self.gate, self.each = nn.Linear(d, n), nn.ModuleList(nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d)) for _ in range(n))
+    def forward(self, x):
+        weight, index = torch.topk(F.softmax(self.gate(x), -1), 2)
+        out = torch.zeros_like(x)
+        for k, expert in enumerate(self.each):
+            row, column = torch.where(index == k)
+            if len(row) == 0:
+                continue
+            out.index_add_(0, row, expert(x[row]) * weight[row, column].unsqueeze(1))
+        return out
+model = nn.Sequential(nn.Linear(64, 128), Experts(128, 4), nn.LazyLinear(10))
+model(torch.randn(2, 64))
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(4):
+    loss = F.cross_entropy(model(torch.randn(2000, 64)), torch.randint(0, 10, (2000,)))
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+SPEECH = """
+front = nn.Sequential(nn.Conv1d(40, 128, 5, 2, 2), nn.LazyBatchNorm1d(), nn.GELU(), nn.Conv1d(128, 128, 5, 1, 2), nn.GLU(1))
+back = nn.Sequential(nn.ConvTranspose1d(64, 96, 4, 2, 1), nn.ReLU(), nn.Conv1d(96, 96, 3, padding=1))
+head = nn.Linear(96, 30)
+front(torch.randn(2, 40, 64))
+optimizer = torch.optim.AdamW([*front.parameters(), *back.parameters(), *head.parameters()])
+loss_of = nn.CTCLoss(zero_infinity=True)
+for _ in range(4):
+    x = back(front(torch.randn(16, 40, 160))).permute(2, 0, 1)
+    steps = torch.stack([x[t].tanh() for t in range(x.shape[0])])
+    values = F.log_softmax(head(steps), -1)
+    targets, lengths = torch.randint(1, 30, (16, 12)), torch.full((16,), 12)
+    loss = loss_of(values, targets, torch.full((16,), values.shape[0]), lengths)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+SECOND_ORDER = """
+model = nn.Sequential(nn.Linear(100, 300), nn.Tanh(), nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
+optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=5, history_size=5, line_search_fn="strong_wolfe")
+x, y = torch.randn(500, 100), torch.randn(500, 1)
+def closure():
+    optimizer.zero_grad()
+    loss = F.mse_loss(model(x), y)
+    loss.backward()
+    return loss
+for _ in range(4):
+    print(float(optimizer.step(closure)))
+"""
+
+SPARSE = """
+adjacent = torch.sparse_coo_tensor(torch.randint(0, 900, (2, 9000)), torch.rand(9000), (900, 900)).coalesce()
+embed, out = nn.Embedding(900, 64, sparse=True), nn.Linear(64, 5)
+first, second = torch.optim.SparseAdam(embed.parameters()), torch.optim.SGD(out.parameters(), 0.1)
+for _ in range(4):
+    hidden = torch.sparse.mm(adjacent, embed(torch.arange(900)))
+    loss = F.cross_entropy(out(hidden), torch.randint(0, 5, (900,)))
+    first.zero_grad(); second.zero_grad(); loss.backward(); first.step(); second.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "train.py").write_text(START + request.param)
+    return str(tmp_path / "train.py")
+
+
+@pytest.mark.parametrize(
+    ("script", "within"),
+    [(ROUTED, 0.02), (SPEECH, 0.02), (SECOND_ORDER, 0.05)],
+    ids=["routed", "speech", "second order"],
+    indirect=["script"],
+)
+def test_the_cpu_run_needs_what_was_predicted(script: str, within: float) -> None:
+    predicted = estimate_script([script], device="cpu")
+    ran = subprocess.run([sys.executable, str(TRUTH), script], capture_output=True, text=True, check=True)
+    assert predicted.allocated_bytes == pytest.approx(json.loads(ran.stdout)["peak_bytes"], rel=within)
+    assert not predicted.partial
+
+
+@pytest.mark.parametrize("script", [SPARSE], ids=[""], indirect=True)
+@pytest.mark.parametrize("device", ["cpu", "rtx-4090"])
+def test_sparse_tensors_are_followed_and_said_to_be_counted_in_part(script: str, device: str) -> None:
+    found = estimate_script([script], device=device)
+    assert not found.partial
+    assert any("sparse" in note for note in found.notes)
+    assert found.allocated_bytes > 900 * 64 * 4 * 3
