@@ -52,7 +52,7 @@ _SHARE_AFTER_SLOW = 0.25
 _SHARE_FOR_PROGRAMS = 0.1
 _SHARE_FOR_BOUND = 0.12
 _DESCENT_TRIES = 6
-_MET = 1e-6
+_MET = 1e-5
 """Share above the bound at which a plan is as good as optimal."""
 _QUICK: tuple[Strategy, ...] = (
     Autoswap(),
@@ -104,6 +104,19 @@ class Auto:
         if not search.fits(best):
             raise infeasible(problem, best.decisions)
         return best.decisions
+
+    def first_fitting(self, problem: Problem) -> Decisions | None:
+        """The first plan that fits, whatever it costs; None when none is found within the time limit."""
+        search = Search(problem, time.monotonic() + self.time_limit_s)
+        best = search.judge({})
+        if search.fits(best):
+            return {}
+        if problem.floor_bytes > problem.target_bytes:
+            return None
+        for plan in self._improving(search, best):
+            if search.fits(plan):
+                return plan.decisions
+        return None
 
     def _improving(self, search: Search, best: Plan) -> Iterator[Plan]:
         """Better and better plans."""

@@ -44,6 +44,11 @@ def codec_choice(view: TraceView, device: Device, saved: Saved) -> CodecChoice |
     if any(_meta(view, slot, device) is None for slot in saved.slots):
         return None
     needs = tuple(slot_need(view, slot) for slot in saved.slots)
+    if any(
+        need != VALUES and view.trace.slots.consumer[slot] < 0
+        for slot, need in zip(saved.slots, needs, strict=True)
+    ):
+        return None  # the enforcer checks the call that saves the tensor, and here nobody knows it
     codec = weakest_common_codec(needs)
     if codec is None and is_dropout_noise(view, saved):
         codec = "two_valued"

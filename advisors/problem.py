@@ -35,18 +35,23 @@ _MOST_CANDIDATES = 6000
 
 def allowed(allow: tuple[str, ...], deny: tuple[str, ...]) -> frozenset[str]:
     """What is allowed when a person typed `allow` and `deny`: naming a default kind in `allow` excludes the others."""
-    given, denied = _names(allow), _names(deny)
-    for name in [*given, *denied]:
+    given, denied = kinds_named(allow), kinds_named(deny)
+    for name in sorted(given - DEFAULT_ALLOW):
+        raise UsageError(
+            f"no action of the kind '{name}' can be planned on a profile",
+            why="memopt's plans are exact; nothing in this build enforces such an action",
+            try_=f"--allow with some of {', '.join(sorted(DEFAULT_ALLOW))}",
+        )
+    return (given or DEFAULT_ALLOW) - denied
+
+
+def kinds_named(texts: tuple[str, ...]) -> frozenset[str]:
+    """The kinds that were typed. Raises `UsageError` for anything else."""
+    names = _names(texts)
+    for name in names:
         if name not in NAMES:
             raise UsageError(f"'{name}' is not a kind of action", try_=", ".join(NAMES))
-    for name in given:
-        if name not in DEFAULT_ALLOW:
-            raise UsageError(
-                f"no action of the kind '{name}' can be planned on a profile",
-                why="memopt's plans are exact; nothing in this build enforces such an action",
-                try_=f"--allow with some of {', '.join(sorted(DEFAULT_ALLOW))}",
-            )
-    return (frozenset(given) or DEFAULT_ALLOW) - frozenset(denied)
+    return frozenset(names)
 
 
 def _names(texts: tuple[str, ...]) -> list[str]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from memopt.advisors.advice import Counsel
 from memopt.advisors.auto import Auto
 from memopt.advisors.autoswap import Autoswap
 from memopt.advisors.autotm import Autotm
+from memopt.advisors.buffer_sharing import BufferSharing
 from memopt.advisors.capuchin import Capuchin
+from memopt.advisors.cdma import Cdma
 from memopt.advisors.checkmate import Checkmate
+from memopt.advisors.ctdr import Ctdr
 from memopt.advisors.dtr import Dtr
 from memopt.advisors.flashneuron import Flashneuron
 from memopt.advisors.gist import Gist
+from memopt.advisors.megatron import Megatron
 from memopt.advisors.modnn import Modnn
 from memopt.advisors.rotor import Rotor
 from memopt.advisors.sentinel import Sentinel
@@ -20,6 +25,7 @@ from memopt.advisors.swapadvisor import Swapadvisor
 from memopt.advisors.tflms import Tflms
 from memopt.advisors.vdnn import Vdnn
 from memopt.advisors.vdnn_plus import VdnnPlus
+from memopt.advisors.zero_offload import ZeroOffload
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
@@ -48,3 +54,24 @@ STRATEGIES: dict[str, Strategy] = {
         Gist(),
     )
 }
+
+COUNSELS: dict[str, Counsel] = {
+    counsel.name: counsel for counsel in (BufferSharing(), ZeroOffload(), Cdma(), Megatron(), Ctdr())
+}
+"""Strategies that look at the whole run and tell what they find."""
+
+GRAPH_KINDS: dict[str, frozenset[str]] = (
+    dict.fromkeys(
+        (
+            "dtr", "dtr-eqclass", "dtr-local", "msps", "lru", "size", "belady", "megengine", "next-use",
+            "sublinear", "sublinear-greedy", "checkmate",
+        ),
+        frozenset({"recompute"}),
+    )
+    | dict.fromkeys(
+        ("vdnn", "vdnn++", "modnn", "autoswap", "swapadvisor", "flashneuron", "tflms", "sentinel", "autotm"),
+        frozenset({"swap"}),
+    )
+    | dict.fromkeys(("auto", "superneurons", "capuchin"), frozenset({"recompute", "swap"}))
+)  # fmt: skip
+"""What each strategy on plain graphs may do."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from memopt.plan import Plan
     from memopt.trace import Trace
 
-_KINDS = "recompute, swap-host, swap-disk (swap: both), compress"
+_KINDS = "recompute, swap-host, swap-disk (swap: both), compress; model-change for ctdr"
 
 
 @click.command()
@@ -32,6 +32,8 @@ _KINDS = "recompute, swap-host, swap-disk (swap: both), compress"
 @click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=0.1, max=86400), default=None, metavar="SECONDS", help="How long to search.  [default: 8]")  # fmt: skip
 @click.option("--max-overhead", metavar="SHARE", help="Find the lowest peak that costs at most this much time: 10%.")  # fmt: skip
 @click.option("--pareto", is_flag=True, help="Plan for budgets from 90% down and show peak against step time.")  # fmt: skip
+@click.option("--max-batch", is_flag=True, help="Find the largest batch that fits the budget, without a plan and with one.")  # fmt: skip
+@click.option("--batch-arg", metavar="FLAG", help="With --max-batch: the script's own flag for the batch size, such as --batch-arg=--bs.")  # fmt: skip
 @click.option("--explain", metavar="TENSOR", help="Also say why this tensor is treated as it is (part of its name, or its number).")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Write the figures as JSON.")
 @click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows a table.")
@@ -50,7 +52,18 @@ def advise(profile: Path | None, **options: Any) -> int:
     for name in ("schedule", "out_gbps", "in_gbps"):
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} goes with --graph", try_="--graph graph.json")
-    return _Advise(profile or newest_profile(Path.cwd()), options).run()
+    from memopt.advisors.registry import COUNSELS
+
+    path = profile or newest_profile(Path.cwd())
+    if any(name in COUNSELS for name in options["strategies"]):
+        from memopt.cli.study import study
+
+        return study(path, options)
+    if options["max_batch"]:
+        from memopt.cli.max_batch import max_batch
+
+        return max_batch(path, options)
+    return _Advise(path, options).run()
 
 
 def newest_profile(folder: Path) -> Path:
@@ -105,6 +118,25 @@ def parse_share(text: str) -> float:
     return share
 
 
+def room_as_budget(options: dict[str, Any]) -> None:
+    """Without a goal, the budget is what the named device has room for."""
+    if options["device"] and not any(options[name] for name in ("budget", "max_overhead", "pareto")):
+        from memopt.devices import find_device
+        from memopt.estimators.modelled import room_bytes
+
+        options["budget"] = str(room_bytes(find_device(options["device"])))
+
+
+def on_device(trace: Trace, name: str | None) -> Trace:
+    """The trace as the device called `name` would run it."""
+    if not name:
+        return trace
+    from memopt.devices import find_device
+    from memopt.estimators.modelled import model_for_device
+
+    return model_for_device(trace, find_device(name))
+
+
 class _Advise:
     """One call of the command on a profile."""
 
@@ -120,11 +152,12 @@ class _Advise:
         from memopt.trace import load_trace
 
         options = self.options
-        if options["device"]:
-            self._room()
+        if options["batch_arg"]:
+            raise UsageError("--batch-arg goes with --max-batch")
+        room_as_budget(options)
         self._check_goal()
         allow = allowed(options["allow"], options["deny"])
-        trace = self._on_device(load_trace(self.path))
+        trace = on_device(load_trace(self.path), options["device"])
         ending = "pareto.json" if options["pareto"] else "plan.json"
         self.output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.{ending}")
         refuse_overwrite(self.output, force=options["force"])
@@ -139,22 +172,6 @@ class _Advise:
         plan.save(self.output)
         self._print(plan, explanation, table, find_lints(trace))
         return 0
-
-    def _room(self) -> None:
-        """Without a goal, the budget is what the named device has room for."""
-        from memopt.devices import find_device
-        from memopt.estimators.modelled import room_bytes
-
-        if not any(self.options[name] for name in ("budget", "max_overhead", "pareto")):
-            self.options["budget"] = str(room_bytes(find_device(self.options["device"])))
-
-    def _on_device(self, trace: Trace) -> Trace:
-        if not self.options["device"]:
-            return trace
-        from memopt.devices import find_device
-        from memopt.estimators.modelled import model_for_device
-
-        return model_for_device(trace, find_device(self.options["device"]))
 
     def _marked(self, plan: Plan, trace: Trace) -> Plan:
         """A plan from modelled times says so."""

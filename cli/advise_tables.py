@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from memopt.reports.tables import pairs_table, plain_table, share
+from memopt.reports.tables import pairs_table, plain_table, share, words
 from memopt.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
+    from memopt.advisors.advice import Advice
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
     from memopt.advisors.lints import Lint
@@ -80,6 +81,19 @@ def lints_table(lints: list[Lint]) -> RenderableType:
             Group(Text(f"{lint.name}: {lint.what}"), Text(f"try: {lint.try_}", style="dim")),
         )
     return Group(Text(), table)
+
+
+def advice_table(advice: Advice, script: str) -> RenderableType:
+    """The verdict, then figures, then what to keep in mind."""
+    table = plain_table(f"{advice.strategy}", [("what", "name"), ("how much", "left")])
+    for what, amount in advice.rows:
+        table.add_row(words(what), words(amount))
+    parts: list[RenderableType] = [
+        words(f"{script}: {advice.strategy}", style="dim"),
+        words(advice.verdict, style="bold"),
+    ]
+    parts += [words(f"Note: {note}.") for note in advice.notes]
+    return Group(*parts, Text(), table)
 
 
 def pareto_table(points: list[Point], unplanned_bytes: int) -> RenderableType:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from memopt.errors import BadFile, UsageError
+from memopt.errors import BadFile, NotPossibleHere, UsageError
+from memopt.plan import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
     from memopt.enforcers.session import ApplySession
@@ -54,6 +56,8 @@ def apply(
         refuse_overwrite(outcome_path, force=force)
     plan_path = plan.absolute()
     loaded = load_plan(plan_path)
+    for said in prepare_run(loaded, os.environ):
+        say(said)
     folder = (swap_dir or _temporary_folder()).absolute()
     command = command_to_run(loaded, args)
     for warning in _doubts(loaded, command, strict=strict):
@@ -62,6 +66,26 @@ def apply(
         return _verify(plan_path, command, verify_steps, folder)
     session = ApplySession(loaded, Options(swap_dir=folder, measure=not no_measure))
     return _run(session, command, outcome_path, quiet=quiet)
+
+
+def prepare_run(plan: Plan, environment: MutableMapping[str, str]) -> list[str]:
+    """Set what the plan's allocator actions set, unless the user did; what was done. Raises `NotPossibleHere` for mere advice."""
+    said = []
+    for action in plan.script_actions:
+        if action.kind != "allocator":
+            raise NotPossibleHere(
+                f"this plan asks for {action.what}, which memopt advises but cannot do",
+                why=f"nothing enforces it ({action.why})",
+                try_="memopt advise PROFILE --budget B, for a plan that can be applied",
+            )
+        for name, value in action.variables.items():
+            chosen = next((environment[n] for n in ALLOCATOR_VARIABLES if environment.get(n)), None)
+            if chosen is None:
+                environment[name] = value
+            said.append(
+                f"{name}={value}, as planned" if chosen is None else f"kept your allocator settings, {chosen}"
+            )
+    return said
 
 
 def command_to_run(plan: Plan, args: tuple[str, ...]) -> Command:

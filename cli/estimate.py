@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ def _names_a_file(words: list[str]) -> bool:
 @click.option("--max-batch", is_flag=True, help="Find the largest batch that fits the device.")
 @click.option("--batch-arg", metavar="FLAG", default=None, help="The script's own flag that sets the batch size, for --max-batch and profiles (--batch-arg=--batch-size).")  # fmt: skip
 @click.option("--method", type=click.Choice(["auto", "retrace", "scale"]), default="auto", help="Run the profile's script on fake tensors, or scale what was recorded.  [default: the first, if it works]  (profile)")  # fmt: skip
+@click.option("--calibration", type=click.Path(path_type=Path), default=None, metavar="FILE", help="What memopt calibrate measured on such a GPU.  [default: MEMOPT_CALIBRATION, or memopt/calibration.json in the configuration folder]")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--explain", is_flag=True, help="Show modules, policies and every assumption.")
 @click.option("-m", "as_module", is_flag=True, help="TARGET is a module's name, as in python -m.")
@@ -61,6 +63,8 @@ def estimate(target: str, args: tuple[str, ...], **options: Any) -> int:
     """
     from memopt.units import parse_bytes
 
+    if options["calibration"]:
+        os.environ["MEMOPT_CALIBRATION"] = str(options["calibration"])
     gate = parse_bytes(options["fail_over"]) if options["fail_over"] else None
     found = _estimate(target, args, options)
     if options["as_json"]:

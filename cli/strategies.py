@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from memopt.advisors.advice import Counsel
+    from memopt.advisors.strategy import Strategy
 
 
 @click.command()
@@ -31,7 +35,9 @@ def strategies(as_json: bool) -> None:
     ]
     table = plain_table("Strategies", columns)
     for row in rows:
-        allows = ", ".join(row["allows"])
+        allows = ", ".join(row["allows"]) or "nothing"
+        if not row["enforced"]:
+            allows += " (advice only)"
         table.add_row(
             row["name"], row["plans"], allows, Group(Text(row["paper"]), Text(row["needs"], style="dim"))
         )
@@ -39,35 +45,33 @@ def strategies(as_json: bool) -> None:
 
 
 def listing() -> list[dict[str, Any]]:
-    """One entry a strategy: those on profiles, then those on plain graphs."""
-    from memopt.advisors.registry import STRATEGIES
-
-    rows: list[dict[str, Any]] = [
-        {
-            "name": each.name,
-            "plans": "profiles",
-            "paper": each.paper,
-            "needs": each.needs,
-            "allows": sorted(each.allows),
-        }
-        for each in STRATEGIES.values()
-    ]
-    return rows + _graph_rows()
-
-
-def _graph_rows() -> list[dict[str, Any]]:
+    """One entry a strategy: those that plan on profiles, those that advise, then those on plain graphs."""
+    from memopt.advisors.buffer_sharing import BufferSharing
     from memopt.advisors.graph_plan import GRAPH_STRATEGIES
+    from memopt.advisors.registry import COUNSELS, GRAPH_KINDS, STRATEGIES
 
-    rows = []
+    rows = [_row(each, enforced=True) for each in STRATEGIES.values()]
+    rows += [_row(each, enforced=isinstance(each, BufferSharing)) for each in COUNSELS.values()]
     for name, strategy in GRAPH_STRATEGIES.items():
-        words = (strategy.__doc__ or "").strip().split("\n")[0].rstrip(".")
         rows.append(
             {
                 "name": name,
                 "plans": "graphs",
-                "paper": words,
+                "paper": (strategy.__doc__ or "").strip().split("\n")[0].rstrip("."),
                 "needs": "--graph",
-                "allows": ["recompute", "swap"],
+                "allows": sorted(GRAPH_KINDS[name]),
+                "enforced": True,
             }
         )
     return rows
+
+
+def _row(strategy: Strategy | Counsel, *, enforced: bool) -> dict[str, Any]:
+    return {
+        "name": strategy.name,
+        "plans": "profiles",
+        "paper": strategy.paper,
+        "needs": strategy.needs,
+        "allows": sorted(strategy.allows),
+        "enforced": enforced,
+    }

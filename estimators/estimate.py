@@ -10,9 +10,9 @@ from memopt.devices import DeviceSpec, common_gpus, find_device
 from memopt.errors import MemoptError
 from memopt.estimators.allocator_replay import AllocatorEvents, replay, smallest_that_runs
 from memopt.estimators.allocator_settings import AllocatorSettings, parse_settings
+from memopt.estimators.calibrated import Calibration, calibration_of
 from memopt.estimators.fake_request import Request
 from memopt.estimators.fake_run import record_script
-from memopt.estimators.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording
 from memopt.units import format_bytes
 
@@ -83,6 +83,7 @@ def estimate_script(
         device_memory_bytes=spec.memory_bytes,
         compute_capability=spec.capability_pair if target == "cuda" else (0, 0),
         multiprocessors=spec.multiprocessors,
+        cublas_workspace_bytes=_measured_workspace(spec),
         steps=steps,
     )
     recording, partial = record_script(request, timeout_s=timeout_s)
@@ -127,7 +128,8 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
 
 def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings, partial: bool) -> Estimate:
     events = AllocatorEvents.of(list(recording.allocations()))
-    context, uncertainty = _context(spec)
+    calibration = calibration_of(spec)
+    context, uncertainty = _context(calibration)
     outcome = replay(events, settings, spec.memory_bytes - context)
     if not outcome.ran:
         outcome = replay(events, settings)
@@ -153,7 +155,7 @@ def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings,
         },
         left_out=[*_possible(recording), *_untouched(recording)],
         partial=partial,
-        notes=recording.notes,
+        notes=[*recording.notes, *calibration.notes()],
         fits=[_fit(each, process, need) for each in common_gpus()],
         fits_named=_fit(spec, process, need),
         **_at_peak(recording, at),
@@ -167,9 +169,15 @@ def _fit(spec: DeviceSpec, process_bytes: int, least_bytes: int) -> Fit:
     return Fit(name=spec.name, memory_bytes=spec.memory_bytes, verdict=verdict)
 
 
-def _context(spec: DeviceSpec) -> tuple[int, int]:
+def _measured_workspace(spec: DeviceSpec) -> int | None:
+    """Of cuBLAS, where a calibration tells; the fake run knows the usual sizes itself."""
+    calibration = calibration_of(spec) if spec.kind != "cpu" else None
+    return calibration.hidden.cublas_workspace().size_bytes if calibration and calibration.path else None
+
+
+def _context(calibration: Calibration) -> tuple[int, int]:
     """`(bytes, uncertainty)` of the CUDA context and the kernels loaded into it."""
-    amount = HiddenMemory.of(spec).process()
+    amount = calibration.hidden.process()
     return amount.size_bytes, max(amount.high_bytes - amount.size_bytes, amount.size_bytes - amount.low_bytes)
 
 

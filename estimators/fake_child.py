@@ -40,6 +40,8 @@ def _run(request: Request) -> Result:
     recorder = FakeRecorder(
         request.target, capability=request.compute_capability, guesser=Guesser(frozenset(request.flipped))
     )
+    if request.cublas_workspace_bytes is not None:
+        recorder.blas.size_bytes = request.cublas_workspace_bytes
     fake_tensors.install(recorder)
     fake_lazy.install(recorder)
     fake_script.install(recorder)

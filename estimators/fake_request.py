@@ -20,6 +20,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     device_memory_bytes: int = 0
     compute_capability: tuple[int, int] = (8, 0)
     multiprocessors: int = 108
+    cublas_workspace_bytes: int | None = None
+    """Per thread, where it was measured."""
     steps: int = 3
     flipped: list[str] = []
     """Lines whose guessed truth value is turned round."""

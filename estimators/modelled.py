@@ -10,7 +10,7 @@ import msgspec
 
 from memopt.devices import DeviceSpec
 from memopt.errors import NotPossibleHere, UsageError
-from memopt.estimators.hidden_memory import HiddenMemory
+from memopt.estimators.calibrated import calibration_of
 from memopt.estimators.op_shapes import op_call
 from memopt.estimators.op_time import op_time_ms
 from memopt.estimators.profile_device import on_cuda
@@ -40,7 +40,7 @@ def model_for_device(trace: Trace, spec: DeviceSpec) -> Trace:
         trace if trace.device.kind == spec.kind else _moved(trace, on_cuda(trace, amounts_of(trace), spec))
     )
     times = [_time_us(trace, op, spec) for op in range(trace.op_count)]
-    context = HiddenMemory.of(spec).process().size_bytes
+    context = calibration_of(spec).hidden.process().size_bytes
     note = f"times and memory are modelled for {spec.title} from a recording on {trace.device.name or trace.device.kind}"
     if trace.device.kind != spec.kind:
         note += "; it may choose other operators"
@@ -55,7 +55,7 @@ def model_for_device(trace: Trace, spec: DeviceSpec) -> Trace:
 
 def room_bytes(spec: DeviceSpec) -> int:
     """What of the device's memory tensors can have: all but the context and the kernels."""
-    return spec.memory_bytes - HiddenMemory.of(spec).process().size_bytes
+    return spec.memory_bytes - calibration_of(spec).hidden.process().size_bytes
 
 
 def _time_us(trace: Trace, op: int, spec: DeviceSpec) -> float:

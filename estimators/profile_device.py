@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memopt.devices import DeviceSpec
+from memopt.estimators.calibrated import calibration_of
 from memopt.estimators.hidden_memory import HiddenMemory
 from memopt.estimators.profile_batch import label_shape
 from memopt.estimators.profile_recording import Amounts
@@ -22,7 +23,7 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "fl
 
 def on_cuda(trace: Trace, amounts: Amounts, spec: DeviceSpec) -> Amounts:
     """`amounts` (of storages as they are in it) of a CPU's iteration with the hidden memory of the GPU `spec`."""
-    hidden = HiddenMemory.of(spec)
+    hidden = calibration_of(spec).hidden
     names = [trace.op_name(op).removeprefix("aten.") for op in range(trace.op_count)]
     has_product = any(name.startswith(_PRODUCTS) for name in names)
     workspaces = _THREADS * hidden.cublas_workspace().size_bytes if has_product else 0

@@ -14,6 +14,9 @@ from memopt.trace import Script, decode_versioned
 
 SCHEMA: Final = "memopt.plan/1"
 
+ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""All that a plan may set in the environment of a run."""
+
 Kind = Literal["keep", "swap", "recompute", "compress", "drop"]
 Tier = Literal["host", "disk"]
 
@@ -73,6 +76,17 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     line: str = ""
 
 
+class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
+    """One decision about the run as a whole. Only those of the kind `allocator` can be applied; the others are advice."""
+
+    kind: Literal["allocator", "optimizer", "model"]
+    what: str
+    why: str
+    saved_bytes: int
+    variables: dict[str, str] = {}
+    """Environment of the run, of an `allocator` action."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The actions, and what they were decided from."""
 
@@ -93,6 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     saved_elements: int = 0
     """Their elements together: an iteration that saves others is another one than was planned for."""
     actions: list[Action]
+    script_actions: list[ScriptAction] = []
     notes: list[str] = []
 
     def save(self, path: Path) -> None:
@@ -123,6 +138,10 @@ def _inconsistency(plan: Plan) -> str:
         problem = _bad_action(action)
         if problem:
             return f"action {number} ({action.kind} {action.label[:60]}): {problem}"
+    for each in plan.script_actions:
+        for name in each.variables:
+            if name not in ALLOCATOR_VARIABLES or each.kind != "allocator":
+                return f"script action '{each.what[:60]}' sets {name[:40]}, which is no plan's business"
     return ""
 
 

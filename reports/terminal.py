@@ -75,8 +75,13 @@ def render_plan(plan: Plan, *, top: int = 10) -> RenderableType:
         words(verdict.of_plan(plan), style="bold"),
     ]
     parts += [words(f"Note: {note}.") for note in plan.notes]
+    for each in plan.script_actions:
+        applied = "" if each.kind == "allocator" else " (advice only: memopt apply refuses it)"
+        parts.append(
+            words(f"{each.kind.capitalize()}: {each.what}{applied}. {each.why[:1].upper()}{each.why[1:]}.")
+        )
     if not plan.actions:
-        return Group(*parts, Text("No action is needed."))
+        return Group(*parts, *([] if plan.script_actions else [Text("No action is needed.")]))
     return Group(*parts, Text(), _kinds(plan), _actions(plan, top))
 
 

@@ -201,4 +201,6 @@ def test_strategies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["strategies", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["strategies"]
     assert {"auto", "sublinear", "capuchin"} <= {row["name"] for row in rows if row["plans"] == "profiles"}
-    assert all(row["paper"] and row["needs"] and row["allows"] for row in rows if row["plans"] == "profiles")
+    assert all(row["paper"] and row["needs"] for row in rows)
+    assert [row["name"] for row in rows if not row["allows"]] == ["megatron"]
+    assert {row["name"] for row in rows if not row["enforced"]} == {"zero-offload", "cdma", "megatron", "ctdr"}

@@ -18,7 +18,7 @@ README = (ROOT / "README.md").read_text()
 
 FORMS: tuple[type[msgspec.Struct], ...] = (
     Device, trace.Script, trace.Trace, trace.Ops, trace.Values, trace.Storages, trace.Slots,
-    plan.Plan, plan.Action, plan.SlotRef, plan.OpRef, outcome.Outcome, outcome.ActionCounts,
+    plan.Plan, plan.Action, plan.ScriptAction, plan.SlotRef, plan.OpRef, outcome.Outcome, outcome.ActionCounts,
 )  # fmt: skip
 
 

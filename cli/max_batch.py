@@ -1,0 +1,104 @@
+"""`memopt advise --max-batch`: the largest batch under the budget, without a plan and with one."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memopt.errors import BudgetInfeasible, UsageError
+
+if TYPE_CHECKING:
+    from memopt.advisors.max_batch import Largest
+
+
+def max_batch(path: Path, options: dict[str, Any]) -> int:
+    """Search, show both, write the plan for the larger batch; gives the exit code."""
+    from memopt.advisors.max_batch import Batches
+    from memopt.advisors.problem import TIME_LIMIT_S, allowed
+    from memopt.cli.advise import on_device, room_as_budget, script_stem
+    from memopt.cli.console import say
+    from memopt.files import refuse_overwrite
+    from memopt.trace import load_trace
+    from memopt.units import parse_bytes
+
+    for name in ("pareto", "max_overhead", "explain"):
+        if options[name]:
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --max-batch")
+    if len(options["strategies"]) > 1:
+        raise UsageError("--max-batch takes one strategy")
+    room_as_budget(options)
+    if options["budget"] is None:
+        raise UsageError("--budget is missing", try_="--max-batch --budget 16GB, or --device NAME")
+    trace = on_device(load_trace(path), options["device"])
+    output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.plan.json")
+    refuse_overwrite(output, force=options["force"])
+    search = Batches(
+        trace,
+        parse_bytes(options["budget"], of_bytes=trace.peak_bytes),
+        allowed(options["allow"], options["deny"]),
+        options["time_limit_s"] or TIME_LIMIT_S,
+        strategy=(options["strategies"] or ("auto",))[0],
+        flag=options["batch_arg"],
+        profile=str(path),
+        say=say,
+    )
+    plain, planned = search.plain(), search.planned()
+    if planned.plan is None:
+        raise BudgetInfeasible(
+            search.budget_bytes, planned.peak_bytes, ("not even a batch of 1 fits, with any plan found",)
+        )
+    planned.plan.save(output)
+    _print(plain, planned, search.recorded, search.budget_bytes, output, as_json=options["as_json"])
+    say(f"wrote {output}")
+    if planned.plan.script.argv == trace.script.argv and planned.batch != search.recorded:
+        say(f"the script's arguments do not name the batch: apply the plan at batch {planned.batch}")
+    say(f"next: memopt apply {shlex.quote(str(output))}")
+    return 0
+
+
+def _print(
+    plain: Largest, planned: Largest, recorded: int, budget_bytes: int, output: Path, *, as_json: bool
+) -> None:
+    if as_json:
+        from memopt.reports.summary import encode
+
+        figures = {
+            "kind": "max batch",
+            "recorded_batch": recorded,
+            "budget_bytes": budget_bytes,
+            "without_plan": _figures(plain),
+            "with_plan": _figures(planned),
+            "plan": str(output),
+        }
+        click.echo(encode(figures))
+        return
+    from memopt.cli.console import out
+    from memopt.reports.tables import pairs_table, words
+    from memopt.units import format_bytes, format_ms
+
+    rows = [
+        (
+            name,
+            str(each.batch),
+            format_bytes(each.peak_bytes),
+            format_ms(each.step_ms) if each.batch else "-",
+            f"{1000 * each.batch / each.step_ms:.3g}" if each.step_ms else "-",
+            each.method,
+        )
+        for name, each in (("without a plan", plain), ("with a plan", planned))
+    ]
+    columns = ("", "largest batch", "peak", "step", "samples a second", "how it is known")
+    out().print(words(f"Within {format_bytes(budget_bytes)}, from a recording at batch {recorded}."))
+    out().print(pairs_table("Largest batch", columns, rows))
+
+
+def _figures(found: Largest) -> dict[str, Any]:
+    return {
+        "batch": found.batch,
+        "peak_bytes": found.peak_bytes,
+        "step_ms": found.step_ms or None,
+        "method": found.method,
+    }

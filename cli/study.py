@@ -1,0 +1,110 @@
+"""`memopt advise --strategy NAME` for strategies that advise on the run as a whole: buffer-sharing, zero-offload, cdma, megatron, ctdr.
+
+They need no budget. With one, the exit code is 3 when what they advise would not meet it. A plan is written when `memopt apply`
+can follow the advice, or when `-o` asks for the file.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from memopt.advisors.advice import Advice, Counsel
+from memopt.errors import BudgetInfeasible, UsageError
+
+
+def study(path: Path, options: dict[str, Any]) -> int:
+    """Print what the strategy finds; gives the exit code."""
+    from memopt.advisors.advise import Adviser
+    from memopt.advisors.problem import TIME_LIMIT_S, allowed, kinds_named
+    from memopt.cli.advise import on_device, room_as_budget, script_stem
+    from memopt.files import refuse_overwrite
+    from memopt.trace import load_trace
+
+    counsel = _counsel(options)
+    named, denied = kinds_named(options["allow"]), kinds_named(options["deny"])
+    if counsel.allows and counsel.allows <= denied:
+        raise UsageError(f"{counsel.name} needs {', '.join(sorted(counsel.allows))}, which --deny excludes")
+    room_as_budget(options)
+    trace = on_device(load_trace(path), options["device"])
+    output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.plan.json")
+    if options["output"]:
+        refuse_overwrite(output, force=options["force"])
+    usual = allowed((), tuple(options["deny"]))
+    adviser = Adviser(trace, usual, options["time_limit_s"] or TIME_LIMIT_S, str(path))
+    problem = adviser.problem(_budget(options, adviser.unplanned_peak_bytes))
+    advice = counsel.study(problem, named - denied)
+    met = options["budget"] is None or advice.peak_bytes <= problem.budget_bytes
+    write = bool(options["output"]) or (advice.enforced and met)
+    if write and not options["output"]:
+        refuse_overwrite(output, force=options["force"])
+    _print(advice, " ".join(trace.script.argv), output if write and met else None, options)
+    if not met:
+        raise BudgetInfeasible(
+            problem.budget_bytes, advice.peak_bytes, (f"this is what {counsel.name} comes to",)
+        )
+    if write:
+        _write(adviser.write(problem, {}, counsel.name, advice.notes), advice, output)
+    return 0
+
+
+def _counsel(options: dict[str, Any]) -> Counsel:
+    from memopt.advisors.registry import COUNSELS
+
+    names = options["strategies"]
+    if len(names) > 1:
+        others = ", ".join(name for name in names if name in COUNSELS)
+        raise UsageError(
+            f"{others} cannot be compared with other strategies",
+            why="it advises on the run as a whole and plans for no tensor",
+            try_=f"--strategy {names[0]} alone",
+        )
+    for name in ("pareto", "max_overhead", "max_batch", "explain"):
+        if options[name]:
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --strategy {names[0]}")
+    return COUNSELS[names[0]]
+
+
+def _budget(options: dict[str, Any], unplanned_bytes: int) -> int:
+    from memopt.units import parse_bytes
+
+    return parse_bytes(options["budget"] or "100%", of_bytes=unplanned_bytes)
+
+
+def _print(advice: Advice, script: str, output: Path | None, options: dict[str, Any]) -> None:
+    if options["as_json"]:
+        from memopt.reports.summary import encode
+
+        figures = {
+            "kind": "advice",
+            "strategy": advice.strategy,
+            "verdict": advice.verdict,
+            "peak_bytes": advice.peak_bytes,
+            "enforced": advice.enforced,
+            "figures": advice.figures,
+            "script_actions": msgspec.to_builtins(list(advice.actions)),
+            "notes": list(advice.notes),
+            "plan": str(output) if output else None,
+        }
+        click.echo(encode(figures))
+        return
+    from memopt.cli.advise_tables import advice_table
+    from memopt.cli.console import out
+
+    out().print(advice_table(advice, script))
+
+
+def _write(plan: Any, advice: Advice, output: Path) -> None:
+    from memopt.cli.console import say
+
+    plan = msgspec.structs.replace(plan, script_actions=list(advice.actions))
+    plan.save(output)
+    say(f"wrote {output}")
+    if advice.enforced:
+        say(f"next: memopt apply {shlex.quote(str(output))}")
+    else:
+        say("advice only: memopt apply refuses this plan")

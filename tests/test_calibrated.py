@@ -1,0 +1,95 @@
+"""A calibration of a device replaces what the table says of it, in every kind of estimate, and is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from memopt.cli.estimate import estimate as command
+from memopt.devices import find_device
+from memopt.errors import BadFile
+from memopt.estimators.calibrated import calibration_of, calibration_path
+from memopt.estimators.hidden_memory import HiddenRow, HiddenRows
+from memopt.estimators.modelled import room_bytes
+
+MIB = 1 << 20
+SCRIPT = """
+import torch
+model = torch.nn.Linear(512, 512).cuda()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.randn(64, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def row(name: str, mib: int, **extra: str) -> HiddenRow:
+    return HiddenRow(
+        name=name, value=mib * MIB, low=mib * MIB, high=mib * MIB, unit="bytes", lifetime="process", source="a test",
+        device="h200", torch_from="2.11", torch_to="2.11", cuda_from="13.0", cuda_to="13.0", measured=True, **extra,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.fixture
+def calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.delenv("MEMOPT_CALIBRATION", raising=False)
+    path = tmp_path / "measured.json"
+    rows = [
+        row("cuda_context", 700, where="process"),
+        row("lazy_kernels", 0, where="process"),
+        row("cublas_workspace", 64, where="allocated"),
+    ]
+    path.write_bytes(msgspec.json.encode(HiddenRows(rows=rows)))
+    return path
+
+
+def test_the_named_file_then_the_one_in_the_configuration_folder(
+    calibration: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    h200, other = find_device("h200"), find_device("a100-80gb")
+    published = calibration_of(h200)
+    assert published.path is None
+    assert published.notes() == []
+    kept = calibration.parent / "config" / "memopt" / "calibration.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_bytes(calibration.read_bytes())
+    assert calibration_path() == kept
+    monkeypatch.setenv("MEMOPT_CALIBRATION", str(calibration))
+    found = calibration_of(h200)
+    assert found.path == calibration
+    assert found.hidden.process().size_bytes == 700 * MIB
+    assert found.hidden.torch_version == "2.11"
+    assert room_bytes(h200) == h200.memory_bytes - 700 * MIB
+    assert calibration_of(other).path is None
+
+
+def test_a_named_file_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMOPT_CALIBRATION", "/nowhere/calibration.json")
+    with pytest.raises((BadFile, OSError)):
+        calibration_of(find_device("h200"))
+
+
+def test_a_script_is_estimated_with_it(calibration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("train.py").write_text(SCRIPT)
+
+    def estimate(*options: str) -> dict[str, object]:
+        with monkeypatch.context() as patch:
+            patch.setenv("MEMOPT_CALIBRATION", "")
+            ran = CliRunner().invoke(command, ["--json", *options, "train.py"], standalone_mode=False)
+        assert ran.exception is None, ran.output
+        return json.loads(ran.stdout)  # type: ignore[no-any-return]
+
+    plain = estimate("--device", "h200")
+    measured = estimate("--device", "h200", "--calibration", str(calibration))
+    elsewhere = estimate("--device", "a100-80gb", "--calibration", str(calibration))
+    assert measured["context_bytes"] == 700 * MIB
+    assert measured["allocated_bytes"] == plain["allocated_bytes"] + 2 * 32 * MIB  # type: ignore[operator]
+    assert str(calibration) in " ".join(measured["notes"])  # type: ignore[arg-type]
+    assert str(calibration) not in " ".join(elsewhere["notes"])  # type: ignore[arg-type]
