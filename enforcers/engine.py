@@ -97,6 +97,7 @@ class Engine(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._regions = frames.regions
         self._regions.rewrote = self._rewritten_unseen
+        frames.resizes.told = self._will_be_resized
         self._values: dict[int, Value] = {}
         """Storage address -> the value that it holds now."""
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
@@ -315,6 +316,12 @@ class Engine(TorchDispatchMode):
         """A compiled region has changed `tensor`: what was recorded made another value."""
         if is_plain(tensor):
             self._overwritten([tensor.untyped_storage()])
+
+    def _will_be_resized(self, storage: UntypedStorage) -> None:
+        """Its owner (FSDP) frees or refills `storage`: what needs its present bytes is made now."""
+        if threading.get_ident() == self._thread and (self._pins or self._values):
+            self.source_changes(storage._cdata)
+            self._overwritten([storage])
 
     # --- hooks
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from memopt.instrument.compiled import CompiledRegions
+from memopt.instrument.resizes import Resizes
 from memopt.instrument.traced import keep_out_of_compiler, unless_compiling
 
 
@@ -45,6 +46,7 @@ class Frames:
         self._count_hooks: Callable[[], bool] | None = None
         self.current = self._outside
         self.regions = CompiledRegions()
+        self.resizes = Resizes()
         self.paused = False
         """True while backward runs: a module called then is a recomputation of somebody else's."""
 
@@ -56,6 +58,7 @@ class Frames:
         self._count_hooks = module_hooks._has_any_global_hook
         module_hooks._has_any_global_hook = self._has_hooks_of_others
         self.regions.install()
+        self.resizes.install()
         keep_out_of_compiler()
 
     def remove(self) -> None:
@@ -65,6 +68,7 @@ class Frames:
         if self._count_hooks is not None:
             module_hooks._has_any_global_hook = self._count_hooks
         self.regions.remove()
+        self.resizes.remove()
 
     def _has_hooks_of_others(self) -> bool:
         """What torch.compile asks before it warns of global hooks: it compiles nothing of ours."""

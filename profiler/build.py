@@ -109,7 +109,7 @@ def _ops(recorder: Recorder, strings: _Strings, times: list[float], live: list[i
         module=[strings(row.module) for row in rows],
         ordinal=[row.ordinal for row in rows],
         phase=[row.phase for row in rows],
-        flags=[_flags(row) for row in rows],
+        flags=[_flags(recorder, row) for row in rows],
         line=[strings(row.line) for row in rows],
         time_us=times,
         live_bytes=live,
@@ -126,9 +126,10 @@ def _born_bytes(recorder: Recorder, op: int, row: OpRow) -> int:
     return sum(recorder.storages[s].size_bytes for s in storages if recorder.storages[s].birth == op)
 
 
-def _flags(row: OpRow) -> int:
+def _flags(recorder: Recorder, row: OpRow) -> int:
     kind = row.kind
-    replayable = kind.replayable and not row.compiled
+    touched = (recorder.storages[recorder.values[value][0]] for value in (*row.reads, *row.writes))
+    replayable = kind.replayable and not row.compiled and not any(storage.resized for storage in touched)
     return RANDOM * kind.random | REPLAYABLE * replayable | HIDDEN_STATE * (kind.statistics is not None)
 
 

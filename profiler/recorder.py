@@ -58,6 +58,8 @@ class StorageRow:
     name: str = ""
     found: bool = False
     """No op of the recording made it: it was there when op `birth` came (from numpy, a list, a DataLoader's worker)."""
+    resized: bool = False
+    """Its owner frees or refills it in place during the iteration, as FSDP does: no op that reads it can be made again."""
     category: str = ""
     """Set where it is known for sure (parameter, gradient, ...); else worked out at the end."""
 
@@ -111,6 +113,7 @@ class Recorder(TorchDispatchMode):
         self._device = device
         self._frames = frames
         self._regions = frames.regions
+        frames.resizes.told = self._will_be_resized
         self._iterations = iterations
         self._clock = clock
         self.ops: list[OpRow] = []
@@ -315,6 +318,11 @@ class Recorder(TorchDispatchMode):
             self.storages[number].death = len(self.ops) - 1
             if self.storages[number].birth < self._clock.knows_from:
                 self._clock.freed_older(len(self.ops), self.storages[number].size_bytes)
+
+    def _will_be_resized(self, storage: Any) -> None:
+        number = self._rows.get(storage._cdata)
+        if number is not None and self._recording:
+            self.storages[number].resized = True
 
     def _new_value(self, storage: int, op: int, output: int) -> int:
         self.values.append((storage, op, output))
