@@ -42,11 +42,9 @@ from memopt.advisors.vdnn_plus import VdnnPlus
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.decision import RECOMPUTE_AGAIN
 
-_PROMISING = 1.25
-"""A start that fits is polished when its step takes at most this many times the best one's."""
 _MANY = 400
-_SHARE_FOR_STARTS = 0.8
-_SHARE_FOR_POLISH = 0.55
+_SHARE_FOR_STARTS = 0.75
+_SHARE_FOR_POLISH = 0.5
 _SHARE_FOR_SEARCH = 0.35
 _SHARE_AFTER_SLOW = 0.25
 _SHARE_FOR_PROGRAMS = 0.1
@@ -67,12 +65,12 @@ _QUICK: tuple[Strategy, ...] = (
     Rotor(),
 )
 _THOROUGH: tuple[Strategy, ...] = (
+    Swapadvisor(),
+    Modnn(),
     Dtr(),
     Dtr("eqclass"),
     Dtr("local"),
     Dtr("megengine"),
-    Modnn(),
-    Swapadvisor(),
 )
 _SLOW: tuple[Strategy, ...] = (Autotm(),)
 _ALL = 1024
@@ -152,9 +150,12 @@ class Auto:
     def _from_starts(self, search: Search) -> Iterator[Plan]:
         """The starts as they are; then what mending and pruning make of those that are promising."""
         judged: dict[frozenset[int], Plan] = {}
-        quick = (*_QUICK, *(_THOROUGH if len(search.problem.candidates) <= _MANY else ()))
+        thorough = _THOROUGH if len(search.problem.candidates) <= _MANY else ()
         begun = itertools.chain(
-            starts(search), programs(search), portfolio(search, quick, until=_SHARE_FOR_POLISH)
+            portfolio(search, _QUICK, until=_SHARE_FOR_POLISH),
+            starts(search),
+            programs(search),
+            portfolio(search, thorough, until=_SHARE_FOR_POLISH),
         )
         for decisions in begun:
             plan = search.judge(decisions)
@@ -168,8 +169,8 @@ class Auto:
         for plan in (*fitting[:2], *others, *fitting[2:]):
             if search.share_left < _SHARE_FOR_SEARCH:
                 break
-            if plan.cost_ms <= cheapest * (_PROMISING if search.fits(plan) else 1):
-                for polished in polish(search, plan):
+            if plan.cost_ms <= search.near_ms(cheapest):
+                for polished in polish(search, plan, search.near_ms(cheapest)):
                     yield polished
                     cheapest = min(cheapest, polished.cost_ms) if search.fits(polished) else cheapest
         if len(search.problem.candidates) <= _MANY:
@@ -247,13 +248,13 @@ def descend(search: Search, plan: Plan) -> Plan:
     return plan
 
 
-def polish(search: Search, plan: Plan) -> Iterator[Plan]:
-    """What mending and pruning make of a start."""
+def polish(search: Search, plan: Plan, below_ms: float) -> Iterator[Plan]:
+    """What mending, as long as it costs less than `below_ms`, and pruning make of a start."""
     if search.fits(plan):
         yield search.prune(plan)
         return
     for power in (2.0, 1.0, 0.5):
-        mended = search.mend(plan, power=power)
+        mended = search.mend(plan, power=power, below_ms=below_ms)
         yield mended
         if search.fits(mended):
             yield search.prune(mended)

@@ -5,8 +5,8 @@ memory of every moment within the budget. Above some size: solve the linear rela
 Differs: the enforcer lets a tensor go once, makes it again when it is first asked for and then keeps it, so S is one variable a
 tensor (`relief`), and R follows from it: by the simulator, which judges every answer. What the program cannot know (a chain
 that runs twice, room for replays) comes back from there: an answer that costs more than promised is cut off, and where one does
-not fit, more is asked for at the ops where it did not. Exact, over all choices of what to recompute, when it ends by itself on
-`_FEW` tensors at most; for more the time limit, or `_ROUNDS` programs, end it. Needs HiGHS.
+not fit, more is asked for at the ops where it did not. Exact, over all choices of what to recompute (once each), when it ends by
+itself on `_FEW` tensors at most; for more the time limit, or `_ROUNDS` programs, end it. Needs HiGHS.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from memopt.advisors.picks import cheapest_fitting
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Decisions, Problem
-from memopt.advisors.relief import Relief, mode_ms
+from memopt.advisors.relief import Relief, watching_ms
 from memopt.estimators.trace_view import Ints
 
 _FEW = 12
@@ -53,7 +53,7 @@ def _all(problem: Problem, kinds: frozenset[str], until: float) -> Iterator[Deci
     """One answer after the other, the cheapest first as far as the program knows, until no other can be cheaper."""
     relief = Relief(problem, kinds).build()
     best_ms = float("inf")
-    plain_ms = problem.view.trace.step_ms + mode_ms(problem)
+    plain_ms = problem.view.trace.step_ms + watching_ms(problem)
     while time.monotonic() < until:
         solved = relief.program.solve(until - time.monotonic())
         if solved.values is None or plain_ms + solved.bound >= best_ms - 1e-9:

@@ -20,7 +20,7 @@ from memopt.advisors.problem import Candidate, Decisions, Problem
 from memopt.errors import NotPossibleHere
 from memopt.estimators.chains import find_chain, is_intact
 from memopt.estimators.decision import Decision
-from memopt.estimators.timeline import MODE_MS, REPLAY_MS
+from memopt.estimators.timeline import HOOK_MS, MODE_MS, REPLAY_MS
 from memopt.estimators.trace_view import Ints
 
 _MOST_MOMENTS = 90
@@ -192,9 +192,10 @@ def least_step_ms(problem: Problem, seconds: float) -> float | None:
     if math.isinf(bound):
         return bound
     # A plan that fits has an action, since the plain run does not.
-    return trace.step_ms + mode_ms(problem) + max(0.0, bound * (1 - _SLACK))
+    return trace.step_ms + watching_ms(problem) + max(0.0, bound * (1 - _SLACK))
 
 
-def mode_ms(problem: Problem) -> float:
+def watching_ms(problem: Problem) -> float:
     """What any action at all adds to a step."""
-    return MODE_MS * int((problem.view.phase == 0).sum())
+    forward, slots = int((problem.view.phase == 0).sum()), len(problem.view.trace.slots.node)
+    return MODE_MS * forward + HOOK_MS * slots

@@ -22,6 +22,8 @@ from memopt.estimators.timeline import REPLAY_MS
 from memopt.timeline import Timeline
 
 _FLOOR_MS = 0.002
+_NEAR = 2.0
+"""An overhead this much larger than the best one may still come down: what does not fit yet waits for its copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,11 @@ class Search:
     def fits(self, plan: Plan) -> bool:
         return plan.peak_bytes <= self.problem.target_bytes
 
+    def near_ms(self, cost_ms: float) -> float:
+        """A step time that what is yet to be done may still bring down to `cost_ms`."""
+        plain_ms = self.problem.view.trace.step_ms
+        return plain_ms + _NEAR * max(0.0, cost_ms - plain_ms)
+
     def better(self, one: Plan, other: Plan) -> bool:
         """Is `one` strictly better: it fits and costs less, or comes nearer to fitting?"""
         if self.fits(one) != self.fits(other):
@@ -120,11 +127,19 @@ class Search:
 
     # --- adding
 
-    def mend(self, plan: Plan, *, noise: float = 0.0, power: float = 1.0, most: int = 10_000) -> Plan:
-        """`plan` with decisions added (and, at a replay's own peak, taken away) until it fits or nothing helps."""
+    def mend(
+        self,
+        plan: Plan,
+        *,
+        noise: float = 0.0,
+        power: float = 1.0,
+        most: int = 10_000,
+        below_ms: float = float("inf"),
+    ) -> Plan:
+        """`plan` with decisions added (and, at a replay's own peak, taken away) until it fits, nothing helps or it costs too much."""
         dead: set[int] = set()
         for _ in range(most):
-            if self.fits(plan) or self.is_over:
+            if self.fits(plan) or self.is_over or plan.cost_ms > below_ms:
                 return plan
             step = self._add(plan, dead, noise, power) or self._unblock(plan)
             if step is None:
@@ -289,7 +304,9 @@ class Search:
         rest = {s: d for s, d in plan.decisions.items() if s not in gone}
         trial = self.judge(rest)
         if not self.fits(trial):
-            trial = self.mend(trial, noise=self.random.choice((0.1, 0.4, 0.8)), most=4 * count + 8)
+            below_ms = self.near_ms(plan.cost_ms) if self.fits(plan) else float("inf")
+            noise = self.random.choice((0.1, 0.4, 0.8))
+            trial = self.mend(trial, noise=noise, most=4 * count + 8, below_ms=below_ms)
         return self.prune(trial) if prune and self.fits(trial) else trial
 
 
