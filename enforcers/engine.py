@@ -38,7 +38,7 @@ from memopt.enforcers.tables import PlannedSlot, Tables
 from memopt.estimators.slot_needs import Need
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
-from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, is_tracing, kind_of, updated_statistics
+from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_lent, is_plain, is_tracing, kind_of, updated_statistics
 from memopt.instrument.saved import Kept, check_version, let_go_of_bytes, share, view_of
 from memopt.plan import Action
 
@@ -351,6 +351,9 @@ class Engine(TorchDispatchMode):
             )
         if not self._fits(tensor, slot):
             self._diverged(frame)
+            return Kept(tensor)
+        if is_lent(tensor.untyped_storage()):
+            self._decline(slot, "its bytes are numpy's or a file's, which may change unseen")
             return Kept(tensor)
         handle = Planned(tensor, slot)
         if slot.ref.is_output and slot.ref.node:

@@ -109,3 +109,11 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_neg()
         and tensor.device.type != "meta"
     )
+
+
+def is_lent(storage: torch.UntypedStorage) -> bool:
+    """Do the bytes belong to somebody else (numpy, a mapped file), who may write them without any version counter moving?
+
+    Shared memory is not meant: what a DataLoader's worker put there stays as it is.
+    """
+    return not storage.resizable() and not storage.is_shared()

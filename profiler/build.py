@@ -129,8 +129,12 @@ def _born_bytes(recorder: Recorder, op: int, row: OpRow) -> int:
 def _flags(recorder: Recorder, row: OpRow) -> int:
     kind = row.kind
     touched = (recorder.storages[recorder.values[value][0]] for value in (*row.reads, *row.writes))
-    replayable = kind.replayable and not row.compiled and not any(storage.resized for storage in touched)
+    replayable = kind.replayable and not row.compiled and not any(_may_change_unseen(s) for s in touched)
     return RANDOM * kind.random | REPLAYABLE * replayable | HIDDEN_STATE * (kind.statistics is not None)
+
+
+def _may_change_unseen(row: StorageRow) -> bool:
+    return row.resized or (row.lent and row.category not in ("parameter", "buffer"))
 
 
 def _storages(recorder: Recorder, strings: _Strings) -> Storages:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.lines import user_line
-from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, is_tracing, kind_of, updated_statistics
+from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_lent, is_plain, is_tracing, kind_of, updated_statistics
 from memopt.instrument.saved import Kept
 from memopt.profiler.clock import OpClock
 from memopt.profiler.known import LEFT_OVER
@@ -60,6 +60,8 @@ class StorageRow:
     """No op of the recording made it: it was there when op `birth` came (from numpy, a list, a DataLoader's worker)."""
     resized: bool = False
     """Its owner frees or refills it in place during the iteration, as FSDP does: no op that reads it can be made again."""
+    lent: bool = False
+    """Its bytes are somebody else's, who may change them unseen."""
     category: str = ""
     """Set where it is known for sure (parameter, gradient, ...); else worked out at the end."""
 
@@ -291,6 +293,7 @@ class Recorder(TorchDispatchMode):
         row = StorageRow(size_bytes=size, birth=born, value=-1, meta=_describe(tensor))
         self.storages.append(row)
         if born < 0:
+            row.lent = is_lent(storage)
             row.value = self._new_value(number, -1, -1)
             if self._begun and self.ops:
                 row.birth, row.found = len(self.ops), True
@@ -367,6 +370,7 @@ class Recorder(TorchDispatchMode):
         handle = Handle(tensor, self, len(self.slots))
         plain = is_plain(tensor)
         number = self._row_of(tensor) if plain else -1
+        plain = plain and number >= 0 and not self.storages[number].lent
         if self._iterations.in_backward or number < 0:
             handle.row = -1
             return handle

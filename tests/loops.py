@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from enforced import state_digests
@@ -457,10 +458,28 @@ def optimizers_in_backward(steps: int) -> list[str]:
     return found
 
 
+def observations_in_one_buffer(steps: int) -> list[str]:
+    """The environment writes its next state over the last one, which numpy and torch share, before backward has read it."""
+    policy = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+    optimizer = torch.optim.Adam(policy.parameters(), lr=0.01)
+    state = np.random.RandomState(0).randn(8, 16).astype(np.float32)
+    found = []
+    for _ in range(steps):
+        losses = []
+        for _ in range(3):
+            losses.append(policy(torch.from_numpy(state)).log_softmax(-1)[:, 0].mean())
+            np.tanh(state * 1.5 + 0.1, out=state)
+        optimizer.zero_grad()
+        torch.stack(losses).sum().backward()
+        optimizer.step()
+        found += [*(digest(loss) for loss in losses), *state_digests(policy)]
+    return found
+
+
 LOOPS = [
     residual_in_place, transformer, tied_weights, autocast_with_accumulation, backward_inside_autocast, retained_graph,
     gradient_penalty, checkpointed, custom_function, two_optimizers, lbfgs, without_optimizer, lengths_that_change,
     evaluation_between, odd_ops, written_by_slices, recurrent, pools_and_pads, frozen_backbone, thawing_backbone,
     moving_threshold, functional_transforms, updates_in_backward_hooks,
-    optimizers_in_backward,
+    optimizers_in_backward, observations_in_one_buffer,
 ]  # fmt: skip
