@@ -17,6 +17,7 @@ from memopt.advisors.graph import Graph
 from memopt.advisors.graph_bounds import overhead_bound
 from memopt.advisors.graph_engine import Engine, Stuck
 from memopt.advisors.graph_evolve import Evolution
+from memopt.advisors.graph_exact import Proof, prove
 from memopt.advisors.graph_lanes import Lanes
 from memopt.advisors.graph_problem import Answer, GraphProblem, infeasible, plain_answer
 from memopt.advisors.graph_runs import floor_bytes, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
@@ -31,6 +32,9 @@ log = logging.getLogger(__name__)
 
 PORTFOLIO = ("msps", "dtr-local", "next-use", "dtr", "dtr-eqclass", "size", "lru", "megengine", "belady")
 STARTS = 3
+SLOW = 150
+"""With fewer iterations than this in a slice, one long search is worth more than several."""
+PROOF = 0.2
 LOOSER = 1.25
 GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0))
 """Noise and breadth of the greedy starts."""
@@ -53,6 +57,7 @@ class AutoPlan:
         self.search.deadline = problem.until
         self.stats: dict[str, float | int | str] = {}
         self.waiting = Waiting(problem)
+        self.proof = Proof()
 
     def plan(self) -> None:
         """All stages, until the time is up."""
@@ -60,17 +65,22 @@ class AutoPlan:
         left = self.problem.until - begin
         self.last_resort = begin + 3 * left
         self.bound = overhead_bound(self.problem)
-        enough = self.bound * self.problem.graph.plain_ms
         if self.problem.may_recompute:
             self._secure(begin + 0.05 * left)
         self._greedy_start(begin + 0.08 * left)
         self.stats["first_s"] = round(time.monotonic() - begin, 3)
+        if self.problem.may_recompute and not self.problem.may_swap:
+            self.proof = prove(self.problem, PROOF * left)
+            self.bound = max(self.bound, self.proof.bound_ms / self.problem.graph.plain_ms)
+        enough = self.bound * self.problem.graph.plain_ms
         evolution = Evolution(self.search)
         slice_s = max(0.25, left / 10)
         if self.problem.may_recompute:
-            for runs in self._starts(begin + 0.25 * left):
+            for runs in self._starts(self.stage_end(0.25)):
                 if time.monotonic() < begin + 0.6 * left or self.search.best_over:
                     evolution.add(runs, frozenset(), time.monotonic() + slice_s)
+                if self.search.iterations < SLOW and not self.search.best_over:
+                    break
         if self.search.lanes:
             self._swap(time.monotonic() + slice_s)
             self.waiting.try_peers(self.last_resort if self.search.best_over else time.monotonic() + slice_s)
@@ -81,7 +91,8 @@ class AutoPlan:
         elif self.search.best_over:
             self.search.load_best()
             self.search.mend(self.last_resort)
-        evolution.run(begin + 0.75 * left, slice_s, enough)
+        if self.search.iterations >= SLOW:
+            evolution.run(begin + 0.75 * left, slice_s, enough)
         if time.monotonic() < self.problem.until:
             self.search.load_best()
             self.search.run(self.problem.until, enough)
@@ -111,20 +122,30 @@ class AutoPlan:
         return now + share * max(0.0, self.problem.until - now)
 
     def _starts(self, until: float) -> list[list[int]]:
-        """The best few polished run sequences: of what was found so far, the online rules and the segments."""
-        problem, search = self.problem, self.search
+        """The best few polished run sequences: of what was found so far, the proof's, the online rules' and the segments'."""
+        search = self.search
         found = [(search.best_over, search.best_cost, search.best_runs)]
-        for runs in starts(problem, self.stage_end(0.12)):
-            if time.monotonic() > until:
-                break
+        for runs in starts(self.problem, self.stage_end(0.12)):
             search.load(runs)
-            search.polish_all()
-            search.press(until)
-            search.polish_all()
-            found.append((search.overflow(), search.state.cost, search.state.runs()))
+            if not search.overflow():
+                search.polish_all()
+                found.append((0, search.state.cost, search.state.runs()))
+            elif not search.best_over or time.monotonic() > until:
+                break
+            else:
+                found.append(self._pressed(runs))
+        found += [self._pressed(runs) for runs in self.proof.runs]
         found.sort(key=lambda each: each[:2])
         valid = sum(not over for over, _, _ in found)
         return [runs for _, _, runs in found[: max(1, min(STARTS, valid))]]
+
+    def _pressed(self, runs: list[int]) -> tuple[int, float, list[int]]:
+        search = self.search
+        search.load(runs)
+        search.polish_all()
+        search.press(self.stage_end(0.1))
+        search.polish_all()
+        return search.overflow(), search.state.cost, search.state.runs()
 
     def _swap(self, until: float) -> None:
         """Starts with swaps: from the best plan without, and from the plain sequence with swaps first."""

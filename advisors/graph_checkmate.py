@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -79,8 +80,9 @@ def checkmate(problem: GraphProblem) -> Answer:
     )
 
 
-def last_service(graph: Graph) -> list[int]:
-    """Latest stage in which a run of each op can serve anything."""
+def last_service(graph: Graph, end: int | None = None) -> list[int]:
+    """Latest stage in which a run of each op can serve anything; `end` for what is kept (the last stage)."""
+    end = graph.op_count - 1 if end is None else end
     latest = list(range(graph.op_count))
     readers: list[list[int]] = [[] for _ in range(graph.tensor_count)]
     for op, tensors in enumerate(graph.reads):
@@ -90,7 +92,7 @@ def last_service(graph: Graph) -> list[int]:
     for op in range(graph.op_count - 1, -1, -1):
         for tensor in graph.writes[op]:
             if kept[tensor]:
-                latest[op] = graph.op_count - 1
+                latest[op] = end
             latest[op] = max([latest[op], *(latest[reader] for reader in readers[tensor])])
     return latest
 
@@ -191,25 +193,7 @@ def _add(terms: dict[int, float], variable: int | None, amount: float) -> None:
 
 def solve(problem: GraphProblem, program: Program, start: list[int] | None) -> tuple[list[int] | None, float]:
     """Runs and the lower bound on their rerun time."""
-    highs = new_highs(max(0.5, problem.until - time.monotonic()))
-    import highspy
-
-    lp = highspy.HighsLp()
-    columns, rows = len(program.cost), len(program.row_upper)
-    lp.num_col_, lp.num_row_ = columns, rows
-    lp.col_cost_ = np.array(program.cost)
-    lp.col_lower_, lp.col_upper_ = np.array(program.low), np.ones(columns)
-    lp.row_lower_, lp.row_upper_ = np.full(rows, -np.inf), np.array(program.row_upper)
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = columns, rows
-    lp.a_matrix_.start_ = np.array(program.row_start, dtype=np.int32)
-    lp.a_matrix_.index_ = np.array(program.column, dtype=np.int32)
-    lp.a_matrix_.value_ = np.array(program.value)
-    lp.integrality_ = [
-        highspy.HighsVarType.kInteger if whole else highspy.HighsVarType.kContinuous
-        for whole in program.whole
-    ]
-    highs.passModel(lp)
+    highs = new_program(program, max(0.5, problem.until - time.monotonic()))
     if start is not None:
         _warm_start(highs, program, start)
     highs.run()
@@ -229,6 +213,30 @@ def solve(problem: GraphProblem, program: Program, start: list[int] | None) -> t
     if peak_of_runs(program.graph, runs) > problem.budget_bytes:
         return start, bound
     return runs, bound
+
+
+def new_program(program: Program, limit_s: float, *, whole: bool = True) -> Any:
+    """A solver that holds the program; with `whole` False, its linear relaxation."""
+    highs = new_highs(limit_s)
+    import highspy
+
+    lp = highspy.HighsLp()
+    columns, rows = len(program.cost), len(program.row_upper)
+    lp.num_col_, lp.num_row_ = columns, rows
+    lp.col_cost_ = np.array(program.cost)
+    lp.col_lower_, lp.col_upper_ = np.array(program.low), np.ones(columns)
+    lp.row_lower_, lp.row_upper_ = np.full(rows, -np.inf), np.array(program.row_upper)
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = columns, rows
+    lp.a_matrix_.start_ = np.array(program.row_start, dtype=np.int32)
+    lp.a_matrix_.index_ = np.array(program.column, dtype=np.int32)
+    lp.a_matrix_.value_ = np.array(program.value)
+    lp.integrality_ = [
+        highspy.HighsVarType.kInteger if whole and each else highspy.HighsVarType.kContinuous
+        for each in program.whole
+    ]
+    highs.passModel(lp)
+    return highs
 
 
 def _warm_start(highs: object, program: Program, runs: list[int]) -> None:

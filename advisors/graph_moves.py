@@ -20,6 +20,7 @@ from memopt.advisors.graph import Graph, IntColumn
 from memopt.advisors.graph_lanes import Lanes, Swap
 from memopt.advisors.graph_state import EMPTY, RunState
 
+CROWD = 1500
 NEGLIGIBLE = 0.002
 """Tensors that together are less than this share of the peak are never worth a move."""
 
@@ -94,9 +95,13 @@ class Moves:
             self.lanes.swaps = swaps
             self.lanes.retime(self.state)
 
+    def crowded(self) -> bool:
+        """Whether some place has no empty slot left, or has had to be made room in too often."""
+        return self.full or self.state.moved > CROWD
+
     def spread_out(self) -> None:
-        """Lay the runs out afresh when some place had no empty slot left."""
-        if self.full:
+        """Lay the runs out afresh where they are crowded; what was done so far cannot be undone then."""
+        if self.crowded():
             self.full = False
             self.load(self.state.runs(), self.lanes.swaps if self.lanes else ())
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from memopt.advisors.graph_lanes import Swap
 from memopt.advisors.graph_moves import Moves
+from memopt.advisors.graph_state import EMPTY
 
 TRIES = 3
 FAILURES = 8
@@ -22,6 +23,8 @@ SAMPLE = 64
 REFINED = 16
 BULK = 16
 NEAR = 8
+AROUND = 40
+EARLIER = (0, 0, 1, 1, 2, 3)
 
 
 class Recreate(Moves):
@@ -96,14 +99,19 @@ class Recreate(Moves):
         return False
 
     def press(self, until: float, most_cost: float = math.inf) -> None:
-        """Evict wherever memory is short, as far as that goes: a slot that nothing relieves is left as it is."""
+        """Evict wherever memory is short, as far as that goes: a slot that nothing relieves is left as it is. Cannot be undone."""
         hopeless = np.zeros(len(self.state.memory), dtype=np.bool_)
         while time.monotonic() < until:
             memory = np.where(hopeless, 0, self.state.memory)
             slot = int(memory.argmax())
             if int(memory[slot]) <= self.budget:
                 return
-            if not self._relieve(slot, set(), most_cost):
+            if self._relieve(slot, set(), most_cost):
+                if self.crowded():
+                    self.state.commit()
+                    self.spread_out()
+                    hopeless = np.zeros(len(self.state.memory), dtype=np.bool_)
+            else:
                 hopeless[max(0, slot - NEAR) : slot + NEAR] = True
 
     def _relieve(self, slot: int, banned: set[int], most_cost: float) -> bool:
@@ -119,21 +127,43 @@ class Recreate(Moves):
         best: tuple[float, int, int] | None = None
         tried = failed = 0
         for _, tensor, after in ranked:
-            if self.evict(tensor, after, most_cost):
-                gain = before_over - self.overflow()
-                if gain > 0:
-                    value = (state.cost - before_cost + 1e-7) / gain
-                    if best is None or value < best[0]:
-                        best = (value, tensor, after)
-                    tried += 1
-            else:
-                failed += 1
+            at = self._evict_before(tensor, slot, after, most_cost)
+            gain = before_over - self.overflow() if at else 0
+            if gain > 0:
+                if self.tries == 1:
+                    return True
+                value = (state.cost - before_cost + 1e-7) / gain
+                if best is None or value < best[0]:
+                    best = (value, tensor, at)
+                tried += 1
+            failed += not at
             state.undo_to(mark)
             if tried >= self.tries or failed >= (FAILURES if tried else HOPELESS):
                 break
         if best is None:
             return self._swap_out(slot)
         return self.evict(best[1], best[2], most_cost)
+
+    def _evict_before(self, tensor: int, slot: int, after: int, most_cost: float) -> int:
+        """Rerun the tensor's maker just before the read at `after`, or some runs earlier where memory is short there; gives where, or 0."""
+        state = self.state
+        mark = len(state.journal)
+        done = self.evict(tensor, after, most_cost)
+        steps = self.random.choice(EARLIER)
+        if not steps or (
+            done and int(state.memory[max(slot + 1, after - AROUND) : after + 1].max()) <= self.budget
+        ):
+            return after if done else 0
+        state.undo_to(mark)
+        at = after
+        for _ in range(steps):
+            at -= 1
+            while at > slot + 1 and state.slot_op[at] == EMPTY:
+                at -= 1
+        if at > slot + 1 and self.evict(tensor, at, most_cost):
+            return at
+        state.undo_to(mark)
+        return after if done and self.evict(tensor, after, most_cost) else 0
 
     def _relieve_in_bulk(self, slot: int, ranked: list[tuple[float, int, int]], most_cost: float) -> bool:
         """Where many evictions are needed at one slot, take them in order without weighing each against others."""

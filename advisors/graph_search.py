@@ -43,26 +43,23 @@ class Search(Recreate):
         rnd = self.random
         over = self.overflow()
         while over and time.monotonic() < until:
-            state = self.state
-            state.commit()
-            swaps = set(self.lanes.swaps) if self.lanes else set()
+            before = self.state.runs(), set(self.lanes.swaps) if self.lanes else set()
             self.noise, self.breadth = rnd.choice((0.05, 0.2, 0.4, 0.8)), rnd.choice((0.0, 0.5, 1.0))
-            short = np.flatnonzero(state.memory > self.budget)
+            short = np.flatnonzero(self.state.memory > self.budget)
             reruns = self.reruns()
             at = bisect_left(reruns, int(short[rnd.randrange(len(short))]), key=_slot)
             count = rnd.choice((1, 2, 4, 8, 20))
             near = reruns[max(0, at - 2 * count) : at + 2 * count]
             self.remove(rnd.sample(near, min(count, len(near))))
             self.press(until)
-            self.polish([(op, slot) for kind, op, slot in state.journal if kind == ADDED])
+            self.polish(self.reruns())
             if self.lanes:
-                self.lanes.retime(state)
+                self.lanes.retime(self.state)
             after = self.overflow()
             if after <= over:
                 over = after
             else:
-                self.undo_all(swaps)
-            self.spread_out()
+                self.load(*before)
         self.polish_all()
 
     def run(self, until: float, enough: float = 0.0, heat: float = 0.004) -> None:
@@ -91,7 +88,7 @@ class Search(Recreate):
             else:
                 self.undo_all(swaps)
             arms.learn(arm, gain, time.monotonic() - now)
-            if self.full:
+            if self.crowded():
                 self.spread_out()
                 reruns = self.reruns()
 

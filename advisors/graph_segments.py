@@ -88,7 +88,7 @@ def runs_keeping(forward: Forward, keep: set[int]) -> list[int]:
             reads[op] if op < graph.op_count else tuple(np.flatnonzero(graph.kept & ~graph.resident).tolist())
         )
         if op > turn:
-            runs.extend(_missing(graph, wanted, here, maker))
+            runs.extend(missing(graph, wanted, here, maker))
         for tensor in wanted:
             here[tensor] = True
         if op == graph.op_count:
@@ -109,7 +109,7 @@ def runs_keeping(forward: Forward, keep: set[int]) -> list[int]:
     return runs
 
 
-def _missing(graph: Graph, wanted: tuple[int, ...], here: list[bool], maker: list[int]) -> list[int]:
+def missing(graph: Graph, wanted: tuple[int, ...], here: list[bool], maker: list[int]) -> list[int]:
     """Ops to run again, in order, so that all of `wanted` is here; marks what they make."""
     needed: set[int] = set()
     pending = [tensor for tensor in wanted if not here[tensor]]

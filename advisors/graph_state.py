@@ -38,6 +38,8 @@ class RunState:
         self.cost = 0.0
         self.journal: list[tuple[int, int, int]] = []
         self.moves: list[list[int]] = []
+        self.moved = 0
+        """Runs packed to the left so far: many tell of a crowd, which a fresh layout dissolves."""
         self._lay_out(runs, room)
 
     def _lay_out(self, runs: list[int], room: int) -> None:
@@ -228,6 +230,7 @@ class RunState:
         across = self._after(slot)
         origins = [origin for origin in range(low, slot + 1) if slot_op[origin] != EMPTY]
         self.moves.append(origins)
+        self.moved += len(origins)
         self.journal.append((MOVED, low, slot))
         target = low
         for origin in origins:
@@ -254,6 +257,7 @@ class RunState:
     def _move_back(self, low: int, slot: int) -> None:
         slot_op, memory = self.slot_op, self.memory
         origins = self.moves.pop()
+        self.moved += len(origins)
         first = slot_op[low]
         ahead = (
             int(memory[low]) - self.workspace[first] - sum(self.size[tensor] for tensor in self.writes[first])

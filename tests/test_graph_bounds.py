@@ -1,0 +1,108 @@
+"""What the planner says cannot be undercut, against exhaustive search; and that nothing valid is undercut by what it proves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memopt.advisors.graph import decode_graph
+from memopt.advisors.graph_bounds import overhead_bound
+from memopt.advisors.graph_exact import Relaxed, prove
+from memopt.advisors.graph_plan import plan_graph, unplanned_peak
+from memopt.advisors.graph_problem import GraphProblem
+from memopt.advisors.graph_runs import floor_bytes
+from memopt.errors import BudgetInfeasible
+
+pytest.importorskip("highspy")
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+checker = load("schedule_checker")
+
+
+def random_graph(seed: int, ops: int) -> dict[str, Any]:
+    """Mostly a chain and its backward, with skips, several outputs, workspaces, kept tensors and ops that run once."""
+    rnd = random.Random(seed)
+    tensors: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+    for position in range(ops):
+        writes = [len(tensors) + i for i in range(rnd.choice((1, 1, 1, 2)))]
+        known = [tensor["id"] for tensor in tensors]
+        reads = {known[-1]} if known and rnd.random() < 0.8 else set()
+        reads |= set(rnd.sample(known, min(len(known), rnd.choice((0, 0, 1, 2)))))
+        if position >= ops // 2 and known:
+            reads.add(known[min(len(known) - 1, 2 * (ops - position) - 1)])
+        tensors += [{"id": t, "bytes": rnd.choice((0, 1, 2, 5, 9))} for t in writes]
+        rows.append(
+            {
+                "ms": rnd.choice((0, 0.5, 1, 3)),
+                "reads": sorted(reads),
+                "writes": writes,
+                "workspace_bytes": rnd.choice((0, 0, 2)),
+                "replayable": rnd.random() < 0.9,
+            }
+        )
+    keep = rnd.sample([t["id"] for t in tensors], 2)
+    return {"schema": "memopt.graph/1", "name": "random", "tensors": tensors, "ops": rows, "keep": keep}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_plan_is_cheaper_than_the_bounds_and_auto_is_as_cheap_as_any(seed: int) -> None:
+    plain = random_graph(seed, 8)
+    graph = decode_graph(json.dumps(plain).encode())
+    floor, _ = floor_bytes(graph, swap=False)
+    peak = unplanned_peak(graph)
+    for budget in sorted({floor, (floor + peak) // 2, floor + (peak - floor) // 4}):
+        if budget >= peak:
+            continue
+        best = checker.cheapest(plain, budget, 13)
+        problem = GraphProblem(graph=graph, budget_bytes=budget, until=time.monotonic() + 1)
+        if best is None:
+            continue
+        assert overhead_bound(problem) * graph.plain_ms <= best + 1e-6
+        assert prove(problem, 1.0).bound_ms <= best + 1e-6
+        for moments in ([0, graph.op_count - 1], list(range(1, graph.op_count, 2)), [graph.op_count // 2]):
+            relaxed = Relaxed(graph, budget, moments)
+            assert relaxed.lower_bound() <= best + 1e-6
+        try:
+            schedule = plan_graph(graph, budget, time_limit_s=0.3)
+        except BudgetInfeasible:
+            pytest.fail(f"there is a plan of {best} ms under {budget}")
+        assert schedule.overhead * graph.plain_ms <= best + 0.005 * graph.plain_ms + 1e-6
+
+
+def chain(length: int) -> dict[str, Any]:
+    """f(i) makes a(i) from a(i-1); b(i) reads a(i) and the gradient. All take 1 ms and 1 byte."""
+    tensors = [{"id": i, "bytes": 1} for i in range(2 * length)]
+    rows: list[dict[str, Any]] = [
+        {"ms": 1, "reads": [i - 1] if i else [], "writes": [i]} for i in range(length)
+    ]
+    for i in range(length - 1, -1, -1):
+        grad = 2 * length - 1 - i
+        rows.append({"ms": 1, "reads": [i] + ([grad - 1] if i < length - 1 else []), "writes": [grad]})
+    return {"schema": "memopt.graph/1", "tensors": tensors, "ops": rows, "keep": [2 * length - 1]}
+
+
+def test_chain_is_solved_and_proved() -> None:
+    """Of 20 activations all but 3 must go: at 5 bytes, at the first backward op 3 are there beside a(19) and the gradient."""
+    graph = decode_graph(json.dumps(chain(20)).encode())
+    assert unplanned_peak(graph) == 21
+    schedule = plan_graph(graph, 12, time_limit_s=2)
+    assert schedule.recompute_ms == pytest.approx(9)
+    assert schedule.overhead_bound * graph.plain_ms == pytest.approx(9, rel=1e-3)
