@@ -96,6 +96,8 @@ class Auto:
                 best = plan
                 if search.fits(best) and best.cost_ms <= (problem.least_step_ms or 0.0) * (1 + _MET):
                     break
+            if not search.fits(best) and problem.floor_bytes <= problem.target_bytes:
+                best = self._going_on(search, best)
         except KeyboardInterrupt:
             if not search.fits(best):
                 raise
@@ -115,6 +117,15 @@ class Auto:
             if search.fits(plan):
                 return plan.decisions
         return None
+
+    def _going_on(self, search: Search, best: Plan) -> Plan:
+        """A budget that may be possible is worth the time limit once more: the search as for an impossible one, which goes lowest."""
+        longer = search.for_another(self.time_limit_s)
+        lowest = min(self._from_starts(longer.aimed_at(0)), key=lambda plan: plan.peak_bytes)
+        lower = descend(longer, lowest)
+        if search.better(lower, best):
+            best = longer.prune(lower) if search.fits(lower) else lower
+        return best
 
     def _improving(self, search: Search, best: Plan) -> Iterator[Plan]:
         """Better and better plans."""

@@ -81,6 +81,13 @@ class Search:
         other.problem = self.problem.with_target(target_bytes)
         return other
 
+    def for_another(self, seconds: float) -> Search:
+        """The same search with a time limit of its own."""
+        other = copy.copy(self)
+        other.seconds = seconds
+        other.deadline = time.monotonic() + seconds
+        return other
+
     def until_half(self) -> Search:
         """The same search with half of the time that is left."""
         other = copy.copy(self)
