@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake_absorb import ABSORBING
+from memopt.estimators.fake_experts import EXPERTS
 from memopt.estimators.fake_share import selected
 
 if TYPE_CHECKING:
@@ -287,4 +288,5 @@ _RULES: dict[Any, Callable[..., tuple[Any] | None]] = {
     aten.index_put_.default: _with_positions("index_put_"),
     aten.index_put.default: _with_positions("index_put"),
     **ABSORBING,
+    **EXPERTS,
 }

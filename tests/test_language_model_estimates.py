@@ -85,6 +85,17 @@ def test_what_one_operand_settles_is_known() -> None:
         assert isinstance(torch.zeros(2) * counts, FakeTensor)
 
 
+def test_experts_are_multiplied_by_group_in_fp32() -> None:
+    with FakeRecorder("cuda") as recorder:
+        tokens, weights = recorder.parameter((32, 16)), recorder.parameter((4, 16, 24))
+        chosen = recorder.fake((32,), torch.int32)
+        ends = torch.histc(chosen, bins=4, min=0, max=3).cumsum(0, dtype=torch.int32)
+        out = torch._grouped_mm(tokens, weights, offs=ends)
+        out.sum().backward()
+        assert (ends.shape, out.shape) == ((4,), (32, 24))
+        assert (tokens.grad.shape, weights.grad.shape) == (tokens.shape, weights.shape)
+
+
 EAGER = """
 import sys, torch, torch.nn.functional as F
 from torch import nn
