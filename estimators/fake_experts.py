@@ -19,7 +19,7 @@ def counted(guesser: Any, recorder: Any, args: tuple[Any, ...], kwargs: dict[str
 def grouped_product(guesser: Any, recorder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any]:
     """`_grouped_mm`: rows by group times a matrix each, or, for the gradient of the matrices, columns by group times rows."""
     left, right = args[:2]
-    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    offsets: Any = args[2] if len(args) > 2 else kwargs.get("offs")
     rows, columns = left.shape[-2], right.shape[-1]
     groups = [] if left.dim() + right.dim() == 5 else [left.shape[0] if left.dim() == 3 else len(offsets)]
     kind = (args[4] if len(args) > 4 else kwargs.get("out_dtype")) or left.dtype
