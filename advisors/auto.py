@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from memopt.advisors.autoswap import Autoswap
 from memopt.advisors.autotm import Autotm
 from memopt.advisors.blockers import infeasible
-from memopt.advisors.capuchin import capuchin_picks
+from memopt.advisors.capuchin import Capuchin, capuchin_picks
 from memopt.advisors.checkmate import answers
 from memopt.advisors.dtr import Dtr
 from memopt.advisors.flashneuron import Flashneuron
@@ -53,6 +53,7 @@ _DESCENT_TRIES = 6
 _MET = 1e-5
 """Share above the bound at which a plan is as good as optimal."""
 _QUICK: tuple[Strategy, ...] = (
+    Capuchin(),
     Autoswap(),
     Flashneuron(),
     Tflms(),
@@ -94,8 +95,6 @@ class Auto:
         try:
             for plan in self._improving(search, best):
                 best = plan
-                if search.fits(best) and best.cost_ms <= (problem.least_step_ms or 0.0) * (1 + _MET):
-                    break
         except KeyboardInterrupt:
             if not search.fits(best):
                 raise
@@ -124,11 +123,12 @@ class Auto:
                     best = plan
                     yield best
             return
-        search.problem.least_step_ms = least_step_ms(search.problem, _SHARE_FOR_BOUND * self.time_limit_s)
         for plan in self._from_starts(search):
             if search.better(plan, best):
                 best = plan
                 yield best
+            if _is_optimal(search, best):
+                return
         for plan in (best, search.judge({})):
             if not search.fits(best):
                 lower = descend(search.until_half(), plan)
@@ -142,6 +142,8 @@ class Auto:
             if search.better(plan, best):
                 best, stalled = plan, 0
                 yield best
+                if _is_optimal(search, best):
+                    return
         if best.decisions and not search.is_over:
             plan = search.exchange(best)
             if search.better(plan, best):
@@ -150,18 +152,15 @@ class Auto:
     def _from_starts(self, search: Search) -> Iterator[Plan]:
         """The starts as they are; then what mending and pruning make of those that are promising."""
         judged: dict[frozenset[int], Plan] = {}
-        thorough = _THOROUGH if len(search.problem.candidates) <= _MANY else ()
-        begun = itertools.chain(
-            portfolio(search, _QUICK, until=_SHARE_FOR_POLISH),
-            starts(search),
-            programs(search),
-            portfolio(search, thorough, until=_SHARE_FOR_POLISH),
-        )
-        for decisions in begun:
-            plan = search.judge(decisions)
-            yield from (search.as_decided(decisions), plan)
-            judged.setdefault(frozenset(plan.decisions), plan)
-        if search.problem.floor_bytes > search.problem.target_bytes:
+        problem = search.problem
+        few = len(problem.candidates) <= _MANY
+        yield from _judged(search, portfolio(search, _QUICK, until=_SHARE_FOR_SEARCH), judged)
+        yield from _judged(search, starts(search), judged)
+        problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
+        yield from _judged(search, programs(search), judged)
+        if few:
+            yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_FOR_POLISH), judged)
+        if problem.floor_bytes > problem.target_bytes:
             return
         fitting = sorted((p for p in judged.values() if search.fits(p)), key=lambda p: p.cost_ms)
         others = sorted((p for p in judged.values() if not search.fits(p)), key=search.excess)
@@ -173,9 +172,23 @@ class Auto:
                 for polished in polish(search, plan, search.near_ms(cheapest)):
                     yield polished
                     cheapest = min(cheapest, polished.cost_ms) if search.fits(polished) else cheapest
-        if len(search.problem.candidates) <= _MANY:
-            for decisions in portfolio(search, _SLOW, until=_SHARE_AFTER_SLOW):
-                yield from (search.as_decided(decisions), search.judge(decisions))
+        if few:
+            yield from _judged(search, portfolio(search, _SLOW, until=_SHARE_AFTER_SLOW), judged)
+
+
+def _is_optimal(search: Search, plan: Plan) -> bool:
+    """Does it fit at the least cost that any plan can have, as far as that is known?"""
+    return search.fits(plan) and plan.cost_ms <= (search.problem.least_step_ms or 0.0) * (1 + _MET)
+
+
+def _judged(
+    search: Search, decided: Iterable[Decisions], judged: dict[frozenset[int], Plan]
+) -> Iterator[Plan]:
+    """Each of the plans as it was decided and with prefetches placed anew; the latter also into `judged`."""
+    for decisions in decided:
+        plan = search.judge(decisions)
+        yield from (search.as_decided(decisions), plan)
+        judged.setdefault(frozenset(plan.decisions), plan)
 
 
 def every_plan(search: Search) -> Iterator[Plan]:
