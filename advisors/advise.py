@@ -111,7 +111,9 @@ def _optimality(problem: Problem, decisions: Decisions) -> tuple[str, ...]:
         return ()
     above = max(0.0, problem.run(decisions).step_ms / least_ms - 1)
     if above < 1e-4:
-        return ("no plan with these kinds of action can make the step 0.01 % shorter under this budget, by the simulator",)
+        return (
+            "no plan with these kinds of action can make the step 0.01 % shorter under this budget, by the simulator",
+        )
     return (
         f"its step is within {_percent(above)} of the shortest that any plan of these kinds can have under this budget",
     )

@@ -20,14 +20,14 @@ from collections.abc import Iterable, Iterator
 from memopt.advisors.autoswap import Autoswap
 from memopt.advisors.autotm import Autotm
 from memopt.advisors.blockers import infeasible
-from memopt.advisors.capuchin import capuchin_picks
+from memopt.advisors.capuchin import Capuchin, capuchin_picks
 from memopt.advisors.checkmate import answers
 from memopt.advisors.dtr import Dtr
 from memopt.advisors.flashneuron import Flashneuron
 from memopt.advisors.gist import Gist
 from memopt.advisors.modnn import Modnn
 from memopt.advisors.picks import shortest_fitting
-from memopt.advisors.problem import TIME_LIMIT_S, Decisions, OutOfTime, Problem
+from memopt.advisors.problem import TIME_LIMIT_S, Candidate, Decisions, OutOfTime, Problem
 from memopt.advisors.relief import least_step_ms
 from memopt.advisors.rotor import Rotor
 from memopt.advisors.search import Plan, Search
@@ -40,7 +40,7 @@ from memopt.advisors.tflms import Tflms
 from memopt.advisors.vdnn import Vdnn
 from memopt.advisors.vdnn_plus import VdnnPlus
 from memopt.errors import BudgetInfeasible, NotPossibleHere
-from memopt.estimators.decision import RECOMPUTE_AGAIN
+from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 
 _MANY = 400
 _SHARE_FOR_STARTS = 0.75
@@ -53,6 +53,7 @@ _DESCENT_TRIES = 6
 _MET = 1e-5
 """Share above the bound at which a plan is as good as optimal."""
 _QUICK: tuple[Strategy, ...] = (
+    Capuchin(),
     Autoswap(),
     Flashneuron(),
     Tflms(),
@@ -94,9 +95,7 @@ class Auto:
         try:
             for plan in self._improving(search, best):
                 best = plan
-                if search.fits(best) and best.cost_ms <= (problem.least_step_ms or 0.0) * (1 + _MET):
-                    break
-            if not search.fits(best) and problem.floor_bytes <= problem.target_bytes:
+            if not (search.fits(best) or problem.floor_bytes > problem.target_bytes or _is_small(problem)):
                 best = self._going_on(search, best)
         except KeyboardInterrupt:
             if not search.fits(best):
@@ -129,17 +128,18 @@ class Auto:
 
     def _improving(self, search: Search, best: Plan) -> Iterator[Plan]:
         """Better and better plans."""
-        if math.prod(1 + len(c.options) for c in search.problem.candidates.values()) <= _ALL:
+        if _is_small(search.problem):
             for plan in every_plan(search):
                 if search.better(plan, best):
                     best = plan
                     yield best
             return
-        search.problem.least_step_ms = least_step_ms(search.problem, _SHARE_FOR_BOUND * self.time_limit_s)
         for plan in self._from_starts(search):
             if search.better(plan, best):
                 best = plan
                 yield best
+            if _is_optimal(search, best):
+                return
         for plan in (best, search.judge({})):
             if not search.fits(best):
                 lower = descend(search.until_half(), plan)
@@ -153,6 +153,8 @@ class Auto:
             if search.better(plan, best):
                 best, stalled = plan, 0
                 yield best
+                if _is_optimal(search, best):
+                    return
         if best.decisions and not search.is_over:
             plan = search.exchange(best)
             if search.better(plan, best):
@@ -161,18 +163,15 @@ class Auto:
     def _from_starts(self, search: Search) -> Iterator[Plan]:
         """The starts as they are; then what mending and pruning make of those that are promising."""
         judged: dict[frozenset[int], Plan] = {}
-        thorough = _THOROUGH if len(search.problem.candidates) <= _MANY else ()
-        begun = itertools.chain(
-            portfolio(search, _QUICK, until=_SHARE_FOR_POLISH),
-            starts(search),
-            programs(search),
-            portfolio(search, thorough, until=_SHARE_FOR_POLISH),
-        )
-        for decisions in begun:
-            plan = search.judge(decisions)
-            yield from (search.as_decided(decisions), plan)
-            judged.setdefault(frozenset(plan.decisions), plan)
-        if search.problem.floor_bytes > search.problem.target_bytes:
+        problem = search.problem
+        few = len(problem.candidates) <= _MANY
+        yield from _judged(search, portfolio(search, _QUICK, until=_SHARE_FOR_SEARCH), judged)
+        yield from _judged(search, starts(search), judged)
+        problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
+        yield from _judged(search, programs(search), judged)
+        if few:
+            yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_FOR_POLISH), judged)
+        if problem.floor_bytes > problem.target_bytes:
             return
         fitting = sorted((p for p in judged.values() if search.fits(p)), key=lambda p: p.cost_ms)
         others = sorted((p for p in judged.values() if not search.fits(p)), key=search.excess)
@@ -184,17 +183,41 @@ class Auto:
                 for polished in polish(search, plan, search.near_ms(cheapest)):
                     yield polished
                     cheapest = min(cheapest, polished.cost_ms) if search.fits(polished) else cheapest
-        if len(search.problem.candidates) <= _MANY:
-            for decisions in portfolio(search, _SLOW, until=_SHARE_AFTER_SLOW):
-                yield from (search.as_decided(decisions), search.judge(decisions))
+        if few:
+            yield from _judged(search, portfolio(search, _SLOW, until=_SHARE_AFTER_SLOW), judged)
+
+
+def _is_optimal(search: Search, plan: Plan) -> bool:
+    """Does it fit at the least cost that any plan can have, as far as that is known?"""
+    return search.fits(plan) and plan.cost_ms <= (search.problem.least_step_ms or 0.0) * (1 + _MET)
+
+
+def _judged(
+    search: Search, decided: Iterable[Decisions], judged: dict[frozenset[int], Plan]
+) -> Iterator[Plan]:
+    """Each of the plans as it was decided and with prefetches placed anew; the latter also into `judged`."""
+    for decisions in decided:
+        plan = search.judge(decisions)
+        yield from (search.as_decided(decisions), plan)
+        judged.setdefault(frozenset(plan.decisions), plan)
+
+
+def _is_small(problem: Problem) -> bool:
+    return math.prod(len(_fates(c)) for c in problem.candidates.values()) <= _ALL
+
+
+def _fates(candidate: Candidate) -> tuple[Decision | None, ...]:
+    """All that may be decided about a storage; None: keep it."""
+    again = [RECOMPUTE_AGAIN] if RECOMPUTE in candidate.options else []
+    return (None, *candidate.options, *again)
 
 
 def every_plan(search: Search) -> Iterator[Plan]:
     """All combinations of options: only for a handful of candidates, where the best of them is the optimum."""
     candidates = list(search.problem.candidates.values())
-    for options in itertools.product(*((None, *c.options) for c in candidates)):
-        pairs = zip(candidates, options, strict=True)
-        yield search.judge({c.storage: option for c, option in pairs if option is not None})
+    for fates in itertools.product(*(_fates(c) for c in candidates)):
+        pairs = zip(candidates, fates, strict=True)
+        yield search.judge({c.storage: fate for c, fate in pairs if fate is not None})
 
 
 def starts(search: Search) -> Iterator[Decisions]:

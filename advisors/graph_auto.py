@@ -71,8 +71,10 @@ class AutoPlan:
         self.stats["first_s"] = round(time.monotonic() - begin, 3)
         if self.problem.may_recompute and not self.problem.may_swap:
             self.proof = prove(self.problem, PROOF * left)
-            self.bound = max(self.bound, self.proof.bound_ms / self.problem.graph.plain_ms)
+            self.bound = max(self.bound, self.proof.bound_ms / max(self.problem.graph.plain_ms, 1e-12))
         enough = self.bound * self.problem.graph.plain_ms
+        if not self.search.best_over and self.search.best_cost <= enough + 1e-9:
+            return
         evolution = Evolution(self.search)
         slice_s = max(0.25, left / 10)
         if self.problem.may_recompute:

@@ -31,6 +31,7 @@ EVERY_OP = 3_000
 """With fewer variables than this, every op is a moment too."""
 CHOICES = ((6, False), (6, True), (10, False), (16, True))
 """Numbers of moments; and whether each is the op with the largest working set of its stretch, or they lie evenly."""
+MOST_OPS = 20_000
 SLACK = 1e-6
 
 
@@ -45,17 +46,18 @@ class Proof:
 def prove(problem: GraphProblem, limit_s: float) -> Proof:
     """The best bound that a few choices of moments give within the time."""
     proof = Proof()
-    if not find_spec("highspy"):
+    if not find_spec("highspy") or problem.graph.op_count > MOST_OPS:
         return proof
-    found: list[tuple[float, Relaxed]] = []
-    for moments in choices(problem):
+    best: dict[bool, tuple[float, Relaxed]] = {}
+    for largest, moments in choices(problem):
         relaxed = Relaxed(problem.graph, problem.budget_bytes, moments)
         if relaxed.size() > MOST_VARIABLES:
             continue
-        found.append((relaxed.lower_bound(limit_s / 4), relaxed))
-    found.sort(key=lambda each: -each[0])
-    proof.bound_ms = found[0][0] if found else 0.0
-    for _, relaxed in [each for each in found if len(each[1].program.cost) <= MOST_WHOLE][:2]:
+        bound_ms = relaxed.lower_bound(limit_s / 4)
+        proof.bound_ms = max(proof.bound_ms, bound_ms)
+        if len(relaxed.program.cost) <= MOST_WHOLE and bound_ms >= best.get(largest, (0.0,))[0]:
+            best[largest] = bound_ms, relaxed
+    for _, relaxed in best.values():
         highs = new_program(relaxed.program, limit_s / 3, whole=True)
         highs.run()
         info = highs.getInfo()
@@ -67,25 +69,25 @@ def prove(problem: GraphProblem, limit_s: float) -> Proof:
     return proof
 
 
-def choices(problem: GraphProblem) -> list[list[int]]:
-    """The sets of moments to try."""
+def choices(problem: GraphProblem) -> list[tuple[bool, list[int]]]:
+    """The sets of moments to try, and whether they are the largest ops of their stretches."""
     graph = problem.graph
     plain = memory_of_runs(graph, plain_runs(graph))[:-1]
     own: IntColumn = graph.op_workspace_bytes.copy()
     for op in range(graph.op_count):
         own[op] += sum(int(graph.tensor_bytes[tensor]) for tensor in {*graph.reads[op], *graph.writes[op]})
     short = np.flatnonzero(plain > problem.budget_bytes)
-    found = (
-        [list(range(graph.op_count))]
-        if Relaxed(graph, problem.budget_bytes, list(range(graph.op_count))).size() <= EVERY_OP
-        else []
-    )
+    every = list(range(graph.op_count))
+    found = []
     for count, largest in CHOICES:
         if largest:
             parts = [part for part in np.array_split(short, count) if len(part)]
-            found.append(sorted({int(part[np.argmax(own[part])]) for part in parts}))
+            found.append((True, sorted({int(part[np.argmax(own[part])]) for part in parts})))
         else:
-            found.append(np.unique(np.linspace(0, graph.op_count - 1, count).astype(np.int64)).tolist())
+            chosen = np.unique(np.linspace(0, graph.op_count - 1, count).astype(np.int64))
+            found.append((False, chosen.tolist()))
+    if Relaxed(graph, problem.budget_bytes, every).size() <= EVERY_OP:
+        found.append((False, every))
     return found
 
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from memopt.advisors.graph import Graph
+from memopt.advisors.graph_lives import EMPTY
 from memopt.advisors.graph_runs import frees_after
-from memopt.advisors.graph_state import EMPTY, RunState
+from memopt.advisors.graph_state import RunState
 from memopt.advisors.schedule import FREE, IN, OUT, RUN, Step
 
 MARGIN_MS = 1e-6

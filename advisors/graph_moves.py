@@ -18,7 +18,8 @@ import numpy as np
 
 from memopt.advisors.graph import Graph, IntColumn
 from memopt.advisors.graph_lanes import Lanes, Swap
-from memopt.advisors.graph_state import EMPTY, RunState
+from memopt.advisors.graph_lives import EMPTY
+from memopt.advisors.graph_state import RunState
 
 CROWD = 1500
 NEGLIGIBLE = 0.002

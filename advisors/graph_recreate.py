@@ -13,8 +13,8 @@ from bisect import bisect_left
 import numpy as np
 
 from memopt.advisors.graph_lanes import Swap
+from memopt.advisors.graph_lives import EMPTY
 from memopt.advisors.graph_moves import Moves
-from memopt.advisors.graph_state import EMPTY
 
 TRIES = 3
 FAILURES = 8

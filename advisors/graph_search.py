@@ -13,8 +13,8 @@ import numpy as np
 
 from memopt.advisors.graph_arms import Arms
 from memopt.advisors.graph_lanes import Swap
+from memopt.advisors.graph_lives import ADDED, EMPTY
 from memopt.advisors.graph_recreate import Recreate
-from memopt.advisors.graph_state import ADDED, EMPTY
 
 
 class Search(Recreate):

@@ -17,6 +17,7 @@ from memopt.estimators.profile_batch import recorded_batch
 from memopt.estimators.trace_batch import trace_at_batch
 from memopt.plan import Plan
 from memopt.trace import Trace
+from memopt.units import format_bytes
 
 _MOST = 1 << 20
 _SHARE_OF_A_PROBE = 0.25
@@ -74,7 +75,7 @@ class Batches:
                 self.say(f"batch {batch} is scaled, not re-traced: {error.what}")
                 return found
             peak = estimate.allocated_bytes
-            self.say(f"batch {batch} re-traced: {peak} bytes")
+            self.say(f"batch {batch} re-traced: {format_bytes(peak)}")
             if peak <= self.budget_bytes or batch == 1:
                 return Largest(batch=batch, peak_bytes=peak, step_ms=self.at(batch).step_ms, method="re-traced")  # fmt: skip
             batch = max(1, min(batch - 1, batch * self.budget_bytes // peak))

@@ -20,7 +20,7 @@ from memopt.advisors.problem import Candidate, Decisions, Problem
 from memopt.errors import NotPossibleHere
 from memopt.estimators.chains import find_chain, is_intact
 from memopt.estimators.decision import Decision
-from memopt.estimators.timeline import HOOK_MS, MODE_MS, REPLAY_MS
+from memopt.estimators.timeline import REPLAY_MS
 from memopt.estimators.trace_view import Ints
 
 _MOST_MOMENTS = 90
@@ -192,10 +192,13 @@ def least_step_ms(problem: Problem, seconds: float) -> float | None:
     if math.isinf(bound):
         return bound
     # A plan that fits has an action, since the plain run does not.
-    return trace.step_ms + watching_ms(problem) + max(0.0, bound * (1 - _SLACK))
+    return trace.step_ms + watching_ms(problem) + max(0.0, bound) * (1 - _SLACK)
 
 
 def watching_ms(problem: Problem) -> float:
-    """What any action at all adds to a step."""
-    forward, slots = int((problem.view.phase == 0).sum()), len(problem.view.trace.slots.node)
-    return MODE_MS * forward + HOOK_MS * slots
+    """What any action at all adds to a step, besides its own cost: as the simulator has it for one of them."""
+    one = next(({c.storage: c.options[0]} for c in problem.candidates.values()), None)
+    if one is None:
+        return 0.0
+    timeline = problem.run(one)
+    return timeline.step_ms - problem.view.trace.step_ms - timeline.replay_ms - timeline.stall_ms

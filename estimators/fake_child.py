@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from typing import Any
 import msgspec
 
 from memopt.estimators.fake_request import Request, Result
+
+_PATIENCE_S = 4.0
+"""After so much work, steps that are alike are not followed on."""
 
 
 class Enough(BaseException):
@@ -90,9 +94,19 @@ def _stop_after(watch: Any, steps: int) -> None:
 
     optimizer.__init__ = counted
 
+    left: list[int] = []
+
     def stepped() -> None:
-        if next(iter(watch.steps.values()), 0) >= steps:
+        done = next(iter(watch.steps.values()), 0)
+        if done >= steps:
             raise Enough
+        if done == len(left) + 1:
+            left.append(watch.recorder.live_bytes)
+            if done >= 2 and left[-1] == left[-2] and time.process_time() > _PATIENCE_S:
+                watch.recorder.guesser.remark(
+                    f"step {done} left memory as step {done - 1} had: no more were followed"
+                )
+                raise Enough
 
     def went_backward() -> None:
         if not made and watch.backwards >= steps + 1:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memopt.estimators.fake_absorb import ABSORBING
+from memopt.estimators.fake_experts import EXPERTS
 from memopt.estimators.fake_share import selected
 
 if TYPE_CHECKING:
@@ -285,4 +287,6 @@ _RULES: dict[Any, Callable[..., tuple[Any] | None]] = {
     aten.index.Tensor: _with_positions("index"),
     aten.index_put_.default: _with_positions("index_put_"),
     aten.index_put.default: _with_positions("index_put"),
+    **ABSORBING,
+    **EXPERTS,
 }

@@ -30,6 +30,7 @@ import torch
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from memopt.estimators import fake_cudnn, fake_onednn  # noqa: F401  they register formulas
 from memopt.estimators.fake_autocast import CudaAutocast
@@ -366,18 +367,28 @@ class FakeRecorder(TorchDispatchMode):
     ) -> Any:
         fakes = any(isinstance(t, FakeTensor) for t in tensors)
         if fakes:
+            own = args
+            if any(t.grad_fn is not None and not isinstance(t, FakeTensor) for t in tensors):
+                args, kwargs = tree_map(self._stand_in, (args, kwargs))
             guess = self.guesser.answer(self, func, args, kwargs)
             if guess is not None:
                 return guess[0]
             if func is aten.add.Tensor and self._adds_in_place(args, kwargs):
                 return args[0].add_(args[1])
-            result = _own(func, args, func(*args, **kwargs))
+            result = _own(func, own, func(*args, **kwargs))
             note_share(func, args, result)
             return result
         if stays_real(func, args, kwargs, tensors, device):
             return func(*args, **kwargs)
         with self.fake_mode:
             return _own(func, args, func(*args, **kwargs))
+
+    def _stand_in(self, value: Any) -> Any:
+        """For a real tensor into which a fake one was written: torch makes fakes of leaves only."""
+        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.grad_fn is None:
+            return value
+        with self.paused(), self.fake_mode:
+            return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
 
     def _adds_in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Autograd's input buffer adds a second gradient into the first when nobody else holds it, but not for subclasses."""

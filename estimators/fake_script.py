@@ -36,6 +36,13 @@ class _Saved:
         self.sizes, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
+def _kept(value: Any) -> Any:
+    """Of a fake tensor the shape; of a real one, such as an optimizer's step count, the value."""
+    if isinstance(value, FakeTensor):
+        return _Saved(value)
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
 def _files(recorder: FakeRecorder) -> None:
     kept: dict[str, Any] = {}
     load = torch.load
@@ -48,13 +55,13 @@ def _files(recorder: FakeRecorder) -> None:
 
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         recorder.guesser.remark("torch.save wrote nothing: a fake run has no weights to keep")
-        kept[name_of(f)] = tree_map(lambda x: _Saved(x) if isinstance(x, torch.Tensor) else x, obj)
+        kept[name_of(f)] = tree_map(_kept, obj)
 
     def restore(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         device = _device_named(map_location)
         name = name_of(f)
         if name in kept:
-            return tree_map(lambda x: _made(recorder, x, device) if isinstance(x, _Saved) else x, kept[name])
+            return tree_map(lambda x: _again(recorder, x, device), kept[name])
         with recorder.paused(), recorder.fake_mode:
             found = load(f, "cpu", *args, **kwargs)
 
@@ -79,6 +86,12 @@ def _device_named(map_location: Any) -> str:
     if isinstance(map_location, (str, torch.device)):
         return torch.device(map_location).type
     return "cpu"
+
+
+def _again(recorder: FakeRecorder, value: Any, device: str) -> Any:
+    if isinstance(value, _Saved):
+        return _made(recorder, value, device)
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _made(recorder: FakeRecorder, saved: _Saved, device: str) -> torch.Tensor:

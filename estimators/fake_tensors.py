@@ -150,11 +150,17 @@ def _set(
 ) -> None:
     if applied is parameter:
         return
-    if isinstance(applied, FakeTensor) == isinstance(parameter, FakeTensor):
+    if _kind(applied) == _kind(parameter):
         parameter.data = applied
         recorder.mark(parameter, "parameter")
     else:
         parameters[key] = torch.nn.Parameter(applied, parameter.requires_grad)
+
+
+def _kind(tensor: torch.Tensor) -> tuple[bool, str]:
+    """What two tensors must have in common for one to take the other's data. The device is the one that C++ knows."""
+    known: Any = getattr(tensor, "fake_device", None) or torch._C.TensorBase.device.__get__(tensor)
+    return isinstance(tensor, FakeTensor), known.type
 
 
 _TRUTHS = {"isnan": False, "isinf": False, "isfinite": True, "allclose": True}

@@ -135,7 +135,8 @@ def grows(trace: Trace, batch: int) -> list[bool]:
     found = []
     for storage, shape in enumerate(shapes):
         follows = derived[storage] and shape is not None and any(dim and dim % batch == 0 for dim in shape)
-        if follows and shape is not None and _bare(shape) in fixed:
+        is_input = trace.storages.category[storage] == _INPUT
+        if follows and shape is not None and _bare(shape) in fixed and not is_input:
             follows = len(shape) > 1 and not _may_be_weight_gradient(trace, storage)
         if derived[storage] and shape is None:
             follows = True

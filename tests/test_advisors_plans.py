@@ -121,7 +121,7 @@ def test_auto_is_never_worse(name: str, share: float) -> None:
 layers_of_a_net = st.lists(
     st.tuples(st.integers(1, 30).map(lambda k: 40 * k), st.integers(1, 9), st.integers(0, 2), st.booleans()),
     min_size=2,
-    max_size=7,
+    max_size=6,
 )
 
 
@@ -154,8 +154,8 @@ def test_auto_is_as_good_as_brute_force(rows: list[tuple[int, int, int, bool]], 
     able = sorted(problem.candidates)
     best: float | None = None
     lowest = trace.peak_bytes
-    for bits in itertools.product((False, True), repeat=len(able)):
-        timeline = problem.run({s: RECOMPUTE for s, bit in zip(able, bits, strict=True) if bit})
+    for picked in itertools.product((None, RECOMPUTE, RECOMPUTE_AGAIN), repeat=len(able)):
+        timeline = problem.run({s: d for s, d in zip(able, picked, strict=True) if d is not None})
         lowest = min(lowest, timeline.peak_bytes)
         if timeline.peak_bytes <= problem.target_bytes:
             best = timeline.step_ms if best is None else min(best, timeline.step_ms)

@@ -66,13 +66,37 @@ for _ in range(4):
 """
 
 SPARSE = """
-adjacent = torch.sparse_coo_tensor(torch.randint(0, 900, (2, 9000)), torch.rand(9000), (900, 900)).coalesce()
-embed, out = nn.Embedding(900, 64, sparse=True), nn.Linear(64, 5)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+adjacent = torch.sparse_coo_tensor(torch.randint(0, 900, (2, 9000)), torch.rand(9000), (900, 900)).coalesce().to(device)
+embed, out = nn.Embedding(900, 64, sparse=True).to(device), nn.Linear(64, 5).to(device)
 first, second = torch.optim.SparseAdam(embed.parameters()), torch.optim.SGD(out.parameters(), 0.1)
 for _ in range(4):
-    hidden = torch.sparse.mm(adjacent, embed(torch.arange(900)))
-    loss = F.cross_entropy(out(hidden), torch.randint(0, 5, (900,)))
+    hidden = torch.sparse.mm(adjacent, embed(torch.arange(900, device=device)))
+    loss = F.cross_entropy(out(hidden), torch.randint(0, 5, (900,), device=device))
     first.zero_grad(); second.zero_grad(); loss.backward(); first.step(); second.step()
+"""
+
+
+SMALL_AND_RESUMED = """
+with torch.device("meta"):
+    model = nn.Sequential(nn.Linear(600, 300), nn.BatchNorm1d(300), nn.Linear(300, 20))
+model = model.to_empty(device="cpu")
+for p in model.parameters():
+    nn.init.normal_(p, 0, 0.02)
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(5):
+    out = torch.zeros(8, 20)
+    for k in range(8):
+        out[k] = model(torch.randn(300, 600)).mean(0)
+        out[k, :5] += 1
+    loss = F.cross_entropy(out, torch.randint(0, 20, (8,)))
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    if step == 0:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "kept.pt")
+        kept = torch.load("kept.pt")
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(kept["optimizer"])
+        del kept
 """
 
 
@@ -86,8 +110,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 @pytest.mark.parametrize(
     ("script", "within"),
-    [(ROUTED, 0.02), (SPEECH, 0.02), (SECOND_ORDER, 0.05)],
-    ids=["routed", "speech", "second order"],
+    [(ROUTED, 0.02), (SPEECH, 0.02), (SECOND_ORDER, 0.05), (SMALL_AND_RESUMED, 0.02)],
+    ids=["routed", "speech", "second order", "small and resumed"],
     indirect=["script"],
 )
 def test_the_cpu_run_needs_what_was_predicted(script: str, within: float) -> None:
