@@ -10,8 +10,7 @@ to fit (Capuchin stops by its own count of bytes), and the run-time feedback on 
 
 from __future__ import annotations
 
-from memopt.advisors.blockers import infeasible
-from memopt.advisors.picks import shortest_fitting
+from memopt.advisors.picks import prefix_that_fits
 from memopt.advisors.problem import Candidate, Decisions, Problem
 from memopt.estimators.chains import Chain, find_chain, is_intact
 from memopt.estimators.decision import RECOMPUTE, Decision
@@ -25,11 +24,7 @@ class Capuchin:
     allows = frozenset({"swap-host", "swap-disk", "recompute"})
 
     def plan(self, problem: Problem, /) -> Decisions:
-        picks = capuchin_picks(problem)
-        best, nearest = shortest_fitting(problem, picks)
-        if best is None:
-            raise infeasible(problem, nearest, self.name)
-        return best
+        return prefix_that_fits(problem, capuchin_picks(problem), self.name)
 
 
 def capuchin_picks(problem: Problem) -> list[tuple[int, Decision]]:

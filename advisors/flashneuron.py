@@ -8,8 +8,7 @@ result stays on the device, since the disk tier takes whole storages; on a GPU w
 
 from __future__ import annotations
 
-from memopt.advisors.blockers import infeasible
-from memopt.advisors.picks import shortest_fitting, swap_of, swappable
+from memopt.advisors.picks import cheapest_fitting, shortest_fitting, swap_of, swappable
 from memopt.advisors.problem import Candidate, Decisions, Problem
 from memopt.estimators.decision import Decision
 
@@ -34,12 +33,8 @@ class Flashneuron:
             pick for pick in linear if pick[0] not in taken
         ]
         other, other_nearest = shortest_fitting(problem, second)
-        plans = [plan for plan in (best, other) if plan is not None]
-        if not plans:
-            raise infeasible(
-                problem, min((nearest, other_nearest), key=lambda d: problem.run(d).peak_bytes), self.name
-            )
-        return min(plans, key=lambda plan: problem.run(plan).step_ms)
+        plans = (best if best is not None else nearest, other if other is not None else other_nearest)
+        return cheapest_fitting(problem, plans, self.name)
 
 
 def _encoded(candidate: Candidate) -> Decision:

@@ -8,8 +8,7 @@ lossy and is not planned. What is not needed for the budget is kept as it is, la
 
 from __future__ import annotations
 
-from memopt.advisors.blockers import infeasible
-from memopt.advisors.picks import shortest_fitting
+from memopt.advisors.picks import prefix_that_fits
 from memopt.advisors.problem import Decisions, Problem
 
 
@@ -22,7 +21,4 @@ class Gist:
     def plan(self, problem: Problem, /) -> Decisions:
         encodable = [(c, c.codec.decision) for c in problem.candidates.values() if c.codec is not None]
         encodable.sort(key=lambda pair: pair[1].encoded_bytes - pair[0].saved.size_bytes)
-        best, nearest = shortest_fitting(problem, [(c.storage, decision) for c, decision in encodable])
-        if best is None:
-            raise infeasible(problem, nearest, self.name)
-        return best
+        return prefix_that_fits(problem, [(c.storage, decision) for c, decision in encodable], self.name)

@@ -63,6 +63,16 @@ def shortest_fitting(
     return best, nearest
 
 
+def prefix_that_fits(
+    problem: Problem, picks: list[tuple[int, Decision]], who: str, place: Place = place_prefetches
+) -> Decisions:
+    """The shortest prefix of `picks` that fits. Raises `BudgetInfeasible` with the lowest peak of any."""
+    best, nearest = shortest_fitting(problem, picks, place)
+    if best is None:
+        raise infeasible(problem, nearest, who)
+    return best
+
+
 def cheapest_fitting(problem: Problem, plans: Iterable[Decisions], who: str) -> Decisions:
     """The plan with the shortest step among those that fit. Raises `BudgetInfeasible` with the lowest peak among all."""
     best: Decisions | None = None

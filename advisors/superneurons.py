@@ -9,8 +9,7 @@ than the largest layer (memory-centric).
 
 from __future__ import annotations
 
-from memopt.advisors.blockers import infeasible
-from memopt.advisors.picks import is_heavy, made_by, shortest_fitting, swap_of
+from memopt.advisors.picks import is_heavy, made_by, prefix_that_fits, swap_of
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Decisions, Problem
 from memopt.estimators.decision import RECOMPUTE, Decision
@@ -35,7 +34,4 @@ class Superneurons:
         def place(problem: Problem, offloaded: dict[int, Decision]) -> Decisions:
             return place_prefetches(problem, rest | offloaded)
 
-        best, nearest = shortest_fitting(problem, picks, place)
-        if best is None:
-            raise infeasible(problem, nearest or rest, self.name)
-        return best
+        return prefix_that_fits(problem, picks, self.name, place)
