@@ -11,6 +11,7 @@ from memopt.errors import MemoptError
 from memopt.estimators.allocator_replay import AllocatorEvents, replay, smallest_that_runs
 from memopt.estimators.allocator_settings import AllocatorSettings, parse_settings
 from memopt.estimators.calibrated import Calibration, calibration_of
+from memopt.estimators.error_bars import error_bar
 from memopt.estimators.fake_request import Request
 from memopt.estimators.fake_run import record_script
 from memopt.estimators.recording import Recording
@@ -109,7 +110,7 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
         process_bytes=None,
         context_bytes=0,
         smallest_bytes=None,
-        error={"allocated": 0.01},
+        error={"allocated": error_bar(recording).allocated},
         left_out=[
             "Python's and torch's own memory",
             "what NumPy and the data loader hold outside tensors",
@@ -139,6 +140,7 @@ def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings,
     except MemoptError:
         smallest = None
     process = outcome.peak_reserved_bytes + context
+    bar = error_bar(recording)
     need = (smallest or outcome.peak_reserved_bytes) + context
     return Estimate(
         target="cuda",
@@ -149,9 +151,9 @@ def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings,
         context_bytes=context,
         smallest_bytes=smallest,
         error={
-            "allocated": 0.015,
-            "reserved": 0.03,
-            "process": round((0.03 * outcome.peak_reserved_bytes + uncertainty) / max(process, 1), 3),
+            "allocated": bar.allocated,
+            "reserved": bar.reserved,
+            "process": round((bar.reserved * outcome.peak_reserved_bytes + uncertainty) / max(process, 1), 3),
         },
         left_out=[*_possible(recording), *_untouched(recording)],
         partial=partial,

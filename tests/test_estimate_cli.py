@@ -16,6 +16,7 @@ from memopt.devices import find_device
 from memopt.errors import GateFailed, NotPossibleHere, UsageError
 from memopt.estimators import batch_search
 from memopt.estimators import estimate as answers
+from memopt.estimators.error_bars import error_bar, error_bars
 from memopt.estimators.estimate import Estimate, estimate_recording
 from memopt.estimators.recording import Recording, StorageRow
 
@@ -148,3 +149,17 @@ def test_the_command_imports_no_torch() -> None:
     code = "import sys; import memopt.cli.estimate; print('torch' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)  # fmt: skip
     assert ran.stdout.strip() == "False"
+
+
+def test_error_bars_are_as_wide_as_what_was_measured_of_such_runs() -> None:
+    plain = recording()
+    convolved = replace(plain, rows=[*plain.rows, StorageRow(0, "", "forward", "", "convolution.default", 3)])
+    recurrent = replace(
+        plain, rows=[*plain.rows, StorageRow(0, "", "forward", "", "cuDNN recurrent layer", 3)]
+    )
+    found = [error_bar(each) for each in (replace(convolved, target="cpu"), plain, recurrent, convolved)]
+    assert [bar.kind for bar in found] == ["cpu", "gpu", "gpu recurrent", "gpu convolution"]
+    assert [bar.reserved for bar in found] == sorted(bar.reserved for bar in found)
+    h200 = find_device("h200")
+    assert estimate_recording(convolved, h200).error["reserved"] == error_bar(convolved).reserved
+    assert all(len(bar.source) > 20 for bar in error_bars().values())
