@@ -20,13 +20,12 @@ from collections.abc import Iterable, Iterator
 from memopt.advisors.autoswap import Autoswap
 from memopt.advisors.autotm import Autotm
 from memopt.advisors.blockers import infeasible
-from memopt.advisors.capuchin import Capuchin, capuchin_picks
+from memopt.advisors.capuchin import Capuchin
 from memopt.advisors.checkmate import answers
 from memopt.advisors.dtr import Dtr
 from memopt.advisors.flashneuron import Flashneuron
 from memopt.advisors.gist import Gist
 from memopt.advisors.modnn import Modnn
-from memopt.advisors.picks import shortest_fitting
 from memopt.advisors.problem import TIME_LIMIT_S, Candidate, Decisions, OutOfTime, Problem
 from memopt.advisors.relief import least_step_ms
 from memopt.advisors.rotor import Rotor
@@ -46,7 +45,7 @@ _MANY = 400
 _SHARE_FOR_STARTS = 0.75
 _SHARE_FOR_POLISH = 0.5
 _SHARE_FOR_SEARCH = 0.35
-_SHARE_AFTER_SLOW = 0.25
+_SHARE_AFTER_THOROUGH = 0.25
 _SHARE_FOR_PROGRAMS = 0.1
 _SHARE_FOR_BOUND = 0.12
 _DESCENT_TRIES = 6
@@ -65,15 +64,15 @@ _QUICK: tuple[Strategy, ...] = (
     Gist(),
     Rotor(),
 )
+_GENETIC: tuple[Strategy, ...] = (Swapadvisor(),)
 _THOROUGH: tuple[Strategy, ...] = (
-    Swapadvisor(),
     Modnn(),
     Dtr(),
     Dtr("eqclass"),
     Dtr("local"),
     Dtr("megengine"),
+    Autotm(),
 )
-_SLOW: tuple[Strategy, ...] = (Autotm(),)
 _ALL = 1024
 """Problems with at most this many combinations of options are searched completely."""
 _STALLED = 160
@@ -166,17 +165,18 @@ class Auto:
         problem = search.problem
         few = len(problem.candidates) <= _MANY
         yield from _judged(search, portfolio(search, _QUICK, until=_SHARE_FOR_SEARCH), judged)
-        yield from _judged(search, starts(search), judged)
+        met = any(search.fits(plan) for plan in judged.values())
+        yield from _judged(search, starts(search, checkpoints=not met), judged)
         problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
         yield from _judged(search, programs(search), judged)
         if few:
-            yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_FOR_POLISH), judged)
+            yield from _judged(search, portfolio(search, _GENETIC, until=_SHARE_FOR_POLISH), judged)
         if problem.floor_bytes > problem.target_bytes:
             return
         fitting = sorted((p for p in judged.values() if search.fits(p)), key=lambda p: p.cost_ms)
-        others = sorted((p for p in judged.values() if not search.fits(p)), key=search.excess)
+        others = sorted((p for p in judged.values() if not search.fits(p)), key=search.excess, reverse=True)
         cheapest = fitting[0].cost_ms if fitting else math.inf
-        for plan in (*fitting[:2], *others, *fitting[2:]):
+        for plan in (*fitting[:1], *others, *fitting[1:]):
             if search.share_left < _SHARE_FOR_SEARCH:
                 break
             if plan.cost_ms <= search.near_ms(cheapest):
@@ -184,7 +184,7 @@ class Auto:
                     yield polished
                     cheapest = min(cheapest, polished.cost_ms) if search.fits(polished) else cheapest
         if few:
-            yield from _judged(search, portfolio(search, _SLOW, until=_SHARE_AFTER_SLOW), judged)
+            yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_AFTER_THOROUGH), judged)
 
 
 def _is_optimal(search: Search, plan: Plan) -> bool:
@@ -220,8 +220,8 @@ def every_plan(search: Search) -> Iterator[Plan]:
         yield search.judge({c.storage: fate for c, fate in pairs if fate is not None})
 
 
-def starts(search: Search) -> Iterator[Decisions]:
-    """Where to search from: what is free, and the plans of Capuchin and of sublinear checkpointing."""
+def starts(search: Search, *, checkpoints: bool) -> Iterator[Decisions]:
+    """Where to search from: what is free, and the plans of sublinear checkpointing if they are wanted (`checkpoints`)."""
     problem = search.problem.limited(search.moment(_SHARE_FOR_STARTS))
     free = {
         c.storage: option
@@ -230,12 +230,9 @@ def starts(search: Search) -> Iterator[Decisions]:
         if option.kind == "drop" and option.decoded_bytes < c.saved.size_bytes
     }
     yield free
-    with contextlib.suppress(OutOfTime):
-        best, nearest = shortest_fitting(problem, capuchin_picks(problem))
-        yield best if best is not None else nearest
     plans = []
     with contextlib.suppress(OutOfTime):
-        for decisions in sublinear_plans(problem):
+        for decisions in sublinear_plans(problem) if checkpoints else ():
             plans.append((problem.run(decisions), decisions))
     fitting = sorted((p for p in plans if problem.fits(p[0])), key=lambda p: p[0].step_ms)
     yield from (decisions for _, decisions in fitting[:2])
