@@ -20,7 +20,15 @@ from torch.utils._pytree import tree_iter
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.lines import user_line
-from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_lent, is_plain, is_tracing, kind_of, updated_statistics
+from memopt.instrument.ops import (
+    PLAIN_TYPES,
+    OpKind,
+    is_lent,
+    is_plain,
+    is_tracing,
+    kind_of,
+    updated_statistics,
+)
 from memopt.instrument.saved import Kept
 from memopt.profiler.clock import OpClock
 from memopt.profiler.known import LEFT_OVER

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
-import platform
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -17,9 +15,17 @@ import msgspec
 from memopt.device import Device
 from memopt.errors import MemoptError, RunFailed
 from memopt.instrument.on_import import call_after_import, quiet_allocator
-from memopt.instrument.runner import Command, StopScript, find_source
+from memopt.instrument.runner import Command, StopScript
 from memopt.profiler.ending import in_words, is_out_of_memory, know_what_is_saved
-from memopt.trace import Script, Trace
+from memopt.profiler.recordings import (
+    Recording,
+    Result,
+    describe_script,
+    leave,
+    same_ops,
+    tells_of_training,
+)
+from memopt.trace import Trace
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +33,7 @@ if TYPE_CHECKING:
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import Kept, SavedTensorHooks
-    from memopt.profiler.clock import OpClock, Usage
+    from memopt.profiler.clock import OpClock
     from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.recorder import Recorder
 
@@ -56,40 +62,21 @@ class Wanted:
     """For a script that does not fit: where every saved tensor goes while it is recorded."""
 
 
-@dataclass(slots=True)
-class _Recording:
-    """One iteration being recorded."""
-
-    recorder: Recorder
-    clock: OpClock
-    iteration: int
-
-
-@dataclass(slots=True)
-class _Result:
-    recorder: Recorder
-    usage: Usage | None
-    iteration: int
-    snapshot: bool = False
-    """Of one moment: storages without ops."""
-    more_times_us: list[list[float]] = field(default_factory=list)
-
-
 class ProfileSession:
     """Listens to the training loop of the script that runs in this process. `trace` is there when it is done."""
 
     def __init__(self, command: Command, wanted: Wanted, done: Callable[[Trace], None] | None = None) -> None:
         """`done` is given the trace as soon as there is one, before the script goes on or is stopped."""
-        self._script = _describe_script(command)
+        self._script = describe_script(command)
         """As it was before it ran: it may change its folder, or itself."""
         self._wanted = wanted
         self._tell = done or (lambda trace: None)
         self._pid = os.getpid()
         self._frames: Frames | None = None
         self._iterations: Iterations | None = None
-        self._now: _Recording | None = None
-        self._first: _Result | None = None
-        self._result: _Result | None = None
+        self._now: Recording | None = None
+        self._first: Result | None = None
+        self._result: Result | None = None
         self._plain_ms: list[float] = []
         self._recorded_ms = 0.0
         self._device = wanted.device
@@ -193,7 +180,7 @@ class ProfileSession:
                 "the iteration in which it ended was not recorded: this is what was there then, without ops"
             )
         result = next(
-            (r for r in seen if out_of_memory or _tells_of_training(r, ended_early=bool(problem))), None
+            (r for r in seen if out_of_memory or tells_of_training(r, ended_early=bool(problem))), None
         )
         if result is None:
             return
@@ -202,7 +189,7 @@ class ProfileSession:
             self._build(result, problem or "the script ended before the iteration that was to be recorded")
         )
 
-    def _snapshot(self) -> _Result:
+    def _snapshot(self) -> Result:
         """What is on the device now, as a recording without ops."""
         from memopt.profiler.clock import TimeOnly
         from memopt.profiler.known import device_in_use, tell_all
@@ -216,7 +203,7 @@ class ProfileSession:
         know_what_is_saved(recorder)
         recorder.begin()
         recorder.stop()
-        return _Result(recorder, None, self._iterations.count + 1, snapshot=True)
+        return Result(recorder, None, self._iterations.count + 1, snapshot=True)
 
     def _publish(self, trace: Trace) -> None:
         self.trace = trace
@@ -328,7 +315,7 @@ class ProfileSession:
         recorder.begin()
         clock.start()
         recorder.__enter__()  # type: ignore[no-untyped-call]
-        self._now = _Recording(recorder, clock, iteration)
+        self._now = Recording(recorder, clock, iteration)
 
     def _recorder(self, clock: OpClock, most: int) -> Recorder:
         from memopt.profiler.recorder import Recorder
@@ -363,15 +350,15 @@ class ProfileSession:
         self._name_what_lives(now.recorder)
         now.recorder.stop()
         usage = now.clock.stop()
-        _leave(now.recorder)
+        leave(now.recorder)
         if now.iteration <= self._wanted.warmup and now.recorder.overflow:
             return
         if now.iteration <= self._wanted.warmup:
-            self._first = _Result(now.recorder, usage, now.iteration)
+            self._first = Result(now.recorder, usage, now.iteration)
         elif self._result is None:
             times = [] if usage is not None else [now.clock.time_us]
-            self._result = _Result(now.recorder, usage, now.iteration, more_times_us=times)
-        elif _same_ops(self._result.recorder, now.recorder):
+            self._result = Result(now.recorder, usage, now.iteration, more_times_us=times)
+        elif same_ops(self._result.recorder, now.recorder):
             self._result.more_times_us.append(now.clock.time_us)
         else:
             self._notes.append(
@@ -385,7 +372,7 @@ class ProfileSession:
         assert self._frames is not None
         tell_all(recorder.know_again, self._frames)
 
-    def _build(self, result: _Result, partial: str) -> Trace:
+    def _build(self, result: Result, partial: str) -> Trace:
         import torch
 
         from memopt.profiler.bandwidth import measure_device
@@ -410,14 +397,14 @@ class ProfileSession:
             partial=partial,
         )
 
-    def _step_ms(self, result: _Result) -> float:
+    def _step_ms(self, result: Result) -> float:
         """A plain iteration: those seen, or, where all were offloaded, the ops alone."""
         if self._wanted.offload is not None and result.usage is not None:
             return sum(result.usage.time_us) / 1000
         steady = self._plain_ms[1:] or self._plain_ms
         return median(steady) if steady else self._recorded_ms
 
-    def _facts(self, result: _Result) -> dict[str, int]:
+    def _facts(self, result: Result) -> dict[str, int]:
         recorder = result.recorder
         cut_off = {"stopped_at_op": len(recorder.ops) - 1} if self._cut_off == result.iteration else {}
         return cut_off | {
@@ -430,33 +417,3 @@ class ProfileSession:
                 self._iterations is not None and self._iterations.boundary == "backward"
             ),
         }
-
-
-def _describe_script(command: Command) -> Script:
-    """The command as a plan keeps it, but for torch's version, which is known when the script has imported it."""
-    return Script(
-        argv=list(command.argv),
-        cwd=os.getcwd(),
-        as_module=command.as_module,
-        sha256=hashlib.sha256(find_source(command).read_bytes()).hexdigest(),
-        python=platform.python_version(),
-        torch="",
-    )
-
-
-def _tells_of_training(result: _Result, *, ended_early: bool) -> bool:
-    """Is there a training step in what was recorded, or, where an exception ended it, the beginning of one?"""
-    recorder = result.recorder
-    return recorder.backward_calls > 0 or (ended_early and bool(recorder.slots or result.iteration > 1))
-
-
-def _same_ops(a: Recorder, b: Recorder) -> bool:
-    return [row.kind.name for row in a.ops] == [row.kind.name for row in b.ops]
-
-
-def _leave(mode: Recorder) -> None:
-    """Exit the mode if it is the innermost; one that the script entered since then stays, ours records nothing any more."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
-
-    if _get_current_dispatch_mode() is mode:
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
