@@ -9,7 +9,7 @@ import msgspec
 from memopt.advisors.auto import Auto
 from memopt.advisors.plan_writer import write_plan
 from memopt.advisors.problem import MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
-from memopt.advisors.registry import STRATEGIES
+from memopt.advisors.registry import COUNSELS, STRATEGIES
 from memopt.advisors.strategy import Strategy
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, UsageError
@@ -90,8 +90,13 @@ class Adviser:
     def strategy(self, name: str) -> Strategy:
         """The strategy called `name`, with this adviser's time limit. Raises `UsageError`."""
         found = STRATEGIES.get(name)
+        if name in COUNSELS:
+            raise UsageError(
+                f"{name} advises on the run as a whole and makes no plan for tensors",
+                try_=f"memopt advise PROFILE --strategy {name}",
+            )
         if found is None:
-            raise UsageError(f"there is no strategy '{name}'", try_=", ".join(STRATEGIES))
+            raise UsageError(f"there is no strategy '{name}'", try_=", ".join([*STRATEGIES, *COUNSELS]))
         return Auto(self.time_limit_s) if isinstance(found, Auto) else found
 
     def _without_margin(

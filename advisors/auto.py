@@ -46,8 +46,10 @@ _SHARE_FOR_STARTS = 0.75
 _SHARE_FOR_POLISH = 0.5
 _SHARE_FOR_SEARCH = 0.35
 _SHARE_AFTER_THOROUGH = 0.25
+"""What is left of the time limit when each of these phases ends at the latest."""
 _SHARE_FOR_PROGRAMS = 0.1
 _SHARE_FOR_BOUND = 0.12
+"""What these may take of it."""
 _DESCENT_TRIES = 6
 _MET = 1e-5
 """Share above the bound at which a plan is as good as optimal."""

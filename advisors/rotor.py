@@ -21,7 +21,7 @@ from memopt.advisors.problem import Decisions, Problem
 from memopt.advisors.sublinear import Order
 from memopt.estimators.decision import RECOMPUTE
 from memopt.estimators.timeline import REPLAY_MS
-from memopt.estimators.trace_view import Floats
+from memopt.estimators.trace_view import Floats, Ints
 
 _MOST_STAGES = 80
 _SLOTS = 240
@@ -75,26 +75,23 @@ class _Table:
         self.saved, self.enters = saved, enters
         self.slots = sum(saved)
         count = len(saved)
-        self.cost: list[list[Floats]] = [[], []]
-        self.next: list[list[np.ndarray[tuple[int], np.dtype[np.int64]]]] = [[], []]
+        self.cost: list[list[Floats]] = [[np.zeros(self.slots + 1)] * (count + 1) for _ in range(2)]
+        self.next: list[list[Ints]] = [[np.zeros(0, dtype=np.int64)] * count for _ in range(2)]
         """The stage at which the stretch that begins here ends; the stage itself: it is kept."""
-        ahead: list[list[Floats]] = [[np.zeros(self.slots + 1)] * (count + 1) for _ in range(2)]
-        choice = [[np.zeros(self.slots + 1, dtype=np.int64)] * (count + 1) for _ in range(2)]
         for at in range(count - 1, -1, -1):
             for case in range(2):
                 entering = enters[at] if case else 0
-                best = _less(ahead[0][at + 1], saved[at])
+                best = _less(self.cost[0][at + 1], saved[at])
                 taken = np.full(self.slots + 1, at)
                 room, ms = entering, 0.0
                 for end in range(at + 1, count + 1):
                     room += saved[end - 1]
                     ms += again_ms[end - 1]
-                    trial = ms + _less(ahead[1][end], entering)
+                    trial = ms + _less(self.cost[1][end], entering)
                     trial[:room] = np.inf
                     taken = np.where(trial < best, end, taken)
                     best = np.minimum(trial, best)
-                ahead[case][at], choice[case][at] = best, taken
-        self.cost, self.next = ahead, choice
+                self.cost[case][at], self.next[case][at] = best, taken
 
     def read(self, slots: int) -> list[Stretch] | None:
         """The stretches of the optimum; None when there is none in so little memory."""

@@ -6,6 +6,7 @@ onnx       ONNX files against their scripts       (estimate_onnx.py)
 cs336      four training snapshots of Stanford's CS336 model on a GPU: allocated and reserved
 xmem       xMem's convolutional rows: peak reserved plus one constant a GPU (kernels that load lazily)
 lm         xMem's language models, the same way
+capped     xMem's convolutional runs under a memory fraction: did they run where the smallest memory says so?
 litgpt     lit-gpt's fine-tuning and generation on one A100: peak allocated
 size       a 7B and a 70B decoder: seconds and RAM
 
@@ -101,6 +102,23 @@ def xmem(args: argparse.Namespace) -> None:
     measured_rows(args, "xmem_train.py", lambda row: row["model"] if row["family"] == "cnn" else None)
 
 
+def capped(args: argparse.Namespace) -> None:
+    """The limit is the allocator's own: `set_per_process_memory_fraction` counts no context."""
+    right: list[bool] = []
+    for row in rows(args.truth, "xmem_capped_runs.csv", args.only):
+        if row["family"] != "cnn":
+            continue
+        words = [row["model"], row["optimizer"], row["batch_size"], "--zero", mode(row)]
+        need = (estimate("xmem_train.py", words, gpu(row)[0]).smallest_bytes or 0) / MIB
+        limit, ran = float(row["allocator_limit_mib"]), row["oom"] == "0"
+        right.append((need <= limit) == ran)
+        if not right[-1]:
+            print(
+                f"{' '.join(words)}: {'ran' if ran else 'out of memory'} in {limit:.0f} MiB, smallest {need:.0f}"
+            )
+    print(f"capped runs: {sum(right)} of {len(right)} foretold")
+
+
 def lm(args: argparse.Namespace) -> None:
     measured_rows(
         args, "xmem_lm_train.py", lambda row: known_as(row["identity"]) if row["family"] != "cnn" else None
@@ -171,9 +189,14 @@ def size(args: argparse.Namespace) -> None:
         )
 
 
-PARTS = {"cs336": cs336, "xmem": xmem, "lm": lm, "litgpt": litgpt, "size": size}
+PARTS = {"cs336": cs336, "xmem": xmem, "lm": lm, "capped": capped, "litgpt": litgpt, "size": size}
 MODULES = ("allocator", "cpu", "onnx")
-MEASURED = {"xmem": "xmem_runs.csv", "lm": "xmem_runs.csv", "litgpt": "litgpt_lora.csv"}
+MEASURED = {
+    "xmem": "xmem_runs.csv",
+    "lm": "xmem_runs.csv",
+    "capped": "xmem_capped_runs.csv",
+    "litgpt": "litgpt_lora.csv",
+}
 
 
 def main() -> int:

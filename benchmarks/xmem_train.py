@@ -6,10 +6,17 @@ Recipe: groundtruth/XMEM_RECIPE.md. Images of 86x86, cross entropy, StepLR, ever
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 
 import torch
 from models.xmem_cnns import MODELS
-from torch import nn
+from torch import Tensor, nn
+
+
+def batches(count: int, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """What a loader of CIFAR-10 gives: ten classes."""
+    for _ in range(count):
+        yield torch.randn(size, 3, 86, 86), torch.randint(0, 10, (size,))
 
 
 def main() -> None:
@@ -25,12 +32,11 @@ def main() -> None:
     optimizer = getattr(torch.optim, args.optimizer)(model.parameters(), lr=0.001)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.1)
     criterion = nn.CrossEntropyLoss()
-    classes = 10 if args.model in ("MnasNet", "MobeNetV3Small", "MobeNetV3Large") else 1000
-    for _ in range(args.steps):
+    # the loop's own variables drop the last batch before the next one is moved
+    for inputs, labels in batches(args.steps, args.batch):
         if args.zero == 0:
             optimizer.zero_grad()
-        inputs = torch.randn(args.batch, 3, 86, 86).to(args.device)
-        labels = torch.randint(0, min(10, classes), (args.batch,)).to(args.device)
+        inputs, labels = inputs.to(args.device), labels.to(args.device)
         outputs = model(inputs)
         loss = criterion(outputs, labels)
         if args.zero == 1:

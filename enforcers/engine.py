@@ -38,7 +38,16 @@ from memopt.enforcers.tables import PlannedSlot, Tables
 from memopt.estimators.slot_needs import Need
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
-from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_lent, is_plain, is_tracing, kind_of, updated_statistics
+from memopt.instrument.ops import (
+    PLAIN_TYPES,
+    OpKind,
+    is_lent,
+    is_plain,
+    is_tracing,
+    kind_of,
+    updated_statistics,
+    version_of,
+)
 from memopt.instrument.saved import Kept, check_version, let_go_of_bytes, share, view_of
 from memopt.plan import Action
 
@@ -234,12 +243,22 @@ class Engine(TorchDispatchMode):
         if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()
-        value = self._values.get(storage._cdata)
-        if value is not None and value.storage is not None and value.storage() is storage:
+        value = self._value_in(tensor, storage)
+        if value is not None:
             return View(
                 value, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
             )
         return pin(tensor)
+
+    def _value_in(self, tensor: Tensor, storage: UntypedStorage) -> Value | None:
+        """The recorded value that `tensor` shows; None when no op was seen that made it as it is now."""
+        value = self._values.get(storage._cdata)
+        if value is None or value.storage is None or value.storage() is not storage:
+            return None
+        if version_of(tensor) > value.version:  # written by a kernel that no mode sees
+            self._overwritten([storage])
+            return None
+        return value
 
     def _remember(self, record: Record, flat: list[Any], out: Any) -> None:
         taken: set[int] = set()
@@ -248,7 +267,7 @@ class Engine(TorchDispatchMode):
             if isinstance(argument, View):
                 storage = flat[position].untyped_storage()
                 taken.add(storage._cdata)
-                self._new_value(record, -1 - position, storage)
+                self._new_value(record, -1 - position, storage, version_of(flat[position]) + 1)
         inputs = {
             t.untyped_storage()._cdata for t in flat if isinstance(t, Tensor) and t.layout is torch.strided
         }
@@ -257,16 +276,16 @@ class Engine(TorchDispatchMode):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in inputs and storage._cdata not in taken:
                     taken.add(storage._cdata)
-                    self._new_value(record, place, storage)
+                    self._new_value(record, place, storage, version_of(tensor))
         for position, argument in enumerate(record.args):
             if isinstance(argument, Pinned) and position not in record.updated:
                 self._pins.setdefault(argument.tensor.untyped_storage()._cdata, []).append(
                     weakref.ref(record)
                 )
 
-    def _new_value(self, record: Record, place: int, storage: UntypedStorage) -> None:
+    def _new_value(self, record: Record, place: int, storage: UntypedStorage, version: int) -> None:
         address = storage._cdata
-        value = Value(record, place, storage)
+        value = Value(record, place, storage, version)
         value.storage = weakref.ref(storage, lambda gone: self._storage_died(address, gone))
         record.values.append(weakref.ref(value))
         self._values[address] = value
@@ -440,9 +459,8 @@ class Engine(TorchDispatchMode):
             self._compress(handle, tensor)
 
     def _drop_for_replay(self, handle: Planned, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        value = self._values.get(storage._cdata)
-        if value is None or value.storage is None or value.storage() is not storage:
+        value = self._value_in(tensor, tensor.untyped_storage())
+        if value is None:
             self._decline(handle.slot, "the op that made it was not seen")
             return
         value.waiting += 1

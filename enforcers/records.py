@@ -56,10 +56,12 @@ class Pinned:
 class Value:
     """One version of a storage, made by a recorded op."""
 
-    __slots__ = ("__weakref__", "again", "cached", "place", "record", "storage", "waiting")
+    __slots__ = ("__weakref__", "again", "cached", "place", "record", "storage", "version", "waiting")
 
-    def __init__(self, record: Record, place: int, storage: UntypedStorage) -> None:
+    def __init__(self, record: Record, place: int, storage: UntypedStorage, version: int) -> None:
         self.record = record
+        self.version = version
+        """What the version counter of its tensors says as long as they hold this value."""
         self.place = place
         """Index among the outputs, or -1 - (position in the flat arguments) when written in place."""
         self.storage: weakref.ref[UntypedStorage] | None = weakref.ref(storage)

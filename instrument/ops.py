@@ -117,3 +117,8 @@ def is_lent(storage: torch.UntypedStorage) -> bool:
     Shared memory is not meant: what a DataLoader's worker put there stays as it is.
     """
     return not storage.resizable() and not storage.is_shared()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often `tensor` has been written in place; 0 where torch does not count."""
+    return 0 if tensor.is_inference() else tensor._version

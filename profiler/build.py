@@ -28,6 +28,19 @@ from memopt.trace import (
 )
 
 _WITHOUT_VALUES = ("aten.empty", "aten.new_empty")
+_ALLOCATE = (
+    *_WITHOUT_VALUES,
+    "aten.zeros",
+    "aten.new_zeros",
+    "aten.ones",
+    "aten.new_ones",
+    "aten.full",
+    "aten.new_full",
+)
+_FILL = tuple(
+    f"aten.{name}_."
+    for name in ("copy", "fill", "zero", "bernoulli", "normal", "uniform", "random", "exponential")
+)
 
 
 class _Strings:
@@ -100,6 +113,7 @@ def _median_times(count: int, usage: Usage | None, more: list[list[float]]) -> l
 
 def _ops(recorder: Recorder, strings: _Strings, times: list[float], live: list[int], extra: list[int]) -> Ops:
     rows = recorder.ops
+    unmade = _makers_of_nothing(recorder)
     workspace = [
         max(0, more - _born_bytes(recorder, op, row))
         for op, (row, more) in enumerate(zip(rows, extra, strict=True))
@@ -109,7 +123,7 @@ def _ops(recorder: Recorder, strings: _Strings, times: list[float], live: list[i
         module=[strings(row.module) for row in rows],
         ordinal=[row.ordinal for row in rows],
         phase=[row.phase for row in rows],
-        flags=[_flags(recorder, row) for row in rows],
+        flags=[_flags(recorder, row) & ~(REPLAYABLE * (op in unmade)) for op, row in enumerate(rows)],
         line=[strings(row.line) for row in rows],
         time_us=times,
         live_bytes=live,
@@ -133,8 +147,28 @@ def _flags(recorder: Recorder, row: OpRow) -> int:
     return RANDOM * kind.random | REPLAYABLE * replayable | HIDDEN_STATE * (kind.statistics is not None)
 
 
+def _makers_of_nothing(recorder: Recorder) -> set[int]:
+    """Ops that only allocate what is read as it is: a kernel that nobody sees (Triton's, an extension's) may have filled it."""
+    made = {
+        number: op
+        for number, (_, op, output) in enumerate(recorder.values)
+        if op >= 0 and output >= 0 and recorder.ops[op].kind.name.startswith(_ALLOCATE)
+    }
+    found = {made[slot.value] for slot in recorder.slots if slot.value in made}
+    for row in recorder.ops:
+        written = {recorder.values[value][0] for value in row.writes}
+        for value in row.reads:
+            if value not in made:
+                continue
+            empty = recorder.ops[made[value]].kind.name.startswith(_WITHOUT_VALUES)
+            fills = row.kind.name.startswith(_FILL) or row.kind.name.endswith("out")
+            if recorder.values[value][0] not in written or (empty and not fills):
+                found.add(made[value])
+    return found
+
+
 def _may_change_unseen(row: StorageRow) -> bool:
-    return row.resized or (row.lent and row.category not in ("parameter", "buffer"))
+    return row.unseen or (row.lent and row.category not in ("parameter", "buffer"))
 
 
 def _storages(recorder: Recorder, strings: _Strings) -> Storages:

@@ -28,6 +28,7 @@ from memopt.instrument.ops import (
     is_tracing,
     kind_of,
     updated_statistics,
+    version_of,
 )
 from memopt.instrument.saved import Kept
 from memopt.profiler.clock import OpClock
@@ -66,8 +67,10 @@ class StorageRow:
     name: str = ""
     found: bool = False
     """No op of the recording made it: it was there when op `birth` came (from numpy, a list, a DataLoader's worker)."""
-    resized: bool = False
-    """Its owner frees or refills it in place during the iteration, as FSDP does: no op that reads it can be made again."""
+    unseen: bool = False
+    """It changed without an op that was seen: its owner (FSDP) freed or refilled it, a kernel wrote it. What reads it runs once."""
+    version: int = 0
+    """What its tensors' version counter says after the writes that were seen."""
     lent: bool = False
     """Its bytes are somebody else's, who may change them unseen."""
     category: str = ""
@@ -270,6 +273,7 @@ class Recorder(TorchDispatchMode):
             return
         storage = self.storages[number]
         storage.value = self._new_value(number, op, output)
+        storage.version = version_of(tensor) + 1
         storage.size_bytes = max(storage.size_bytes, tensor.untyped_storage().nbytes())
         row.writes.append(storage.value)
 
@@ -298,7 +302,9 @@ class Recorder(TorchDispatchMode):
         number = len(self.storages)
         self._rows[address] = number
         self._refs[address] = weakref.ref(storage, lambda _: self._died(address))
-        row = StorageRow(size_bytes=size, birth=born, value=-1, meta=_describe(tensor))
+        row = StorageRow(
+            size_bytes=size, birth=born, value=-1, meta=_describe(tensor), version=version_of(tensor)
+        )
         self.storages.append(row)
         if born < 0:
             row.lent = is_lent(storage)
@@ -333,7 +339,7 @@ class Recorder(TorchDispatchMode):
     def _will_be_resized(self, storage: Any) -> None:
         number = self._rows.get(storage._cdata)
         if number is not None and self._recording:
-            self.storages[number].resized = True
+            self.storages[number].unseen = True
 
     def _new_value(self, storage: int, op: int, output: int) -> int:
         self.values.append((storage, op, output))
@@ -341,7 +347,15 @@ class Recorder(TorchDispatchMode):
 
     def _value_of(self, tensor: Tensor) -> int:
         number = self._row_of(tensor)
-        return self.storages[number].value if number >= 0 else -1
+        return self._present_value(number, tensor) if number >= 0 else -1
+
+    def _present_value(self, number: int, tensor: Tensor) -> int:
+        """The value that storage `number` has now: another one when the counter tells of a write that no op did."""
+        row = self.storages[number]
+        version = version_of(tensor)
+        if version > row.version:
+            row.version, row.value, row.unseen = version, self._new_value(number, -1, -1), True
+        return row.value
 
     def know(self, tensor: Tensor, category: str, name: str) -> None:
         """Tell what `tensor` is: its storage is in the trace even if no op touches it."""
@@ -385,7 +399,7 @@ class Recorder(TorchDispatchMode):
         self.slots.append(
             SlotRow(
                 storage=number,
-                value=self.storages[number].value,
+                value=self._present_value(number, tensor),
                 frame=frame.key,
                 ordinal=frame.packs,
                 dtype=str(tensor.dtype).removeprefix("torch."),

@@ -448,13 +448,16 @@ def optimizers_in_backward(steps: int) -> list[str]:
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
+    handles = [p.register_post_accumulate_grad_hook(step) for p in model.parameters()]
     found = []
-    for _ in range(steps):
-        value = model(torch.randn(64, 32)).square().mean()
-        value.backward()
-        found += [digest(value), *state_digests(model)]
+    try:
+        for _ in range(steps):
+            value = model(torch.randn(64, 32)).square().mean()
+            value.backward()
+            found += [digest(value), *state_digests(model)]
+    finally:
+        for handle in handles:
+            handle.remove()  # or the optimizers live for ever, which other loops would notice
     return found
 
 
@@ -476,10 +479,55 @@ def observations_in_one_buffer(steps: int) -> list[str]:
     return found
 
 
+class _OwnKernel(torch.autograd.Function):
+    """As a Triton or C++ kernel: it fills what torch only allocated, and no op tells of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, make) -> Tensor:
+        out = make(x)
+        np.tanh(x.detach().numpy(), out=out.numpy())
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        (out,) = ctx.saved_tensors
+        return gradient * (1 - out * out), None
+
+
+class _OwnInPlaceKernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        np.negative(x.detach().numpy(), out=x.detach().numpy())
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+def kernels_that_no_mode_sees(steps: int) -> list[str]:
+    """Values that are there though no op that was seen has made them."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer, make in zip(self.layers, (torch.empty_like, torch.zeros_like) * 2, strict=True):
+                x = F.gelu(_OwnKernel.apply(layer(x), make))
+                x = _OwnInPlaceKernel.apply(x * 2.0).sigmoid() * x
+            return x
+
+    return _train(Net(), lambda: torch.randn(32, 16), lambda m, x: m(x).square().mean(), steps)
+
+
 LOOPS = [
     residual_in_place, transformer, tied_weights, autocast_with_accumulation, backward_inside_autocast, retained_graph,
     gradient_penalty, checkpointed, custom_function, two_optimizers, lbfgs, without_optimizer, lengths_that_change,
     evaluation_between, odd_ops, written_by_slices, recurrent, pools_and_pads, frozen_backbone, thawing_backbone,
     moving_threshold, functional_transforms, updates_in_backward_hooks,
-    optimizers_in_backward, observations_in_one_buffer,
+    optimizers_in_backward, observations_in_one_buffer, kernels_that_no_mode_sees,
 ]  # fmt: skip

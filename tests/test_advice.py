@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from memopt.advisors.advise import advise
 from memopt.advisors.buffer_sharing import BufferSharing, static_layout
 from memopt.advisors.cdma import Cdma
 from memopt.advisors.ctdr import RANK, Ctdr, decomposable
@@ -60,6 +61,12 @@ def relabelled(trace: Trace, labels: dict[int, str], kinds: dict[int, str] | Non
 def test_no_name_is_taken_twice() -> None:
     assert not STRATEGIES.keys() & COUNSELS.keys()
     assert all(name == each.name for name, each in COUNSELS.items())
+
+
+@pytest.mark.parametrize("name", [*COUNSELS, "magic"])
+def test_the_python_door_says_who_does_not_plan(name: str) -> None:
+    with pytest.raises(UsageError):
+        advise(build(chain([640] * 3)), budget_bytes=1000, strategy=name)
 
 
 def test_every_graph_strategy_is_listed() -> None:

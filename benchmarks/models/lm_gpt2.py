@@ -22,29 +22,37 @@ class Projection(nn.Module):
         return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
 
 
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, positions: int, dropout: float) -> None:
+        super().__init__()
+        self.heads, self.dropout = heads, dropout
+        self.qkv, self.out = Projection(width, 3 * width), Projection(width, width)
+        triangle = torch.ones((positions, positions), dtype=torch.bool).tril()
+        self.register_buffer("bias", triangle.view(1, 1, positions, positions), persistent=False)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        query, key, value = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
+        mixed = self.out(fused_attention(query, key, value, mask, self.dropout if self.training else 0.0))
+        return F.dropout(mixed, self.dropout, self.training), (key, value)
+
+
 class Block(nn.Module):
     def __init__(
         self, width: int, heads: int, inner: int, positions: int, dropout: float, exact_gelu: bool
     ) -> None:
         super().__init__()
-        self.heads, self.dropout = heads, dropout
+        self.dropout = dropout
         self.activation = F.gelu if exact_gelu else gelu_new
-        triangle = torch.ones((positions, positions), dtype=torch.bool).tril()
-        self.register_buffer("bias", triangle.view(1, 1, positions, positions), persistent=False)
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = Projection(width, 3 * width), Projection(width, width)
+        self.norm1, self.attend = nn.LayerNorm(width), Attention(width, heads, positions, dropout)
+        self.norm2 = nn.LayerNorm(width)
         self.up, self.down = Projection(width, inner), Projection(inner, width)
-
-    def attend(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        query, key, value = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, -1))
-        mixed = self.out(fused_attention(query, key, value, mask, self.dropout if self.training else 0.0))
-        return F.dropout(mixed, self.dropout, self.training), (key, value)
 
     def forward(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         mixed, past = self.attend(self.norm1(x), mask)
         x = mixed + x
         hidden = self.down(self.activation(self.up(self.norm2(x))))
-        return x + F.dropout(hidden, self.dropout, self.training), past
+        hidden = F.dropout(hidden, self.dropout, self.training)
+        return x + hidden, past
 
 
 class GPT2(nn.Module):
@@ -64,14 +72,18 @@ class GPT2(nn.Module):
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.tokens.weight
 
-    def forward(self, ids: Tensor, kept: Tensor, labels: Tensor) -> Output:
-        x = self.tokens(ids)
-        x = x + self.positions(torch.arange(ids.shape[1], device=ids.device)[None])
+    def body(self, ids: Tensor, kept: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        embedded = self.tokens(ids)
+        x = embedded + self.positions(torch.arange(ids.shape[1], device=ids.device)[None])
         mask = mask_unless_full(kept, x)
         x = F.dropout(x, self.dropout, self.training)
         past = []
         for block in self.blocks:
             x, pair = block(x, mask)
             past.append(pair)
-        logits = self.head(self.norm(x))
+        return self.norm(x), past
+
+    def forward(self, ids: Tensor, kept: Tensor, labels: Tensor) -> Output:
+        hidden, past = self.body(ids, kept)
+        logits = self.head(hidden)
         return Output(next_token_loss(logits, labels), logits, past)

@@ -57,20 +57,23 @@ class Block(nn.Module):
     def __init__(self, width: int, inner: int, attention: Attention, sandwich: bool) -> None:
         super().__init__()
         self.attention = attention
-        self.norm1, self.norm2 = RMSNorm(width), RMSNorm(width)
-        self.after1, self.after2 = (RMSNorm(width) if sandwich else nn.Identity() for _ in range(2))
         self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
         self.down = nn.Linear(inner, width, bias=False)
+        self.norm1, self.after1 = RMSNorm(width), RMSNorm(width) if sandwich else nn.Identity()
+        self.norm2, self.after2 = RMSNorm(width), RMSNorm(width) if sandwich else nn.Identity()
         self.activation = (lambda x: F.gelu(x, approximate="tanh")) if sandwich else F.silu
 
     def forward(
         self, x: Tensor, mask: Tensor | None, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         mixed, past = self.attention(self.norm1(x), mask, cos, sin)
-        x = x + self.after1(mixed)
+        mixed = self.after1(mixed)
+        x = x + mixed
+        del mixed
         hidden = self.norm2(x)
         hidden = self.down(self.activation(self.gate(hidden)) * self.up(hidden))
-        return x + self.after2(hidden), past
+        hidden = self.after2(hidden)
+        return x + hidden, past
 
 
 class Llama(nn.Module):
@@ -94,9 +97,9 @@ class Llama(nn.Module):
         if tied:
             self.head.weight = self.tokens.weight
 
-    def forward(self, ids: Tensor, kept: Tensor, labels: Tensor) -> Output:
-        x = self.tokens(ids)
-        mask = additive_mask(kept, x) if self.softcap else mask_unless_full(kept, x)
+    def body(self, ids: Tensor, kept: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        x = embedded = self.tokens(ids)
+        mask = additive_mask(kept, x) if self.softcap else mask_unless_full(kept, embedded)
         cos, sin = self.rotary(x)
         if self.softcap:
             x = x * x.shape[-1] ** 0.5
@@ -105,7 +108,11 @@ class Llama(nn.Module):
             x, pair = block(x, mask, cos, sin)
             if not self.softcap:  # Gemma 2 keeps no cache while it trains
                 past.append(pair)
-        logits = self.head(self.norm(x))
+        return self.norm(x), past
+
+    def forward(self, ids: Tensor, kept: Tensor, labels: Tensor) -> Output:
+        hidden, past = self.body(ids, kept)
+        logits = self.head(hidden)
         if self.softcap:
             logits = torch.tanh(logits / 30.0) * 30.0
         return Output(next_token_loss(logits, labels), logits, past)

@@ -23,15 +23,18 @@ class Block(nn.Module):
         qkv = self.qkv(x).view(*x.shape[:-1], self.heads, -1).transpose(1, 2)
         query, key, value = qkv.chunk(3, -1)
         dims = cos.shape[-1]
-        query = torch.cat((rotate(query[..., :dims], cos, sin), query[..., dims:]), dim=-1)
-        key = torch.cat((rotate(key[..., :dims], cos, sin), key[..., dims:]), dim=-1)
+        turned_query, turned_key = rotate(query[..., :dims], cos, sin), rotate(key[..., :dims], cos, sin)
+        query = torch.cat((turned_query, query[..., dims:]), dim=-1)
+        key = torch.cat((turned_key, key[..., dims:]), dim=-1)
+        del turned_query, turned_key
         return self.out(fused_attention(query, key, value, mask)), (key, value)
 
     def forward(
         self, x: Tensor, mask: Tensor | None, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         mixed, past = self.attend(self.norm1(x), mask, cos, sin)
-        return self.down(F.gelu(self.up(self.norm2(x)))) + mixed + x, past
+        hidden = self.down(F.gelu(self.up(self.norm2(x))))
+        return hidden + mixed + x, past
 
 
 class NeoX(nn.Module):
@@ -45,13 +48,17 @@ class NeoX(nn.Module):
         self.rotary = Rotary(width // heads // 4)
         self.head = nn.Linear(width, vocab, bias=False)
 
-    def forward(self, ids: Tensor, kept: Tensor, labels: Tensor) -> Output:
-        x = self.tokens(ids)
-        mask = mask_unless_full(kept, x)
+    def body(self, ids: Tensor, kept: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        x = embedded = self.tokens(ids)
+        mask = mask_unless_full(kept, embedded)
         cos, sin = self.rotary(x)
         past = []
         for block in self.blocks:
             x, pair = block(x, mask, cos, sin)
             past.append(pair)
-        logits = self.head(self.norm(x))
+        return self.norm(x), past
+
+    def forward(self, ids: Tensor, kept: Tensor, labels: Tensor) -> Output:
+        hidden, past = self.body(ids, kept)
+        logits = self.head(hidden)
         return Output(next_token_loss(logits, labels), logits, past)

@@ -1,4 +1,8 @@
-"""What the language models of `language_models.py` share, as transformers 4.51 computes it in PyTorch's own operators."""
+"""What the language models of `language_models.py` share, as transformers 4.51 computes it in PyTorch's own operators.
+
+In all of them the order of parameters, the place of the buffers and which names still hold a tensor are transformers' too:
+what the allocator reserves depends on them by a percent. Each `body` holds on to the embeddings until the head's turn.
+"""
 
 from __future__ import annotations
 
