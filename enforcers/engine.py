@@ -17,24 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils._pytree import tree_iter
 
 from memopt.enforcers.codecs import decode, encode, encode_for
 from memopt.enforcers.encoded import Encoded, flat_storage
 from memopt.enforcers.flat_call import CallForm, flatten_call
+from memopt.enforcers.handles import Planned, Trigger
 from memopt.enforcers.premises import Call, describe_call, hold
 from memopt.enforcers.records import (
-    Pinned,
     Record,
     Value,
-    View,
     make,
-    output_tensors,
-    pin,
     record_op,
 )
 from memopt.enforcers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.tables import PlannedSlot, Tables
+from memopt.enforcers.values import Values
 from memopt.estimators.slot_needs import Need
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
@@ -46,49 +43,13 @@ from memopt.instrument.ops import (
     is_tracing,
     kind_of,
     updated_statistics,
-    version_of,
 )
-from memopt.instrument.saved import Kept, check_version, let_go_of_bytes, share, view_of
+from memopt.instrument.saved import Kept, check_version, let_go_of_bytes
 from memopt.plan import Action
 
 log = logging.getLogger(__name__)
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
-
-
-class Planned:
-    """What autograd holds instead of a planned tensor."""
-
-    __slots__ = (
-        "__weakref__",
-        "content",
-        "dtype",
-        "offset",
-        "served",
-        "shape",
-        "slot",
-        "stride",
-        "tensor",
-        "version",
-        "witness",
-    )
-
-    def __init__(self, tensor: Tensor, slot: PlannedSlot) -> None:
-        self.slot = slot
-        self.tensor: Tensor | None = share(tensor)
-        """Held until its action has been taken, and for good when it could not be."""
-        self.witness: Tensor | None = None
-        """Shares the version counter of what was saved, but none of its bytes."""
-        self.version = tensor._version
-        self.shape = tuple(tensor.shape)
-        self.stride = tuple(tensor.stride())
-        self.offset = int(tensor.storage_offset())
-        self.dtype = tensor.dtype
-        self.content: Value | SwappedStorage | Encoded | None = None
-        self.served = False
-
-    def on(self, storage: UntypedStorage) -> Tensor:
-        return view_of(storage, self.shape, self.stride, self.offset, self.dtype)
 
 
 class Engine(TorchDispatchMode):
@@ -105,12 +66,9 @@ class Engine(TorchDispatchMode):
         self._device = device
         self._thread = threading.get_ident()
         self._regions = frames.regions
-        self._regions.rewrote = self._rewritten_unseen
-        frames.resizes.told = self._will_be_resized
-        self._values: dict[int, Value] = {}
-        """Storage address -> the value that it holds now."""
-        self._pins: dict[int, list[weakref.ref[Record]]] = {}
-        """Storage address -> records that hold it as a source."""
+        self.values = Values()
+        self._regions.rewrote = self.values.rewritten_unseen
+        frames.resizes.told = self.values.will_be_resized
         self._unsettled: list[Planned] = []
         self._called: Call | None = None
         """The last call, where its outputs may be compressed."""
@@ -130,11 +88,6 @@ class Engine(TorchDispatchMode):
     def actions(self) -> list[Action]:
         """The plan's actions by the numbers that `done` and `declined` use."""
         return self._tables.actions
-
-    @property
-    def holds_sources(self) -> bool:
-        """Do records hold tensors that somebody may change?"""
-        return bool(self._pins)
 
     # --- the mode
 
@@ -215,12 +168,12 @@ class Engine(TorchDispatchMode):
             flat, form = flatten_call(args, kwargs)
             record = self._record(func, kind, flat, form)
         for statistics in updated_statistics(kind, args):
-            self.source_changes(statistics.untyped_storage()._cdata, but=record)
-        written = self._about_to_write(kind, args, kwargs, record)
+            self.values.source_changes(statistics.untyped_storage()._cdata, but=record)
+        written = self.values.about_to_write(kind, args, kwargs, record)
         out = func(*args, **kwargs)
-        self._overwritten(written)
+        self.values.overwritten(written)
         if record is not None:
-            self._remember(record, flat, out)
+            self.values.remember(record, flat, out)
         if self._unsettled:
             lossy = any(handle.slot.ref.need != "values" for handle in self._unsettled)
             self._settle(describe_call(kind.name, func, args, kwargs) if lossy else None)
@@ -233,114 +186,11 @@ class Engine(TorchDispatchMode):
         if self._regions.depth:
             return None
         try:
-            record = record_op(func, kind, flat, form, self._freeze)
+            record = record_op(func, kind, flat, form, self.values.freeze)
         except Exception:
             log.warning("%s could not be recorded, its outputs are kept", kind.name, exc_info=True)
             return None
         return None if record.writes_unrecorded() else record
-
-    def _freeze(self, tensor: Tensor) -> View | Pinned | Tensor:
-        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
-            return tensor
-        storage = tensor.untyped_storage()
-        value = self._value_in(tensor, storage)
-        if value is not None:
-            return View(
-                value, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
-            )
-        return pin(tensor)
-
-    def _value_in(self, tensor: Tensor, storage: UntypedStorage) -> Value | None:
-        """The recorded value that `tensor` shows; None when no op was seen that made it as it is now."""
-        value = self._values.get(storage._cdata)
-        if value is None or value.storage is None or value.storage() is not storage:
-            return None
-        if version_of(tensor) > value.version:  # written by a kernel that no mode sees
-            self._overwritten([storage])
-            return None
-        return value
-
-    def _remember(self, record: Record, flat: list[Any], out: Any) -> None:
-        taken: set[int] = set()
-        for position in record.written:
-            argument = record.args[position]
-            if isinstance(argument, View):
-                storage = flat[position].untyped_storage()
-                taken.add(storage._cdata)
-                self._new_value(record, -1 - position, storage, version_of(flat[position]) + 1)
-        inputs = {
-            t.untyped_storage()._cdata for t in flat if isinstance(t, Tensor) and t.layout is torch.strided
-        }
-        for place, tensor in enumerate(output_tensors(out)):
-            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in inputs and storage._cdata not in taken:
-                    taken.add(storage._cdata)
-                    self._new_value(record, place, storage, version_of(tensor))
-        for position, argument in enumerate(record.args):
-            if isinstance(argument, Pinned) and position not in record.updated:
-                self._pins.setdefault(argument.tensor.untyped_storage()._cdata, []).append(
-                    weakref.ref(record)
-                )
-
-    def _new_value(self, record: Record, place: int, storage: UntypedStorage, version: int) -> None:
-        address = storage._cdata
-        value = Value(record, place, storage, version)
-        value.storage = weakref.ref(storage, lambda gone: self._storage_died(address, gone))
-        record.values.append(weakref.ref(value))
-        self._values[address] = value
-
-    def _storage_died(self, address: int, gone: weakref.ref[UntypedStorage]) -> None:
-        value = self._values.get(address)
-        if value is not None and value.storage is gone:
-            del self._values[address]
-
-    def _about_to_write(
-        self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None
-    ) -> list[UntypedStorage]:
-        """Storages that the op writes; whatever was to be made from their present bytes is made now."""
-        if not kind.writes:
-            return []
-        storages = []
-        for position, name in zip(kind.writes, kind.write_names, strict=True):
-            given = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in tree_iter(given):
-                if (
-                    isinstance(tensor, Tensor)
-                    and tensor.layout is torch.strided
-                    and type(tensor) in PLAIN_TYPES
-                ):
-                    storages.append(tensor.untyped_storage())
-        for storage in storages:
-            self.source_changes(storage._cdata, but=record)
-        return storages
-
-    def source_changes(self, address: int, *, but: Record | None = None) -> None:
-        """The bytes at `address` are about to change: records that hold them as a source run now and keep their results."""
-        for reference in self._pins.pop(address, ()):
-            record = reference()
-            if record is None or record is but:
-                continue
-            for value in (v for ref in record.values if (v := ref()) is not None):
-                if value.there() is None or value.cached is None:
-                    value.cached = make(value)
-
-    def _overwritten(self, storages: list[UntypedStorage]) -> None:
-        for storage in storages:
-            value = self._values.pop(storage._cdata, None)
-            if value is not None:
-                value.storage = None
-
-    def _rewritten_unseen(self, tensor: Tensor) -> None:
-        """A compiled region has changed `tensor`: what was recorded made another value."""
-        if is_plain(tensor):
-            self._overwritten([tensor.untyped_storage()])
-
-    def _will_be_resized(self, storage: UntypedStorage) -> None:
-        """Its owner (FSDP) frees or refills `storage`: what needs its present bytes is made now."""
-        if threading.get_ident() == self._thread and (self._pins or self._values):
-            self.source_changes(storage._cdata)
-            self._overwritten([storage])
 
     # --- hooks
 
@@ -366,7 +216,7 @@ class Engine(TorchDispatchMode):
             return (
                 Kept(tensor)
                 if triggers is None or ordinal not in triggers
-                else _Trigger(tensor, triggers[ordinal])
+                else Trigger(tensor, triggers[ordinal])
             )
         if not self._fits(tensor, slot):
             self._diverged(frame)
@@ -391,7 +241,7 @@ class Engine(TorchDispatchMode):
         if self._swapper is not None and self.active:
             self._swapper.collect()
         if isinstance(handle, Kept):
-            if isinstance(handle, _Trigger) and self._swapper is not None:
+            if isinstance(handle, Trigger) and self._swapper is not None:
                 self._swapper.prefetch(handle.actions)
             return handle.get()
         triggers = self._tables.triggers.get(handle.slot.ref.module)
@@ -459,7 +309,7 @@ class Engine(TorchDispatchMode):
             self._compress(handle, tensor)
 
     def _drop_for_replay(self, handle: Planned, tensor: Tensor) -> None:
-        value = self._value_in(tensor, tensor.untyped_storage())
+        value = self.values.value_in(tensor, tensor.untyped_storage())
         if value is None:
             self._decline(handle.slot, "the op that made it was not seen")
             return
@@ -524,18 +374,6 @@ class Engine(TorchDispatchMode):
         self.done.clear()
         self.saved_tensors = self.saved_elements = 0
         self._encoded.clear()
-        self._pins = {
-            a: live for a, refs in self._pins.items() if (live := [r for r in refs if r() is not None])
-        }
+        self.values.forget_dead_records()
         if self._swapper is not None:
             self._swapper.new_iteration()
-
-
-class _Trigger(Kept):
-    """A kept tensor whose unpack starts swap-ins."""
-
-    __slots__ = ("actions",)
-
-    def __init__(self, tensor: Tensor, actions: list[int]) -> None:
-        super().__init__(tensor)
-        self.actions = actions

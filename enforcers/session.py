@@ -280,13 +280,13 @@ class ApplySession:
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._also is not None:
             self._also.step_begins(optimizer)
-        if self._engine is not None and self._engine.holds_sources:
+        if self._engine is not None and self._engine.values.holds_sources:
             from memopt.instrument.ops import is_plain
 
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if is_plain(parameter):
-                        self._engine.source_changes(parameter.untyped_storage()._cdata)
+                        self._engine.values.source_changes(parameter.untyped_storage()._cdata)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         return None

@@ -1,0 +1,56 @@
+"""What autograd holds instead of the tensors that it saved."""
+
+from __future__ import annotations
+
+from torch import Tensor, UntypedStorage
+
+from memopt.enforcers.encoded import Encoded
+from memopt.enforcers.records import Value
+from memopt.enforcers.swapped import SwappedStorage
+from memopt.enforcers.tables import PlannedSlot
+from memopt.instrument.saved import Kept, share, view_of
+
+
+class Planned:
+    """What autograd holds instead of a planned tensor."""
+
+    __slots__ = (
+        "__weakref__",
+        "content",
+        "dtype",
+        "offset",
+        "served",
+        "shape",
+        "slot",
+        "stride",
+        "tensor",
+        "version",
+        "witness",
+    )
+
+    def __init__(self, tensor: Tensor, slot: PlannedSlot) -> None:
+        self.slot = slot
+        self.tensor: Tensor | None = share(tensor)
+        """Held until its action has been taken, and for good when it could not be."""
+        self.witness: Tensor | None = None
+        """Shares the version counter of what was saved, but none of its bytes."""
+        self.version = tensor._version
+        self.shape = tuple(tensor.shape)
+        self.stride = tuple(tensor.stride())
+        self.offset = int(tensor.storage_offset())
+        self.dtype = tensor.dtype
+        self.content: Value | SwappedStorage | Encoded | None = None
+        self.served = False
+
+    def on(self, storage: UntypedStorage) -> Tensor:
+        return view_of(storage, self.shape, self.stride, self.offset, self.dtype)
+
+
+class Trigger(Kept):
+    """A kept tensor whose unpack starts swap-ins."""
+
+    __slots__ = ("actions",)
+
+    def __init__(self, tensor: Tensor, actions: list[int]) -> None:
+        super().__init__(tensor)
+        self.actions = actions

@@ -1,0 +1,145 @@
+"""What recorded ops made: which storage holds which value now, and which records hold which storage as a source.
+
+Every way in which bytes can change passes here first, so that what was to be made from them is made before.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._pytree import tree_iter
+
+from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors, pin
+from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, version_of
+
+
+class Values:
+    """The values of one run, by the storages that hold them."""
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._values: dict[int, Value] = {}
+        """Storage address -> the value that it holds now."""
+        self._pins: dict[int, list[weakref.ref[Record]]] = {}
+        """Storage address -> records that hold it as a source."""
+
+    @property
+    def holds_sources(self) -> bool:
+        """Do records hold tensors that somebody may change?"""
+        return bool(self._pins)
+
+    def freeze(self, tensor: Tensor) -> View | Pinned | Tensor:
+        """What a record holds of an argument: a view of a value that can be made again, or the tensor itself."""
+        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        value = self.value_in(tensor, storage)
+        if value is not None:
+            return View(
+                value, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
+            )
+        return pin(tensor)
+
+    def value_in(self, tensor: Tensor, storage: UntypedStorage) -> Value | None:
+        """The recorded value that `tensor` shows; None when no op was seen that made it as it is now."""
+        value = self._values.get(storage._cdata)
+        if value is None or value.storage is None or value.storage() is not storage:
+            return None
+        if version_of(tensor) > value.version:  # written by a kernel that no mode sees
+            self.overwritten([storage])
+            return None
+        return value
+
+    def remember(self, record: Record, flat: list[Any], out: Any) -> None:
+        """`record` has run, on the arguments `flat`, and gave `out`: its results are values from here on."""
+        taken: set[int] = set()
+        for position in record.written:
+            argument = record.args[position]
+            if isinstance(argument, View):
+                storage = flat[position].untyped_storage()
+                taken.add(storage._cdata)
+                self._new_value(record, -1 - position, storage, version_of(flat[position]) + 1)
+        inputs = {
+            t.untyped_storage()._cdata for t in flat if isinstance(t, Tensor) and t.layout is torch.strided
+        }
+        for place, tensor in enumerate(output_tensors(out)):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in inputs and storage._cdata not in taken:
+                    taken.add(storage._cdata)
+                    self._new_value(record, place, storage, version_of(tensor))
+        for position, argument in enumerate(record.args):
+            if isinstance(argument, Pinned) and position not in record.updated:
+                self._pins.setdefault(argument.tensor.untyped_storage()._cdata, []).append(
+                    weakref.ref(record)
+                )
+
+    def _new_value(self, record: Record, place: int, storage: UntypedStorage, version: int) -> None:
+        address = storage._cdata
+        value = Value(record, place, storage, version)
+        value.storage = weakref.ref(storage, lambda gone: self._storage_died(address, gone))
+        record.values.append(weakref.ref(value))
+        self._values[address] = value
+
+    def _storage_died(self, address: int, gone: weakref.ref[UntypedStorage]) -> None:
+        value = self._values.get(address)
+        if value is not None and value.storage is gone:
+            del self._values[address]
+
+    def about_to_write(
+        self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None
+    ) -> list[UntypedStorage]:
+        """Storages that the op writes; whatever was to be made from their present bytes is made now."""
+        if not kind.writes:
+            return []
+        storages = []
+        for position, name in zip(kind.writes, kind.write_names, strict=True):
+            given = args[position] if position < len(args) else kwargs.get(name)
+            for tensor in tree_iter(given):
+                if (
+                    isinstance(tensor, Tensor)
+                    and tensor.layout is torch.strided
+                    and type(tensor) in PLAIN_TYPES
+                ):
+                    storages.append(tensor.untyped_storage())
+        for storage in storages:
+            self.source_changes(storage._cdata, but=record)
+        return storages
+
+    def source_changes(self, address: int, *, but: Record | None = None) -> None:
+        """The bytes at `address` are about to change: records that hold them as a source run now and keep their results."""
+        for reference in self._pins.pop(address, ()):
+            record = reference()
+            if record is None or record is but:
+                continue
+            for value in (v for ref in record.values if (v := ref()) is not None):
+                if value.there() is None or value.cached is None:
+                    value.cached = make(value)
+
+    def overwritten(self, storages: list[UntypedStorage]) -> None:
+        """The storages hold other bytes now; their former values have to be made again where they are wanted."""
+        for storage in storages:
+            value = self._values.pop(storage._cdata, None)
+            if value is not None:
+                value.storage = None
+
+    def rewritten_unseen(self, tensor: Tensor) -> None:
+        """A compiled region has changed `tensor`: what was recorded made another value."""
+        if is_plain(tensor):
+            self.overwritten([tensor.untyped_storage()])
+
+    def will_be_resized(self, storage: UntypedStorage) -> None:
+        """Its owner (FSDP) frees or refills `storage`: what needs its present bytes is made now."""
+        if threading.get_ident() == self._thread and (self._pins or self._values):
+            self.source_changes(storage._cdata)
+            self.overwritten([storage])
+
+    def forget_dead_records(self) -> None:
+        """Of what ended with the iteration."""
+        self._pins = {
+            a: live for a, refs in self._pins.items() if (live := [r for r in refs if r() is not None])
+        }
