@@ -42,7 +42,8 @@ from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 
 _MANY = 400
-_SHARE_FOR_POLISH = 0.5
+_SHARE_AFTER_GENETIC = 0.7
+_SHARE_FOR_STARTS = 0.5
 _SHARE_FOR_SEARCH = 0.35
 _SHARE_AFTER_THOROUGH = 0.25
 """What is left of the time limit when each of these phases ends at the latest."""
@@ -166,12 +167,12 @@ class Auto:
         problem = search.problem
         few = len(problem.candidates) <= _MANY
         yield from _judged(search, portfolio(search, _QUICK, until=_SHARE_FOR_SEARCH), judged)
+        if few:
+            yield from _judged(search, portfolio(search, _GENETIC, until=_SHARE_AFTER_GENETIC), judged)
         met = any(search.fits(plan) for plan in judged.values())
         yield from _judged(search, starts(search, checkpoints=not met), judged)
         problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
         yield from _judged(search, programs(search), judged)
-        if few:
-            yield from _judged(search, portfolio(search, _GENETIC, until=_SHARE_FOR_POLISH), judged)
         if problem.floor_bytes > problem.target_bytes:
             return
         fitting = sorted((p for p in judged.values() if search.fits(p)), key=lambda p: p.cost_ms)
@@ -223,7 +224,7 @@ def every_plan(search: Search) -> Iterator[Plan]:
 
 def starts(search: Search, *, checkpoints: bool) -> Iterator[Decisions]:
     """Where to search from: what is free, and, if they are wanted (`checkpoints`), plans of Rotor and sublinear checkpointing."""
-    problem = search.problem.limited(search.moment(_SHARE_FOR_POLISH))
+    problem = search.problem.limited(search.moment(_SHARE_FOR_STARTS))
     free = {
         c.storage: option
         for c in problem.candidates.values()
