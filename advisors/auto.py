@@ -28,7 +28,7 @@ from memopt.advisors.gist import Gist
 from memopt.advisors.modnn import Modnn
 from memopt.advisors.problem import TIME_LIMIT_S, Candidate, Decisions, OutOfTime, Problem
 from memopt.advisors.relief import least_step_ms
-from memopt.advisors.rotor import Rotor
+from memopt.advisors.rotor import Rotor, rotor_plans
 from memopt.advisors.search import Plan, Search
 from memopt.advisors.sentinel import Sentinel
 from memopt.advisors.strategy import Strategy
@@ -42,12 +42,12 @@ from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 
 _MANY = 400
-_SHARE_FOR_STARTS = 0.75
-_SHARE_FOR_POLISH = 0.5
+_SHARE_AFTER_GENETIC = 0.7
+_SHARE_FOR_STARTS = 0.5
 _SHARE_FOR_SEARCH = 0.35
 _SHARE_AFTER_THOROUGH = 0.25
 """What is left of the time limit when each of these phases ends at the latest."""
-_SHARE_FOR_PROGRAMS = 0.1
+_SHARE_FOR_PROGRAMS = 0.08
 _SHARE_FOR_BOUND = 0.12
 """What these may take of it."""
 _DESCENT_TRIES = 6
@@ -167,12 +167,12 @@ class Auto:
         problem = search.problem
         few = len(problem.candidates) <= _MANY
         yield from _judged(search, portfolio(search, _QUICK, until=_SHARE_FOR_SEARCH), judged)
+        if few:
+            yield from _judged(search, portfolio(search, _GENETIC, until=_SHARE_AFTER_GENETIC), judged)
         met = any(search.fits(plan) for plan in judged.values())
         yield from _judged(search, starts(search, checkpoints=not met), judged)
         problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
         yield from _judged(search, programs(search), judged)
-        if few:
-            yield from _judged(search, portfolio(search, _GENETIC, until=_SHARE_FOR_POLISH), judged)
         if problem.floor_bytes > problem.target_bytes:
             return
         fitting = sorted((p for p in judged.values() if search.fits(p)), key=lambda p: p.cost_ms)
@@ -223,7 +223,7 @@ def every_plan(search: Search) -> Iterator[Plan]:
 
 
 def starts(search: Search, *, checkpoints: bool) -> Iterator[Decisions]:
-    """Where to search from: what is free, and the plans of sublinear checkpointing if they are wanted (`checkpoints`)."""
+    """Where to search from: what is free, and, if they are wanted (`checkpoints`), plans of Rotor and sublinear checkpointing."""
     problem = search.problem.limited(search.moment(_SHARE_FOR_STARTS))
     free = {
         c.storage: option
@@ -234,7 +234,9 @@ def starts(search: Search, *, checkpoints: bool) -> Iterator[Decisions]:
     yield free
     plans = []
     with contextlib.suppress(OutOfTime):
-        for decisions in sublinear_plans(problem) if checkpoints else ():
+        for decisions in (
+            itertools.chain(rotor_plans(problem), sublinear_plans(problem)) if checkpoints else ()
+        ):
             plans.append((problem.run(decisions), decisions))
     fitting = sorted((p for p in plans if problem.fits(p[0])), key=lambda p: p[0].step_ms)
     yield from (decisions for _, decisions in fitting[:2])
@@ -258,10 +260,11 @@ def portfolio(search: Search, strategies: Iterable[Strategy], *, until: float) -
 
 
 def programs(search: Search) -> Iterator[Decisions]:
-    """What the integer program of `checkmate` chooses, of all that is neither swapped nor waited for."""
-    limited = search.problem.limited(search.moment(max(0.0, search.share_left - _SHARE_FOR_PROGRAMS)))
-    with contextlib.suppress(NotPossibleHere, OutOfTime):
-        yield from answers(limited, frozenset({"recompute", "compress", "drop"}))
+    """What the integer program of `checkmate` chooses, of all that is neither swapped nor waited for, and of recomputation alone."""
+    for kinds in (frozenset({"recompute", "compress", "drop"}), frozenset({"recompute"})):
+        limited = search.problem.limited(search.moment(max(0.0, search.share_left - _SHARE_FOR_PROGRAMS)))
+        with contextlib.suppress(NotPossibleHere, OutOfTime):
+            yield from answers(limited, kinds)
 
 
 def descend(search: Search, plan: Plan) -> Plan:

@@ -10,6 +10,7 @@ The simulator judges the answer; where it does not fit, the program must let mor
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -38,7 +39,9 @@ class Autotm:
     allows = frozenset({"swap-host", "swap-disk"})
 
     def plan(self, problem: Problem, /) -> Decisions:
-        return cheapest_fitting(problem, autotm_plans(problem), self.name)
+        everything = place_prefetches(problem, {c.storage: swap_of(c) for c in swappable(problem)})
+        plans = itertools.chain(autotm_plans(problem), [everything])
+        return cheapest_fitting(problem, plans, self.name)
 
 
 def autotm_plans(problem: Problem) -> Iterator[Decisions]:

@@ -11,6 +11,7 @@ itself on `_FEW` tensors at most; for more the time limit, or `_ROUNDS` programs
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 
@@ -20,6 +21,7 @@ from memopt.advisors.picks import cheapest_fitting
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Decisions, Problem
 from memopt.advisors.relief import Relief, watching_ms
+from memopt.estimators.decision import RECOMPUTE
 from memopt.estimators.trace_view import Ints
 
 _FEW = 12
@@ -36,7 +38,9 @@ class Checkmate:
     allows = frozenset({"recompute"})
 
     def plan(self, problem: Problem, /) -> Decisions:
-        return cheapest_fitting(problem, answers(problem, frozenset({"recompute"})), self.name)
+        everything = {s: RECOMPUTE for s, c in problem.candidates.items() if c.chain is not None}
+        plans = itertools.chain(answers(problem, frozenset({"recompute"})), [everything])
+        return cheapest_fitting(problem, plans, self.name)
 
 
 def answers(problem: Problem, kinds: frozenset[str]) -> Iterator[Decisions]:

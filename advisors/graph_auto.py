@@ -35,6 +35,8 @@ STARTS = 3
 SLOW = 150
 """With fewer iterations than this in a slice, one long search is worth more than several."""
 PROOF = 0.2
+CLOSE = 1e-5
+"""A plan whose overhead is this close to the bound ends the search."""
 LOOSER = 1.25
 GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0))
 """Noise and breadth of the greedy starts."""
@@ -72,11 +74,13 @@ class AutoPlan:
         if self.problem.may_recompute and not self.problem.may_swap:
             self.proof = prove(self.problem, PROOF * left)
             self.bound = max(self.bound, self.proof.bound_ms / max(self.problem.graph.plain_ms, 1e-12))
-        enough = self.bound * self.problem.graph.plain_ms
-        if not self.search.best_over and self.search.best_cost <= enough + 1e-9:
+        enough = (self.bound + CLOSE) * self.problem.graph.plain_ms
+        slice_s = max(0.25, left / 10)
+        if self.search.lanes:
+            self._swap(time.monotonic() + slice_s)
+        if not self.search.best_over and self.search.best_cost <= enough:
             return
         evolution = Evolution(self.search)
-        slice_s = max(0.25, left / 10)
         if self.problem.may_recompute:
             for runs in self._starts(self.stage_end(0.25)):
                 if time.monotonic() < begin + 0.6 * left or self.search.best_over:

@@ -8,7 +8,7 @@ No run ever waits for a swap that is scheduled here; what does not fit in the la
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,66 +47,59 @@ class Lanes:
         self.in_ms: list[float] = (size / (in_gbps * 1e6) + MARGIN_MS).tolist()
         self.swaps: set[Swap] = set()
 
-    def clock(self, state: RunState) -> list[float]:
-        """Start of the run at each slot (or of the next one)."""
+    def clock(self, state: RunState) -> tuple[list[int], list[float]]:
+        """Slots of all runs and the end; when each starts."""
         ops = np.array(state.slot_op, dtype=np.int64)
-        times = np.where(ops == EMPTY, 0.0, self.graph.op_ms[ops])
-        clock = np.zeros(state.end + 1)
-        np.cumsum(times, out=clock[1 : len(times) + 1])
-        found: list[float] = clock.tolist()
-        return found
+        slots = np.flatnonzero(ops != EMPTY)
+        starts = np.zeros(len(slots) + 1)
+        np.cumsum(self.graph.op_ms[ops[slots]], out=starts[1:])
+        return [*slots.tolist(), state.end], starts.tolist()
 
     def trips(self, state: RunState) -> list[Trip]:
         """The swaps that both lanes have time for."""
-        clock = self.clock(state)
+        slots, starts = self.clock(state)
         wanted: list[tuple[int, int, int]] = []
         for tensor, op in self.swaps:
             need = state.runs_at[op][0] if op < self.graph.op_count else state.end
             uses = state.uses[tensor]
             index = bisect_left(uses, need)
-            slots = state.runs_at[state.maker[tensor]]
-            position = bisect_left(slots, need)
+            made = state.runs_at[state.maker[tensor]]
+            position = bisect_left(made, need)
             if not position or index == len(uses) or uses[index] != need:
                 continue
-            leave = slots[position - 1]
+            leave = made[position - 1]
             if index and uses[index - 1] > leave:
                 leave = uses[index - 1]
-            wanted.append((leave, need, tensor))
+            wanted.append((bisect_left(slots, leave), bisect_left(slots, need), tensor))
         wanted.sort()
         ends: dict[int, tuple[float, int]] = {}
         free = 0.0
         for number, (leave, need, tensor) in enumerate(wanted):
-            start = max(clock[leave + 1], free)
-            end = start + self.out_ms[tensor]
-            if end < clock[need] - self.in_ms[tensor]:
+            end = max(starts[leave + 1], free) + self.out_ms[tensor]
+            if end < starts[need] - self.in_ms[tensor]:
                 free = end
-                gone = bisect_left(clock, end + MARGIN_MS)
-                while gone < state.end and state.slot_op[gone] == EMPTY:
-                    gone += 1
-                ends[number] = (end, gone)
-        return self._way_back(state, clock, wanted, ends)
+                ends[number] = (end, bisect_left(starts, end + MARGIN_MS))
+        return self._way_back(slots, starts, wanted, ends)
 
     def _way_back(
         self,
-        state: RunState,
-        clock: list[float],
+        slots: list[int],
+        starts: list[float],
         wanted: list[tuple[int, int, int]],
         ends: dict[int, tuple[float, int]],
     ) -> list[Trip]:
         found: list[Trip] = []
-        deadline = clock[state.end]
+        deadline = starts[-1]
         for number in sorted(ends, key=lambda number: (wanted[number][1], number), reverse=True):
             leave, need, tensor = wanted[number]
             end, gone = ends[number]
-            start = min(clock[need], deadline) - self.in_ms[tensor]
+            start = min(starts[need], deadline) - self.in_ms[tensor]
             if start < end + MARGIN_MS:
                 continue
-            back = min(bisect_left(clock, start - MARGIN_MS), state.end - 1)
-            while back > 0 and (clock[back] > start - MARGIN_MS or state.slot_op[back] == EMPTY):
-                back -= 1
+            back = min(bisect_right(starts, start - MARGIN_MS), len(slots) - 1) - 1
             if back > gone:
                 deadline = start
-                found.append(Trip(tensor, leave, gone, back, need))
+                found.append(Trip(tensor, slots[leave], slots[gone], slots[back], slots[need]))
         return found
 
     def retime(self, state: RunState) -> None:

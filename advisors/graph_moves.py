@@ -89,12 +89,17 @@ class Moves:
             self.best_runs = self.state.runs()
             self.best_swaps = frozenset(self.lanes.swaps) if self.lanes else frozenset()
 
-    def undo_all(self, swaps: set[Swap]) -> None:
+    def copies(self) -> tuple[set[Swap], IntColumn]:
+        """The swaps and their credit, for `undo_all`."""
+        return (set(self.lanes.swaps), self.state.credit.copy()) if self.lanes else (set(), self.state.credit)
+
+    def undo_all(self, swaps: set[Swap], credit: IntColumn) -> None:
         """Back to the state at the last commit, and to the swaps that it had."""
         self.state.undo_to(0)
         if self.lanes:
             self.lanes.swaps = swaps
-            self.lanes.retime(self.state)
+            self.state.memory += self.state.credit - credit
+            self.state.credit = credit
 
     def crowded(self) -> bool:
         """Whether some place has no empty slot left, or has had to be made room in too often."""

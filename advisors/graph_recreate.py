@@ -193,7 +193,7 @@ class Recreate(Moves):
             return False
         lanes, state = self.lanes, self.state
         before = self.overflow()
-        for swap in self.idle_swaps(slot)[:4]:
+        for swap in self.idle_swaps(slot)[:2]:
             if swap in lanes.swaps:
                 continue
             lanes.swaps.add(swap)

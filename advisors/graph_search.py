@@ -76,7 +76,7 @@ class Search(Recreate):
             warmth = heat * current * (1.0 - (now - begin) / (until - begin)) ** 2
             allowed = current - warmth * math.log(self.random.random() + 1e-12)
             arm = arms.pick()
-            swaps = set(self.lanes.swaps) if self.lanes else set()
+            copies = self.copies()
             done = self._attempt(reruns, arm, allowed)
             gain = 0.0
             if done and state.cost <= allowed:
@@ -86,7 +86,7 @@ class Search(Recreate):
                     self.keep_if_best()
                 reruns = self.reruns()
             else:
-                self.undo_all(swaps)
+                self.undo_all(*copies)
             arms.learn(arm, gain, time.monotonic() - now)
             if self.crowded():
                 self.spread_out()

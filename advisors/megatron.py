@@ -110,7 +110,7 @@ class Megatron:
             worst = max(worst, (name, off), key=lambda pair: abs(pair[1]))
         return Advice(
             strategy=self.name,
-            verdict=f"The trace is a transformer, and within {abs(worst[1]):.1%} of the closed forms; furthest off: {worst[0]}."
+            verdict=f"The trace is a transformer. Furthest from the closed forms: {worst[0]} ({worst[1]:+.1%})."
             if worst[0]
             else "The trace is a transformer and agrees with the closed forms.",
             rows=tuple(rows),

@@ -1,7 +1,9 @@
 """`python -m benchmarks.advise`: every graph strategy x graph x budget in one run, and the figures of the planner.
 
-Every plan is judged by `tests/schedule_checker.py`, which shares no code with memopt. Options: `--graphs a,b`, `--budgets 90,70,50,40,30`,
-`--strategies x,y`, `--gbps 25`, `--time-limit 20`, `--files graph.json ...` for graphs of your own.
+Every plan is judged by `tests/schedule_checker.py`, which shares no code with memopt. Options: `--graphs a,b` (of `benchmarks.graphs`),
+`--budgets 90,80,...,20`, `--strategies x,y`, `--gbps 25`, `--time-limit 20`, `--files graph.json profile.json.gz ...` for graphs and recorded
+iterations of your own, such as those of `memopt profile benchmarks/train.py resnet50 --scale bench`. `bound` is the overhead that no plan
+without copies can undercut.
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ from typing import Any
 import msgspec
 
 from benchmarks.graphs import GRAPHS
+from benchmarks.trace_graph import graph_of
 from memopt.advisors.graph import Graph, decode_graph
 from memopt.advisors.graph_plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere
+from memopt.trace import load_trace
 
 SLOW = ("checkmate", "swapadvisor", "autotm")
 DEFAULT_GRAPHS = ("vgg16", "resnet50", "mobilenet", "unet", "densenet121", "transformer12", "lstm60")
 Point = tuple[str, int]
+bounds: dict[Point, float] = {}
+"""What `auto` proved, by graph and budget."""
 
 
 def main() -> None:
@@ -41,7 +47,11 @@ def main() -> None:
     if not options.gbps:
         names = [name for name in names if name in RECOMPUTE_ONLY or options.strategies]
     overheads: dict[Point, dict[str, float]] = {}
-    print(f"{'graph':>14s} {'budget':>6s} " + " ".join(f"{name[:9]:>9s}" for name in names) + "   seconds")
+    print(
+        f"{'graph':>14s} {'budget':>6s} "
+        + " ".join(f"{name[:9]:>9s}" for name in names)
+        + "     bound  seconds"
+    )
     for title, data in sources(options):
         graph, plain = decode_graph(data, title), json.loads(data)
         peak = unplanned_peak(graph)
@@ -57,7 +67,8 @@ def main() -> None:
             cells = " ".join(
                 f"{row[name]:9.4f}" if math.isfinite(row[name]) else f"{'-':>9s}" for name in names
             )
-            print(f"{title:>14s} {percent:5d}% {cells}   {seconds:5.1f}", flush=True)
+            bound = bounds.get((graph.name, peak * percent // 100), 0.0)
+            print(f"{title:>14s} {percent:5d}% {cells} {bound:9.4f}  {seconds:5.1f}", flush=True)
     summary(overheads)
 
 
@@ -88,6 +99,8 @@ def outcome(
     except (BudgetInfeasible, NotPossibleHere):
         return math.inf
     found: float = checker.check(plain, json.loads(encode_schedule(schedule, graph)))["overhead"]
+    if name == "auto":
+        bounds[graph.name, budget] = schedule.overhead_bound
     return found
 
 
@@ -130,15 +143,22 @@ def mean(values: list[float]) -> float:
 def sources(options: argparse.Namespace) -> list[tuple[str, bytes]]:
     """Name and JSON text of each graph."""
     if options.files:
-        return [(Path(path).stem, Path(path).read_bytes()) for path in options.files]
+        return [(Path(path).name.split(".")[0], graph_text(Path(path))) for path in options.files]
     return [(name, msgspec.json.encode(GRAPHS[name]())) for name in options.graphs.split(",")]
+
+
+def graph_text(path: Path) -> bytes:
+    """A graph file as it is; the graph of a profile."""
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    return msgspec.json.encode(graph_of(load_trace(path), path.name.split(".")[0]))
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", default=",".join(DEFAULT_GRAPHS))
-    parser.add_argument("--budgets", default="90,70,50,40,30")
+    parser.add_argument("--budgets", default="90,80,70,60,50,40,30,20")
     parser.add_argument("--strategies", default="")
     parser.add_argument("--gbps", type=float, default=0.0)
     parser.add_argument("--time-limit", type=float, default=20.0)

@@ -191,7 +191,8 @@ def _cells(row: _Row) -> tuple[str, ...]:
 def _bounds(plan: Schedule) -> str:
     text = f"no plan can go below {format_bytes(plan.floor_bytes)}"
     if plan.overhead_bound > 0:
-        text += f"; no plan under this budget costs less than {plan.overhead_bound:.2%}"
+        off = (1 + plan.overhead) / (1 + plan.overhead_bound) - 1
+        text += f"; no plan under this budget costs less than {plan.overhead_bound:.2%}: within {off:.2%} of optimal"
     return text
 
 

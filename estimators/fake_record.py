@@ -228,7 +228,7 @@ class FakeRecorder(TorchDispatchMode):
             return
         if self.target == "cuda" and device != "cuda":
             return
-        if tensor.device.type == "meta" and not isinstance(tensor, FakeTensor):
+        if getattr(tensor, "fake_device", tensor.device).type == "meta":
             return
         self._allocate(storage, op)
 

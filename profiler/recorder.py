@@ -392,7 +392,7 @@ class Recorder(TorchDispatchMode):
         handle = Handle(tensor, self, len(self.slots))
         plain = is_plain(tensor)
         number = self._row_of(tensor) if plain else -1
-        plain = plain and number >= 0 and not self.storages[number].lent
+        plain = plain and number >= 0 and not is_lent(tensor.untyped_storage())
         if self._iterations.in_backward or number < 0:
             handle.row = -1
             return handle

@@ -224,6 +224,16 @@ def test_autotm_pays_where_it_must() -> None:
     assert timeline.step_ms == pytest.approx(80 + watching_ms(problem) + timeline.stall_ms)
 
 
+@pytest.mark.parametrize("strategy", [Checkmate(), Autotm()])
+def test_what_cannot_be_met_is_told_with_the_smallest_peak(strategy: Checkmate | Autotm) -> None:
+    """No answer of the program at all; still the error knows what letting go of everything comes to."""
+    trace = build([Layer(4 * MIB, 10, (i - 1,), grad=MIB) for i in range(10)], device=LINK, state=60 * MIB)
+    problem = problem_of(trace, 61 * MIB, DEFAULT_ALLOW)
+    with pytest.raises(BudgetInfeasible) as caught:
+        strategy.plan(problem)
+    assert caught.value.min_peak_bytes < trace.peak_bytes
+
+
 def test_a_program_without_a_solution_says_so() -> None:
     program = Program()
     column = program.column(1.0, whole=True)
