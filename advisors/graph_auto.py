@@ -34,6 +34,8 @@ PORTFOLIO = ("msps", "dtr-local", "next-use", "dtr", "dtr-eqclass", "size", "lru
 STARTS = 3
 SLOW = 150
 """With fewer iterations than this in a slice, one long search is worth more than several."""
+FEW = 200
+"""Above so many ops, one long search is worth more when copies make each move dearer."""
 PROOF = 0.2
 CLOSE = 1e-5
 """A plan whose overhead is this close to the bound ends the search."""
@@ -82,7 +84,7 @@ class AutoPlan:
             return
         evolution = Evolution(self.search)
         if self.problem.may_recompute:
-            for runs in self._starts(self.stage_end(0.25)):
+            for runs in self._starts(self.stage_end(0.25))[: 1 if self.search.lanes else STARTS]:
                 if time.monotonic() < begin + 0.6 * left or self.search.best_over:
                     evolution.add(runs, frozenset(), time.monotonic() + slice_s)
                 if self.search.iterations < SLOW and not self.search.best_over:
@@ -97,7 +99,7 @@ class AutoPlan:
         elif self.search.best_over:
             self.search.load_best()
             self.search.mend(self.last_resort)
-        if self.search.iterations >= SLOW:
+        if self.search.iterations >= SLOW and not (self.search.lanes and self.problem.graph.op_count > FEW):
             evolution.run(begin + 0.75 * left, slice_s, enough)
         if time.monotonic() < self.problem.until:
             self.search.load_best()
