@@ -42,8 +42,8 @@ from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 
 _MANY = 400
-_SHARE_AFTER_GENETIC = 0.7
-_SHARE_FOR_STARTS = 0.5
+_SHARE_AFTER_GENETIC = 0.55
+_SHARE_FOR_STARTS = 0.45
 _SHARE_FOR_SEARCH = 0.35
 _SHARE_AFTER_THOROUGH = 0.25
 """What is left of the time limit when each of these phases ends at the latest."""
