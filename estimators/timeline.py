@@ -92,7 +92,7 @@ class Simulator:
                 self._compress(state, saved, decision)
             elif decision.kind == "swap":
                 self._stage(state, saved)
-        asked.sort(key=lambda saved: saved.first_use)
+        asked.sort(key=lambda saved: (saved.first_use, saved.order))
         for saved in asked:
             self._recompute(state, saved, decisions)
         self._pin(state)

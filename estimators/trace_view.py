@@ -38,6 +38,8 @@ class Saved:
     first_use: int
     """First op that starts after the first unpack; it must be back by then. The op count when it is never unpacked."""
     last_use: int
+    order: int
+    """Among those with the same first use, which is asked for first."""
     release: int
     """Natural death."""
     plain: bool
@@ -145,6 +147,9 @@ class TraceView:
             gone_after=gone,
             first_use=uses[0] if uses else self.n,
             last_use=uses[-1] if uses else self.n,
+            order=min((slots.unpack_order[slot] for slot in rows if slots.unpacks.row(slot)), default=-1)
+            if slots.unpack_order
+            else -1,
             release=int(self.death[storage]),
             plain=all(slots.plain[slot] for slot in rows),
         )

@@ -153,6 +153,9 @@ class Slots(msgspec.Struct, frozen=True, kw_only=True):
     """1 when the tensor is strided, dense and of no subclass: memopt may act on it."""
     attributes: list[int]
     """JSON of what the node holds besides tensors (`{"dim": 1}`), for the codecs."""
+    unpack_order: list[int] = []
+    """Position among all first unpacks of the iteration, -1 when there was none: one op may ask for several tensors.
+    Empty where it was not recorded."""
 
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -263,7 +266,7 @@ def _bad_table(name: str, table: msgspec.Struct) -> str:
             if not whole or any(a > b for a, b in itertools.pairwise(starts)):
                 return f"{name}.{field} has broken rows"
             lengths[field] = len(starts) - 1
-        else:
+        elif column or field != "unpack_order":
             lengths[field] = len(column)
     return "" if len(set(lengths.values())) <= 1 else f"the columns of {name} differ in length: {lengths}"
 
@@ -288,6 +291,7 @@ def _bad_ranges(trace: Trace) -> str:
         ("slots.attributes", slots.attributes, 0, text),
         ("slots.ordinal", slots.ordinal, 0, _MOST), ("slots.consumer", slots.consumer, -1, n),
         ("slots.packed_before", slots.packed_before, 0, n + 1), ("slots.unpacks", slots.unpacks.items, 0, n + 1),
+        ("slots.unpack_order", slots.unpack_order, -1, _MOST),
         ("slots.shape", slots.shape.items, 0, _MOST), ("slots.offset", slots.offset, 0, _MOST),
     )  # fmt: skip
     for name, column, low, high in checks:

@@ -232,4 +232,5 @@ def _slots(recorder: Recorder, strings: _Strings) -> Slots:
         attributes=[
             strings(msgspec.json.encode(row.attributes).decode() if row.attributes else "") for row in rows
         ],
+        unpack_order=[row.unpack_order for row in rows],
     )

@@ -90,6 +90,7 @@ class SlotRow:
     plain: bool
     packed_before: int
     unpacks: list[int] = field(default_factory=list)
+    unpack_order: int = -1
     node: str = ""
     slot: str = ""
     consumer: int = -1
@@ -138,6 +139,8 @@ class Recorder(TorchDispatchMode):
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._pending: dict[int, int] = {}
         """Saved storages that somebody else still holds: row -> cdata."""
+        self._unpacked = 0
+        """Saved tensors that have been asked for."""
         self._saved_by: dict[int, list[weakref.ref[Handle]]] = {}
         self._node_ops: dict[int, int] = {}
         """Autograd sequence number -> forward op."""
@@ -422,6 +425,9 @@ class Recorder(TorchDispatchMode):
         row = handle.row if isinstance(handle, Handle) and handle.owner is self else -1
         if self._recording and row >= 0:
             self._name_node()
+            if not self.slots[row].unpacks:
+                self.slots[row].unpack_order = self._unpacked
+                self._unpacked += 1
             self.slots[row].unpacks.append(len(self.ops))
         return handle.get()
 

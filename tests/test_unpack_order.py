@@ -1,0 +1,65 @@
+"""One backward op may ask for several tensors: in which order decides what a replay finds there already."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from enforced import plan_of, recorded, seeded
+
+from memopt.advisors.problem import Decisions, Problem
+from memopt.enforcers.session import ApplySession, Options
+from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN
+
+
+def attention_like(steps: int) -> list[str]:
+    """Both inputs of the product come from one dropped tensor, each by a copy of its own."""
+    first = torch.nn.Linear(64, 64)
+    left, right = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD([*first.parameters(), *left.parameters(), *right.parameters()], lr=0.1)
+    for _ in range(steps):
+        shared = torch.cat((torch.randn(32, 64, 64), first(torch.randn(32, 64, 64))), 1)
+        product = torch.bmm(
+            left(shared.transpose(1, 2).contiguous().transpose(1, 2)), right(shared.mul(2)).mT
+        )
+        loss = product.tanh().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [loss.item().hex()]
+
+
+def test_the_order_is_recorded(tmp_path: Path) -> None:
+    slots = (trace := recorded(attention_like, tmp_path)).slots
+    order = {
+        trace.strings[slots.slot[row]]: slots.unpack_order[row]
+        for row, node in enumerate(slots.node)
+        if trace.strings[node] == "BmmBackward0"
+    }
+    assert set(order) == {"self", "mat2"}
+    assert sorted(slots.unpack_order) == list(range(len(slots.unpack_order)))
+    assert order["mat2"] < order["self"], "autograd's own order"
+
+
+def test_what_is_predicted_of_it_is_measured(tmp_path: Path) -> None:
+    trace = recorded(attention_like, tmp_path)
+    for again in ("clone", "mul", "cat", "nothing"):
+
+        def choose(problem: Problem, again: str = again) -> Decisions:
+            able = [s for s, c in problem.candidates.items() if c.option("recompute") is not None]
+            return {s: RECOMPUTE_AGAIN if again in trace.storage_label(s) else RECOMPUTE for s in able}
+
+        plan = plan_of(trace, choose)
+        session = ApplySession(plan, Options(swap_dir=tmp_path))
+        session.install()
+        try:
+            seeded(attention_like, 6)
+        finally:
+            outcome = session.finished()
+        assert outcome is not None
+        assert outcome.actions.done == outcome.actions.planned > 2
+        assert abs(outcome.measured_peak_bytes / plan.predicted_peak_bytes - 1) < 0.01, again
