@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--outcome", "outcome_path", metavar="FILE", type=click.Path(path_type=Path), help="Write predicted and measured figures there, as JSON.")  # fmt: skip
+@click.option("--outcome", "outcome_path", metavar="FILE", type=click.Path(path_type=Path), help="Write predicted and measured figures there, as JSON; %r in it is the rank.")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the outcome file if it exists.")
 @click.option("--verify", "verify_steps", metavar="N", type=click.IntRange(min=1), help="Run N iterations plain and N enforced and compare them bit for bit; exit 1 on any difference.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Refuse when the script has changed since it was profiled.")
@@ -47,12 +47,13 @@ def apply(
     signals stay its own; at the end stderr tells the measured peak and step time beside the predicted.
     """
     from memopt.cli.console import say
+    from memopt.cli.ranks import path_of_rank
     from memopt.enforcers.session import ApplySession, Options
     from memopt.files import refuse_overwrite
     from memopt.plan import load_plan
 
     if outcome_path is not None:
-        outcome_path = outcome_path.absolute()
+        outcome_path = path_of_rank(str(outcome_path), ".json")
         refuse_overwrite(outcome_path, force=force)
     plan_path = plan.absolute()
     loaded = load_plan(plan_path)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from memopt.cli.ranks import path_of_rank
 from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
@@ -111,24 +111,7 @@ def profile_path(output: str | None, command: Command) -> Path:
             why="stdout belongs to the script that is run",
             try_="-o FILE",
         )
-    path = expand(output, rank)
-    if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1") and path == expand(output, "other"):
-        raise UsageError(
-            f"every rank would write {output}",
-            why=f"{os.environ['WORLD_SIZE']} processes run this script",
-            try_="-o NAME-%r.profile.json.gz, where %r is the rank",
-        )
-    return Path(path).absolute()
-
-
-def expand(name: str, rank: str) -> str:
-    """`name` with %p, %r, %h and %% filled in."""
-    filled = {"%p": str(os.getpid()), "%r": rank or "0", "%h": socket.gethostname(), "%%": "%"}
-    parts = []
-    while name:
-        parts.append(filled.get(name[:2], name[:1]))
-        name = name[2:] if name[:2] in filled else name[1:]
-    return "".join(parts)
+    return path_of_rank(output, ".profile.json.gz")
 
 
 class _Ending:

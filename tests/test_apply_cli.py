@@ -102,3 +102,14 @@ def test_iterations_unlike_the_profiled_one_are_told(folder: Path) -> None:
     assert outcome["other_steps"] == 2
     assert any("2 iterations saved other tensors" in note for note in outcome["notes"])
     assert "followed the profile where it could" in done.stderr
+
+
+def test_ranks_do_not_write_one_outcome(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    done = memopt(folder, "apply", "plan.json", "--outcome", "one.json")
+    assert done.returncode == 2
+    assert "every rank would write one.json" in done.stderr
+    assert "%r" in done.stderr
+    assert memopt(folder, "apply", "plan.json", "-q", "--outcome", "of-%r.json").returncode == 0
+    assert (folder / "of-1.json").exists()
