@@ -14,9 +14,10 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from memopt.advisors.checkmate import unforeseen_bytes
 from memopt.advisors.linear import Program

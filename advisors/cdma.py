@@ -9,7 +9,7 @@ What memopt does enforce for the same tensors is better where it applies: one bi
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from memopt.advisors.advice import Advice
 from memopt.advisors.picks import made_by, swap_of, swappable

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from memopt.advisors.advise import Adviser
 from memopt.errors import BudgetInfeasible
 from memopt.plan import Plan
@@ -63,4 +65,8 @@ def lowest_peak(adviser: Adviser, most_overhead: float, strategy: str = "auto") 
             low = max((low + high) // 2, point.min_peak_bytes if point.plan is None else 0)
         if high - low < 0.004 * adviser.unplanned_peak_bytes:
             break
-    return best
+    if best.actions:
+        return best
+    note = f"no plan was found that lowers the peak for at most {100 * most_overhead:.3g} % of the step"
+    others = [each for each in best.notes if not each.startswith("nothing to do")]
+    return msgspec.structs.replace(best, notes=[note, *others])

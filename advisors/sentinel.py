@@ -8,9 +8,9 @@ least exposed time among those that fit. O(lengths) plans. Differs: page-level g
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from memopt.advisors.picks import cheapest_fitting, swap_of, swappable
 from memopt.advisors.problem import Decisions, Problem

@@ -9,9 +9,9 @@ consumers of a storage, whatever the distance between them.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
+from msgspec.structs import replace
 
 from memopt.advisors.picks import cheapest_fitting, swap_of, swappable
 from memopt.advisors.problem import Decisions, Problem

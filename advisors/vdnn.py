@@ -10,7 +10,8 @@ leaner ones, since PyTorch chooses them; matrix products count as convolutions, 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from memopt.advisors.blockers import infeasible
 from memopt.advisors.picks import consumers, is_heavy, swap_of, swappable

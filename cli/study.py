@@ -106,5 +106,7 @@ def _write(plan: Any, advice: Advice, output: Path) -> None:
     say(f"wrote {output}")
     if advice.enforced:
         say(f"next: memopt apply {shlex.quote(str(output))}")
-    else:
+    elif advice.actions:
         say("advice only: memopt apply refuses this plan")
+    else:
+        say("advice only: the plan holds no action")

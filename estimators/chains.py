@@ -56,5 +56,5 @@ def find_chain(
 
 def is_intact(view: TraceView, value: int, until: int) -> bool:
     """Does the storage of `value` live at op `until`, in that version?"""
-    storage = view.value_storage[value]
-    return bool(view.birth[storage] < until <= view.death[storage]) and view.next_write[value] >= until
+    begin, end = view.intact[value]
+    return begin < until <= end

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """One storage's fate between forward and backward. `keep` is the absence of a decision."""
 
     kind: Literal["swap", "recompute", "compress", "drop"]

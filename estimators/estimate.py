@@ -157,7 +157,7 @@ def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings,
         },
         left_out=[*_possible(recording), *_untouched(recording)],
         partial=partial,
-        notes=[*recording.notes, *calibration.notes()],
+        notes=[*_unused(outcome.peak_allocated_bytes), *recording.notes, *calibration.notes()],
         fits=[_fit(each, process, need) for each in common_gpus()],
         fits_named=_fit(spec, process, need),
         **_at_peak(recording, at),
@@ -181,6 +181,15 @@ def _context(calibration: Calibration) -> tuple[int, int]:
     """`(bytes, uncertainty)` of the CUDA context and the kernels loaded into it."""
     amount = calibration.hidden.process()
     return amount.size_bytes, max(amount.high_bytes - amount.size_bytes, amount.size_bytes - amount.low_bytes)
+
+
+def _unused(peak_bytes: int) -> list[str]:
+    if peak_bytes:
+        return []
+    return [
+        "nothing was put on the GPU: what is told is an idle one; "
+        "memopt estimate --device cpu, or a script that moves its model there (.to('cuda'))"
+    ]
 
 
 def _possible(recording: Recording) -> list[str]:

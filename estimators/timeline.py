@@ -7,14 +7,19 @@ served (made on the way to another, only if it is not to be made `again`); recor
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from heapq import heappop, heappush
 
 import numpy as np
 
 from memopt.device import Device
-from memopt.estimators.chains import Chain, find_chain, is_intact
+from memopt.estimators.chains import Chain
 from memopt.estimators.decision import Decision
+from memopt.estimators.replays import REPLAY_MS as REPLAY_MS
+from memopt.estimators.replays import Replay, Replays
 from memopt.estimators.trace_view import Floats, Ints, Saved, TraceView
 from memopt.timeline import Interval, Timeline
 
@@ -22,35 +27,76 @@ MODE_MS = 0.005
 """Per forward op: what watching it costs while a plan has actions."""
 HOOK_MS = 0.01
 """Per saved tensor: the hooks that pack and unpack it, while a plan has actions."""
-REPLAY_MS = 0.09
-"""Per replayed op, on top of the op itself: remembering it in forward and calling it again."""
+
+
+@dataclass(slots=True)
+class _Deltas:
+    """What is added to an array: sparse, summed up once."""
+
+    where: list[int] = field(default_factory=list)
+    what: list[float] = field(default_factory=list)
+
+    def add(self, where: int, what: float) -> None:
+        self.where.append(where)
+        self.what.append(what)
+
+    def summed(self, length: int) -> Ints:
+        found = np.zeros(length, dtype=np.int64)
+        np.add.at(found, np.array(self.where, dtype=np.intp), np.array(self.what, dtype=np.int64))
+        return found
+
+    def summed_ms(self, length: int) -> Floats:
+        found = np.zeros(length, dtype=np.float64)
+        np.add.at(found, np.array(self.where, dtype=np.intp), np.array(self.what, dtype=np.float64))
+        return found
 
 
 @dataclass(slots=True)
 class _State:
     """One evaluation."""
 
-    change: Ints
+    change: _Deltas = field(default_factory=_Deltas)
     """Bytes that appear or vanish before each op, against the plain run."""
-    bump: Ints
+    bump: _Deltas = field(default_factory=_Deltas)
     """Bytes that are there during one op only."""
-    made: dict[int, int] = field(default_factory=dict)
-    """Recomputed storage -> op before which it was made again."""
+    added_ms: _Deltas = field(default_factory=_Deltas)
     made_bytes: dict[int, int] = field(default_factory=dict)
     """Op -> bytes made before it so far."""
-    replay_high: list[tuple[int, int]] = field(default_factory=list)
-    """(op, bytes above what is live before its replays)."""
-    added_ms: Floats = field(default_factory=lambda: np.zeros(0))
+    replay_high: dict[int, int] = field(default_factory=dict)
+    """Op -> most bytes above what is live before its replays."""
     chains: dict[int, Chain] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)
     """Storages that could not be made again and stay."""
     recorded: set[int] = field(default_factory=set)
-    sources: list[tuple[int, int]] = field(default_factory=list)
-    """(value that a replay reads, op until which its record lives)."""
-    away_from: dict[int, int] = field(default_factory=dict)
-    """Swapped storage -> first op before which its copy out is done."""
+    pins: list[tuple[int, int, int]] = field(default_factory=list)
+    """(op that made what a replay reads, its storage, op until which its record lives)."""
     staging_ms: float = 0.0
     """Part of `added_ms`: copies that the compute lane has to make for the disk tier."""
+
+
+@dataclass(slots=True)
+class _Summed:
+    """An evaluation but for the copies: what swaps take off comes on top."""
+
+    state: _State
+    live: Ints
+    over: Ints
+    """High above live."""
+    times: Floats
+    added_ms: float
+    replays: tuple[Ints, Ints]
+    """(ops, bytes that their replays reach above what is live when they start)."""
+
+
+@dataclass(slots=True)
+class _Swaps:
+    """What the copies add to it."""
+
+    change: _Deltas = field(default_factory=_Deltas)
+    away_from: dict[int, int] = field(default_factory=dict)
+    """Swapped storage -> first op before which its copy out is done."""
+    intervals: list[Interval] = field(default_factory=list)
+    stall_ms: float = 0.0
 
 
 class Simulator:
@@ -60,59 +106,102 @@ class Simulator:
         self.view = view
         self.device = device or view.trace.device
         self._watching_ms = MODE_MS * int((view.phase == 0).sum()) + HOOK_MS * len(view.trace.slots.node)
+        self._last: tuple[list[tuple[int, Decision | None]], _Summed] | None = None
 
     def run(self, decisions: Mapping[int, Decision], *, lanes: bool = False) -> Timeline:
         """The timeline of a step under `decisions` (storage -> decision)."""
-        state = self._evaluate(decisions)
-        return self._finish(state, decisions, lanes)
+        summed = self._evaluate(decisions)
+        watching_ms = self._watching_ms if decisions else 0.0
+        view, state, added_ms = self.view, summed.state, summed.added_ms
+        live = summed.live
+        swaps = _Swaps()
+        self._swap(swaps, decisions, summed.times, lanes)
+        if swaps.change.where:
+            live = live + np.cumsum(swaps.change.summed(view.n + 2))[: view.n]
+        high = live + summed.over
+        ops, above = summed.replays
+        high[ops] = np.maximum(high[ops], live[ops] + above)
+        peak_op = int(high.argmax()) if view.n else 0
+        return Timeline(
+            live_bytes=live,
+            high_bytes=high,
+            start_ms=summed.times,
+            peak_bytes=int(high[peak_op]) if view.n else view.trace.base_bytes,
+            peak_op=peak_op,
+            step_ms=view.trace.step_ms + added_ms + swaps.stall_ms + watching_ms,
+            replay_ms=added_ms - state.staging_ms,
+            stall_ms=swaps.stall_ms + state.staging_ms,
+            lanes=(*self._replay_lanes(state, summed.times), *swaps.intervals) if lanes else (),
+        )
 
     def chains(self, decisions: Mapping[int, Decision]) -> tuple[dict[int, Chain], list[int]]:
         """Replays by storage that asks for them first, and the storages that must be kept after all."""
-        state = self._evaluate(decisions)
-        return state.chains, state.kept
+        state = self._evaluate(decisions).state
+        return dict(state.chains), list(state.kept)
 
     def away_from(self, decisions: Mapping[int, Decision]) -> dict[int, int]:
         """For each swapped storage that leaves the device, the first op before which it has left."""
-        state = self._evaluate(decisions)
-        self._finish(state, decisions, lanes=False)
-        return state.away_from
+        swaps = _Swaps()
+        self._swap(swaps, decisions, self._evaluate(decisions).times, lanes=False)
+        return swaps.away_from
 
     # --- recompute and compress
 
-    def _evaluate(self, decisions: Mapping[int, Decision]) -> _State:
-        view = self.view
-        state = _State(np.zeros(view.n + 2, dtype=np.int64), np.zeros(view.n + 1, dtype=np.int64))
-        state.added_ms = np.zeros(view.n + 1)
+    @cached_property
+    def _replays(self) -> Replays:
+        return Replays(self.view)
+
+    def _evaluate(self, decisions: Mapping[int, Decision]) -> _Summed:
+        """All but the copies; the last one is remembered, since placing prefetches asks for it several times."""
+        key = [(s, None if d.kind == "swap" else d) for s, d in decisions.items()]
+        if self._last is None or self._last[0] != key:
+            self._last = key, self._summed(self._decided(decisions))
+        return self._last[1]
+
+    def _decided(self, decisions: Mapping[int, Decision]) -> _State:
+        state = _State()
         asked: list[Saved] = []
         for storage, decision in decisions.items():
-            saved = view.saved[storage]
+            saved = self.view.saved[storage]
             if decision.kind == "recompute":
                 asked.append(saved)
-            elif decision.kind in ("compress", "drop"):
-                self._compress(state, saved, decision)
             elif decision.kind == "swap":
                 self._stage(state, saved)
-        asked.sort(key=lambda saved: (saved.first_use, saved.order))
-        for saved in asked:
-            self._recompute(state, saved, decisions)
-        self._pin(state)
+            else:
+                self._compress(state, saved, decision)
+        if asked:
+            asked.sort(key=lambda saved: (saved.first_use, saved.order))
+            self._recompute(state, asked, self._replays.standing(decisions))
+            self._pin(state)
         return state
 
+    def _summed(self, state: _State) -> _Summed:
+        view, n = self.view, self.view.n
+        added = state.added_ms.summed_ms(n + 1)
+        above = [most - state.made_bytes[op] for op, most in state.replay_high.items()]
+        return _Summed(
+            state=state,
+            live=view.live + np.cumsum(state.change.summed(n + 2))[:n],
+            over=view.extra + state.bump.summed(n + 1)[:n],
+            times=view.start_ms + np.cumsum(added)[:n],
+            added_ms=float(added.sum()),
+            replays=(np.array(list(state.replay_high), dtype=np.int64), np.array(above, dtype=np.int64)),
+        )
+
     def _compress(self, state: _State, saved: Saved, decision: Decision) -> None:
-        after = saved.gone_after + 1
-        if after > saved.release:
+        after, until = saved.gone_after + 1, saved.release + 1
+        if after >= until:
             return
-        state.change[after] -= saved.size_bytes
-        state.change[saved.release + 1] += saved.size_bytes
         packed = min(saved.packed_op + 1, after)
-        state.change[packed] += decision.encoded_bytes
-        state.change[saved.release + 1] -= decision.encoded_bytes
-        state.bump[min(packed, self.view.n)] += decision.transient_bytes
-        state.added_ms[min(packed, self.view.n)] += decision.encode_ms
+        state.change.add(after, -saved.size_bytes)
+        state.change.add(until, saved.size_bytes - decision.encoded_bytes)
+        state.change.add(packed, decision.encoded_bytes)
+        state.bump.add(min(packed, self.view.n), decision.transient_bytes)
+        state.added_ms.add(min(packed, self.view.n), decision.encode_ms)
         for slot in saved.slots:
             for use in self.view.trace.slots.unpacks.row(slot):
-                state.bump[use] += decision.decoded_bytes
-                state.added_ms[use] += decision.decode_ms
+                state.bump.add(use, decision.decoded_bytes)
+                state.added_ms.add(use, decision.decode_ms)
 
     def staging_ms(self, saved: Saved) -> float:
         """What swapping `saved` takes of the compute lane: on a CPU the cores that compute copy to and from the tier's buffers."""
@@ -122,196 +211,99 @@ class Simulator:
     def _stage(self, state: _State, saved: Saved) -> None:
         half_ms = self.staging_ms(saved) / 2
         for op in (saved.packed_op + 1, saved.first_use):
-            state.added_ms[min(op, self.view.n)] += half_ms
+            state.added_ms.add(min(op, self.view.n), half_ms)
             state.staging_ms += half_ms
 
-    def _recompute(self, state: _State, saved: Saved, decisions: Mapping[int, Decision]) -> None:
-        gone = saved.gone_after + 1
-        if gone >= saved.first_use:
-            state.kept.append(saved.storage)
-            return
-        if saved.storage in state.made:
-            return
-        if saved.first_use >= self.view.n:
-            self._away(state, saved, saved.release + 1)
-            return
-        use = saved.first_use
-        chain = find_chain(
-            self.view,
-            [saved.value],
-            lambda value: self._is_there(state, value, use, decisions),
-            lambda op: self.view.replayable[op],
-        )
-        if chain is None or saved.value < 0:
-            state.kept.append(saved.storage)
-            return
-        state.chains[saved.storage] = chain
-        self._replay(state, chain, saved, decisions)
+    def _recompute(self, state: _State, asked: list[Saved], standing: int) -> None:
+        """Makes each of `asked`, in the order in which backward wants them."""
+        replays, made = self._replays, set[int]()
+        dying: list[tuple[int, int]] = []
+        for saved in asked:
+            use = saved.first_use
+            while dying and dying[0][0] < use:
+                standing &= ~replays.there(heappop(dying)[1])
+            if saved.gone_after + 1 >= use:
+                state.kept.append(saved.storage)
+                standing &= ~replays.kept(saved.storage)
+            elif saved.storage in made:
+                continue
+            elif use >= self.view.n:
+                state.change.add(saved.gone_after + 1, -saved.size_bytes)
+                state.change.add(saved.release + 1, saved.size_bytes)
+            elif (replay := replays.replay(saved, standing)) is None:
+                state.kept.append(saved.storage)
+                standing &= ~replays.kept(saved.storage)
+            else:
+                self._replay(state, replay, saved)
+                standing |= replay.made
+                for stays in replay.stays:
+                    made.add(stays.storage)
+                    heappush(dying, (stays.release, stays.storage))
 
-    def _is_there(self, state: _State, value: int, use: int, decisions: Mapping[int, Decision]) -> bool:
-        view = self.view
-        storage = view.value_storage[value]
-        decision = decisions.get(storage)
-        if decision is None or storage in state.kept:
-            return is_intact(view, value, use)
-        saved = view.saved[storage]
-        if use <= saved.gone_after:
-            return is_intact(view, value, use)
-        made = state.made.get(storage)
-        return made is not None and made <= use <= saved.release and saved.value == value
-
-    def _away(self, state: _State, saved: Saved, until: int) -> None:
-        state.change[saved.gone_after + 1] -= saved.size_bytes
-        state.change[until] += saved.size_bytes
-
-    def _replay(self, state: _State, chain: Chain, target: Saved, decisions: Mapping[int, Decision]) -> None:
-        view, use = self.view, target.first_use
+    def _replay(self, state: _State, replay: Replay, target: Saved) -> None:
+        use = target.first_use
         already = state.made_bytes.get(use, 0)
-        last_read = {view.value_storage[value]: op for op in chain.ops for value in view.reads[op]}
-        held: dict[int, int] = {}
-        stays: list[Saved] = []
-        total = most = 0
-        for op in chain.ops:
-            most = max(most, total + int(view.extra[op]))
-            for value in view.writes[op]:
-                storage = view.value_storage[value]
-                waiting = self._waits(state, storage, value, target.storage, use, decisions)
-                if waiting is not None:
-                    stays.append(waiting)
-                    state.made[storage] = use
-                if storage not in held and (waiting is not None or last_read.get(storage, -1) != -1):
-                    held[storage] = int(view.size[storage])
-                    total += held[storage]
-            for value in view.reads[op]:
-                storage = view.value_storage[value]
-                if last_read[storage] == op and storage in held and storage not in state.made:
-                    total -= held.pop(storage)
-        state.replay_high.append((use, already + most))
-        for saved in stays:
-            self._away(state, saved, use)
-        state.made_bytes[use] = already + sum(saved.size_bytes for saved in stays)
-        state.added_ms[use] += sum(view.op_ms[op] + REPLAY_MS for op in chain.ops)
-        self._record(state, chain, target)
-
-    def _waits(
-        self,
-        state: _State,
-        storage: int,
-        value: int,
-        target: int,
-        use: int,
-        decisions: Mapping[int, Decision],
-    ) -> Saved | None:
-        """The recomputed storage that this value is, if somebody will still ask for it."""
-        decision = decisions.get(storage)
-        if decision is None or decision.kind != "recompute" or storage in state.made or storage in state.kept:
-            return None
-        if decision.again and storage != target:
-            return None
-        saved = self.view.saved[storage]
-        return (
-            saved
-            if saved.value == value and use <= saved.last_use < self.view.n and use > saved.gone_after
-            else None
-        )
-
-    def _record(self, state: _State, chain: Chain, target: Saved) -> None:
-        """Records live until the target's consumers let go of them, and hold sources and generator states."""
-        until = target.release
-        state.sources.extend((value, until) for value in chain.sources)
-        for op in chain.ops:
-            if op not in state.recorded and self.view.random[op]:
-                state.change[op + 1] += self.view.record_bytes(op)
-                state.change[until + 1] -= self.view.record_bytes(op)
-        state.recorded.update(chain.ops)
+        state.made_bytes[use] = already + replay.stays_bytes
+        state.replay_high[use] = max(state.replay_high.get(use, 0), already + replay.most_bytes)
+        state.chains[target.storage] = replay.chain
+        state.added_ms.add(use, replay.took_ms)
+        state.change.where += replay.where
+        state.change.what += replay.change
+        for op in replay.random:
+            if op not in state.recorded:
+                state.change.add(op + 1, self.view.record_bytes(op))
+                state.change.add(target.release + 1, -self.view.record_bytes(op))
+        state.recorded.update(replay.chain.ops)
+        state.pins += replay.pins
 
     def _pin(self, state: _State) -> None:
         """A source whose own op is not recorded is held by the records that read it, once for all of them."""
         view = self.view
         held: dict[int, int] = {}
-        for value, until in state.sources:
-            if view.value_producer[value] not in state.recorded:
-                storage = view.value_storage[value]
-                held[storage] = max(until, held.get(storage, int(view.death[storage])))
+        for producer, storage, until in state.pins:
+            if producer not in state.recorded:
+                held[storage] = max(until, held.get(storage, until))
         for storage, until in held.items():
-            state.change[int(view.death[storage]) + 1] += int(view.size[storage])
-            state.change[until + 1] -= int(view.size[storage])
+            state.change.add(int(view.death[storage]) + 1, int(view.size[storage]))
+            state.change.add(until + 1, -int(view.size[storage]))
 
-    # --- swaps, and the sum of it all
+    # --- swaps
 
-    def _finish(self, state: _State, decisions: Mapping[int, Decision], lanes: bool) -> Timeline:
-        view = self.view
-        watching_ms = self._watching_ms if decisions else 0.0
-        times = view.start_ms + np.cumsum(state.added_ms)[: view.n]
-        intervals, stall_ms = self._swap(state, decisions, times)
-        live = view.live + np.cumsum(state.change)[: view.n]
-        high = live + view.extra + state.bump[: view.n]
-        for op, most in state.replay_high:
-            before = int(live[op]) - state.made_bytes.get(op, 0)
-            high[op] = max(int(high[op]), before + most)
-        peak_op = int(high.argmax()) if view.n else 0
-        added_ms = float(state.added_ms.sum())
-        return Timeline(
-            live_bytes=live,
-            high_bytes=high,
-            start_ms=times,
-            peak_bytes=int(high[peak_op]) if view.n else view.trace.base_bytes,
-            peak_op=peak_op,
-            step_ms=view.trace.step_ms + added_ms + stall_ms + watching_ms,
-            replay_ms=added_ms - state.staging_ms,
-            stall_ms=stall_ms + state.staging_ms,
-            lanes=(*self._replay_lanes(state, times), *intervals) if lanes else (),
-        )
-
-    def _swap(
-        self, state: _State, decisions: Mapping[int, Decision], times: Floats
-    ) -> tuple[list[Interval], float]:
-        swaps = [(self.view.saved[s], d) for s, d in decisions.items() if d.kind == "swap"]
-        if not swaps:
-            return [], 0.0
-        intervals: list[Interval] = []
+    def _swap(self, swaps: _Swaps, decisions: Mapping[int, Decision], starts: Floats, lanes: bool) -> None:
+        """Copies out in the order of packing, on one lane, then copies in by trigger, on another."""
+        swapped = [(self.view.saved[s], d) for s, d in decisions.items() if d.kind == "swap"]
+        if not swapped:
+            return
+        times, last = starts.tolist(), self.view.n - 1
         out_end: dict[int, float] = {}
         lane = 0.0
-        for saved, decision in sorted(swaps, key=lambda pair: pair[0].packed_op):
-            begin = max(lane, float(times[min(saved.packed_op + 1, self.view.n - 1)]))
+        for saved, decision in sorted(swapped, key=lambda pair: pair[0].packed_op):
+            begin = max(lane, times[min(saved.packed_op + 1, last)])
             lane = out_end[saved.storage] = begin + self.copy_ms(saved.size_bytes, decision, out=True)
-            intervals.append(
-                Interval(
-                    "swap_out", self.view.trace.storage_label(saved.storage), begin, lane, saved.size_bytes
-                )
-            )
-        lane = shift = 0.0
-        for saved, decision in sorted(swaps, key=lambda pair: _trigger(*pair)):
-            lane, shift = self._swap_in(
-                state, saved, decision, times, out_end[saved.storage], lane, shift, intervals
-            )
-        return intervals, shift
+            if lanes:
+                swaps.intervals.append(self._interval("swap_out", saved, begin, lane))
+        lane = 0.0
+        for saved, decision in sorted(swapped, key=lambda pair: _trigger(*pair)):
+            trigger, use, end_ms = _trigger(saved, decision), saved.first_use, out_end[saved.storage]
+            self._leave(swaps, saved, trigger, bisect_left(times, end_ms))
+            if use > last:
+                continue
+            begin = max(lane, times[trigger] + swaps.stall_ms, end_ms)
+            lane = begin + self.copy_ms(saved.size_bytes, decision, out=False)
+            swaps.stall_ms += max(0.0, lane - (times[use] + swaps.stall_ms))
+            if lanes:
+                swaps.intervals.append(self._interval("swap_in", saved, begin, lane))
 
-    def _swap_in(
-        self,
-        state: _State,
-        saved: Saved,
-        decision: Decision,
-        times: Floats,
-        out_end: float,
-        lane: float,
-        shift: float,
-        intervals: list[Interval],
-    ) -> tuple[float, float]:
-        trigger, use, n = _trigger(saved, decision), saved.first_use, self.view.n
-        gone = max(saved.gone_after + 1, int(np.searchsorted(times, out_end)))
-        if gone < min(trigger, n):
-            state.away_from[saved.storage] = gone
-            state.change[gone] -= saved.size_bytes
-            state.change[min(trigger, saved.release + 1)] += saved.size_bytes
-        if use >= n:
-            return lane, shift
-        begin = max(lane, float(times[trigger]) + shift, out_end)
-        end = begin + self.copy_ms(saved.size_bytes, decision, out=False)
-        intervals.append(
-            Interval("swap_in", self.view.trace.storage_label(saved.storage), begin, end, saved.size_bytes)
-        )
-        return end, shift + max(0.0, end - (float(times[use]) + shift))
+    def _leave(self, swaps: _Swaps, saved: Saved, trigger: int, copied: int) -> None:
+        """The bytes go once they are `copied` and nobody else holds them, if that is before they come back."""
+        gone = max(saved.gone_after + 1, copied)
+        if gone < min(trigger, self.view.n):
+            swaps.away_from[saved.storage] = gone
+            swaps.change.add(gone, -saved.size_bytes)
+            swaps.change.add(min(trigger, saved.release + 1), saved.size_bytes)
+
+    def _interval(self, lane: str, saved: Saved, begin: float, end: float) -> Interval:
+        return Interval(lane, self.view.trace.storage_label(saved.storage), begin, end, saved.size_bytes)
 
     def copy_ms(self, size_bytes: int, decision: Decision, *, out: bool) -> float:
         """Time of one copy on its lane; infinite where the device has no such link."""

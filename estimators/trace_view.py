@@ -113,6 +113,15 @@ class TraceView:
         return over
 
     @cached_property
+    def intact(self) -> list[tuple[int, int]]:
+        """Per value: the op that makes its storage, and the last op before which that is alive and not overwritten."""
+        birth, death = self.birth.tolist(), self.death.tolist()
+        return [
+            (birth[storage], min(death[storage], over))
+            for storage, over in zip(self.value_storage, self.next_write, strict=True)
+        ]
+
+    @cached_property
     def saved(self) -> dict[int, Saved]:
         """Every storage that autograd saved and that is not a parameter, buffer, gradient or state."""
         slots = self.trace.slots

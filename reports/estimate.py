@@ -18,7 +18,8 @@ def print_estimate(console: Console, found: Estimate, target: str, *, explain: b
     """Print `found` for the `target` that was asked about."""
     console.print(f"{target} on {found.device}{' (partial)' if found.partial else ''}", style="bold")
     console.print(_answers(found))
-    console.print(_parts(found))
+    if found.by_category:
+        console.print(_parts(found))
     for line in _fits(found):
         console.print(line)
     console.print("left out: " + "; ".join(found.left_out))

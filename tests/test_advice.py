@@ -339,6 +339,14 @@ def test_a_setting_that_helps_is_a_plan_that_can_be_applied(folder: Path) -> Non
     assert run(["show", "memopt-train.plan.json"]) == 0
 
 
+def test_advice_with_nothing_to_apply_claims_no_refusal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["advise", "linear.profile.json.gz", "--strategy", "buffer-sharing", "-o", "b.json"]) == 0
+    assert load_plan(folder / "b.json").script_actions == []
+    assert "the plan holds no action" in capsys.readouterr().err
+
+
 def test_advice_is_written_only_when_asked_and_never_applied(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

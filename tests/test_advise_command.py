@@ -156,6 +156,13 @@ def test_the_overhead_can_be_the_budget(folder: Path, trace: Trace) -> None:
     assert load_plan(folder / "more.json").predicted_peak_bytes < plan.predicted_peak_bytes
 
 
+def test_an_overhead_that_buys_nothing_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert advise("--max-overhead", "0%", "--deny", "compress,swap") == 0
+    plan = load_plan(folder / "memopt-train.plan.json")
+    assert plan.actions == []
+    assert "for at most 0 % of the step" in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_the_curve(folder: Path, capsys: pytest.CaptureFixture[str], trace: Trace) -> None:
     assert run(["advise", "--time-limit", "0.3", "--pareto", "--json"]) == 0
     figures: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -203,4 +210,9 @@ def test_strategies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"auto", "sublinear", "capuchin"} <= {row["name"] for row in rows if row["plans"] == "profiles"}
     assert all(row["paper"] and row["needs"] for row in rows)
     assert [row["name"] for row in rows if not row["allows"]] == ["megatron"]
-    assert {row["name"] for row in rows if not row["enforced"]} == {"zero-offload", "cdma", "megatron", "ctdr"}
+    assert {row["name"] for row in rows if not row["enforced"]} == {
+        "zero-offload",
+        "cdma",
+        "megatron",
+        "ctdr",
+    }

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from memopt.cli.estimate import _with_flag, estimate
 from memopt.devices import find_device
@@ -19,6 +20,7 @@ from memopt.estimators import estimate as answers
 from memopt.estimators.error_bars import error_bar, error_bars
 from memopt.estimators.estimate import Estimate, estimate_recording
 from memopt.estimators.recording import Recording, StorageRow
+from memopt.reports.estimate import print_estimate
 
 MIB = 1 << 20
 
@@ -61,6 +63,16 @@ def test_exact_answers_of_a_toy_recording() -> None:
     assert found.by_module == {"Net": 100 * MIB, "Net.layer": 48 * MIB}
     assert (found.peak_phase, found.peak_op) == ("backward", "mm")
     assert all(fit.verdict == "yes" for fit in found.fits)
+
+
+def test_a_script_that_never_uses_the_gpu_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    found = estimate_recording(Recording(target="cuda", rows=[], events=[], marks=[]), find_device("t4"))
+    assert found.allocated_bytes == 0
+    assert "nothing was put on the GPU" in found.notes[0]
+    print_estimate(Console(width=200), found, "train.py")
+    printed = capsys.readouterr().out
+    assert "nothing was put on the GPU" in printed
+    assert "at the peak (" not in printed
 
 
 def test_everything_after_the_script_is_the_scripts(canned: list[list[str]]) -> None:
