@@ -8,12 +8,12 @@ No run ever waits for a swap that is scheduled here; what does not fit in the la
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
 
-from memopt.advisors.graph import Graph
+from memopt.advisors.graph import FloatColumn, Graph
 from memopt.advisors.graph_lives import EMPTY
 from memopt.advisors.graph_runs import frees_after
 from memopt.advisors.graph_state import RunState
@@ -47,17 +47,8 @@ class Lanes:
         self.in_ms: list[float] = (size / (in_gbps * 1e6) + MARGIN_MS).tolist()
         self.swaps: set[Swap] = set()
 
-    def clock(self, state: RunState) -> tuple[list[int], list[float]]:
-        """Slots of all runs and the end; when each starts."""
-        ops = np.array(state.slot_op, dtype=np.int64)
-        slots = np.flatnonzero(ops != EMPTY)
-        starts = np.zeros(len(slots) + 1)
-        np.cumsum(self.graph.op_ms[ops[slots]], out=starts[1:])
-        return [*slots.tolist(), state.end], starts.tolist()
-
     def trips(self, state: RunState) -> list[Trip]:
         """The swaps that both lanes have time for."""
-        slots, starts = self.clock(state)
         wanted: list[tuple[int, int, int]] = []
         for tensor, op in self.swaps:
             need = state.runs_at[op][0] if op < self.graph.op_count else state.end
@@ -70,36 +61,47 @@ class Lanes:
             leave = made[position - 1]
             if index and uses[index - 1] > leave:
                 leave = uses[index - 1]
-            wanted.append((bisect_left(slots, leave), bisect_left(slots, need), tensor))
+            wanted.append((leave, need, tensor))
+        if not wanted:
+            return []
         wanted.sort()
-        ends: dict[int, tuple[float, int]] = {}
+        clock = np.zeros(state.end + 2)
+        np.cumsum(state.slot_ms, out=clock[1:])
+        columns = np.array(wanted, dtype=np.int64)
+        ready: list[float] = clock[columns[:, 0] + 1].tolist()
+        due: list[float] = clock[columns[:, 1]].tolist()
+        out_ms, in_ms = self.out_ms, self.in_ms
+        ends: dict[int, float] = {}
         free = 0.0
-        for number, (leave, need, tensor) in enumerate(wanted):
-            end = max(starts[leave + 1], free) + self.out_ms[tensor]
-            if end < starts[need] - self.in_ms[tensor]:
-                free = end
-                ends[number] = (end, bisect_left(starts, end + MARGIN_MS))
-        return self._way_back(slots, starts, wanted, ends)
+        for number, (_, _, tensor) in enumerate(wanted):
+            end = max(ready[number], free) + out_ms[tensor]
+            if end < due[number] - in_ms[tensor]:
+                ends[number] = free = end
+        return self._way_back(clock, wanted, due, ends)
 
     def _way_back(
         self,
-        slots: list[int],
-        starts: list[float],
+        clock: FloatColumn,
         wanted: list[tuple[int, int, int]],
-        ends: dict[int, tuple[float, int]],
+        due: list[float],
+        ends: dict[int, float],
     ) -> list[Trip]:
+        """Each comes back as late as it can; what would not be gone before that stays."""
+        chosen = sorted(ends, key=lambda number: (wanted[number][1], number), reverse=True)
+        gone = dict(
+            zip(ends, clock.searchsorted(np.array([*ends.values()]) + MARGIN_MS).tolist(), strict=True)
+        )
         found: list[Trip] = []
-        deadline = starts[-1]
-        for number in sorted(ends, key=lambda number: (wanted[number][1], number), reverse=True):
+        deadline = float(clock[-1])
+        for number in chosen:
             leave, need, tensor = wanted[number]
-            end, gone = ends[number]
-            start = min(starts[need], deadline) - self.in_ms[tensor]
-            if start < end + MARGIN_MS:
+            start = min(due[number], deadline) - self.in_ms[tensor]
+            if start < ends[number] + MARGIN_MS:
                 continue
-            back = min(bisect_right(starts, start - MARGIN_MS), len(slots) - 1) - 1
-            if back > gone:
+            back = int(clock.searchsorted(start - MARGIN_MS, side="right")) - 1
+            if back > gone[number]:
                 deadline = start
-                found.append(Trip(tensor, slots[leave], slots[gone], slots[back], slots[need]))
+                found.append(Trip(tensor, leave, gone[number], back, need))
         return found
 
     def retime(self, state: RunState) -> None:

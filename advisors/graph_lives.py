@@ -58,6 +58,9 @@ class Lives:
             slot += 1
         self.slot_op.extend([EMPTY] * room)
         self.end = slot + room
+        self.slot_ms = np.zeros(self.end + 1)
+        taken = np.arange(len(runs), dtype=np.int64) * (room + 1) + room
+        self.slot_ms[taken] = graph.op_ms[np.array(runs, dtype=np.int64)]
         change = np.zeros(self.end + 2, dtype=np.int64)
         change[0] = graph.resident_bytes
         kept = graph.kept & ~graph.resident
@@ -158,6 +161,7 @@ class Lives:
         memory[slot] += self.workspace[op]
         slots.insert(position, slot)
         self.slot_op[slot] = op
+        self.slot_ms[slot] = self.ms[op]
         self.cost += self.ms[op]
         self.journal.append((ADDED, op, slot))
 
@@ -187,6 +191,7 @@ class Lives:
         memory[slot] -= self.workspace[op]
         del slots[position]
         self.slot_op[slot] = EMPTY
+        self.slot_ms[slot] = 0.0
         self.cost -= self.ms[op]
         self.journal.append((REMOVED, op, slot))
 

@@ -64,6 +64,8 @@ class RunState(Lives):
             self.credit[target] = self.credit[origin]
             slot_op[origin] = EMPTY
             slot_op[target] = op
+            self.slot_ms[origin] = 0.0
+            self.slot_ms[target] = self.ms[op]
             target += 1
         self.memory[target : slot + 1] = across
         self.credit[target : slot + 1] = self.credit[target - 1]
@@ -95,6 +97,8 @@ class RunState(Lives):
             held, lent = int(memory[target]), int(self.credit[target])
             slot_op[target] = EMPTY
             slot_op[origin] = op
+            self.slot_ms[target] = 0.0
+            self.slot_ms[origin] = self.ms[op]
             memory[origin] = held
             memory[origin + 1 : end] = across
             self.credit[origin:end] = lent
