@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.errors import BadFile
-from memopt.files import read_bytes, write_atomic
+from memopt.files import read_bytes
 
 SCHEMA: Final = "memopt.graph/1"
 MOST_BYTES_EACH: Final = 2**53
@@ -101,10 +101,6 @@ class Graph:
     def tensor_count(self) -> int:
         return len(self.tensor_names)
 
-    def tensor_label(self, tensor: int) -> str:
-        """What to call a tensor in a message."""
-        return self.tensor_names[tensor] or f"tensor {int(self.tensor_ids[tensor])}"
-
     def op_label(self, op: int) -> str:
         """What to call an op in a message."""
         name = self.op_names[op] or "op"
@@ -186,11 +182,6 @@ def graph_from_rows(rows: GraphFile, source: str = "graph") -> Graph:
         resident_bytes=int(sizes[resident].sum()) if len(sizes) else 0,
         plain_ms=float(op_ms.sum()),
     )
-
-
-def write_graph(path: Path, graph: GraphFile) -> None:
-    """`graph` at `path`, whole or not at all."""
-    write_atomic(path, msgspec.json.encode(graph))
 
 
 def _index_tensors(rows: GraphFile, source: str) -> dict[int, int]:

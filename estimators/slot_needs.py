@@ -154,11 +154,6 @@ def _premises_hold(row: Row, attributes: Mapping[str, object]) -> bool:
     )
 
 
-def depends_on_frozen_inputs(node_name: str, slot: str) -> bool:
-    """Whether some row of this slot holds only while certain inputs need no gradient (check again when it matters)."""
-    return any(row.frozen_inputs for row in SLOT_NEEDS.get(f"{node_name}.{slot}", ()))
-
-
 def weakest_common_codec(needs: Sequence[Need], value_codecs: Iterable[str] = ()) -> str | None:
     """The codec under which every reader of one storage lets go of it, or None: keep it.
 

@@ -121,10 +121,14 @@ def test_not_even_one_fits() -> None:
     with pytest.raises(NotPossibleHere, match="a batch of 1"):
         batch_search.largest_batch(lambda size: estimate_recording(recording(200), spec))
     small = estimate_recording(recording(), spec)
-    best, _ = batch_search.largest_batch(
-        lambda size: small if size <= 37 else replace(small, fits_named=None)
-    )
-    assert best == 37
+
+    def growing(size: int) -> Estimate:
+        fits_named = small.fits_named if size <= 37 else None
+        return replace(small, allocated_bytes=small.allocated_bytes + size, fits_named=fits_named)
+
+    assert batch_search.largest_batch(growing)[0] == 37
+    with pytest.raises(NotPossibleHere, match="needs no more than a batch of 1"):
+        batch_search.largest_batch(lambda size: small)
 
 
 def test_a_flag_is_replaced_however_it_was_given() -> None:
