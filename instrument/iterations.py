@@ -42,8 +42,8 @@ class Iterations:
         self._listener = listener
         self._chosen: weakref.ref[torch.optim.Optimizer] | None = None
         """The optimizer whose steps end iterations."""
-        self._rounds = 0
-        """Iterations that it has ended."""
+        self.rounds = 0
+        """Iterations that the optimizer whose steps end them has ended; 1 again when another one has taken its place."""
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._pid = os.getpid()
         self._thread = threading.get_ident()
@@ -144,12 +144,12 @@ class Iterations:
         chosen = self._chosen() if self._chosen is not None else None
         is_new = optimizer not in self._stepped
         self._stepped.add(optimizer)
-        if chosen is None or (is_new and self._rounds < 2):
+        if chosen is None or (is_new and self.rounds < 2):
             self._chosen = weakref.ref(optimizer)
             self.boundary = "optimizer"
-            chosen, self._rounds = optimizer, 0
+            chosen, self.rounds = optimizer, 0
         if chosen is optimizer and self._steps_open == 0:
-            self._rounds += 1
+            self.rounds += 1
             self._end_iteration()
 
     def _end_iteration(self) -> None:

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 _MOST_OPS = 10**6
 _MOST_OPS_BEFORE_TRAINING = 3 * 10**5
 """A script may compute for long before it trains; those ops are nothing that a profile is about."""
+_MOST_JOINING = 3
+"""Optimizers that may join in the first round. A script that makes a new one for each step must not be waited for."""
 _MOST_STOPS = 3
 """A script that catches the exit that often means to go on; it is left alone then."""
 
@@ -79,6 +81,8 @@ class ProfileSession:
         self._result: Result | None = None
         self._plain_ms: list[float] = []
         self._recorded_ms = 0.0
+        self._joined = 0
+        """Iterations that ended before the last optimizer had joined the first round (a GAN's): parts of one."""
         self._device = wanted.device
         self._optimizers: set[int] = set()
         self._notes: list[str] = []
@@ -251,9 +255,15 @@ class ProfileSession:
 
     def _next(self, count: int, milliseconds: float) -> None:
         assert self._frames is not None
+        assert self._iterations is not None
         wanted = self._wanted
+        if 1 < count <= _MOST_JOINING and self._iterations.rounds == 1:
+            self._joined = count - 1
+            self._plain_ms.clear()
+        count -= self._joined
         if self._now is None:
-            self._plain_ms.append(milliseconds)
+            if count > 1:
+                self._plain_ms.append(milliseconds)
         else:
             self._recorded_ms = milliseconds
             self._end_recording()

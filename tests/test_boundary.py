@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from memopt.instrument.iterations import Iterations
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from enforced import recorded
 
 
 class Log:
@@ -55,3 +62,22 @@ def steps(order: str) -> list[str]:
 )  # fmt: skip
 def test_boundary(order: str, ends: list[str]) -> None:
     assert steps(order) == ends
+
+
+def test_the_plain_step_of_two_optimizers_is_a_whole_one(tmp_path: Path) -> None:
+    """The first round ends two iterations, one at each optimizer's first step; neither is a whole step."""
+
+    def two(steps: int) -> list[str]:
+        first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        one, other = torch.optim.SGD(first.parameters(), 0.1), torch.optim.SGD(second.parameters(), 0.1)
+        for _ in range(steps):
+            time.sleep(0.2)
+            for model, optimizer in ((first, one), (second, other)):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+        return []
+
+    trace = recorded(two, tmp_path)
+    assert trace.step_ms > 200
+    assert trace.facts["backward_calls"] == 2
