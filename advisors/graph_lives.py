@@ -115,14 +115,8 @@ class Lives:
         """The run at `slot` reads the tensor; its copy made before lives until then."""
         uses = self.uses[tensor]
         index = bisect_left(uses, slot)
-        slots = self.runs_at[self.maker[tensor]]
-        position = bisect_left(slots, slot)
-        following = slots[position] if position < len(slots) else FAR
-        if index == len(uses) or uses[index] >= following:
-            last = slots[position - 1]
-            if index and uses[index - 1] > last:
-                last = uses[index - 1]
-            self.memory[last + 1 : slot + 1] += self.size[tensor]
+        if not self.alive(tensor, slot):
+            self.memory[self.life_end(tensor, slot) + 1 : slot + 1] += self.size[tensor]
             if index == len(uses):
                 self.last_slot[tensor] = slot
         uses.insert(index, slot)
@@ -132,13 +126,8 @@ class Lives:
         uses = self.uses[tensor]
         index = bisect_left(uses, slot)
         del uses[index]
-        slots = self.runs_at[self.maker[tensor]]
-        position = bisect_left(slots, slot)
-        following = slots[position] if position < len(slots) else FAR
-        if index == len(uses) or uses[index] >= following:
-            last = slots[position - 1]
-            if index and uses[index - 1] > last:
-                last = uses[index - 1]
+        if not self.alive(tensor, slot):
+            last = self.life_end(tensor, slot)
             self.memory[last + 1 : slot + 1] -= self.size[tensor]
             if index == len(uses):
                 self.last_slot[tensor] = last

@@ -55,8 +55,10 @@ def plan_of(trace: Trace, choose: Callable[[Problem], Decisions]) -> Plan:
     return adviser.write(problem, choose(problem), "chosen by a test")
 
 
-def enforced(loop: Loop, plan: Plan, folder: Path, steps: int) -> tuple[list[str], Outcome]:
-    session = ApplySession(plan, Options(swap_dir=folder, measure=False))
+def enforced(
+    loop: Loop, plan: Plan, folder: Path, steps: int, *, measure: bool = False
+) -> tuple[list[str], Outcome]:
+    session = ApplySession(plan, Options(swap_dir=folder, measure=measure))
     session.install()
     try:
         computed = seeded(loop, steps)

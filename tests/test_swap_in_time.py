@@ -12,13 +12,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from enforced import SWAP, plan_of, recorded, seeded
+from enforced import SWAP, enforced, plan_of, recorded
 
 from memopt.advisors.problem import Decisions, Problem
 from memopt.enforcers.disk import DiskStore
-from memopt.enforcers.session import ApplySession, Options
-from memopt.outcome import Outcome
-from memopt.plan import Plan
 
 
 def deep_net(steps: int) -> list[str]:
@@ -38,17 +35,6 @@ def all_to_disk(problem: Problem) -> Decisions:
     return dict.fromkeys(problem.candidates, SWAP)
 
 
-def measured(plan: Plan, folder: Path) -> Outcome:
-    session = ApplySession(plan, Options(swap_dir=folder))
-    session.install()
-    try:
-        seeded(deep_net, 4)
-    finally:
-        outcome = session.finished()
-    assert outcome is not None
-    return outcome
-
-
 def test_late_copies_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = recorded(deep_net, tmp_path)
     fast = msgspec.structs.replace(trace.device, disk_out_bytes_per_s=1e13, disk_in_bytes_per_s=1e13)
@@ -62,9 +48,10 @@ def test_late_copies_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return write(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(DiskStore, "_write_piece", slow)
-    waiting = measured(plan, tmp_path)
+    _, waiting = enforced(deep_net, plan, tmp_path, 4, measure=True)
     assert waiting.actions.done == waiting.actions.planned > 4
     assert waiting.measured_peak_bytes <= 1.02 * plan.predicted_peak_bytes
     careless = [msgspec.structs.replace(action, away_by=None) for action in plan.actions]
-    late = measured(msgspec.structs.replace(plan, actions=careless), tmp_path)
+    plan_of_the_careless = msgspec.structs.replace(plan, actions=careless)
+    _, late = enforced(deep_net, plan_of_the_careless, tmp_path, 4, measure=True)
     assert late.measured_peak_bytes > 1.1 * plan.predicted_peak_bytes

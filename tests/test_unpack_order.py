@@ -9,10 +9,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from enforced import plan_of, recorded, seeded
+from enforced import enforced, plan_of, recorded
 
 from memopt.advisors.problem import Decisions, Problem
-from memopt.enforcers.session import ApplySession, Options
 from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN
 
 
@@ -54,12 +53,6 @@ def test_what_is_predicted_of_it_is_measured(tmp_path: Path) -> None:
             return {s: RECOMPUTE_AGAIN if again in trace.storage_label(s) else RECOMPUTE for s in able}
 
         plan = plan_of(trace, choose)
-        session = ApplySession(plan, Options(swap_dir=tmp_path))
-        session.install()
-        try:
-            seeded(attention_like, 6)
-        finally:
-            outcome = session.finished()
-        assert outcome is not None
+        _, outcome = enforced(attention_like, plan, tmp_path, 6, measure=True)
         assert outcome.actions.done == outcome.actions.planned > 2
         assert abs(outcome.measured_peak_bytes / plan.predicted_peak_bytes - 1) < 0.01, again
