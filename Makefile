@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 ROOMS := instrument profiler estimators advisors enforcers reports cli
 SOURCES := memopt $(ROOMS) tests benchmarks examples
 
-.PHONY: help install demo test lint format types bench bench-estimate bench-advise clean
+.PHONY: help install demo test lint format types bench bench-estimate bench-gpu bench-advise clean
 
 help: ## Show what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("memopt needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet -c constraints.txt --group dev -e .
+	$(BIN)/pip install --quiet --quiet -c constraints.txt --group dev -e .
 	@touch $@
 
 install: $(READY) ## Make .venv with memopt and everything it is tested with
@@ -47,6 +47,9 @@ bench: $(READY) ## Models x budgets: predicted and measured peak and step time, 
 
 bench-estimate: $(READY) ## Estimated against measured peaks, all parts of benchmarks/estimate.py (ARGS="lm litgpt")
 	$(BIN)/python -m benchmarks.estimate $(ARGS)
+
+bench-gpu: $(READY) ## Peaks of real runs on a GPU: ARGS="record --out DIR" there, ARGS="compare DIR" anywhere
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 bench-advise: $(READY) ## Strategies against each other: every benchmarks/advise*.py
 	@for file in benchmarks/advise*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done

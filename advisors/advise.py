@@ -7,16 +7,18 @@ from dataclasses import dataclass
 import msgspec
 
 from memopt.advisors.auto import Auto
+from memopt.advisors.jointly import plan_jointly
 from memopt.advisors.plan_writer import write_plan
 from memopt.advisors.problem import MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
-from memopt.advisors.registry import COUNSELS, STRATEGIES
+from memopt.advisors.registry import find_strategy
 from memopt.advisors.strategy import Strategy
 from memopt.device import Device
-from memopt.errors import BudgetInfeasible, UsageError
+from memopt.errors import BudgetInfeasible
+from memopt.estimators.in_backward import in_backward, why_not
 from memopt.estimators.timeline import Simulator
 from memopt.estimators.trace_view import TraceView
 from memopt.plan import Plan
-from memopt.trace import Trace
+from memopt.trace import PHASES, Trace
 from memopt.units import format_bytes
 
 _LINK_SHARE = {"disk": 0.6, "host": 0.9}
@@ -48,6 +50,7 @@ class Adviser:
     time_limit_s: float = TIME_LIMIT_S
     profile: str = ""
     _view: TraceView | None = None
+    _moved_view: TraceView | None = None
 
     @property
     def unplanned_peak_bytes(self) -> int:
@@ -60,6 +63,24 @@ class Adviser:
         return Problem(
             self._view, simulator, budget_bytes, self.allow, margin=margin, time_limit_s=self.time_limit_s
         )
+
+    def in_backward(self, problem: Problem, *, margin: float = MARGIN) -> Problem | None:
+        """`problem` of the run whose optimizer steps inside backward; none where that cannot be, or lowers nothing."""
+        if "optimizer" not in self.allow or why_not(self.trace):
+            return None
+        if self._moved_view is None:
+            self._moved_view = TraceView(in_backward(self.trace))
+        moved = Problem(
+            self._moved_view,
+            Simulator(self._moved_view, problem.device),
+            problem.budget_bytes,
+            self.allow,
+            margin=margin,
+            time_limit_s=self.time_limit_s,
+            instead_of=problem,
+        )
+        lower = moved.plain.peak_bytes < problem.plain.peak_bytes or _excess(moved) < _excess(problem)
+        return moved if lower else None
 
     def plan(self, budget_bytes: int, strategy: str = "auto") -> Plan:
         """The plan of `strategy`; without actions when the budget is met anyway."""
@@ -81,37 +102,40 @@ class Adviser:
             return problem, {}, (note,)
         notes: tuple[str, ...] = ()
         try:
-            decisions = planner.plan(problem)
+            problem, decisions = self._search(problem, planner)
         except BudgetInfeasible as error:
-            problem, decisions = self._without_margin(error, budget_bytes, planner)
+            if error.min_peak_bytes > budget_bytes:
+                raise
+            # Only the safety margin stood in the way: once more, for the budget itself.
+            problem, decisions = self._search(self.problem(budget_bytes, margin=0.0), planner, margin=0.0)
             notes = ("the plan leaves no safety margin below the budget",)
         return problem, decisions, notes + _optimality(problem, decisions)
 
+    def _search(
+        self, problem: Problem, planner: Strategy, *, margin: float = MARGIN
+    ) -> tuple[Problem, Decisions]:
+        moved = self.in_backward(problem, margin=margin) if isinstance(planner, Auto) else None
+        if moved is None:
+            return problem, planner.plan(problem)
+        return plan_jointly(moved, self.time_limit_s)
+
     def strategy(self, name: str) -> Strategy:
         """The strategy called `name`, with this adviser's time limit. Raises `UsageError`."""
-        found = STRATEGIES.get(name)
-        if name in COUNSELS:
-            raise UsageError(
-                f"{name} advises on the run as a whole and makes no plan for tensors",
-                try_=f"memopt advise PROFILE --strategy {name}",
-            )
-        if found is None:
-            raise UsageError(f"there is no strategy '{name}'", try_=", ".join([*STRATEGIES, *COUNSELS]))
+        found = find_strategy(name)
         return Auto(self.time_limit_s) if isinstance(found, Auto) else found
 
-    def _without_margin(
-        self, error: BudgetInfeasible, budget_bytes: int, planner: Strategy
-    ) -> tuple[Problem, Decisions]:
-        """Once more, for the budget itself, when only the safety margin stood in the way."""
-        if error.min_peak_bytes > budget_bytes:
-            raise error
-        problem = self.problem(budget_bytes, margin=0.0)
-        return problem, planner.plan(problem)
+
+def _excess(problem: Problem) -> float:
+    """Bytes above the target, summed over the ops but those of the optimizer, which may run at another time."""
+    over = problem.plain.high_bytes - problem.target_bytes
+    return float(over[(over > 0) & (problem.view.phase != PHASES.index("optimizer"))].sum())
 
 
 def _optimality(problem: Problem, decisions: Decisions) -> tuple[str, ...]:
     """How far the plan can be from the fastest one, where that is known."""
     least_ms = problem.least_step_ms
+    if least_ms:  # a plan that does not move the step saves what moving it costs
+        least_ms -= problem.view.trace.step_ms - problem.plain_step_ms
     if not least_ms or not decisions:
         return ()
     above = max(0.0, problem.run(decisions).step_ms / least_ms - 1)

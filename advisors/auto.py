@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import time
 from collections.abc import Iterable, Iterator
 
 from memopt.advisors.autoswap import Autoswap
@@ -22,6 +21,7 @@ from memopt.advisors.autotm import Autotm
 from memopt.advisors.blockers import infeasible
 from memopt.advisors.capuchin import Capuchin
 from memopt.advisors.checkmate import answers
+from memopt.advisors.clock import now
 from memopt.advisors.dtr import Dtr
 from memopt.advisors.flashneuron import Flashneuron
 from memopt.advisors.gist import Gist
@@ -91,7 +91,7 @@ class Auto:
         self.time_limit_s = time_limit_s
 
     def plan(self, problem: Problem, /) -> Decisions:
-        search = Search(problem, time.monotonic() + self.time_limit_s)
+        search = Search(problem, now() + self.time_limit_s)
         best = search.judge({})
         try:
             for plan in self._improving(search, best):
@@ -107,7 +107,7 @@ class Auto:
 
     def first_fitting(self, problem: Problem) -> Decisions | None:
         """The first plan that fits, whatever it costs; None when none is found within the time limit."""
-        search = Search(problem, time.monotonic() + self.time_limit_s)
+        search = Search(problem, now() + self.time_limit_s)
         best = search.judge({})
         if search.fits(best):
             return {}

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,6 +19,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from memopt.advisors.checkmate import unforeseen_bytes
+from memopt.advisors.clock import now
 from memopt.advisors.linear import Program
 from memopt.advisors.picks import cheapest_fitting, swap_of, swappable
 from memopt.advisors.prefetch import place_prefetches
@@ -47,14 +47,14 @@ class Autotm:
 
 def autotm_plans(problem: Problem) -> Iterator[Decisions]:
     """The program's answers, with the moments at which it wants tensors back and with those that hide every copy."""
-    until = time.monotonic() + problem.seconds_left
+    until = now() + problem.seconds_left
     able = sorted(swappable(problem), key=lambda c: -c.saved.size_bytes)[:_MOST_TENSORS]
     if problem.fits(problem.plain) or not able:
         yield {}
         return
     more = np.zeros(problem.view.n, dtype=np.int64)
     for _ in range(_ROUNDS):
-        left = until - time.monotonic()
+        left = until - now()
         answer = Placement(problem, able, more).solve(left / 2) if left > 0 else None
         if answer is None:
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from memopt.advisors.problem import Decisions, Problem
+from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.errors import BudgetInfeasible
 from memopt.timeline import Timeline
 from memopt.trace import CATEGORIES
@@ -20,7 +20,7 @@ def infeasible(problem: Problem, decisions: Decisions, who: str = "") -> BudgetI
     peak = timeline.peak_bytes
     needed = int(peak / (1 - 0.006)) + 1
     try_ = f"a budget of at least {format_bytes(needed)}, or a smaller batch"
-    if len(problem.allow) < 4:
+    if DEFAULT_ALLOW - problem.allow:
         try_ += ", or fewer kinds of action denied"
     found_by = (f"this is the best that {who} finds",) if who else ()
     floor = (f"no plan can go below {format_bytes(problem.floor_bytes)}",)

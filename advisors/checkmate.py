@@ -12,11 +12,11 @@ itself on `_FEW` tensors at most; for more the time limit, or `_ROUNDS` programs
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.picks import cheapest_fitting
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Decisions, Problem
@@ -45,7 +45,7 @@ class Checkmate:
 
 def answers(problem: Problem, kinds: frozenset[str]) -> Iterator[Decisions]:
     """What the program chooses among options of these kinds, again and again as the simulator finds fault with it."""
-    until = time.monotonic() + problem.seconds_left
+    until = now() + problem.seconds_left
     if problem.fits(problem.plain):
         yield {}
         return
@@ -58,8 +58,8 @@ def _all(problem: Problem, kinds: frozenset[str], until: float) -> Iterator[Deci
     relief = Relief(problem, kinds).build()
     best_ms = float("inf")
     plain_ms = problem.view.trace.step_ms + watching_ms(problem)
-    while time.monotonic() < until:
-        solved = relief.program.solve(until - time.monotonic())
+    while now() < until:
+        solved = relief.program.solve(until - now())
         if solved.values is None or plain_ms + solved.bound >= best_ms - 1e-9:
             return
         chosen = relief.decisions(solved)
@@ -78,7 +78,7 @@ def _tightened(problem: Problem, kinds: frozenset[str], until: float) -> Iterato
     for turn in range(_ROUNDS):
         relief = Relief(problem, kinds, more, tuple(apart), alone=turn > 0).build()
         rounded = len(relief.choice) > _MOST_WHOLE
-        left = until - time.monotonic()
+        left = until - now()
         solved = relief.program.solve(left / 2, relaxed=rounded) if left > 0 else None
         if solved is None or solved.values is None:
             return

@@ -17,7 +17,7 @@ from memopt.estimators.codec_sizes import (
     encode_transient_bytes,
     predicted_bytes,
 )
-from memopt.estimators.decision import Decision
+from memopt.estimators.decision import VALUE_CODECS, Decision
 from memopt.estimators.slot_needs import VALUES, Need, needs_of, weakest_common_codec
 from memopt.estimators.trace_view import Saved, TraceView
 
@@ -121,7 +121,7 @@ def _meta(view: TraceView, slot: int, device: Device) -> TensorMeta | None:
 
 def _decision(view: TraceView, device: Device, saved: Saved, codec: str, needs: tuple[Need, ...]) -> Decision:
     """Price of `codec`: a storage-wide codec encodes once, the others slot by slot; every unpack decodes."""
-    whole = codec == "two_valued"
+    whole = codec in VALUE_CODECS
     encoded = transient = decoded = walked = 0
     for position, (slot, need) in enumerate(zip(saved.slots, needs, strict=True)):
         meta = _meta(view, slot, device)
@@ -143,5 +143,5 @@ def _decision(view: TraceView, device: Device, saved: Saved, codec: str, needs: 
         transient_bytes=transient,
         decoded_bytes=decoded,
         encode_ms=walk_ms,
-        decode_ms=walk_ms / max(1, len(saved.slots)),
+        decode_ms=walk_ms if whole else walk_ms / max(1, len(saved.slots)),
     )

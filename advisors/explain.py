@@ -100,7 +100,9 @@ def why_not(problem: Problem, storage: int) -> list[str]:
         return [f"it is a {category} and {held}: only tensors that autograd saves are acted on"]
     found = []
     if not saved.plain:
-        found.append("a tensor subclass, or not strided: memopt leaves those alone")
+        found.append(
+            "a tensor subclass, not strided, or saved again by a backward that makes a graph: memopt leaves those alone"
+        )
     if saved.first_use >= view.n:
         found.append("backward never asked for it")
     if saved.gone_after + 1 >= min(saved.first_use, view.n):

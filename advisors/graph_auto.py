@@ -10,6 +10,7 @@ It is not optimal in general: `overhead_bound` says how far off it can be at mos
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 
@@ -17,8 +18,9 @@ from memopt.advisors.graph import Graph
 from memopt.advisors.graph_bounds import overhead_bound
 from memopt.advisors.graph_engine import Engine, Stuck
 from memopt.advisors.graph_evolve import Evolution
-from memopt.advisors.graph_exact import Proof, prove
+from memopt.advisors.graph_exact import Proof, Relaxed, Start, prove
 from memopt.advisors.graph_lanes import Lanes
+from memopt.advisors.graph_linked import Linked
 from memopt.advisors.graph_problem import Answer, GraphProblem, infeasible, plain_answer
 from memopt.advisors.graph_runs import floor_bytes, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graph_scores import SCORES
@@ -30,18 +32,21 @@ from memopt.advisors.schedule_sim import InvalidSchedule
 
 log = logging.getLogger(__name__)
 
-PORTFOLIO = ("msps", "dtr-local", "next-use", "dtr", "dtr-eqclass", "size", "lru", "megengine", "belady")
+PORTFOLIO = ("msps", "dtr", "dtr-local", "next-use", "dtr-eqclass", "size", "lru", "megengine", "belady")
 STARTS = 3
 SLOW = 150
 """With fewer iterations than this in a slice, one long search is worth more than several."""
-FEW = 200
-"""Above so many ops, one long search is worth more when copies make each move dearer."""
+FEW = 300
+"""Above so many ops, one long search is worth more where copies make each move dearer."""
 PROOF = 0.2
 CLOSE = 1e-5
 """A plan whose overhead is this close to the bound ends the search."""
 LOOSER = 1.25
 GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0))
 """Noise and breadth of the greedy starts."""
+
+LENT = ((1.0, 0.0), (0.8, 0.3))
+"""How far swaps fill the out lane in the starts that begin with them, and the noise of their choice."""
 
 
 class AutoPlan:
@@ -70,47 +75,79 @@ class AutoPlan:
         self.last_resort = begin + 3 * left
         self.bound = overhead_bound(self.problem)
         if self.problem.may_recompute:
-            self._secure(begin + 0.05 * left)
-        self._greedy_start(begin + 0.08 * left)
-        self.stats["first_s"] = round(time.monotonic() - begin, 3)
-        if self.problem.may_recompute and not self.problem.may_swap:
-            self.proof = prove(self.problem, PROOF * left)
+            self._secure(begin + 0.1 * left)
+        self._note_first(begin)
+        self._greedy_start(begin + 0.12 * left)
+        self._note_first(begin)
+        if self.problem.may_recompute:
+            self.proof = prove(self.problem, PROOF * left, Linked if self.problem.may_swap else Relaxed)
             self.bound = max(self.bound, self.proof.bound_ms / max(self.problem.graph.plain_ms, 1e-12))
         enough = (self.bound + CLOSE) * self.problem.graph.plain_ms
         slice_s = max(0.25, left / 10)
         if self.search.lanes:
-            self._swap(time.monotonic() + slice_s)
+            self._jointly(slice_s, enough)
+            return
         if not self.search.best_over and self.search.best_cost <= enough:
             return
         evolution = Evolution(self.search)
         if self.problem.may_recompute:
-            for runs in self._starts(self.stage_end(0.25))[: 1 if self.search.lanes else STARTS]:
-                if time.monotonic() < begin + 0.6 * left or self.search.best_over:
-                    evolution.add(runs, frozenset(), time.monotonic() + slice_s)
-                if self.search.iterations < SLOW and not self.search.best_over:
-                    break
-        if self.search.lanes:
-            self._swap(time.monotonic() + slice_s)
-            self.waiting.try_peers(self.last_resort if self.search.best_over else time.monotonic() + slice_s)
-            if self.search.best_over:
-                self.waiting.climb(self.problem.until)
-                return
-            evolution.add(self.search.best_runs, self.search.best_swaps, time.monotonic() + slice_s)
-        elif self.search.best_over:
+            self._evolve_starts(evolution, begin + 0.6 * left, slice_s, STARTS)
+        if self.search.best_over:
             self.search.load_best()
             self.search.mend(self.last_resort)
-        if self.search.iterations >= SLOW and not (self.search.lanes and self.problem.graph.op_count > FEW):
+        if self.search.iterations >= SLOW:
             evolution.run(begin + 0.75 * left, slice_s, enough)
+        self._finish(enough)
+
+    def _note_first(self, begin: float) -> None:
+        """When the first valid plan was there."""
+        if not self.search.best_over:
+            self.stats.setdefault("first_s", round(time.monotonic() - begin, 3))
+
+    def _jointly(self, slice_s: float, enough: float) -> None:
+        """Reruns and copies together; plans in which runs wait where there is no other."""
+        search, problem = self.search, self.problem
+        if problem.may_recompute and not search.best_over:
+            self._starts(self.stage_end(0.2))
+        self._swap(time.monotonic() + slice_s)
+        evolution = Evolution(search)
+        if search.best_over:
+            self.waiting.try_peers(self.stage_end(0.3))
+            if problem.may_recompute:
+                self._evolve_starts(evolution, self.last_resort, slice_s, 1)
+            search.load_best()
+            search.convert(time.monotonic() + slice_s)
+            if search.best_over:
+                self.waiting.climb(problem.until)
+                return
+        best = search.best_cost / max(problem.graph.plain_ms, 1e-12)
+        self.waiting.try_peers(self.stage_end(0.3), best)
+        if problem.graph.op_count <= FEW:
+            evolution.run(self.stage_end(0.7), slice_s, enough)
+        self._finish(enough)
+
+    def _evolve_starts(self, evolution: Evolution, until: float, slice_s: float, most: int) -> None:
+        """Search from each of the best few starts for a while."""
+        for start in self._starts(self.stage_end(0.35))[:most]:
+            if time.monotonic() < until or self.search.best_over:
+                evolution.add(*start, time.monotonic() + slice_s)
+            if self.search.iterations < SLOW and not self.search.best_over:
+                return
+
+    def _finish(self, enough: float) -> None:
+        """One long search from the best plan with all the time that is left."""
         if time.monotonic() < self.problem.until:
             self.search.load_best()
             self.search.run(self.problem.until, enough)
 
     def _secure(self, until: float) -> None:
-        """A first valid plan from a few segment plans, which cost next to nothing."""
-        forward = Forward(self.problem.graph)
-        for keep in greedy_cuts(forward, 6)[1:]:
-            runs = runs_keeping(forward, keep)
-            if peak_of_runs(self.problem.graph, runs) <= self.problem.budget_bytes:
+        """A first valid plan from a few segment plans, which cost next to nothing, else from the first online rule that finds one."""
+        graph, budget_bytes = self.problem.graph, self.problem.budget_bytes
+        forward = Forward(graph)
+        segments = (runs_keeping(forward, keep) for keep in greedy_cuts(forward, 6)[1:])
+        rules = (ruled(graph, budget_bytes, name, until) for name in PORTFOLIO)
+        for runs in itertools.chain(segments, rules):
+            if runs and peak_of_runs(graph, runs) <= budget_bytes:
                 self.search.load(runs)
                 self.search.polish_all()
                 return
@@ -120,7 +157,7 @@ class AutoPlan:
     def _greedy_start(self, until: float) -> None:
         """Plans of the offline greedy."""
         for noise, breadth in GREEDY:
-            self.search.greedy(noise, breadth, self.stage_end(0.4))
+            self.search.greedy(noise, breadth, self.stage_end(0.1 if self.search.lanes else 0.4))
             if time.monotonic() > until:
                 return
 
@@ -129,37 +166,47 @@ class AutoPlan:
         now = time.monotonic()
         return now + share * max(0.0, self.problem.until - now)
 
-    def _starts(self, until: float) -> list[list[int]]:
-        """The best few polished run sequences: of what was found so far, the proof's, the online rules' and the segments'."""
+    def _starts(self, until: float) -> list[Start]:
+        """The best few polished plans: of what was found so far, the proof's, the online rules' and the segments'."""
         search = self.search
-        found = [(search.best_over, search.best_cost, search.best_runs)]
-        for runs in starts(self.problem, self.stage_end(0.12)):
+        found = [(search.best_over, search.best_cost, (search.best_runs, search.best_swaps))]
+        for number, runs in enumerate(starts(self.problem, self.stage_end(0.15 if search.lanes else 0.3))):
+            if number and time.monotonic() > until:
+                break
             search.load(runs)
             if not search.overflow():
                 search.polish_all()
-                found.append((0, search.state.cost, search.state.runs()))
-            elif not search.best_over or time.monotonic() > until:
+                found.append(self._valued())
+            elif not search.best_over:
                 break
             else:
-                found.append(self._pressed(runs))
-        found += [self._pressed(runs) for runs in self.proof.runs]
+                found.append(self._pressed((runs, frozenset())))
+        found += [self._pressed(start) for start in self.proof.starts]
         found.sort(key=lambda each: each[:2])
         valid = sum(not over for over, _, _ in found)
-        return [runs for _, _, runs in found[: max(1, min(STARTS, valid))]]
+        return [start for _, _, start in found[: max(1, min(STARTS, valid))]]
 
-    def _pressed(self, runs: list[int]) -> tuple[int, float, list[int]]:
+    def _pressed(self, start: Start) -> tuple[int, float, Start]:
         search = self.search
-        search.load(runs)
+        search.load(*start)
         search.polish_all()
         search.press(self.stage_end(0.1))
         search.polish_all()
-        return search.overflow(), search.state.cost, search.state.runs()
+        return self._valued()
+
+    def _valued(self) -> tuple[int, float, Start]:
+        search = self.search
+        swaps = frozenset(search.lanes.swaps) if search.lanes else frozenset()
+        return search.overflow(), search.state.cost, (search.state.runs(), swaps)
 
     def _swap(self, until: float) -> None:
         """Starts with swaps: from the best plan without, and from the plain sequence with swaps first."""
         search = self.search
         search.load_best()
         search.convert(until)
+        for share, noise in LENT:
+            search.lend(share, noise, until)
+            search.convert(until)
         for noise, breadth in GREEDY[:6]:
             search.greedy(noise, breadth, until, swap_first=1.0)
             search.convert(until)
@@ -245,13 +292,18 @@ def starts(problem: GraphProblem, until: float) -> list[list[int]]:
         for budget_bytes in (problem.budget_bytes, int(LOOSER * problem.budget_bytes)):
             if time.monotonic() > until:
                 break
-            try:
-                runs = Engine(graph, budget_bytes, SCORES[name](), until=until).plan()
-            except Stuck:
-                continue
-            found.append(_valued(graph, problem.budget_bytes, runs))
-            break
+            if runs := ruled(graph, budget_bytes, name, until):
+                found.append(_valued(graph, problem.budget_bytes, runs))
+                break
     return [runs for _, _, runs in sorted(found, key=lambda item: item[:2])]
+
+
+def ruled(graph: Graph, budget_bytes: int, name: str, until: float) -> list[int]:
+    """The run sequence of one online rule; empty when it gets stuck."""
+    try:
+        return Engine(graph, budget_bytes, SCORES[name](), until=until).plan()
+    except Stuck:
+        return []
 
 
 def _valued(graph: Graph, budget_bytes: int, runs: list[int]) -> tuple[int, float, list[int]]:

@@ -9,6 +9,8 @@ O(peak ops x live tensors x log).
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from memopt.advisors.graph import Graph, IntColumn
@@ -48,7 +50,7 @@ def _bound_at(problem: GraphProblem, lives: tuple[IntColumn, IntColumn], op: int
             by_op[int(first[tensor])] = by_op.get(int(first[tensor]), 0) + int(graph.tensor_bytes[tensor])
     if not problem.may_swap:
         return _cheapest(graph, by_op, excess)
-    low, high = 0.0, graph.plain_ms
+    low, high = 0.0, max(graph.plain_ms, excess / (problem.out_gbps * 1e6))
     for _ in range(30):
         extra = (low + high) / 2
         rest = excess - int((link_ms + extra) * problem.out_gbps * 1e6)
@@ -60,7 +62,7 @@ def _bound_at(problem: GraphProblem, lives: tuple[IntColumn, IntColumn], op: int
 
 
 def _cheapest(graph: Graph, by_op: dict[int, int], excess: int) -> float:
-    """Fractional knapsack: least time to be rid of `excess` bytes."""
+    """Fractional knapsack: least time to be rid of `excess` bytes; infinite when all together are fewer."""
     total = 0.0
     for op, size in sorted(by_op.items(), key=lambda item: float(graph.op_ms[item[0]]) / item[1]):
         ms = float(graph.op_ms[op])
@@ -68,4 +70,4 @@ def _cheapest(graph: Graph, by_op: dict[int, int], excess: int) -> float:
             return total + ms * excess / size
         total += ms
         excess -= size
-    return total
+    return math.inf

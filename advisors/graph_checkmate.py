@@ -34,6 +34,7 @@ class Program:
     cost: list[float] = field(default_factory=list)
     whole: list[bool] = field(default_factory=list)
     low: list[float] = field(default_factory=list)
+    most: list[float] = field(default_factory=list)
     row_upper: list[float] = field(default_factory=list)
     row_start: list[int] = field(default_factory=lambda: [0])
     column: list[int] = field(default_factory=list)
@@ -41,11 +42,12 @@ class Program:
     runs: dict[tuple[int, int], int] = field(default_factory=dict)
     stored: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def variable(self, cost: float, *, whole: bool, low: float = 0.0) -> int:
-        """A new column between `low` and 1."""
+    def variable(self, cost: float, *, whole: bool, low: float = 0.0, most: float = 1.0) -> int:
+        """A new column between `low` and `most`."""
         self.cost.append(cost)
         self.whole.append(whole)
         self.low.append(low)
+        self.most.append(most)
         return len(self.cost) - 1
 
     def at_most(self, terms: dict[int, float], upper: float) -> None:
@@ -224,7 +226,7 @@ def new_program(program: Program, limit_s: float, *, whole: bool = True) -> Any:
     columns, rows = len(program.cost), len(program.row_upper)
     lp.num_col_, lp.num_row_ = columns, rows
     lp.col_cost_ = np.array(program.cost)
-    lp.col_lower_, lp.col_upper_ = np.array(program.low), np.ones(columns)
+    lp.col_lower_, lp.col_upper_ = np.array(program.low), np.array(program.most)
     lp.row_lower_, lp.row_upper_ = np.full(rows, -np.inf), np.array(program.row_upper)
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = columns, rows

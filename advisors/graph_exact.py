@@ -1,4 +1,4 @@
-"""A linear program below every plan without copies: what HiGHS proves with it, and the plans that its solutions suggest.
+"""A linear program below every plan without copies (with them: `graph_linked`): what HiGHS proves with it, and the plans that it suggests.
 
 Moments are first runs of chosen ops. S[j,v]: tensor v is on the device right after moment j. R[j,i]: op i runs again between moments j and
 j+1. Any schedule gives such values, however often ops run within an interval, since only this is asked: what an interval's
@@ -11,14 +11,16 @@ small are left out, which only lowers the bound. Needs `highspy`; without it the
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 import numpy as np
 
-from memopt.advisors.graph import Graph, IntColumn
+from memopt.advisors.graph import IntColumn
 from memopt.advisors.graph_checkmate import Program, last_service, new_program
+from memopt.advisors.graph_lanes import Swap
 from memopt.advisors.graph_problem import GraphProblem
 from memopt.advisors.graph_runs import memory_of_runs, plain_runs
 from memopt.advisors.graph_segments import missing
@@ -34,23 +36,29 @@ CHOICES = ((6, False), (6, True), (10, False), (16, True))
 MOST_OPS = 20_000
 SLACK = 1e-6
 
+Start = tuple[list[int], frozenset[Swap]]
+"""A run sequence, and swaps."""
+
 
 @dataclass(slots=True)
 class Proof:
-    """No plan reruns for less than `bound_ms`; run sequences to start from (memory may be short)."""
+    """No plan costs less than `bound_ms`; run sequences and swaps to start from (memory may be short)."""
 
     bound_ms: float = 0.0
-    runs: list[list[int]] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
 
 
-def prove(problem: GraphProblem, limit_s: float) -> Proof:
+def prove(problem: GraphProblem, limit_s: float, kind: type[Relaxed]) -> Proof:
     """The best bound that a few choices of moments give within the time."""
     proof = Proof()
     if not find_spec("highspy") or problem.graph.op_count > MOST_OPS:
         return proof
     best: dict[bool, tuple[float, Relaxed]] = {}
+    begin = time.monotonic()
     for largest, moments in choices(problem):
-        relaxed = Relaxed(problem.graph, problem.budget_bytes, moments)
+        if time.monotonic() > begin + limit_s / 2:
+            break
+        relaxed = kind(problem, moments)
         if relaxed.size() > MOST_VARIABLES:
             continue
         bound_ms = relaxed.lower_bound(limit_s / 4)
@@ -64,7 +72,7 @@ def prove(problem: GraphProblem, limit_s: float) -> Proof:
         if np.isfinite(info.mip_dual_bound):
             proof.bound_ms = max(proof.bound_ms, float(info.mip_dual_bound))
         if info.primal_solution_status == 2:
-            proof.runs.append(relaxed.runs(highs.getSolution().col_value))
+            proof.starts.append(relaxed.start(highs.getSolution().col_value))
     proof.bound_ms = max(0.0, (1 - SLACK) * proof.bound_ms - SLACK)
     return proof
 
@@ -86,16 +94,17 @@ def choices(problem: GraphProblem) -> list[tuple[bool, list[int]]]:
         else:
             chosen = np.unique(np.linspace(0, graph.op_count - 1, count).astype(np.int64))
             found.append((False, chosen.tolist()))
-    if Relaxed(graph, problem.budget_bytes, every).size() <= EVERY_OP:
+    if Relaxed(problem, every).size() <= EVERY_OP:
         found.append((False, every))
     return found
 
 
 class Relaxed:
-    """The program for one graph and budget."""
+    """The program for one problem."""
 
-    def __init__(self, graph: Graph, budget_bytes: int, moments: list[int]) -> None:
-        self.graph = graph
+    def __init__(self, problem: GraphProblem, moments: list[int]) -> None:
+        self.graph = graph = problem.graph
+        budget_bytes = problem.budget_bytes
         self.unit = float(max(1, budget_bytes))
         self.program = Program(graph, budget_bytes)
         self.latest = last_service(graph, graph.op_count)
@@ -153,10 +162,15 @@ class Relaxed:
         """If `run` (or in any case), the tensor was there when the interval began or is made in it."""
         program = self.program
         terms = {} if run is None else {run: 1.0}
-        for source in (program.stored.get((index, tensor)), program.runs.get((index, self.maker[tensor]))):
-            if source is not None:
-                terms[source] = terms.get(source, 0.0) - 1.0
+        for source in self._sources(index, tensor):
+            terms[source] = terms.get(source, 0.0) - 1.0
         program.at_most(terms, 0.0 if run is not None else -1.0)
+
+    def _sources(self, index: int, tensor: int) -> list[int]:
+        """Where the tensor can be had in this interval: it was there, or is made."""
+        program = self.program
+        found = (program.stored.get((index, tensor)), program.runs.get((index, self.maker[tensor])))
+        return [source for source in found if source is not None]
 
     def _stored(self, index: int, begin: int, op: int) -> None:
         """What is there after the first run of `op`, and that it fits beside what that op needs."""
@@ -187,22 +201,35 @@ class Relaxed:
         solved = highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
         return float(highs.getInfo().objective_function_value) if solved else 0.0
 
-    def runs(self, values: Sequence[float]) -> list[int]:
-        """The run sequence that has on the device after each moment what the solution says, and recomputes on demand."""
-        graph, stored = self.graph, self.program.stored
+    def start(self, values: Sequence[float]) -> Start:
+        """Runs and swaps with which there is on the device after each moment what the solution says; what is missing is made on demand."""
+        graph = self.graph
         here = [False] * graph.tensor_count
         number = {op: index + 1 for index, op in enumerate(self.moments)}
-        found: list[int] = []
+        last_touch = graph.producer.tolist()
+        runs: list[int] = []
+        swaps: set[Swap] = set()
         for op in range(graph.op_count):
-            found.extend(missing(graph, graph.reads[op], here, self.maker))
-            found.append(op)
+            runs.extend(missing(graph, graph.reads[op], here, self.maker))
+            runs.append(op)
             for tensor in graph.writes[op]:
                 here[tensor] = True
-            if op not in number:
-                continue
-            for tensor in self.tensors:
-                if here[tensor] and graph.replayable[self.maker[tensor]]:
-                    variable = stored.get((number[op], tensor))
-                    here[tensor] = variable is not None and values[variable] > 0.5
+            for tensor in graph.reads[op]:
+                last_touch[tensor] = op
+            for tensor in self.tensors if op in number else ():
+                if not here[tensor] or self._stays(number[op], tensor, values):
+                    continue
+                if self._is_out(number[op], tensor, values):
+                    swaps.add((tensor, last_touch[tensor], True))
+                else:
+                    here[tensor] = not graph.replayable[self.maker[tensor]]
         kept = tuple(np.flatnonzero(graph.kept & ~graph.resident).tolist())
-        return found + missing(graph, kept, here, self.maker)
+        return runs + missing(graph, kept, here, self.maker), frozenset(swaps)
+
+    def _stays(self, index: int, tensor: int, values: Sequence[float]) -> bool:
+        variable = self.program.stored.get((index, tensor))
+        return variable is not None and values[variable] > 0.5
+
+    def _is_out(self, index: int, tensor: int, values: Sequence[float]) -> bool:
+        """Whether the tensor is on the host at this moment."""
+        return False

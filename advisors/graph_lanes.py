@@ -1,14 +1,15 @@
 """Copies to the host and back, hidden behind compute: which tensors leave, and when both lanes have time for them.
 
-A swap is a tensor and the first run that needs it back. Everything else follows from the runs: it leaves after its last use
-before that run, on the out lane in order of those uses; it comes back as late as the in lane allows (scheduled backwards from the
+A swap is a tensor and the first run of an op at one end of the time that it is away: it leaves after that run, until whatever reads it
+next, be it a rerun; or it is back for that run, since whatever read it before. Everything else follows from the runs: it leaves on
+the out lane in order of those uses, and comes back as late as the in lane allows (scheduled backwards from the
 needs). Between the end of the way out and the start of the way back its bytes are lent to the plan as `credit`.
 No run ever waits for a swap that is scheduled here; what does not fit in the lanes gets no credit.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,8 +23,8 @@ from memopt.advisors.schedule import FREE, IN, OUT, RUN, Step
 MARGIN_MS = 1e-6
 """Copies end this much later in the plan than computed, so that rounding in another judge cannot break it."""
 
-Swap = tuple[int, int]
-"""Tensor, and the op whose first run needs it back (`op_count`: the end)."""
+Swap = tuple[int, int, bool]
+"""Tensor; an op; whether the tensor leaves after the first run of that op, or else is back for it (`op_count`: the end)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +50,7 @@ class Lanes:
 
     def trips(self, state: RunState) -> list[Trip]:
         """The swaps that both lanes have time for."""
-        wanted: list[tuple[int, int, int]] = []
-        for tensor, op in self.swaps:
-            need = state.runs_at[op][0] if op < self.graph.op_count else state.end
-            uses = state.uses[tensor]
-            index = bisect_left(uses, need)
-            made = state.runs_at[state.maker[tensor]]
-            position = bisect_left(made, need)
-            if not position or index == len(uses) or uses[index] != need:
-                continue
-            leave = made[position - 1]
-            if index and uses[index - 1] > leave:
-                leave = uses[index - 1]
-            wanted.append((leave, need, tensor))
+        wanted = list({each for swap in self.swaps if (each := self._idle(state, swap))})
         if not wanted:
             return []
         wanted.sort()
@@ -78,6 +67,23 @@ class Lanes:
             if end < due[number] - in_ms[tensor]:
                 ends[number] = free = end
         return self._way_back(clock, wanted, due, ends)
+
+    def _idle(self, state: RunState, swap: Swap) -> tuple[int, int, int] | None:
+        """Slots of the runs before and after which the tensor is idle, and the tensor; None where it is made anew in between."""
+        tensor, op, leaves = swap
+        uses = state.uses[tensor]
+        made = state.runs_at[state.maker[tensor]]
+        slot = state.runs_at[op][0] if op < self.graph.op_count else state.end
+        index = bisect_right(uses, slot) if leaves else bisect_left(uses, slot)
+        if index == len(uses):
+            return None
+        need = uses[index]
+        latest = bisect_left(made, need) - 1
+        if leaves:
+            return (slot, need, tensor) if made[latest] <= slot else None
+        if latest < 0 or need != slot:
+            return None
+        return max(made[latest], uses[index - 1] if index else -1), need, tensor
 
     def _way_back(
         self,

@@ -215,12 +215,26 @@ class Recreate(Moves):
             index = bisect_left(uses, slot)
             if index == len(uses) or uses[index] == slot or not state.alive(tensor, slot):
                 continue
-            need = uses[index]
-            reader = state.slot_op[need] if need < state.end else self.graph.op_count
-            if need < state.end and state.runs_at[reader][0] != need:
-                continue
-            maker = state.maker[tensor]
-            price = (state.ms[maker] if state.replayable[maker] else 1e9) / state.size[tensor]
-            rank.append((-price * math.exp(self.noise * rnd.gauss(0.0, 1.0)), (tensor, reader)))
+            price = self.price(tensor) * math.exp(self.noise * rnd.gauss(0.0, 1.0))
+            last = state.life_end(tensor, slot)
+            rank.extend((-price, swap) for swap in self.swaps_between(tensor, last, uses[index])[:1])
         rank.sort()
         return [swap for _, swap in rank]
+
+    def price(self, tensor: int) -> float:
+        """Time of its maker per byte: what a swap saves."""
+        state = self.state
+        maker = state.maker[tensor]
+        return (state.ms[maker] if state.replayable[maker] else 1e9) / state.size[tensor]
+
+    def swaps_between(self, tensor: int, last: int, need: int) -> list[Swap]:
+        """The swaps of `tensor` for the time between its runs at `last` and `need`: those of them that are first runs can name it."""
+        state = self.state
+        found: list[Swap] = []
+        if state.runs_at[op := state.slot_op[last]][0] == last:
+            found.append((tensor, op, True))
+        if need == state.end:
+            found.append((tensor, self.graph.op_count, False))
+        elif state.runs_at[op := state.slot_op[need]][0] == need:
+            found.append((tensor, op, False))
+        return found

@@ -13,8 +13,10 @@ import numpy as np
 
 from memopt.advisors.graph_arms import Arms
 from memopt.advisors.graph_lanes import Swap
-from memopt.advisors.graph_lives import ADDED, EMPTY
+from memopt.advisors.graph_lives import ADDED
+from memopt.advisors.graph_offload import idle_trips
 from memopt.advisors.graph_recreate import Recreate
+from memopt.advisors.graph_runs import memory_of_runs
 
 
 class Search(Recreate):
@@ -29,6 +31,28 @@ class Search(Recreate):
         self.press(until)
         self.polish_all()
         self.mend(until)
+
+    def lend(self, share: float, noise: float, until: float) -> None:
+        """Load the plain sequence with swaps that fill `share` of the out lane up to the peak, dearest to recompute first; then evict."""
+        assert self.lanes
+        graph, out_ms, rnd = self.graph, self.lanes.out_ms, self.random
+        runs = list(range(graph.op_count))
+        turn = int(memory_of_runs(graph, runs)[:-1].argmax())
+        left_ms = share * float(graph.op_ms[:turn].sum())
+        rank: list[tuple[float, Swap]] = []
+        for trip in idle_trips(graph, runs, int(graph.tensor_bytes[self.large].min(initial=1))):
+            if trip.leave < turn < trip.need:
+                price = self.price(trip.tensor) * math.exp(noise * rnd.gauss(0.0, 1.0))
+                rank.append((-price, (trip.tensor, trip.leave, True)))
+        swaps: list[Swap] = []
+        for _, swap in sorted(rank):
+            if out_ms[swap[0]] <= left_ms:
+                left_ms -= out_ms[swap[0]]
+                swaps.append(swap)
+        self.noise, self.breadth, self.swap_first = noise, 0.5, 0.0
+        self.load(runs, swaps)
+        self.press(until)
+        self.polish_all()
 
     def polish_all(self) -> None:
         """Drop whatever can go."""
@@ -142,12 +166,8 @@ class Search(Recreate):
         for tensor in state.writes[op]:
             uses = state.uses[tensor]
             index = bisect_left(uses, slot)
-            if index == len(uses) or not state.size[tensor]:
-                continue
-            need = uses[index]
-            reader = state.slot_op[need] if need < state.end else self.graph.op_count
-            if need == state.end or (reader != EMPTY and state.runs_at[reader][0] == need):
-                found.append((tensor, reader))
+            if index < len(uses) and state.size[tensor]:
+                found.extend(self.swaps_between(tensor, state.life_end(tensor, slot), uses[index])[:1])
         return found
 
     def convert(self, until: float) -> None:

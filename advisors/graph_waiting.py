@@ -5,11 +5,14 @@ Starts from every published swap strategy and climbs: leave one trip out or put 
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from memopt.advisors.graph_autoswap import autoswap
+from memopt.advisors.graph_bounds import overhead_bound
 from memopt.advisors.graph_capuchin import capuchin
 from memopt.advisors.graph_flashneuron import flashneuron, tflms
 from memopt.advisors.graph_modnn import modnn
@@ -22,7 +25,7 @@ from memopt.advisors.graph_offload import (
     idle_trips,
     just_in_time,
 )
-from memopt.advisors.graph_problem import Answer, GraphProblem
+from memopt.advisors.graph_problem import SWAP, Answer, GraphProblem
 from memopt.advisors.graph_runs import plain_runs
 from memopt.advisors.graph_sentinel import sentinel
 from memopt.advisors.graph_superneurons import superneurons
@@ -31,9 +34,12 @@ from memopt.advisors.graph_vdnn import vdnn, vdnn_plus
 from memopt.advisors.schedule import OUT, RUN, Step
 from memopt.errors import BudgetInfeasible
 
-PEERS: tuple[Callable[[GraphProblem], Answer], ...] = (
-    superneurons, capuchin, modnn, autoswap, vdnn, vdnn_plus, flashneuron, tflms, sentinel, swapadvisor,
-)  # fmt: skip
+Peer = Callable[[GraphProblem], Answer]
+JOINT: tuple[Peer, ...] = (superneurons, capuchin)
+SWAP_ONLY: tuple[Peer, ...] = (modnn, autoswap, vdnn, vdnn_plus, flashneuron, tflms, sentinel, swapadvisor)
+
+FEW = 1000
+"""On graphs of so many ops every strategy takes milliseconds."""
 
 
 class Waiting:
@@ -44,13 +50,16 @@ class Waiting:
         self.best: tuple[float, list[Step]] | None = None
         self.smallest_bytes = 2**62
 
-    def try_peers(self, until: float) -> None:
-        """Every published strategy that may wait."""
-        for peer in PEERS:
-            if time.monotonic() > until:
+    def try_peers(self, until: float, beaten: float = math.inf) -> None:
+        """Every published strategy that may wait, but those that cannot undercut the overhead `beaten`; in any case those that are quick."""
+        by_swaps = overhead_bound(replace(self.problem, allow=frozenset({SWAP})))
+        hurried = replace(self.problem, until=min(until, self.problem.until))
+        for peer in JOINT + (SWAP_ONLY if by_swaps < beaten else ()):
+            quick = peer in JOINT or self.problem.graph.op_count <= FEW
+            if not quick and time.monotonic() > until:
                 return
             try:
-                self._note(peer(self.problem).steps)
+                self._note(peer(hurried).steps)
             except BudgetInfeasible as failure:
                 self.smallest_bytes = min(self.smallest_bytes, failure.min_peak_bytes)
 

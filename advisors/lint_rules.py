@@ -9,6 +9,8 @@ from itertools import pairwise
 from memopt.advisors.lints import Seen, lint
 
 _SIXTEEN_BIT = ("bf16", "fp16")
+_LAST_DIM = 2**64 - 1
+"""A dimension of -1, which autograd's nodes keep unsigned."""
 _MASKING = {("MulBackward0", "other"), ("WhereBackward0", "condition"), ("MaskedFillBackward0", "mask")}
 
 
@@ -46,9 +48,10 @@ def activation_held(seen: Seen) -> Iterable[int]:
         if saved.last_use < seen.n <= saved.release
         and seen.category(storage) == "activation"
         and seen.is_inside_a_module(storage)
+        and not seen.is_read_outside_modules(storage)
     ]
-    # a single one is the output that a training loop holds until the next step
-    if len(found) > 1:
+    # outputs, of which the loss is made outside, stay in the loop's variables until the next step; so may a single other
+    if len(found) > 1 and not seen.differentiates_twice:
         yield from found
 
 
@@ -60,10 +63,18 @@ def activation_held(seen: Seen) -> Iterable[int]:
 def logits_upcast(seen: Seen) -> Iterable[int]:
     for op, name in enumerate(seen.names):
         if name == "_log_softmax":
-            for storage in seen.reads_of(op):
+            for storage in _and_what_they_copy(seen, seen.reads_of(op)):
                 sources = seen.reads_of(seen.maker(storage)) if seen.made_by(storage) == "_to_copy" else []
                 if seen.dtype(storage) == "fp32" and any(seen.dtype(s) in _SIXTEEN_BIT for s in sources):
                     yield storage
+
+
+def _and_what_they_copy(seen: Seen, storages: list[int]) -> list[int]:
+    """`storages`, and those that they are clones of: logits are often shifted before the loss."""
+    copied = [
+        source for s in storages if seen.made_by(s) == "clone" for source in seen.reads_of(seen.maker(s))
+    ]
+    return [*storages, *copied]
 
 
 @lint(
@@ -74,7 +85,8 @@ def logits_upcast(seen: Seen) -> Iterable[int]:
 def attention_by_hand(seen: Seen) -> Iterable[int]:
     for slot in seen.slots:
         square = len(slot.shape) >= 3 and slot.shape[-1] == slot.shape[-2]
-        if slot.node == "SoftmaxBackward0" and square and slot.storage in seen.saved_storages:
+        over_last = seen.attribute(slot, "dim") in (_LAST_DIM, len(slot.shape) - 1, None)
+        if slot.node == "SoftmaxBackward0" and square and over_last and slot.storage in seen.saved_storages:
             yield slot.storage
 
 
@@ -148,7 +160,7 @@ def frozen_convolution(seen: Seen) -> Iterable[int]:
     try_="requires_grad_(False) for them, or give them to the optimizer",
 )
 def gradient_in_no_optimizer(seen: Seen) -> Iterable[int]:
-    if not any(seen.phase(op) == "optimizer" for op in range(seen.n)):
+    if seen.differentiates_twice or not any(seen.phase(op) == "optimizer" for op in range(seen.n)):
         return
     for storage in seen.of_category("gradient"):
         readers = seen.readers.get(storage, [])
@@ -163,6 +175,8 @@ def gradient_in_no_optimizer(seen: Seen) -> Iterable[int]:
     try_="do not call requires_grad_() on a batch whose gradient nobody reads",
 )
 def input_requires_grad(seen: Seen) -> Iterable[int]:
+    if seen.differentiates_twice:
+        return
     # a leaf that is made in the iteration and gets a gradient is filed as a parameter
     for storage in seen.of_category("parameter"):
         if seen.maker(storage) >= 0:
@@ -243,7 +257,7 @@ def saved_twice(seen: Seen) -> Iterable[int]:
     try_="one backward over the sum of the losses, without retain_graph=True",
 )
 def graph_retained(seen: Seen) -> Iterable[int]:
-    if seen.trace.facts.get("keep_graph", 0) > 0:
+    if seen.trace.facts.get("keep_graph", 0) > 0 and not seen.differentiates_twice:
         for slot in seen.slots:
             if len(slot.uses) > 1 and slot.storage in seen.saved_storages:
                 yield slot.storage
@@ -320,13 +334,18 @@ def growing_cat(seen: Seen) -> Iterable[int]:
     chain: dict[int, int] = {}
     for op, name in enumerate(seen.names):
         if name == "cat" and seen.phase(op) == "forward":
-            before = [chain[s] for s in seen.reads_of(op) if s in chain]
+            # a stage that something else reads as well (DenseNet, decoding) is needed, however it is made
+            before = [chain[s] for s in seen.reads_of(op) if s in chain and _only_read_by(seen, s, "cat")]
             for value in seen.view.writes[op]:
                 chain[seen.view.value_storage[value]] = 1 + max(before, default=0)
     long = {seen.trace.ops.line[seen.maker(s)] for s, length in chain.items() if length >= 8}
     for storage, length in chain.items():
         if length > 1 and seen.trace.ops.line[seen.maker(storage)] in long:
             yield storage
+
+
+def _only_read_by(seen: Seen, storage: int, name: str) -> bool:
+    return all(seen.names[op] == name for op in seen.readers.get(storage, []) if seen.phase(op) == "forward")
 
 
 @lint(

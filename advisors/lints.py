@@ -135,6 +135,19 @@ class Seen:
         op = self.maker(storage)
         return 0 <= op < self.n and not self.trace.strings[self.trace.ops.module[op]].startswith("@")
 
+    def is_read_outside_modules(self, storage: int) -> bool:
+        """Does the training loop itself compute something of it in forward?"""
+        modules, strings = self.trace.ops.module, self.trace.strings
+        return any(
+            self.phase(op) == "forward" and strings[modules[op]].startswith("@")
+            for op in self.readers.get(storage, [])
+        )
+
+    @property
+    def differentiates_twice(self) -> bool:
+        """Gradients are taken of gradients (penalties, physics-informed nets): what that keeps is wanted."""
+        return self.trace.facts.get("create_graph", 0) > 0
+
     def layouts(self, storage: int) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
         """Shapes and strides under which the storage was saved."""
         slots = self.trace.slots
@@ -158,9 +171,13 @@ class Seen:
         """As the label has it: `fp32`, `bf16`, `int64`."""
         return self.trace.storage_label(storage).rpartition(" ")[2]
 
+    def attribute(self, slot: SavedSlot, name: str) -> object:
+        """What the slot's node holds under `name`; None when the trace does not say."""
+        return self.view.slot_attributes(slot.slot).get(name)
+
     def needs_grad(self, slot: SavedSlot) -> list[bool]:
         """Which inputs of the slot's node need a gradient; empty when the trace does not say."""
-        found = self.view.slot_attributes(slot.slot).get("needs_input_grad", [])
+        found = self.attribute(slot, "needs_input_grad")
         return list(found) if isinstance(found, list) else []
 
     def line_of(self, storages: Iterable[int]) -> str:

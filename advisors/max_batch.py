@@ -104,7 +104,8 @@ class Batches:
         planner = adviser.strategy(self.strategy)
         try:
             if isinstance(planner, Auto):
-                found = problem.is_met_unplanned or planner.first_fitting(problem) is not None
+                lower = adviser.in_backward(problem) or problem
+                found = problem.is_met_unplanned or planner.first_fitting(lower) is not None
             else:
                 found = problem.is_met_unplanned or planner.plan(problem) is not None
         except BudgetInfeasible:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import bisect
 import math
-import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
 import memopt
+from memopt.advisors.clock import now
 from memopt.advisors.problem import Candidate, Decisions, Problem
 from memopt.estimators.chains import Chain
 from memopt.estimators.decision import Decision
 from memopt.estimators.slot_needs import VALUES, Need, Value
 from memopt.estimators.trace_view import Saved
-from memopt.plan import Action, OpRef, Plan, SlotRef
+from memopt.plan import OPTIMIZER_IN_BACKWARD, Action, OpRef, Plan, ScriptAction, SlotRef
 from memopt.timeline import Timeline
 from memopt.units import format_bytes, format_ms
 
@@ -50,14 +50,37 @@ def write_plan(
         strategy=strategy,
         budget_bytes=problem.budget_bytes,
         unplanned_peak_bytes=problem.unplanned_peak_bytes,
-        predicted_peak_bytes=timeline.peak_bytes if decisions else problem.unplanned_peak_bytes,
-        plain_step_ms=trace.step_ms,
+        predicted_peak_bytes=timeline.peak_bytes
+        if decisions or problem.instead_of is not None
+        else problem.unplanned_peak_bytes,
+        plain_step_ms=problem.plain_step_ms,
         predicted_step_ms=timeline.step_ms,
         saved_tensors=len(trace.slots.node),
         saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),
         actions=actions,
+        script_actions=_of_the_optimizer(problem, decisions, timeline),
         notes=[*notes],
     )
+
+
+def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline) -> list[ScriptAction]:
+    """What the plan does about the optimizer, where it steps inside backward."""
+    plain = problem.instead_of
+    updates = plain.view.trace.updates if plain is not None else None
+    if plain is None or updates is None:
+        return []
+    without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
+    count = len(updates.parameter)
+    return [
+        ScriptAction(
+            kind="optimizer",
+            what=OPTIMIZER_IN_BACKWARD,
+            why=f"gradients of {count} parameters used and freed in backward: {updates.optimizer} gives the same bits one by one",
+            saved_bytes=max(0, without - timeline.peak_bytes),
+            parameters=count,
+            cost_ms=round(problem.view.trace.step_ms - problem.plain_step_ms, 4),
+        )
+    ]
 
 
 class _Writer:
@@ -67,7 +90,7 @@ class _Writer:
         self.problem, self.decisions, self.timeline = problem, decisions, timeline
         self.view, self.trace = problem.view, problem.view.trace
         self.chains = chains
-        self.deadline = time.monotonic() + _MARGINS_S
+        self.deadline = now() + _MARGINS_S
         self.chain_of_op: dict[int, list[Chain]] = {}
         for chain in chains.values():
             for op in chain.ops:
@@ -115,7 +138,7 @@ class _Writer:
 
     def _margins(self, saved: Saved, decision: Decision) -> tuple[int, float]:
         """(bytes by which the peak would rise, ms that would be saved) without this action."""
-        if time.monotonic() > self.deadline:
+        if now() > self.deadline:
             at_peak = saved.gone_after < self.problem.plain.peak_op < saved.first_use
             return (saved.size_bytes - decision.encoded_bytes if at_peak else 0), self.problem.solo_ms(
                 self.problem.candidates[saved.storage], decision
@@ -127,7 +150,7 @@ class _Writer:
     def _slots(self, candidate: Candidate, decision: Decision) -> list[SlotRef]:
         slots = candidate.saved.slots
         codec = candidate.codec
-        if decision.kind not in ("compress", "drop") or codec is None or decision.codec == "two_valued":
+        if decision.kind not in ("compress", "drop") or codec is None or decision.is_source:
             return [self.slot_ref(slot) for slot in slots]
         return [self.slot_ref(slot, need) for slot, need in zip(slots, codec.needs, strict=True)]
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.codec_options import CodecChoice, codec_choice
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.chains import Chain, find_chain, is_intact
@@ -19,7 +19,7 @@ from memopt.timeline import Timeline
 
 Decisions = dict[int, Decision]
 
-DEFAULT_ALLOW = frozenset({"recompute", "swap-host", "swap-disk", "compress"})
+DEFAULT_ALLOW = frozenset({"recompute", "swap-host", "swap-disk", "compress", "optimizer"})
 """Exact, and bit for bit the same run."""
 NAMES = ("recompute", "swap-host", "swap-disk", "compress", "lossy", "optimizer", "model-change")
 MARGIN = 0.005
@@ -99,18 +99,25 @@ class Problem:
         *,
         margin: float = MARGIN,
         time_limit_s: float = TIME_LIMIT_S,
+        instead_of: Problem | None = None,
     ) -> None:
+        """`instead_of`: the problem of the run as it is, where `view` is of one whose optimizer steps inside backward."""
         if view.trace.partial:
             raise NotPossibleHere(
                 "this profile is not whole, so nothing can be planned on it",
                 why=view.trace.partial,
-                try_="memopt profile SCRIPT with a smaller batch, then --budget with what the larger one needs",
+                try_="memopt profile --offload SCRIPT, or with a smaller batch, then --budget with what the larger one needs",
             )
         self.view, self.simulator, self.budget_bytes, self.allow = view, simulator, budget_bytes, allow
         self.time_limit_s = time_limit_s
         self.device = simulator.device
         self.plain = simulator.run({})
-        self.unplanned_peak_bytes = max(self.plain.peak_bytes, view.trace.peak_bytes)
+        self.instead_of = instead_of
+        self.unplanned_peak_bytes: int = (
+            instead_of.unplanned_peak_bytes
+            if instead_of is not None
+            else max(self.plain.peak_bytes, view.trace.peak_bytes)
+        )
         self.target_bytes = min(
             int(budget_bytes * (1 - margin)), int(self.unplanned_peak_bytes * (1 - LEAST_GAIN))
         )
@@ -118,6 +125,11 @@ class Problem:
         """No plan that fits has a shorter step, where somebody has proved that (see `relief`)."""
         self._deadline = float("inf")
         self._memo: dict[frozenset[tuple[int, Decision]], Timeline] = {}
+
+    @property
+    def plain_step_ms(self) -> float:
+        """A step of the run as it is."""
+        return (self.instead_of or self).view.trace.step_ms
 
     @property
     def is_met_unplanned(self) -> bool:
@@ -134,7 +146,7 @@ class Problem:
         return other
 
     def limited(self, deadline: float) -> Problem:
-        """The same problem; `run` raises `OutOfTime` once `time.monotonic()` has passed `deadline`."""
+        """The same problem; `run` raises `OutOfTime` once `clock.now()` has passed `deadline`."""
         other = self.with_target(self.target_bytes)
         other._memo, other._deadline = self._memo, deadline
         return other
@@ -142,14 +154,14 @@ class Problem:
     @property
     def seconds_left(self) -> float:
         """How long a strategy that starts now may work."""
-        return min(self.time_limit_s, self._deadline - time.monotonic())
+        return min(self.time_limit_s, self._deadline - now())
 
     def run(self, decisions: Mapping[int, Decision]) -> Timeline:
         """The judge's timeline, remembered."""
         key = frozenset(decisions.items())
         found = self._memo.get(key)
         if found is None:
-            if time.monotonic() > self._deadline:
+            if now() > self._deadline:
                 raise OutOfTime
             if len(self._memo) > 4000:
                 self._memo.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from memopt.advisors.advice import Counsel
 from memopt.advisors.auto import Auto
 from memopt.advisors.autoswap import Autoswap
@@ -26,6 +28,7 @@ from memopt.advisors.tflms import Tflms
 from memopt.advisors.vdnn import Vdnn
 from memopt.advisors.vdnn_plus import VdnnPlus
 from memopt.advisors.zero_offload import ZeroOffload
+from memopt.errors import UsageError
 
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
@@ -75,3 +78,20 @@ GRAPH_KINDS: dict[str, frozenset[str]] = (
     | dict.fromkeys(("auto", "superneurons", "capuchin"), frozenset({"recompute", "swap"}))
 )  # fmt: skip
 """What each strategy on plain graphs may do."""
+
+
+def find_strategy(name: str) -> Strategy:
+    """The strategy called `name`, which plans for tensors. Raises `UsageError` that names the nearest ones."""
+    if name in COUNSELS:
+        raise UsageError(
+            f"{name} advises on the run as a whole and makes no plan for tensors",
+            try_=f"memopt advise PROFILE --strategy {name}",
+        )
+    if name not in STRATEGIES:
+        known = [*STRATEGIES, *COUNSELS]
+        raise UsageError(
+            f"there is no strategy '{name[:60]}'",
+            why=f"there are {', '.join(known)}",
+            try_=" or ".join(get_close_matches(name, known)) or "memopt strategies",
+        )
+    return STRATEGIES[name]

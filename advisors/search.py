@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import random
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.advisors.capuchin import chain_given
+from memopt.advisors.clock import now
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Candidate, Decisions, Problem
 from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
@@ -41,12 +41,12 @@ class Plan:
 
 
 class Search:
-    """Moves on plans for one problem until `deadline` (a `time.monotonic` value)."""
+    """Moves on plans for one problem until `deadline` (a `clock.now` value)."""
 
     def __init__(self, problem: Problem, deadline: float, seed: int = 0) -> None:
         self.problem = problem
         self.deadline = deadline
-        self.seconds = max(0.0, deadline - time.monotonic())
+        self.seconds = max(0.0, deadline - now())
         self.random = random.Random(seed)
         self.evaluations = 0
         self.moves = [
@@ -64,12 +64,12 @@ class Search:
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() > self.deadline
+        return now() > self.deadline
 
     @property
     def share_left(self) -> float:
         """Share of the time limit that is left."""
-        return (self.deadline - time.monotonic()) / self.seconds if self.seconds else 0.0
+        return (self.deadline - now()) / self.seconds if self.seconds else 0.0
 
     def moment(self, share: float) -> float:
         """The moment at which only `share` of the time limit is left."""
@@ -85,13 +85,13 @@ class Search:
         """The same search with a time limit of its own."""
         other = copy.copy(self)
         other.seconds = seconds
-        other.deadline = time.monotonic() + seconds
+        other.deadline = now() + seconds
         return other
 
     def until_half(self) -> Search:
         """The same search with half of the time that is left."""
         other = copy.copy(self)
-        other.deadline = (time.monotonic() + self.deadline) / 2
+        other.deadline = (now() + self.deadline) / 2
         return other
 
     def as_decided(self, decisions: Decisions) -> Plan:

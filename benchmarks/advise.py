@@ -3,7 +3,7 @@
 Every plan is judged by `tests/schedule_checker.py`, which shares no code with memopt. Options: `--graphs a,b` (of `benchmarks.graphs`),
 `--budgets 90,80,...,20`, `--strategies x,y`, `--gbps 25`, `--time-limit 20`, `--files graph.json profile.json.gz ...` for graphs and recorded
 iterations of your own, such as those of `memopt profile benchmarks/train.py resnet50 --scale bench`. `bound` is the overhead that no plan
-without copies can undercut.
+with the same link, or without one, can undercut. `benchmarks.advise_link` compares links, `benchmarks.advise_exact` optima.
 """
 
 from __future__ import annotations
@@ -155,15 +155,15 @@ def graph_text(path: Path) -> bytes:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    """The command line; `make bench-advise` passes the words of the other programs too, which are not ours."""
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--graphs", default=",".join(DEFAULT_GRAPHS))
     parser.add_argument("--budgets", default="90,80,70,60,50,40,30,20")
     parser.add_argument("--strategies", default="")
     parser.add_argument("--gbps", type=float, default=0.0)
     parser.add_argument("--time-limit", type=float, default=20.0)
     parser.add_argument("--files", nargs="*")
-    return parser.parse_args()
+    return parser.parse_known_args()[0]
 
 
 def load_checker() -> ModuleType:

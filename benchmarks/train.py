@@ -20,6 +20,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--scale", choices=SCALES, default="bench")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--checkpoint", action="store_true", help="torch.utils.checkpoint on every block")
+    parser.add_argument("--peer", help="one of PyTorch's own planners instead, as in peers.py")
     parser.add_argument("--device", default=None, help="default: the accelerator if there is one, else cpu")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
@@ -34,6 +35,14 @@ def main() -> None:
     model = task.build().to(device)
     if args.checkpoint:
         checkpoint_blocks(args.model, model)
+
+    def loss_of(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return task.loss(model(inputs), targets)
+
+    if args.peer:
+        from peers import saved_by
+
+        loss_of = saved_by(args.peer, model, loss_of)
     optimizer: torch.optim.Optimizer
     if args.optimizer == "adamw":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -43,7 +52,7 @@ def main() -> None:
         inputs, targets = (part.to(device) for part in task.batch(args.batch))
         begin = time.perf_counter()
         optimizer.zero_grad()
-        loss = task.loss(model(inputs), targets)
+        loss = loss_of(inputs, targets)
         loss.backward()
         optimizer.step()
         # float.hex in the output tells two runs apart to the last bit

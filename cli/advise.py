@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memopt.cli.advise_words import check_goal, check_graph_words, check_words, parse_share
 from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from memopt.plan import Plan
     from memopt.trace import Trace
 
-_KINDS = "recompute, swap-host, swap-disk (swap: both), compress; model-change for ctdr"
+_KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer; model-change for ctdr"
 
 
 @click.command()
@@ -36,11 +37,13 @@ _KINDS = "recompute, swap-host, swap-disk (swap: both), compress; model-change f
 @click.option("--batch-arg", metavar="FLAG", help="With --max-batch: the script's own flag for the batch size, such as --batch-arg=--bs.")  # fmt: skip
 @click.option("--explain", metavar="TENSOR", help="Also say why this tensor is treated as it is (part of its name, or its number).")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Write the figures as JSON.")
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows a table.")
-@click.option("--graph", type=click.Path(path_type=Path), help="Plan a plain graph (memopt.graph/1) instead of a profile.")  # fmt: skip
-@click.option("--schedule", type=click.Path(path_type=Path), help="With --graph: where to write the schedule.")  # fmt: skip
-@click.option("--out-gbps", type=click.FloatRange(min=0), default=0.0, help="With --graph: link to the host, GB/s.")  # fmt: skip
-@click.option("--in-gbps", type=click.FloatRange(min=0), default=0.0, help="With --graph: link from the host, GB/s.")  # fmt: skip
+@click.option(
+    "--top", metavar="N", type=click.IntRange(min=1), default=10, show_default=True, help="Rows a table."
+)
+@click.option("--graph", metavar="FILE", type=click.Path(path_type=Path), help="Plan a plain graph (memopt.graph/1) instead of a profile.")  # fmt: skip
+@click.option("--schedule", metavar="FILE", type=click.Path(path_type=Path), help="With --graph: where to write the schedule.")  # fmt: skip
+@click.option("--out-gbps", metavar="RATE", type=click.FloatRange(min=0), default=0.0, help="With --graph: link to the host, GB/s.")  # fmt: skip
+@click.option("--in-gbps", metavar="RATE", type=click.FloatRange(min=0), default=0.0, help="With --graph: link from the host, GB/s.")  # fmt: skip
 @click.argument("profile", required=False, type=click.Path(path_type=Path))
 def advise(profile: Path | None, **options: Any) -> int:
     """Find what to swap, recompute or compress so that a script fits a budget.
@@ -49,6 +52,7 @@ def advise(profile: Path | None, **options: Any) -> int:
     """
     if options["graph"] is not None:
         return _advise_graph(profile, options)
+    check_words(options)
     for name in ("schedule", "out_gbps", "in_gbps"):
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} goes with --graph", try_="--graph graph.json")
@@ -82,8 +86,7 @@ def newest_profile(folder: Path) -> Path:
 
 
 def _advise_graph(profile: Path | None, options: dict[str, Any]) -> int:
-    if profile is not None:
-        raise UsageError("--graph is planned instead of a profile", why=f"{profile} was given too")
+    check_graph_words(profile, options)
     from memopt.cli.graph_plan import advise_graph
 
     return advise_graph(
@@ -105,17 +108,6 @@ def _required_budget(options: dict[str, Any]) -> str:
     if options["budget"] is None:
         raise UsageError("--budget is missing", try_="--budget 16GB, or --budget 60% of the unplanned peak")
     return str(options["budget"])
-
-
-def parse_share(text: str) -> float:
-    """`10%` or `0.1`. Raises `UsageError`."""
-    try:
-        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-    except ValueError:
-        share = -1.0
-    if not 0 <= share < 1e6:
-        raise UsageError(f"'{text}' is not a share of time", try_="10%")
-    return share
 
 
 def room_as_budget(options: dict[str, Any]) -> None:
@@ -153,9 +145,9 @@ class _Advise:
 
         options = self.options
         if options["batch_arg"]:
-            raise UsageError("--batch-arg goes with --max-batch")
+            raise UsageError("--batch-arg goes with --max-batch", try_="--max-batch --budget 16GB")
         room_as_budget(options)
-        self._check_goal()
+        check_goal(options, self.strategies)
         allow = allowed(options["allow"], options["deny"])
         trace = on_device(load_trace(self.path), options["device"])
         ending = "pareto.json" if options["pareto"] else "plan.json"
@@ -163,8 +155,6 @@ class _Advise:
         refuse_overwrite(self.output, force=options["force"])
         limit = options["time_limit_s"] or TIME_LIMIT_S
         adviser = Adviser(trace, allow, limit, str(self.path))
-        for name in self.strategies:
-            adviser.strategy(name)
         if options["pareto"]:
             return self._pareto(adviser)
         plan, explanation, table = self._plan(adviser)
@@ -182,14 +172,6 @@ class _Advise:
             if trace.device.modelled
             else plan
         )
-
-    def _check_goal(self) -> None:
-        goals = [name for name in ("budget", "max_overhead", "pareto") if self.options[name]]
-        if len(goals) != 1:
-            what = "choose one goal" if goals else "--budget is missing"
-            raise UsageError(what, try_="--budget 16GB, --max-overhead 10% or --pareto")
-        if self.options["budget"] is None and len(self.strategies) > 1:
-            raise UsageError("several strategies are compared at one budget", try_="--budget 16GB")
 
     def _budget(self, adviser: Adviser) -> int:
         from memopt.units import parse_bytes
@@ -246,7 +228,10 @@ class _Advise:
             if lints:
                 out().print(lints_table(lints))
         say(f"wrote {self.output}")
-        say(f"next: memopt apply {shlex.quote(str(self.output))}")
+        if plan.actions or plan.script_actions:
+            say(f"next: memopt apply {shlex.quote(str(self.output))}")
+        else:
+            say("next: run the script as it is")
 
     def _pareto(self, adviser: Adviser) -> int:
         from memopt.advisors.frontier import frontier

@@ -64,8 +64,13 @@ def explanation_table(found: Explanation, plan: Plan) -> RenderableType:
         for each in found.alternatives
     ]
     title = f"Options for tensor {found.storage}: {found.label} ({format_bytes(found.size_bytes)})"
-    table = pairs_table(title, ("option", "peak of the plan", "step", "overhead", "fits"), rows)
-    return Group(Text(), table, *(Text(f"{reason[0].upper()}{reason[1:]}.") for reason in found.reasons))
+    table = pairs_table("", ("option", "peak of the plan", "step", "overhead", "fits"), rows)
+    return Group(
+        Text(),
+        words(title, style="bold"),
+        table,
+        *(Text(f"{reason[0].upper()}{reason[1:]}.") for reason in found.reasons),
+    )
 
 
 def lints_table(lints: list[Lint]) -> RenderableType:
@@ -120,11 +125,16 @@ def pareto_table(points: list[Point], unplanned_bytes: int) -> RenderableType:
                 format_bytes(point.plan.predicted_peak_bytes),
                 format_ms(step),
                 _overhead(step, point.plan.plain_step_ms),
-                bar.ljust(_BAR),
+                bar,
             )
         )
     title = f"Peak against step time (unplanned peak {format_bytes(unplanned_bytes)})"
-    return pairs_table(title, ("budget", "peak", "step", "overhead", ""), rows)
+    table = plain_table(
+        title, [(name, "right") for name in ("budget", "peak", "step", "overhead")] + [("", "left")]
+    )
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def pareto_figures(points: list[Point], unplanned_bytes: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @click.option("-f", "--force", is_flag=True, help="Overwrite the outcome file if it exists.")
 @click.option("--verify", "verify_steps", metavar="N", type=click.IntRange(min=1), help="Run N iterations plain and N enforced and compare them bit for bit; exit 1 on any difference.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Refuse when the script has changed since it was profiled.")
-@click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="Folder for the swap file.  [default: the system's folder for temporary files]")  # fmt: skip
+@click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder for the swap file.  [default: the system's for temporary files]")  # fmt: skip
 @click.option("--no-measure", is_flag=True, help="Do not measure the peak: on a CPU that slows two iterations and takes memory of its own.")  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing at the end.")
 @click.argument("plan", type=click.Path(path_type=Path))
@@ -49,7 +49,7 @@ def apply(
     from memopt.cli.console import say
     from memopt.cli.ranks import path_of_rank
     from memopt.enforcers.session import ApplySession, Options
-    from memopt.files import refuse_overwrite
+    from memopt.files import refuse_overwrite, swap_folder
     from memopt.plan import load_plan
 
     if outcome_path is not None:
@@ -59,7 +59,7 @@ def apply(
     loaded = load_plan(plan_path)
     for said in prepare_run(loaded, os.environ):
         say(said)
-    folder = (swap_dir or _temporary_folder()).absolute()
+    folder = swap_folder(swap_dir)
     command = command_to_run(loaded, args)
     for warning in _doubts(loaded, command, strict=strict):
         say(warning)
@@ -73,7 +73,7 @@ def prepare_run(plan: Plan, environment: MutableMapping[str, str]) -> list[str]:
     """Set what the plan's allocator actions set, unless the user did; what was done. Raises `NotPossibleHere` for mere advice."""
     said = []
     for action in plan.script_actions:
-        if action.kind != "allocator":
+        if not action.can_be_applied:
             raise NotPossibleHere(
                 f"this plan asks for {action.what}, which memopt advises but cannot do",
                 why=f"nothing enforces it ({action.why})",
@@ -131,12 +131,6 @@ def _doubts(plan: Plan, command: Command, *, strict: bool) -> list[str]:
     if plan.script.torch and installed and plan.script.torch.split("+")[0] != installed.split("+")[0]:
         doubts.append(f"the profile was made with torch {plan.script.torch}, this is {installed}")
     return doubts
-
-
-def _temporary_folder() -> Path:
-    import tempfile
-
-    return Path(tempfile.gettempdir())
 
 
 def _verify(plan_path: Path, command: Command, steps: int, swap_dir: Path) -> int:

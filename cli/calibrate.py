@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("memopt-calibration.json"), show_default=True, metavar="FILE", help="Where to write the rows of hidden memory, on a machine with a GPU.")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the file if it exists.")
-@click.option("--swap-dir", type=click.Path(path_type=Path, exists=True, file_okay=False), default=Path("."), show_default="current folder", help="The folder whose disk is measured.")  # fmt: skip
+@click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False), help="The folder whose disk is measured.  [default: the system's for temporary files]")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def calibrate(output: Path, force: bool, swap_dir: Path, as_json: bool) -> int:
+def calibrate(output: Path, force: bool, swap_dir: Path | None, as_json: bool) -> int:
     """Measure this machine's link, disk and copy rates, and on a GPU the memory that no tensor shows.
 
     Takes seconds. The GPU's rows (CUDA context, cuBLAS and cuDNN workspaces) go to a file of the same form as memopt's own table.
     """
-    from memopt.files import refuse_overwrite
+    from memopt.files import refuse_overwrite, swap_folder
 
     kind = _kind()
     if kind == "cuda":
@@ -31,7 +31,7 @@ def calibrate(output: Path, force: bool, swap_dir: Path, as_json: bool) -> int:
     rows = _rows(output) if kind == "cuda" else None  # before anything else touches the GPU
     from memopt.profiler.bandwidth import measure_device
 
-    device = measure_device(kind, swap_dir)
+    device = measure_device(kind, swap_folder(swap_dir))
     if as_json:
         import msgspec
 

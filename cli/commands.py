@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import click
 from click.shell_completion import CompletionItem
 
-from memopt.errors import NotPossibleHere
+from memopt.errors import NotPossibleHere, UsageError
 
 
 class Lazy(NamedTuple):
@@ -60,6 +60,15 @@ class LazyGroup(click.Group):
 
             ctx.default_map = {name_or_none: defaults_for(name_or_none, command)}
         return name_or_none, command, rest
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """As click does; an error in a value says where the value was set, when that was not the command line."""
+        try:
+            return super().invoke(ctx)
+        except (UsageError, click.BadParameter) as error:
+            from memopt.cli.config import told_with_origin
+
+            raise told_with_origin(error, ctx.invoked_subcommand) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

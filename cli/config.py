@@ -8,6 +8,7 @@ warmup = 3
 
 from __future__ import annotations
 
+import os
 import tomllib
 from difflib import get_close_matches
 from pathlib import Path
@@ -18,6 +19,7 @@ import click
 from memopt.errors import UsageError
 
 COLORS = ("auto", "always", "never")
+Problem = UsageError | click.BadParameter
 
 
 def defaults_for(name: str, command: click.Command) -> dict[str, Any]:
@@ -37,7 +39,41 @@ def defaults_for(name: str, command: click.Command) -> dict[str, Any]:
     chosen = {as_option(key): value for key, value in shared.items()} | {
         as_option(key): value for key, value in own.items()
     }
-    return {options[key]: value for key, value in chosen.items() if key in options}
+    several = {each.name for each in command.params if isinstance(each, click.Option) and each.multiple}
+    found = {options[key]: value for key, value in chosen.items() if key in options}
+    return {
+        key: [value] if key in several and isinstance(value, str) else value for key, value in found.items()
+    }
+
+
+def told_with_origin(error: Problem, name: str | None) -> Problem:
+    """`error` of the command `name`; when it quotes a value of pyproject.toml or the environment, it says so."""
+    for option, value, where in _configured(name or ""):
+        if isinstance(error, click.BadParameter):
+            if error.param is not None and option in map(as_option, error.param.opts):
+                told = f"{error.message.rstrip('.')}. It is set by {where}."
+                return click.BadParameter(told, error.ctx, error.param)
+        elif any(f"'{word.strip()}'" in error.what for word in (value, *value.split(","))):
+            why = f"{error.why}; it is set by {where}" if error.why else f"it is set by {where}"
+            return UsageError(error.what, why=why, try_=error.try_)
+    return error
+
+
+def _configured(name: str) -> list[tuple[str, str, str]]:
+    """(option, value, where it was set) of what the environment and pyproject.toml say for the command `name`."""
+    prefix = f"MEMOPT_{name.upper()}_"
+    found = [
+        (as_option(variable.removeprefix(prefix)), value, variable)
+        for variable, value in os.environ.items()
+        if variable.startswith(prefix)
+    ]
+    path = nearest_pyproject(Path.cwd())
+    table = read_table(path) if path else {}
+    for title, values in ((f"tool.memopt.{name}", table.get(name, {})), ("tool.memopt", table)):
+        for key, value in values.items():
+            each = value if isinstance(value, list) else [value]
+            found += [(as_option(key), str(one), f"[{title}] in {path}") for one in each]
+    return found
 
 
 def configured_color() -> str:

@@ -97,5 +97,6 @@ def _columns() -> int:
 def _survive_narrow_encodings(stream: IO[str]) -> None:
     """Print `?` for what the terminal's encoding lacks, rather than die of UnicodeEncodeError."""
     reconfigure = getattr(stream, "reconfigure", None)
-    if reconfigure is not None and getattr(stream, "errors", "") == "strict":
+    # surrogateescape is what python opens stdout with in the C locale: it is as strict with what is no byte
+    if reconfigure is not None and getattr(stream, "errors", "") in ("strict", "surrogateescape"):
         reconfigure(errors="replace")

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 import memopt
+from memopt.files import swap_folder
 from memopt.units import format_bytes
 
 PARTS = ("torch", "numpy", "click", "rich", "msgspec", "pandas", "plotly", "nvidia-ml-py", "onnx", "highspy")
@@ -27,18 +28,17 @@ Facts = dict[str, Any]
 @click.command()
 @click.option(
     "--swap-dir",
+    metavar="DIR",
     type=click.Path(path_type=Path),
-    default=Path("."),
-    show_default="current folder",
-    help="The folder whose disk is looked at.",
+    help="The folder whose disk is looked at.  [default: the system's for temporary files]",
 )
 @click.option("--json", "as_json", is_flag=True, help="Write the facts as JSON.")
-def doctor(swap_dir: Path, as_json: bool) -> None:
+def doctor(swap_dir: Path | None, as_json: bool) -> None:
     """Tell versions, devices and what is possible here.
 
     Exits 0 whatever it finds: nothing here is an error, only a limit.
     """
-    facts = examine(swap_dir)
+    facts = examine(swap_folder(swap_dir))
     if as_json:
         click.echo(json.dumps(facts, indent=2))
     else:

@@ -122,10 +122,25 @@ def _script(argv: list[str], options: dict[str, Any]) -> Estimate:
             timeout_s=options["timeout"],
         )
 
+    _say_strays(argv)
     if options["max_batch"]:
         return _largest(once, argv, options["batch_arg"])
     with progress(f"following {argv[0]} on fake tensors"):
         return once(argv)
+
+
+def _say_strays(argv: list[str]) -> None:
+    """An option of ours behind a script that does not know its name was hardly meant for the script."""
+    from memopt.cli.console import say
+
+    own = {name for param in estimate.params for name in param.opts if name.startswith("--")}
+    given = [word.partition("=")[0] for word in argv[1:]]
+    if not own.intersection(given) or not Path(argv[0]).is_file():
+        return
+    source = Path(argv[0]).read_text(encoding="utf-8", errors="replace").replace("-", "_")
+    for name in own.intersection(given):
+        if name.strip("-").replace("-", "_") not in source:
+            say(f"{name} went to {argv[0]}, which does not name it; options of memopt come before the script")
 
 
 def _largest(once: Any, argv: list[str], flag: str | None) -> Estimate:
@@ -159,31 +174,23 @@ def _with_flag(argv: list[str], flag: str, size: int) -> list[str]:
 
 
 def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
-    from dataclasses import replace
-
-    from memopt.devices import find_device
-    from memopt.estimators.estimate import DEFAULT_DEVICE, estimate_recording
-    from memopt.estimators.onnx_estimate import record_onnx
-
-    spec = find_device(options["device"] or DEFAULT_DEVICE)
+    from memopt.estimators.estimate import DEFAULT_DEVICE
+    from memopt.estimators.onnx_estimate import estimate_onnx
 
     def once(batch: int | None) -> Estimate:
-        made = record_onnx(
+        return estimate_onnx(
             path,
             batch_size=batch,
             dims=_dims(options["dims"]),
             optimizer=options["optimizer"],
             dtype=options["dtype"],
             loss=options["loss"],
-            target="cpu" if spec.kind == "cpu" else "cuda",
+            device=options["device"] or DEFAULT_DEVICE,
             faithful=options["faithful"],
             assume_bn=options["assume_bn"],
+            alloc_conf=options["alloc_conf"],
             steps=options["steps"],
         )
-        found = estimate_recording(
-            made.recording, spec, alloc_conf=options["alloc_conf"], partial=made.partial
-        )
-        return replace(found, notes=list(dict.fromkeys(made.notes)))
 
     if not options["max_batch"]:
         return once(options["batch_size"])

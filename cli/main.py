@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -15,6 +16,7 @@ from memopt.cli.commands import LazyGroup
 from memopt.cli.config import COLORS, configured_color
 from memopt.errors import MemoptError
 
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 EPILOG = """\b
 Exit codes: 0 done; 1 failed; 2 not understood; 3 the budget cannot be met, or a gate failed.
 profile and apply end as the script ends; 70 there means that memopt itself failed.
@@ -58,7 +60,8 @@ def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
     """Run the command line `args` and return the exit code. A command may return its code, or exit by itself."""
     try:
         code = group.main(args, prog_name, standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is None when it was closed before the start (`>&-`)
+            sys.stdout.flush()
     except MemoptError as error:
         print(f"memopt: {error}", file=sys.stderr)
         return error.exit_code
@@ -69,10 +72,23 @@ def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
         print("memopt: interrupted", file=sys.stderr)
         _die_of_interrupt()
     except BrokenPipeError:
-        # the reader (`| head`) has seen enough; keep the interpreter's last flush from complaining
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave_stdout()  # the reader (`| head`) has seen enough
         return 1
+    except OSError as error:
+        if error.errno not in _DISK_TROUBLE:
+            raise
+        _leave_stdout()
+        told = MemoptError(
+            "what was asked for could not be written", why=str(error), try_="a disk with room for it"
+        )
+        print(f"memopt: {told}", file=sys.stderr)
+        return told.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _leave_stdout() -> None:
+    """Keep the interpreter's last flush from complaining of what cannot be written any more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _die_of_interrupt() -> NoReturn:

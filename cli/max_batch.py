@@ -26,9 +26,13 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
 
     for name in ("pareto", "max_overhead", "explain"):
         if options[name]:
-            raise UsageError(f"--{name.replace('_', '-')} does not go with --max-batch")
+            raise UsageError(
+                f"--{name.replace('_', '-')} does not go with --max-batch",
+                why="the batch is what is searched for",
+                try_="--max-batch --budget 16GB",
+            )
     if len(options["strategies"]) > 1:
-        raise UsageError("--max-batch takes one strategy")
+        raise UsageError("--max-batch takes one strategy", try_=f"--strategy {options['strategies'][0]}")
     room_as_budget(options)
     if options["budget"] is None:
         raise UsageError("--budget is missing", try_="--max-batch --budget 16GB, or --device NAME")

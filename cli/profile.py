@@ -25,10 +25,10 @@ _SOFTWARE = RunFailed.exit_code
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("-o", "--output", metavar="FILE", default=None, help="Where to write the profile; %p pid, %r rank, %h host. [default: memopt-SCRIPT.profile.json.gz]")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the file if it exists.")
-@click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True, help="Iterations before the recorded one.")  # fmt: skip
-@click.option("--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Iterations over which op times are medians.")  # fmt: skip
+@click.option("--warmup", metavar="N", type=click.IntRange(min=0), default=2, show_default=True, help="Iterations before the recorded one.")  # fmt: skip
+@click.option("--steps", metavar="N", type=click.IntRange(min=1), default=1, show_default=True, help="Iterations over which op times are medians.")  # fmt: skip
 @click.option("--keep-running", is_flag=True, help="Let the script go on after the recording.")
-@click.option("--swap-dir", type=click.Path(path_type=Path), default=Path("."), show_default="current folder", help="The folder whose disk is measured, for plans that swap.")  # fmt: skip
+@click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder whose disk is measured, for plans that swap; give apply the same.  [default: the system's for temporary files]")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="Whose memory to record.  [default: where the parameters are]")  # fmt: skip
 @click.option("--offload", is_flag=True, help="For a script that does not fit: move every saved tensor to the host or to --swap-dir while it is recorded.")  # fmt: skip
 @click.option("--from-snapshot", type=click.Path(path_type=Path), default=None, metavar="FILE", help="Make the profile from PyTorch's memory snapshot instead: allocations without operators.")  # fmt: skip
@@ -42,7 +42,7 @@ def profile(
     warmup: int,
     steps: int,
     keep_running: bool,
-    swap_dir: Path,
+    swap_dir: Path | None,
     device: str | None,
     offload: bool,
     from_snapshot: Path | None,
@@ -64,22 +64,30 @@ def profile(
         return write_profile(from_snapshot, output, force=force, quiet=quiet)
     if script is None:
         raise click.UsageError("Missing argument 'SCRIPT'.")
-    from memopt.files import refuse_overwrite
+    from memopt.files import refuse_overwrite, swap_folder
     from memopt.instrument.runner import Command, find_source
-    from memopt.profiler.session import ProfileSession, Wanted
+    from memopt.profiler.recordings import Wanted
+    from memopt.profiler.session import ProfileSession
 
     command = Command((script, *args), as_module=as_module)
     path = profile_path(output, command)
     refuse_overwrite(path, force=force)
     find_source(command)
+    folder = swap_folder(swap_dir)
+    if swap_dir is not None and not folder.is_dir():
+        raise UsageError(
+            f"nothing can be swapped to {swap_dir}",
+            why="there is no such folder",
+            try_=f"mkdir -p {swap_dir}",
+        )
     ending = _Ending(path, quiet)
     wanted = Wanted(
         warmup=warmup,
         steps=steps,
         keep_running=keep_running,
-        swap_dir=swap_dir.absolute(),
+        swap_dir=folder,
         device=device or "",
-        offload=tier_opener(swap_dir.absolute()) if offload else None,
+        offload=tier_opener(folder) if offload else None,
     )
     return ending.run(ProfileSession(command, wanted, done=ending.write), command, keep_running=keep_running)
 
@@ -147,7 +155,7 @@ class _Ending:
             code = runner.run(command, raised=session.ended_by)
         except KeyboardInterrupt:
             if os.getpid() == self._pid:
-                self._end(session, ended_well=False)
+                self._end(session, ended_well=False, interrupted=True)
             runner.die_of(signal.SIGINT)
         if os.getpid() != self._pid:
             runner.leave_child(code)
@@ -158,10 +166,14 @@ class _Ending:
             session.finished("the script was stopped by SIGTERM")
             self._end(session, ended_well=False)
 
-    def _end(self, session: ProfileSession, *, ended_well: bool) -> int:
+    def _end(self, session: ProfileSession, *, ended_well: bool, interrupted: bool = False) -> int:
         """Say what was written; the exit code when memopt failed and the script did not."""
         session.finished()
-        failure = self._failure or session.failure or (None if self._trace else nothing_seen(session))
+        failure = (
+            self._failure
+            or session.failure
+            or (None if self._trace else nothing_seen(session, interrupted=interrupted))
+        )
         if failure is not None:
             click.echo(f"memopt: {failure}", err=True)
             return _SOFTWARE if ended_well else 0
@@ -171,8 +183,14 @@ class _Ending:
         return 0
 
 
-def nothing_seen(session: ProfileSession) -> RunFailed:
+def nothing_seen(session: ProfileSession, *, interrupted: bool) -> RunFailed:
     """Why there is no profile at all."""
+    if interrupted:
+        return RunFailed(
+            "no profile was written: the script was interrupted",
+            why="it had run nothing yet that could be shown",
+            try_="the same again, for at least three steps",
+        )
     if not session.torch_seen:
         why = "it never imported torch in this process"
     elif session.iterations_seen:
@@ -199,6 +217,10 @@ def what_was_written(trace: Trace, path: Path) -> list[str]:
         name = str(path)
     lines = [f"wrote {name} (peak {format_bytes(trace.peak_bytes)}, {trace.op_count} ops)"]
     if trace.partial:
-        lines.append(f"it is partial: {trace.partial}")
-        return [*lines, f"next: memopt show {shlex.quote(name)}"]
+        lines += [f"it is partial: {trace.partial}", f"next: memopt show {shlex.quote(name)}"]
+        if "out of memory" in trace.partial:
+            lines.append("      to plan for it all the same: memopt profile --offload, or a smaller batch")
+        return lines
+    if not trace.device.disk_out_bytes_per_s:
+        lines.append("its swap folder could not be written: no plan will swap to disk (--swap-dir DIR)")
     return [*lines, f"next: memopt advise {shlex.quote(name)} --budget 80%"]

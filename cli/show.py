@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -15,7 +16,9 @@ from memopt.trace import Trace, load_trace
 
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Write the figures as JSON.")
-@click.option("--top", type=click.IntRange(min=1), default=10, show_default=True, help="Rows a table.")
+@click.option(
+    "--top", metavar="N", type=click.IntRange(min=1), default=10, show_default=True, help="Rows a table."
+)
 @click.argument("file", metavar="PROFILE|PLAN", type=click.Path(path_type=Path))
 def show(as_json: bool, top: int, file: Path) -> None:
     """Say in words what a profile or plan holds."""
@@ -29,21 +32,23 @@ def show(as_json: bool, top: int, file: Path) -> None:
             )
         )
         return
-    from memopt.cli.console import out
+    from memopt.cli.console import out, say
     from memopt.reports.terminal import render_plan, render_trace
 
     if isinstance(found, Plan):
         out().print(render_plan(found, top=top))
+        if (found.actions or found.script_actions) and all(a.can_be_applied for a in found.script_actions):
+            say(f"next: memopt apply {shlex.quote(str(file))}")
         return
     out().print(render_trace(found, top=top))
-    if found.partial or not found.op_count:
-        return
-    from memopt.advisors.lints import find_lints
-    from memopt.cli.advise_tables import lints_table
+    if not found.partial and found.op_count:
+        from memopt.advisors.lints import find_lints
+        from memopt.cli.advise_tables import lints_table
 
-    lints = find_lints(found)
-    if lints:
-        out().print(lints_table(lints))
+        lints = find_lints(found)
+        if lints:
+            out().print(lints_table(lints))
+        say(f"next: memopt advise {shlex.quote(str(file))} --budget 80%")
 
 
 class _AnySchema(msgspec.Struct):

@@ -27,21 +27,28 @@ def strategies(as_json: bool) -> None:
     from memopt.cli.console import out
     from memopt.reports.tables import plain_table
 
-    columns = [
-        ("name", "left"),
-        ("plans", "left"),
-        ("may choose", "left"),
-        ("paper, and what it needs", "name"),
-    ]
-    table = plain_table("Strategies", columns)
-    for row in rows:
-        allows = ", ".join(row["allows"]) or "nothing"
-        if not row["enforced"]:
-            allows += " (advice only)"
-        table.add_row(
-            row["name"], row["plans"], allows, Group(Text(row["paper"]), Text(row["needs"], style="dim"))
+    titles = {
+        "profiles": "On profiles: memopt advise PROFILE --strategy NAME",
+        "graphs": "On plain graphs: memopt advise --graph FILE --strategy NAME",
+    }
+    for kind, title in titles.items():
+        table = plain_table(
+            title, [("name", "left"), ("paper or rule, what it may choose, what it needs", "name")]
         )
-    out().print(table)
+        for row in rows:
+            if row["plans"] == kind:
+                table.add_row(row["name"], Group(Text(row["paper"]), Text(_terms(row), style="dim")))
+        out().print(table)
+
+
+def _terms(row: dict[str, Any]) -> str:
+    """`recompute, swap; needs a link to the host or a disk`."""
+    kinds = [kind for kind in row["allows"] if not kind.startswith("swap-")]
+    kinds += ["swap"] * (len(kinds) < len(row["allows"]))
+    text = ", ".join(kinds) or "plans nothing"
+    if not row["enforced"]:
+        text += " (advice only)"
+    return text if row["plans"] == "graphs" else f"{text}; needs {row['needs']}"
 
 
 def listing() -> list[dict[str, Any]]:

@@ -18,9 +18,7 @@ import itertools
 import mmap
 import os
 import queue
-import shutil
 import threading
-import time
 import weakref
 from collections import deque
 from concurrent.futures import Future
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 8 << 20
 GROW_BYTES = 64 << 20
-_IN_FLIGHT = 8
 _READ, _WRITE, _STOP = 0, 1, 2
 
 _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
@@ -327,53 +324,3 @@ def _forget_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_in_child)
-
-
-def measure_disk(
-    folder: str | os.PathLike[str], *, most_bytes: int = 256 << 20, seconds: float = 0.25
-) -> tuple[int, int]:
-    """(write, read) in bytes per second, through a `DiskStore` in `folder`; about `seconds` each and at most `most_bytes` of disk.
-
-    Raises `SwapFailed` where nothing can be written.
-    """
-    import torch
-
-    store = DiskStore(folder)
-    try:
-        most_bytes = min(most_bytes, shutil.disk_usage(folder).free // 4)
-        block = (
-            torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8).repeat(8).untyped_storage()
-        )
-        tickets, write_rate = _timed_writes(store, block, max(1, most_bytes // block.nbytes()), seconds)
-        return write_rate, _timed_reads(store, tickets, block, seconds)
-    finally:
-        store.close()
-
-
-def _timed_writes(
-    store: DiskStore, block: torch.UntypedStorage, most: int, seconds: float
-) -> tuple[list[Ticket], int]:
-    tickets: list[Ticket] = []
-    begin = time.perf_counter()
-    while len(tickets) < most and (not tickets or time.perf_counter() - begin < seconds):
-        tickets.append(store.write_async(block))
-        if len(tickets) >= _IN_FLIGHT:
-            store.wait(tickets[-_IN_FLIGHT])
-    for ticket in tickets:
-        store.wait(ticket)
-    store._file.forget_cache()
-    return tickets, int(len(tickets) * block.nbytes() / (time.perf_counter() - begin))
-
-
-def _timed_reads(store: DiskStore, tickets: list[Ticket], block: torch.UntypedStorage, seconds: float) -> int:
-    reads: list[Future[None]] = []
-    begin = time.perf_counter()
-    for ticket in tickets:
-        reads.append(store.read_async(ticket, block))
-        if len(reads) >= _IN_FLIGHT:
-            reads[-_IN_FLIGHT].result()
-        if time.perf_counter() - begin > seconds:
-            break
-    for done in reads:
-        done.result()
-    return int(len(reads) * block.nbytes() / (time.perf_counter() - begin))

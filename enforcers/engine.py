@@ -9,13 +9,13 @@ savings, it can never change a result.
 from __future__ import annotations
 
 import logging
+import re
 import threading
-import weakref
 from collections import Counter
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from memopt.enforcers.codecs import decode, encode, encode_for
@@ -50,6 +50,8 @@ from memopt.plan import Action
 log = logging.getLogger(__name__)
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
+_OWN_NODE = re.compile(r"Backward\d+$")
+"""Nodes of torch's own, whose backward writes over nothing that it has saved; a script's `Function` might."""
 
 
 class Engine(TorchDispatchMode):
@@ -72,7 +74,6 @@ class Engine(TorchDispatchMode):
         self._unsettled: list[Planned] = []
         self._called: Call | None = None
         """The last call, where its outputs may be compressed."""
-        self._encoded: dict[int, tuple[weakref.ref[UntypedStorage], weakref.ref[Encoded]]] = {}
         self.active = True
         self.done: Counter[int] = Counter()
         """Action -> slots on which it was taken in this iteration."""
@@ -248,22 +249,20 @@ class Engine(TorchDispatchMode):
         if triggers is not None and self._swapper is not None and handle.slot.ref.ordinal in triggers:
             self._swapper.prefetch(triggers[handle.slot.ref.ordinal])
         if handle.witness is not None:
-            check_version(handle.witness, handle.version, shape=handle.shape)
+            check_version(handle.witness, handle.version, handle, shape=handle.shape)
         if handle.tensor is not None:
-            check_version(handle.tensor, handle.version)
+            check_version(handle.tensor, handle.version, handle)
             return handle.tensor
         return self._restore(handle)
 
     def _restore(self, handle: Planned) -> Tensor:
         content = handle.content
         if isinstance(content, Value):
-            tensor = handle.on(make(content))
+            storage = make(content)
             if not handle.served:
                 handle.served = True
-                content.waiting -= 1
-                if content.waiting <= 0:
-                    content.cached = None
-            return tensor
+                content.serve(storage, only_read=bool(_OWN_NODE.search(handle.slot.ref.node)))
+            return handle.on(storage)
         if isinstance(content, SwappedStorage):
             tensor = handle.on(content.get())
             if not handle.served:
@@ -340,16 +339,13 @@ class Engine(TorchDispatchMode):
         self._take(handle, encoded)
 
     def _encode_storage(self, codec: str, tensor: Tensor) -> Encoded | None:
-        """One encoded form for all views of a storage."""
+        """One encoded form for all views of a storage, and for the replays that read it."""
         storage = tensor.untyped_storage()
-        known = self._encoded.get(storage._cdata)
-        if known is not None and known[0]() is storage:
-            shared = known[1]()
-            if shared is not None:
-                return shared
-        encoded = encode(codec, flat_storage(tensor), {})
-        if encoded is not None:
-            self._encoded[storage._cdata] = (weakref.ref(storage), weakref.ref(encoded))
+        encoded = self.values.encoded_form(storage, tensor._version)
+        if encoded is None:
+            encoded = encode(codec, flat_storage(tensor), {})
+            if encoded is not None:
+                self.values.is_encoded(storage, tensor._version, encoded)
         return encoded
 
     def _take(self, handle: Planned, content: Value | SwappedStorage | Encoded) -> None:
@@ -373,7 +369,6 @@ class Engine(TorchDispatchMode):
         """Forget what ended with the iteration."""
         self.done.clear()
         self.saved_tensors = self.saved_elements = 0
-        self._encoded.clear()
-        self.values.forget_dead_records()
+        self.values.new_iteration()
         if self._swapper is not None:
             self._swapper.new_iteration()

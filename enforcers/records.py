@@ -1,8 +1,8 @@
 """Ops remembered in forward so that what they made can be made again in backward: tensor-granular recomputation.
 
 A record holds the overload, its arguments and the generator's state. A tensor argument is a *view of a value* when its
-producer was recorded too, and is pinned (held) otherwise. A value is one version of a storage; it is *there* while its
-storage lives in that version, or while a replay's result waits for its last consumer.
+producer was recorded too, and is pinned (held) otherwise, as it is or as a codec holds it for others. A value is one version
+of a storage; it is *there* while its storage lives in that version, or while a replay's result waits for its last consumer.
 
 Making a value walks its records depth first, runs each once, frees what nobody waits for as soon as it was read
 (`estimators.chains` and `estimators.timeline` do the same walk on the trace). In-place ops write on private copies.
@@ -20,6 +20,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from memopt.enforcers.codecs import decode
+from memopt.enforcers.encoded import Encoded
 from memopt.enforcers.flat_call import CallForm
 from memopt.instrument.ops import OpKind
 from memopt.instrument.saved import view_of
@@ -45,18 +47,56 @@ class View:
         return view_of(storage, self.size, self.stride, self.offset, self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
 class Pinned:
-    """An argument that is held: an alias and the version that the op read."""
+    """An argument that is held: an alias and the version that the op read, or the encoded bytes of its storage."""
 
-    tensor: Tensor
-    version: int
+    __slots__ = ("dtype", "encoded", "offset", "shape", "stride", "tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.version = tensor._version
+        with torch._C._SetExcludeDispatchKeyGuard(_KEEPS_VERSION, False):
+            self.tensor: Tensor | None = tensor.detach()
+        self.encoded: Encoded | None = None
+        self.shape = tuple(tensor.shape)
+        self.stride = tuple(tensor.stride())
+        self.offset = int(tensor.storage_offset())
+        self.dtype = tensor.dtype
+
+    @property
+    def is_changed(self) -> bool:
+        """Was it changed in place since the op read it?"""
+        return self.tensor is not None and self.tensor._version != self.version
+
+    def holds(self, storage: UntypedStorage) -> bool:
+        return self.tensor is not None and self.tensor.untyped_storage()._cdata == storage._cdata
+
+    def read_from(self, encoded: Encoded) -> None:
+        """Hold what a codec made of the whole storage, in the version that the op read, in place of the bytes."""
+        self.tensor, self.encoded = None, encoded
+
+    def get(self) -> Tensor:
+        """The tensor; decoded, it is the caller's own."""
+        if self.tensor is not None:
+            return self.tensor
+        assert self.encoded is not None
+        storage = decode(self.encoded).untyped_storage()
+        return view_of(storage, self.shape, self.stride, self.offset, self.dtype)
 
 
 class Value:
     """One version of a storage, made by a recorded op."""
 
-    __slots__ = ("__weakref__", "again", "cached", "place", "record", "storage", "version", "waiting")
+    __slots__ = (
+        "__weakref__",
+        "again",
+        "cached",
+        "given",
+        "place",
+        "record",
+        "storage",
+        "version",
+        "waiting",
+    )
 
     def __init__(self, record: Record, place: int, storage: UntypedStorage, version: int) -> None:
         self.record = record
@@ -68,6 +108,8 @@ class Value:
         """The storage that forward made; None once it is gone or has been overwritten."""
         self.cached: UntypedStorage | None = None
         """Made again, and held for those who still wait."""
+        self.given: weakref.ref[UntypedStorage] | None = None
+        """What the last handle was served with: backward holds it for a while, and only reads it."""
         self.waiting = 0
         """Handles that have not been served."""
         self.again = False
@@ -76,7 +118,17 @@ class Value:
     def there(self) -> UntypedStorage | None:
         if self.cached is not None:
             return self.cached
+        given = self.given() if self.given is not None else None
+        if given is not None:
+            return given
         return self.storage() if self.storage is not None else None
+
+    def serve(self, storage: UntypedStorage, *, only_read: bool) -> None:
+        """One more handle has been served, with `storage`. After the last, what was made again lives as long as backward holds it."""
+        self.waiting -= 1
+        if self.waiting <= 0:
+            self.cached = None
+            self.given = weakref.ref(storage) if only_read else None
 
 
 class Record:
@@ -108,13 +160,6 @@ class Record:
         for argument in self.args:
             if isinstance(argument, View):
                 yield argument.value
-
-
-def pin(tensor: Tensor) -> Pinned:
-    """Hold `tensor` from inside a dispatch mode: an alias without a graph that shares the version counter."""
-    with torch._C._SetExcludeDispatchKeyGuard(_KEEPS_VERSION, False):
-        alias = tensor.detach()
-    return Pinned(alias, tensor._version)
 
 
 def generator_state(args: list[Any]) -> tuple[Any, Tensor]:
@@ -221,9 +266,10 @@ class _Replay:
     def _argument(self, record: Record, position: int, argument: Any) -> Any:
         written = position in record.written
         if isinstance(argument, Pinned):
-            if argument.tensor._version != argument.version and not written:
+            if argument.is_changed and not written:
                 raise _changed(record, argument)
-            return _private(argument.tensor) if written else argument.tensor
+            tensor = argument.get()
+            return _private(tensor) if written and argument.encoded is None else tensor
         if not isinstance(argument, View):
             return argument
         value = argument.value
@@ -281,7 +327,7 @@ def _tensors(out: Any) -> Iterator[Any]:
 
 def _changed(record: Record, argument: Pinned) -> CannotReplay:
     return CannotReplay(
-        f"memopt cannot compute {record.kind.name} again: its input {tuple(argument.tensor.shape)} was changed in place "
+        f"memopt cannot compute {record.kind.name} again: its input {argument.shape} was changed in place "
         "after forward, outside of what memopt watches. Nothing wrong was computed; profile the script again, "
         "or advise without recompute (--deny recompute)"
     )

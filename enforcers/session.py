@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.instrument.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
 from memopt.plan import Action, Plan
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
+    from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
     from memopt.enforcers.swap import SwapTier
     from memopt.enforcers.swapped import Swapper
     from memopt.instrument.frames import Frames
-    from memopt.instrument.iterations import Iterations, Listener
+    from memopt.instrument.iterations import Iterations
+    from memopt.instrument.meter import Meter
     from memopt.instrument.saved import SavedTensorHooks
-    from memopt.profiler.meter import Meter
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +46,22 @@ class Options:
     measure: bool = True
 
 
+class Witness(Protocol):
+    """Told, beside the session, of what the training loop computes."""
+
+    def iteration_ended(self, count: int, milliseconds: float) -> None: ...
+    def backward_begins(
+        self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
+    ) -> None: ...
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def gradient_is_whole(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        """It is used and let go before the step begins."""
+
+
 class ApplySession:
     """Listens to the training loop and keeps the engine in step with it."""
 
-    def __init__(self, plan: Plan, options: Options, *, also: Listener | None = None) -> None:
+    def __init__(self, plan: Plan, options: Options, *, also: Witness | None = None) -> None:
         self._also = also
         self._plan = plan
         self._options = options
@@ -57,6 +71,7 @@ class ApplySession:
         self._iterations: Iterations | None = None
         self._hooks: SavedTensorHooks | None = None
         self._swapper: Swapper | None = None
+        self._updates: OptimizerInBackward | None = None
         self._meter: Meter | None = None
         self._measuring = False
         self._resident_bytes = 0
@@ -91,7 +106,7 @@ class ApplySession:
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
-        from memopt.profiler.script_profiler import watch
+        from memopt.instrument.script_profiler import watch
 
         watch()
         self._frames = Frames()
@@ -101,10 +116,17 @@ class ApplySession:
         self._swapper = self._open_tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
         if not tables.empty:
+            if self._plan.device.kind == "cpu":
+                keep_freed_pages()
             self._frames.install()
             self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
             self._hooks.install()
             self._engine.enter()
+        if self._plan.in_backward is not None:
+            from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
+
+            self._updates = OptimizerInBackward(self._iterations, self._will_change, self._gradient_is_whole)
+            self._updates.install()
         os.register_at_fork(
             before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._forked
         )
@@ -158,7 +180,7 @@ class ApplySession:
         outcome = self._outcome()
         if self._engine is not None:
             self._engine.stop()
-        for part in (self._hooks, self._iterations, self._frames):
+        for part in (self._hooks, self._updates, self._iterations, self._frames):
             if part is not None:
                 part.remove()
         if self._swapper is not None:
@@ -167,9 +189,14 @@ class ApplySession:
 
     def _outcome(self) -> Outcome:
         plan, engine = self._plan, self._engine
-        planned = len([action for action in plan.actions if action.kind != "keep"])
-        times = self._times_ms or [0.0]
+        in_backward = plan.in_backward.parameters if plan.in_backward is not None else 0
+        stepped = self._updates.most_used if self._updates is not None else 0
+        planned = len([action for action in plan.actions if action.kind != "keep"]) + (in_backward > 0)
+        done = len(self._done) + (stepped >= in_backward > 0)
         notes = [*self.notes, *self._declined()]
+        if stepped < in_backward and self._updates is not None:
+            why = "; ".join(self._updates.declined) or "no step came right after a backward call"
+            notes.append(f"{stepped} of {in_backward} parameters were stepped inside backward: {why}")
         if self._hooks is not None and self._hooks.stepped_aside:
             notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
         if self._others:
@@ -181,11 +208,11 @@ class ApplySession:
             budget_bytes=plan.budget_bytes,
             unplanned_peak_bytes=plan.unplanned_peak_bytes,
             predicted_peak_bytes=plan.predicted_peak_bytes,
-            measured_peak_bytes=max(self._peaks, default=0),
+            measured_peak_bytes=max(self._peaks, default=None),
             plain_step_ms=plan.plain_step_ms,
             predicted_step_ms=plan.predicted_step_ms,
-            measured_step_ms=median(times),
-            actions=ActionCounts(planned=planned, done=len(self._done), skipped=planned - len(self._done)),
+            measured_step_ms=median(self._times_ms) if self._times_ms else None,
+            actions=ActionCounts(planned=planned, done=done, skipped=planned - done),
             divergences=engine.divergences if engine is not None else 0,
             steps=self._iterations.count if self._iterations is not None else 0,
             other_steps=len(self._others),
@@ -243,7 +270,7 @@ class ApplySession:
 
     def _start_measuring(self) -> None:
         self._resident_bytes = self._resident_bytes or _resident_peak_bytes()
-        from memopt.profiler.meter import meter_for
+        from memopt.instrument.meter import meter_for
 
         self._meter = meter_for(self._plan.device.kind)
         self._meter.start()
@@ -263,6 +290,8 @@ class ApplySession:
     ) -> None:
         if self._also is not None:
             self._also.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)
+        if self._updates is not None:
+            self._updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
         if self._engine is None or self._frames is None:
             return
         self._engine.settle_all()
@@ -272,6 +301,8 @@ class ApplySession:
         self._frames.paused = True
 
     def backward_ended(self) -> None:
+        if self._updates is not None:
+            self._updates.backward_ended()
         if self._engine is None or self._frames is None:
             return
         self._frames.paused = False
@@ -280,16 +311,27 @@ class ApplySession:
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._also is not None:
             self._also.step_begins(optimizer)
+        if self._updates is not None:
+            self._updates.step_begins(optimizer)
         if self._engine is not None and self._engine.values.holds_sources:
-            from memopt.instrument.ops import is_plain
-
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
-                    if is_plain(parameter):
-                        self._engine.values.source_changes(parameter.untyped_storage()._cdata)
+                    self._will_change(parameter)
+
+    def _will_change(self, parameter: torch.Tensor) -> None:
+        """What is to be made from the parameter as it is now is made now."""
+        from memopt.instrument.ops import is_plain
+
+        if self._engine is not None and self._engine.values.holds_sources and is_plain(parameter):
+            self._engine.values.source_changes(parameter.untyped_storage()._cdata)
+
+    def _gradient_is_whole(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        if self._also is not None:
+            self._also.gradient_is_whole(optimizer, parameter)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        return None
+        if self._updates is not None:
+            self._updates.step_ended(optimizer)
 
 
 def _resident_peak_bytes() -> int:

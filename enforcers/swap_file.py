@@ -92,13 +92,6 @@ class SwapFile:
         fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) & ~_O_DIRECT)
         self.direct = False
 
-    def forget_cache(self) -> None:
-        """Without O_DIRECT: flush, and drop the page cache's copy, so that a following read is the disk's."""
-        if not self.direct:
-            os.fsync(self.fd)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-
     def close(self) -> None:
         if self.fd >= 0:
             fd, self.fd = self.fd, -1

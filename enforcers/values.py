@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._pytree import tree_iter
 
-from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors, pin
+from memopt.enforcers.encoded import Encoded
+from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, version_of
 
 
@@ -26,6 +27,8 @@ class Values:
         """Storage address -> the value that it holds now."""
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
         """Storage address -> records that hold it as a source."""
+        self._encoded: dict[int, tuple[weakref.ref[UntypedStorage], int, weakref.ref[Encoded]]] = {}
+        """Storage address -> the storage, the version that a codec holds of it, and what it holds."""
 
     @property
     def holds_sources(self) -> bool:
@@ -42,7 +45,31 @@ class Values:
             return View(
                 value, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
             )
-        return pin(tensor)
+        pinned = Pinned(tensor)
+        encoded = self.encoded_form(storage, pinned.version)
+        if encoded is not None:
+            pinned.read_from(encoded)
+        return pinned
+
+    def encoded_form(self, storage: UntypedStorage, version: int) -> Encoded | None:
+        """What a codec holds of `storage` in this version."""
+        known = self._encoded.get(storage._cdata)
+        if known is None or known[0]() is not storage or known[1] != version:
+            return None
+        return known[2]()
+
+    def is_encoded(self, storage: UntypedStorage, version: int, encoded: Encoded) -> None:
+        """A codec holds `storage`: records that pinned it as a source read it from there, and let go of the bytes."""
+        self._encoded[storage._cdata] = (weakref.ref(storage), version, weakref.ref(encoded))
+        for reference in self._pins.pop(storage._cdata, ()):
+            record = reference()
+            for argument in record.args if record is not None else ():
+                if not isinstance(argument, Pinned) or not argument.holds(storage):
+                    continue
+                if argument.version == version:
+                    argument.read_from(encoded)
+                else:
+                    self._pins.setdefault(storage._cdata, []).append(reference)
 
     def value_in(self, tensor: Tensor, storage: UntypedStorage) -> Value | None:
         """The recorded value that `tensor` shows; None when no op was seen that made it as it is now."""
@@ -73,7 +100,11 @@ class Values:
                     taken.add(storage._cdata)
                     self._new_value(record, place, storage, version_of(tensor))
         for position, argument in enumerate(record.args):
-            if isinstance(argument, Pinned) and position not in record.updated:
+            if (
+                isinstance(argument, Pinned)
+                and argument.tensor is not None
+                and position not in record.updated
+            ):
                 self._pins.setdefault(argument.tensor.untyped_storage()._cdata, []).append(
                     weakref.ref(record)
                 )
@@ -138,8 +169,9 @@ class Values:
             self.source_changes(storage._cdata)
             self.overwritten([storage])
 
-    def forget_dead_records(self) -> None:
-        """Of what ended with the iteration."""
+    def new_iteration(self) -> None:
+        """Forget what ended with the iteration."""
+        self._encoded.clear()
         self._pins = {
             a: live for a, refs in self._pins.items() if (live := [r for r in refs if r() is not None])
         }

@@ -152,19 +152,31 @@ class _Digests:
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
     ) -> None:
+        from torch._C._functorch import is_functorch_wrapped_tensor
+
         for root in roots:
-            self._losses[f"loss {len(self._losses)}"] = digest(root)
+            if not is_functorch_wrapped_tensor(root):  # has no bytes of its own, and torch.func is left alone
+                self._losses[f"loss {len(self._losses)}"] = digest(root)
 
     def backward_ended(self) -> None:
         return None
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         for group in optimizer.param_groups:
-            for position, parameter in enumerate(group["params"]):
+            for parameter in group["params"]:
                 if parameter.grad is not None:
-                    name = f"{type(optimizer).__name__} step {self._step} parameter {position} of {len(self._gradients)}"
-                    self._gradients[name] = digest(parameter.grad)
+                    self.gradient_is_whole(optimizer, parameter)
         self._step += 1
+
+    def gradient_is_whole(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        position = 0
+        for group in optimizer.param_groups:
+            for each in group["params"]:
+                if each is parameter:
+                    assert parameter.grad is not None
+                    name = f"{type(optimizer).__name__} step {self._step} parameter {position}"
+                    self._gradients[name] = digest(parameter.grad)
+                position += 1
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, TypedDict
 
 from memopt.devices import DeviceSpec
 from memopt.estimators.hidden_memory import HiddenMemory, load_rows
@@ -39,6 +40,23 @@ def calibration_path() -> Path | None:
     folder = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     path = Path(folder).expanduser() / "memopt" / "calibration.json"
     return path if path.is_file() else None
+
+
+class OnDevice(TypedDict):
+    """What a fake run must know of the device that it pretends to be on."""
+
+    target: Literal["cuda", "cpu"]
+    capability: tuple[int, int]
+    cublas_workspace_bytes: int | None
+
+
+def on_device(spec: DeviceSpec) -> OnDevice:
+    """`spec` for a fake run; cuBLAS's workspace where a calibration tells it, else the run knows the usual sizes itself."""
+    if spec.kind == "cpu":
+        return OnDevice(target="cpu", capability=(0, 0), cublas_workspace_bytes=None)
+    calibration = calibration_of(spec)
+    measured = calibration.hidden.cublas_workspace().size_bytes if calibration.path else None
+    return OnDevice(target="cuda", capability=spec.capability_pair, cublas_workspace_bytes=measured)
 
 
 def calibration_of(spec: DeviceSpec) -> Calibration:

@@ -106,7 +106,7 @@ def decode_transient_bytes(codec: str, meta: TensorMeta) -> int:
     per_cell = {
         "narrow_int": 0,
         "predicate": 3 + meta.itemsize,
-        "two_valued": 3 + meta.itemsize,
+        "two_valued": 2,
         "exact_cast": 8,
         "zero_bitmap": 14,
     }

@@ -6,6 +6,9 @@ from typing import Literal
 
 import msgspec
 
+VALUE_CODECS = frozenset({"two_valued", "narrow_int", "exact_cast", "zero_bitmap"})
+"""They hold a whole storage, for any reader; the others serve one backward formula."""
+
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """One storage's fate between forward and backward. `keep` is the absence of a decision."""
@@ -24,6 +27,11 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What one consumer gets handed back."""
     encode_ms: float = 0.0
     decode_ms: float = 0.0
+
+    @property
+    def is_source(self) -> bool:
+        """Can a replay read the tensor while it is held like this? From a codec that gives back the values of the storage."""
+        return self.codec in VALUE_CODECS
 
 
 RECOMPUTE = Decision(kind="recompute")

@@ -12,7 +12,7 @@ from memopt.estimators.allocator_replay import AllocatorEvents, replay, smallest
 from memopt.estimators.allocator_settings import AllocatorSettings, parse_settings
 from memopt.estimators.calibrated import Calibration, calibration_of
 from memopt.estimators.error_bars import error_bar
-from memopt.estimators.fake_request import Request
+from memopt.estimators.fake_request import request_on
 from memopt.estimators.fake_run import record_script
 from memopt.estimators.recording import Recording
 from memopt.units import format_bytes
@@ -75,18 +75,7 @@ def estimate_script(
 ) -> Estimate:
     """The peak memory of training with the script `argv` on `device` (`cpu`: this machine's own operators)."""
     spec = find_device(device)
-    target = "cpu" if spec.kind == "cpu" else "cuda"
-    request = Request(
-        argv=argv,
-        as_module=as_module,
-        target=target,  # type: ignore[arg-type]
-        device=spec.title,
-        device_memory_bytes=spec.memory_bytes,
-        compute_capability=spec.capability_pair if target == "cuda" else (0, 0),
-        multiprocessors=spec.multiprocessors,
-        cublas_workspace_bytes=_measured_workspace(spec),
-        steps=steps,
-    )
+    request = request_on(spec, argv, as_module=as_module, steps=steps)
     recording, partial = record_script(request, timeout_s=timeout_s)
     return estimate_recording(recording, spec, alloc_conf=alloc_conf, partial=partial)
 
@@ -169,12 +158,6 @@ def _fit(spec: DeviceSpec, process_bytes: int, least_bytes: int) -> Fit:
         "yes" if process_bytes <= spec.memory_bytes else "tight" if least_bytes <= spec.memory_bytes else "no"
     )
     return Fit(name=spec.name, memory_bytes=spec.memory_bytes, verdict=verdict)
-
-
-def _measured_workspace(spec: DeviceSpec) -> int | None:
-    """Of cuBLAS, where a calibration tells; the fake run knows the usual sizes itself."""
-    calibration = calibration_of(spec) if spec.kind != "cpu" else None
-    return calibration.hidden.cublas_workspace().size_bytes if calibration and calibration.path else None
 
 
 def _context(calibration: Calibration) -> tuple[int, int]:

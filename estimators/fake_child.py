@@ -36,18 +36,20 @@ def main() -> None:
 
 
 def _run(request: Request) -> Result:
-    from memopt.estimators import fake_lazy, fake_script, fake_tensors
+    from memopt.estimators import fake_files, fake_lazy, fake_script, fake_tensors
     from memopt.estimators.fake_guess import Guesser
     from memopt.estimators.fake_record import FakeRecorder
     from memopt.estimators.recording import classify
 
     recorder = FakeRecorder(
-        request.target, capability=request.compute_capability, guesser=Guesser(frozenset(request.flipped))
+        request.target,
+        capability=request.compute_capability,
+        cublas_workspace_bytes=request.cublas_workspace_bytes,
+        guesser=Guesser(frozenset(request.flipped)),
     )
-    if request.cublas_workspace_bytes is not None:
-        recorder.blas.size_bytes = request.cublas_workspace_bytes
     fake_tensors.install(recorder)
     fake_lazy.install(recorder)
+    fake_files.install(recorder)
     fake_script.install(recorder)
     if request.target == "cuda":
         from memopt.estimators import fake_cuda

@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 
 from memopt.estimators.fake_attention import attention, efficient_backward_bytes, flash_backward_bytes
+from memopt.estimators.fake_cells import cell_choices
 from memopt.estimators.fake_cudnn_rnn import recurrent_choices
 from memopt.estimators.fake_hidden import hidden
 
@@ -33,6 +34,7 @@ def device_choices(overrides: Overrides, recorder: FakeRecorder) -> None:
     if FakeTensor not in _foreach_supported_types:  # else optimizers go through fake parameters one by one
         _foreach_supported_types.append(FakeTensor)
     recurrent_choices(overrides, recorder)
+    cell_choices(overrides, recorder)
     overrides.add("dropout", _dropout)
     overrides.add("batch_norm", _batch_norm)
     overrides.add("softmax.int", _softmax(aten._softmax.default))

@@ -134,6 +134,7 @@ def _run(how: _Layers, input: Tensor, hx: Any, params: list[Tensor]) -> Any:
     if how.recorder.device_of(input) == "cuda":
         how.recorder.guesser.remark(
             "recurrent layers were taken to run by cuDNN; its reserve space is a formula with an error of up to a fifth"
+            + (", and the states of its dropout are not counted" if how.dropout and how.train else "")
         )
     output, hy, cy = _Cudnn.apply(how, input, states[0], states[1] if len(states) > 1 else None, *params)  # type: ignore[no-untyped-call]
     return (output, hy, cy) if how.kind == "lstm" else (output, hy)

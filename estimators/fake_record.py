@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from memopt.estimators import fake_cudnn, fake_onednn  # noqa: F401  they register formulas
+from memopt.estimators.fake_accumulate import adds_in_place
 from memopt.estimators.fake_autocast import CudaAutocast
 from memopt.estimators.fake_blas import BlasWorkspaces
 from memopt.estimators.fake_choices import Overrides, plain_choices
@@ -42,6 +43,7 @@ from memopt.estimators.fake_hidden import hidden_bytes
 from memopt.estimators.fake_probe import Probes
 from memopt.estimators.fake_real import stays_real
 from memopt.estimators.fake_share import note_share
+from memopt.estimators.fake_sparse import note_distinct, sparse_result
 from memopt.estimators.recording import Recording, StorageRow
 
 Target = Literal["cuda", "cpu"]
@@ -66,15 +68,21 @@ class FakeRecorder(TorchDispatchMode):
     """Runs every op on fake tensors and keeps the sequence of storages allocated and freed on the target device."""
 
     def __init__(
-        self, target: Target = "cuda", *, capability: tuple[int, int] = (8, 0), guesser: Guesser | None = None
+        self,
+        target: Target = "cuda",
+        *,
+        capability: tuple[int, int] = (8, 0),
+        cublas_workspace_bytes: int | None = None,
+        guesser: Guesser | None = None,
     ) -> None:
+        """`cublas_workspace_bytes`: for each thread, where it was measured."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.target = target
         self.capability = capability
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.guesser = guesser or Guesser()
         self.probes = Probes()
-        self.blas = BlasWorkspaces(self)
+        self.blas = BlasWorkspaces(self, cublas_workspace_bytes)
         self.rows: list[StorageRow] = []
         self.events: list[int] = []
         """`i + 1` when row i is allocated, `-(i + 1)` when it is freed."""
@@ -167,10 +175,17 @@ class FakeRecorder(TorchDispatchMode):
         """`cuda` or `cpu`: where the script believes `tensor` to be."""
         if self.target == "cpu":
             return "cpu"
+        return "cuda" if self._lies_there(tensor) else "cpu"
+
+    def _lies_there(self, tensor: torch.Tensor) -> bool:
+        """Whether the storage under `tensor` is recorded; of a sparse one, that of its values."""
         try:
-            return "cuda" if tensor.untyped_storage()._cdata in self._live else "cpu"
+            return tensor.untyped_storage()._cdata in self._live
         except _NO_STORAGE:
-            return "cpu"
+            if tensor.layout is not torch.sparse_coo:
+                return False
+        with self.paused():
+            return tensor._values().untyped_storage()._cdata in self._live
 
     def mark(self, tensor: torch.Tensor, category: str, label: str = "") -> None:
         """Name the storage under `tensor`; nothing happens when it is not on the target."""
@@ -233,9 +248,7 @@ class FakeRecorder(TorchDispatchMode):
         self._allocate(storage, op)
 
     def _see_sparse(self, tensor: torch.Tensor, device: str, op: str) -> None:
-        self.guesser.remark(
-            "of sparse tensors only the first indices and values are counted, not what ops on them make"
-        )
+        self.guesser.remark("of ops on sparse tensors only results and the largest temporaries are counted")
         with self.paused():
             parts = (tensor._indices(), tensor._values())
         for part in parts:
@@ -329,8 +342,9 @@ class FakeRecorder(TorchDispatchMode):
         self.op_count += 1
         name = func.__name__ if hasattr(func, "__name__") else str(func)
         self._see_all(result[:1] if func is _PACK else result, device, name)
-        for size in hidden_bytes(self, func, args, kwargs, result):
-            self.workspace(size, name)
+        if device == self.target:
+            for size in hidden_bytes(self, func, args, kwargs, result):
+                self.workspace(size, name)
         return result
 
     def _see_all(self, result: Any, device: str, name: str) -> None:
@@ -348,14 +362,7 @@ class FakeRecorder(TorchDispatchMode):
             return "cuda", {**kwargs, "device": torch.device("cpu")}
         if self._claim is not None:
             return self._claim, kwargs
-        live = self._live
-        for tensor in tensors:
-            try:
-                if tensor.untyped_storage()._cdata in live:
-                    return "cuda", kwargs
-            except _NO_STORAGE:
-                continue
-        return "cpu", kwargs
+        return "cuda" if any(map(self._lies_there, tensors)) else "cpu", kwargs
 
     def _run(
         self,
@@ -373,10 +380,14 @@ class FakeRecorder(TorchDispatchMode):
             guess = self.guesser.answer(self, func, args, kwargs)
             if guess is not None:
                 return guess[0]
-            if func is aten.add.Tensor and self._adds_in_place(args, kwargs):
+            sparse = sparse_result(self, func, args, kwargs)
+            if sparse is not None:
+                return sparse
+            if func is aten.add.Tensor and self.phase == "backward" and adds_in_place(args, kwargs):
                 return args[0].add_(args[1])
             result = _own(func, own, func(*args, **kwargs))
             note_share(func, args, result)
+            note_distinct(func, own, result)
             return result
         if stays_real(func, args, kwargs, tensors, device):
             return func(*args, **kwargs)
@@ -390,29 +401,9 @@ class FakeRecorder(TorchDispatchMode):
         with self.paused(), self.fake_mode:
             return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
 
-    def _adds_in_place(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Autograd's input buffer adds a second gradient into the first when nobody else holds it, but not for subclasses."""
-        if self.phase != "backward" or kwargs or len(args) != 2 or torch.is_grad_enabled():
-            return False
-        old, new = args
-        if not (isinstance(old, FakeTensor) and isinstance(new, torch.Tensor)):
-            return False
-        if old.shape != new.shape or old.dtype != new.dtype or not _dense(old):
-            return False
-        return _only_holder(old)
-
 
 _PACK = aten._pack_padded_sequence.default
 """Its second result, the batch sizes, lies on the cpu."""
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
-
-
-def _only_holder(tensor: torch.Tensor) -> bool:
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= 2
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from memopt.devices import DeviceSpec
+from memopt.estimators.calibrated import on_device
 from memopt.estimators.recording import Recording
 
 
@@ -37,3 +39,19 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     """Lines at which a truth value was guessed, latest last."""
     backwards: int = 0
     steps: int = 0
+
+
+def request_on(spec: DeviceSpec, argv: list[str], *, as_module: bool, steps: int) -> Request:
+    """Of `argv` on `spec`, with what a calibration measured there."""
+    pretended = on_device(spec)
+    return Request(
+        argv=argv,
+        as_module=as_module,
+        target=pretended["target"],
+        device=spec.title,
+        device_memory_bytes=spec.memory_bytes,
+        compute_capability=pretended["capability"],
+        multiprocessors=spec.multiprocessors,
+        cublas_workspace_bytes=pretended["cublas_workspace_bytes"],
+        steps=steps,
+    )

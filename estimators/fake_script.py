@@ -1,4 +1,4 @@
-"""What a script does besides tensors, made harmless and fast: files, loaders, compilers, process groups."""
+"""What a script does besides tensors, made harmless and fast: loaders, compilers, process groups."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 from memopt.estimators.fake_record import FakeRecorder
 
@@ -22,83 +20,11 @@ _TORCH: Any = torch
 
 def install(recorder: FakeRecorder) -> None:
     """Patch torch in this process, for good."""
-    _files(recorder)
     _loaders(recorder)
     _compilers(recorder)
     _distributed(recorder)
     _inference_mode()
-
-
-class _Saved:
-    """A tensor that `torch.save` would have written: its shape, to be made again by `torch.load`."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.sizes, self.dtype = tuple(tensor.shape), tensor.dtype
-
-
-def _kept(value: Any) -> Any:
-    """Of a fake tensor the shape; of a real one, such as an optimizer's step count, the value."""
-    if isinstance(value, FakeTensor):
-        return _Saved(value)
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _files(recorder: FakeRecorder) -> None:
-    kept: dict[str, Any] = {}
-    load = torch.load
-
-    def name_of(file: Any) -> str:
-        try:
-            return str(os.path.abspath(os.fspath(file)))
-        except TypeError:
-            return f"object {id(file)}"
-
-    def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-        recorder.guesser.remark("torch.save wrote nothing: a fake run has no weights to keep")
-        kept[name_of(f)] = tree_map(_kept, obj)
-
-    def restore(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        device = _device_named(map_location)
-        name = name_of(f)
-        if name in kept:
-            return tree_map(lambda x: _again(recorder, x, device), kept[name])
-        with recorder.paused(), recorder.fake_mode:
-            found = load(f, "cpu", *args, **kwargs)
-
-        def adopt(x: Any) -> Any:
-            if isinstance(x, torch.Tensor):
-                recorder.adopt(x, device)
-            return x
-
-        return tree_map(adopt, found)
-
-    _TORCH.save = save
-    _TORCH.load = restore
-    _JIT.save = lambda m, f, *args, **kwargs: save({}, f)
-    try:
-        import safetensors.torch as safe
-    except ImportError:
-        return
-    safe.save_file = lambda tensors, filename, metadata=None: save(tensors, filename)
-
-
-def _device_named(map_location: Any) -> str:
-    if isinstance(map_location, (str, torch.device)):
-        return torch.device(map_location).type
-    return "cpu"
-
-
-def _again(recorder: FakeRecorder, value: Any, device: str) -> Any:
-    if isinstance(value, _Saved):
-        return _made(recorder, value, device)
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-def _made(recorder: FakeRecorder, saved: _Saved, device: str) -> torch.Tensor:
-    with recorder.fake_mode, recorder.paused():
-        made = torch.empty(saved.sizes, dtype=saved.dtype)
-    recorder.adopt(made, device)
-    return made
+    _padded_encoders(recorder)
 
 
 def _loaders(recorder: FakeRecorder) -> None:
@@ -212,6 +138,13 @@ def _inference_mode() -> None:
     _TORCH.inference_mode = inference_mode
 
 
-def is_fake(tensor: Any) -> bool:
-    """Whether `tensor` has a shape and no values."""
-    return isinstance(tensor, FakeTensor)
+def _padded_encoders(recorder: FakeRecorder) -> None:
+    """How much of a batch is padding is not known, so `TransformerEncoder` cannot leave it out."""
+
+    def not_aligned(tensor: Any, mask: Any) -> bool:
+        recorder.guesser.remark(
+            "nn.TransformerEncoder evaluates padding too: which of it a nested tensor would leave out is not known"
+        )
+        return False
+
+    _TORCH._nested_tensor_from_mask_left_aligned = not_aligned

@@ -19,10 +19,14 @@ def estimate_training_step(
     make_optimizer: Callable[[list[Any]], torch.optim.Optimizer] | None,
     *,
     target: Target = "cuda",
+    capability: tuple[int, int] = (8, 0),
+    cublas_workspace_bytes: int | None = None,
     steps: int = 3,
 ) -> Recording:
     """The recording of `steps` training steps: loss, backward, `step()`, `zero_grad()`. No optimizer: forward and backward only."""
-    with FakeRecorder(target) as recorder:
+    with FakeRecorder(
+        target, capability=capability, cublas_workspace_bytes=cublas_workspace_bytes
+    ) as recorder:
         loss_fn, found = build(recorder)
         parameters = list(found)
         for parameter in parameters:

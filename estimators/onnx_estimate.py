@@ -154,6 +154,8 @@ def record_onnx(
     dtype: str = "fp32",
     loss: str | None = None,
     target: Target = "cuda",
+    capability: tuple[int, int] = (8, 0),
+    cublas_workspace_bytes: int | None = None,
     faithful: bool = False,
     assume_bn: bool = False,
     steps: int = 3,
@@ -163,7 +165,15 @@ def record_onnx(
     plan = plan_training(
         Path(path), batch_size=batch_size, dims=dims or {}, loss=loss, faithful=faithful, assume_bn=assume_bn
     )
-    recording = record(plan, optimizer=optimizer, dtype=dtype, target=target, steps=steps)
+    recording = record(
+        plan,
+        optimizer=optimizer,
+        dtype=dtype,
+        target=target,
+        capability=capability,
+        cublas_workspace_bytes=cublas_workspace_bytes,
+        steps=steps,
+    )
     return OnnxRecording(
         recording=recording,
         notes=[*plan.notes, *recording.notes],
@@ -192,6 +202,7 @@ def estimate_onnx(
     Raises `UsageError` for dims left free and names that do not exist, `BadFile` for a file that is no usable model.
     """
     from memopt.devices import find_device
+    from memopt.estimators.calibrated import on_device
     from memopt.estimators.estimate import estimate_recording
 
     spec = find_device(device)
@@ -202,7 +213,7 @@ def estimate_onnx(
         optimizer=optimizer,
         dtype=dtype,
         loss=loss,
-        target="cpu" if spec.kind == "cpu" else "cuda",
+        **on_device(spec),
         faithful=faithful,
         assume_bn=assume_bn,
         steps=steps,

@@ -256,7 +256,7 @@ class Run:
                     return None
                 call = Call(node, values, known, self, env)
                 result = function(call)
-                return result if _small(result) else None
+                return result if _small(result) and _real(result) else None
         except Malformed as wrong:
             raise BadFile(f"the model's node {node.title} cannot be", why=str(wrong)) from wrong
         except _UNFAKEABLE:
@@ -287,6 +287,13 @@ def _small(result: Any) -> bool:
     if isinstance(result, tuple | list):
         return all(_small(r) for r in result if r is not None)
     return isinstance(result, Tensor) and result.numel() * result.element_size() <= SMALL_BYTES
+
+
+def _real(result: Any) -> bool:
+    """Not so when a branch reads values around it that are not known."""
+    if isinstance(result, tuple | list):
+        return all(_real(r) for r in result)
+    return not isinstance(result, FakeTensor)
 
 
 def last_uses(graph: Graph) -> dict[int, list[str]]:

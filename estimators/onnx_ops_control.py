@@ -35,7 +35,7 @@ def loop(call: Call) -> Any:
         turns = int(call.scalar(0)) if call.known[0] is not None else _once(call, "its trip count")
     if call.has(1) and call.known[1] is not None and not bool(call.scalar(1)):
         turns = 0
-    carried = list(call.inputs[2:])
+    carried = [k if k is not None else v for k, v in zip(call.known[2:], call.inputs[2:], strict=True)]
     count = len(carried)
     _check(call, body, 2 + count)
     collected: list[list[Tensor]] = [[] for _ in body.outputs[1 + count :]]

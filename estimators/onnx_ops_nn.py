@@ -213,6 +213,10 @@ def skip_layer_norm(call: Call) -> Any:
 def group_norm(call: Call) -> Tensor:
     x, weight, bias = call.tensor(0), call.tensor(1), call.tensor(2)
     groups, eps = call.number("num_groups", 1), call.attribute("epsilon", 1e-5)
+    weight, bias = (
+        weight.flatten(),
+        bias.flatten(),
+    )  # as [C, 1, 1] where it was matched from a scale and a shift
     if weight.numel() == groups != x.shape[1]:
         each = x.shape[1] // groups
         weight, bias = weight.repeat_interleave(each), bias.repeat_interleave(each)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memopt.errors import BadFile, UsageError
+from memopt.errors import BadFile, NotPossibleHere, UsageError
 from memopt.estimators.fake_record import FakeRecorder, Target
 from memopt.estimators.fake_training import estimate_training_step
 from memopt.estimators.onnx_graph import Graph, Model, Weight
@@ -111,11 +111,11 @@ def _input_type(kind: int) -> torch.dtype:
 
 def choose_loss(outputs: list[Any], asked: str | None) -> tuple[str, str]:
     """The loss and what to say of it: cross-entropy over the last dim of what looks like logits, else the mean."""
-    if asked == "mean":
-        return asked, "loss: the mean of the outputs (--loss mean)"
     floats = [o for o in outputs if isinstance(o, Tensor) and o.is_floating_point()]
     if not floats:
         raise UsageError("the model has no floating-point output", why="there is nothing to take a loss of")
+    if asked == "mean":
+        return asked, "loss: the mean of the outputs (--loss mean)"
     shape = list(floats[0].shape)
     if asked == "cross-entropy":
         if len(shape) < 1 or shape[-1] < 2:
@@ -171,8 +171,8 @@ def make_optimizer(name: str, target: Target) -> Callable[[list[Any]], torch.opt
     return lambda parameters: optimizer(parameters, **settings)
 
 
-def record(plan: Plan, *, optimizer: str, dtype: str, target: Target, steps: int = 3) -> Recording:
-    """The recording of `steps` training steps of `plan`."""
+def record(plan: Plan, *, optimizer: str, dtype: str, target: Target, **settings: Any) -> Recording:
+    """The recording of a few training steps of `plan`; `settings` as `estimate_training_step` takes them."""
     made = make_optimizer(optimizer, target)
     if not plan.trained:
         raise UsageError(
@@ -184,7 +184,14 @@ def record(plan: Plan, *, optimizer: str, dtype: str, target: Target, steps: int
         step = _Step(plan, recorder, dtype, target)
         return step, list(step.parameters.values())
 
-    return estimate_training_step(build, made, target=target, steps=steps)
+    try:
+        return estimate_training_step(build, made, target=target, **settings)
+    except RuntimeError as error:  # torch's own: no derivative, shapes that only training brings together
+        raise NotPossibleHere(
+            "the model cannot be trained as it is",
+            why=str(error).splitlines()[0],
+            try_="the model that was exported, as a script",
+        ) from error
 
 
 class _Step:
@@ -234,7 +241,8 @@ class _Step:
             loss = take_loss(self.plan.loss, outputs, self._labels(outputs))
         if not loss.requires_grad:
             raise UsageError(
-                "the model's floating-point output does not depend on any trained weight", try_="--loss mean"
+                "the model's floating-point output does not depend on any trained weight",
+                try_="" if self.plan.loss == "mean" else "--loss mean",
             )
         return loss
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from memopt.devices import DeviceSpec
 from memopt.errors import NotPossibleHere, UsageError
-from memopt.estimators.fake_request import Request
+from memopt.estimators.fake_request import request_on
 from memopt.estimators.fake_run import record_script
 from memopt.estimators.profile_batch import batch_arguments
 from memopt.estimators.recording import Recording
@@ -58,17 +58,7 @@ def retrace(
 ) -> tuple[Recording, bool]:
     """`(recording, partial)` of the script with `argv` in its own folder. Raises `NotPossibleHere` when it cannot be
     followed, or when it turns out to train something else than the profile's model."""
-    on_cpu = spec.kind == "cpu"
-    request = Request(
-        argv=argv,
-        as_module=trace.script.as_module,
-        target="cpu" if on_cpu else "cuda",
-        device=spec.title,
-        device_memory_bytes=spec.memory_bytes,
-        compute_capability=(0, 0) if on_cpu else spec.capability_pair,
-        multiprocessors=spec.multiprocessors,
-        steps=steps,
-    )
+    request = request_on(spec, argv, as_module=trace.script.as_module, steps=steps)
     folder = Path(trace.script.cwd)
     if not argv or not folder.is_dir():
         raise NotPossibleHere("the profile's script cannot be run again", why=f"there is no folder {folder}")
@@ -92,7 +82,9 @@ def _same_model(trace: Trace, recording: Recording) -> None:
     if not _PARAMETERS[0] * was <= now <= _PARAMETERS[1] * max(was, 1):
         raise NotPossibleHere(
             "the run on fake tensors is not the profile's",
-            why=f"its parameters take {now} bytes on this device, the profile's {was}",
+            why=f"its parameters take {now} bytes on this device, the profile's {was}"
+            + ("" if now else ": nothing was put there"),
+            try_="a script that asks for the device, or --method scale, which takes the recorded iteration as it was",
         )
 
 

@@ -16,10 +16,11 @@ from memopt.estimators.trace_view import Saved, TraceView
 
 REPLAY_MS = 0.09
 """Per replayed op, on top of the op itself: remembering it in forward and calling it again."""
-_AWAY, _ASKED, _AGAIN, _MADE, _THERE = (1 << bit for bit in range(5))
-"""Of a storage: it leaves the device; it is to be made again; `Decision.again`; it was made; that one is still there."""
-_ALL = 31
-_WIDTH = 5
+_AWAY, _ASKED, _AGAIN, _MADE, _THERE, _CODED = (1 << bit for bit in range(6))
+"""Of a storage: it leaves the device; it is to be made again; `Decision.again`; it was made; that one is still there; a codec
+holds its values."""
+_WIDTH = 6
+_ALL = (1 << _WIDTH) - 1
 _REMEMBERED = 16
 """Outcomes for each storage."""
 
@@ -42,6 +43,8 @@ class Replay:
     """Ops whose generator states are recorded."""
     pins: tuple[tuple[int, int, int], ...]
     """(op that made a source, its storage, op until which the records hold it)."""
+    decoded: tuple[int, ...]
+    """Storages that it reads from what a codec holds."""
     made: int
     """The bits that it sets."""
 
@@ -56,6 +59,8 @@ class Replays:
         self._size: list[int] = view.size.tolist()
         self._death: list[int] = view.death.tolist()
         self._op_ms = [float(ms) + REPLAY_MS for ms in view.op_ms]
+        self._codecs: dict[int, Decision] = {}
+        """Storage -> how a codec holds its values."""
 
     def standing(self, decisions: Mapping[int, Decision]) -> int:
         """What is decided, before anything is made again."""
@@ -64,6 +69,11 @@ class Replays:
             flags = _AWAY
             if decision.kind == "recompute":
                 flags = _AWAY | _ASKED | _AGAIN if decision.again else _AWAY | _ASKED
+            elif decision.is_source:
+                flags = _AWAY | _CODED
+                if self._codecs.setdefault(storage, decision) != decision:
+                    self._codecs[storage] = decision
+                    self._known = {storage: [] for storage in self._known}
             bits |= flags << shift[storage]
         return bits
 
@@ -102,12 +112,14 @@ class Replays:
             stands = bits >> shift[storage]
             if not stands & _AWAY:
                 return is_intact(view, value, use)
+            if stands & _CODED:
+                return saved.value == value
             return bool(stands & _THERE) and saved.value == value
 
         chain = find_chain(view, [target.value], is_there, view.replayable.__getitem__)
         mask = 0
         for storage in met:
-            mask |= (_AWAY | _THERE) << shift[storage]
+            mask |= (_AWAY | _THERE | _CODED) << shift[storage]
         if chain is None:
             return mask, None
         for op in chain.ops:
@@ -119,11 +131,16 @@ class Replays:
 
     def _run(self, chain: Chain, target: Saved, bits: int) -> Replay:
         view, use, until = self.view, target.first_use, target.release
-        most, stays = self._hold(chain, target, bits)
+        coded = {
+            value: self._codecs[view.value_storage[value]]
+            for value in chain.sources
+            if self._stands(view.value_storage[value], bits) & _CODED
+        }
+        most, stays = self._hold(chain, target, bits, coded)
         made = 0
         for saved in stays:
             made |= (_MADE | _THERE) << self._shift[saved.storage]
-        sources = [(view.value_producer[value], view.value_storage[value]) for value in chain.sources]
+        sources = [(view.value_producer[v], view.value_storage[v]) for v in chain.sources if v not in coded]
         return Replay(
             chain=chain,
             most_bytes=most,
@@ -131,13 +148,17 @@ class Replays:
             stays_bytes=sum(saved.size_bytes for saved in stays),
             where=tuple(op for saved in stays for op in (saved.gone_after + 1, use)),
             change=tuple(size for saved in stays for size in (-saved.size_bytes, saved.size_bytes)),
-            took_ms=sum(self._op_ms[op] for op in chain.ops),
+            took_ms=sum(self._op_ms[op] for op in chain.ops)
+            + sum(coded[value].decode_ms for op in chain.ops for value in view.reads[op] if value in coded),
             random=tuple(op for op in chain.ops if view.random[op]),
             pins=tuple((op, storage, until) for op, storage in sources if self._death[storage] < until),
+            decoded=tuple(view.value_storage[value] for value in coded),
             made=made,
         )
 
-    def _hold(self, chain: Chain, target: Saved, bits: int) -> tuple[int, list[Saved]]:
+    def _hold(
+        self, chain: Chain, target: Saved, bits: int, coded: Mapping[int, Decision]
+    ) -> tuple[int, list[Saved]]:
         """(most that the replay holds, what stays when it is over)."""
         view = self.view
         last_read = {view.value_storage[value]: op for op in chain.ops for value in view.reads[op]}
@@ -145,7 +166,12 @@ class Replays:
         stays: dict[int, Saved] = {}
         total = most = 0
         for op in chain.ops:
-            most = max(most, total + int(view.extra[op]))
+            decoded = 0
+            for value in view.reads[op]:
+                if value in coded:
+                    most = max(most, total + decoded + coded[value].decoded_bytes)
+                    decoded += self._size[view.value_storage[value]]
+            most = max(most, total + decoded + int(view.extra[op]))
             for value in view.writes[op]:
                 storage = view.value_storage[value]
                 waits = storage not in stays and self._waits(storage, value, target, bits)

@@ -70,6 +70,8 @@ class _State:
     recorded: set[int] = field(default_factory=set)
     pins: list[tuple[int, int, int]] = field(default_factory=list)
     """(op that made what a replay reads, its storage, op until which its record lives)."""
+    decoded: dict[int, int] = field(default_factory=dict)
+    """Storage that replays read from a codec -> op until which their records hold the encoded form."""
     staging_ms: float = 0.0
     """Part of `added_ms`: copies that the compute lane has to make for the disk tier."""
 
@@ -173,6 +175,7 @@ class Simulator:
             asked.sort(key=lambda saved: (saved.first_use, saved.order))
             self._recompute(state, asked, self._replays.standing(decisions))
             self._pin(state)
+            self._hold_encoded(state, decisions)
         return state
 
     def _summed(self, state: _State) -> _Summed:
@@ -255,6 +258,8 @@ class Simulator:
                 state.change.add(target.release + 1, -self.view.record_bytes(op))
         state.recorded.update(replay.chain.ops)
         state.pins += replay.pins
+        for storage in replay.decoded:
+            state.decoded[storage] = max(target.release, state.decoded.get(storage, 0))
 
     def _pin(self, state: _State) -> None:
         """A source whose own op is not recorded is held by the records that read it, once for all of them."""
@@ -266,6 +271,14 @@ class Simulator:
         for storage, until in held.items():
             state.change.add(int(view.death[storage]) + 1, int(view.size[storage]))
             state.change.add(until + 1, -int(view.size[storage]))
+
+    def _hold_encoded(self, state: _State, decisions: Mapping[int, Decision]) -> None:
+        """Records hold the encoded form of a source beyond its own last reader."""
+        for storage, until in state.decoded.items():
+            release, held = self.view.saved[storage].release, decisions[storage].encoded_bytes
+            if until > release:
+                state.change.add(release + 1, held)
+                state.change.add(until + 1, -held)
 
     # --- swaps
 

@@ -65,6 +65,16 @@ class Iterations:
         return self._depth > 0
 
     @property
+    def chosen(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose steps end iterations."""
+        return self._chosen() if self._chosen is not None else None
+
+    @property
+    def nested(self) -> bool:
+        """Was backward called inside backward, as reentrant `checkpoint` does?"""
+        return self._depth > 1
+
+    @property
     def in_step(self) -> bool:
         return self._steps_open > 0
 
@@ -141,7 +151,7 @@ class Iterations:
         self._listener.step_ended(optimizer)
         if inside:
             return
-        chosen = self._chosen() if self._chosen is not None else None
+        chosen = self.chosen
         is_new = optimizer not in self._stepped
         self._stepped.add(optimizer)
         if chosen is None or (is_new and self.rounds < 2):

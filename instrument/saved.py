@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import _disable_current_modes
 
+from memopt.instrument.nodes import output_in_words
+from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.traced import or_while_compiling
 
 _autograd = torch._C._autograd
@@ -74,6 +77,9 @@ def _top() -> tuple[Any, Any] | None:
 
 def share(tensor: Tensor) -> Tensor:
     """An alias of `tensor` that holds no graph and shares its version counter; no mode sees it being made."""
+    if type(tensor) not in PLAIN_TYPES:  # a wrapper (NestedTensor, DTensor) has to make its alias itself
+        with _disable_current_modes():
+            return tensor.detach()
     guard = torch._C._DisableTorchDispatch()
     try:
         return tensor.detach()
@@ -92,7 +98,7 @@ class Kept:
 
     def get(self) -> Tensor:
         """The tensor; raises what autograd raises when it was changed in place since it was saved."""
-        check_version(self.tensor, self.version)
+        check_version(self.tensor, self.version, self)
         return self.tensor
 
 
@@ -112,13 +118,18 @@ def let_go_of_bytes(alias: Tensor) -> None:
         del guard
 
 
-def check_version(tensor: Tensor, version: int, *, shape: Sequence[int] | None = None) -> None:
-    """Raise what autograd itself raises when a saved tensor was changed in place since it was saved."""
+def check_version(
+    tensor: Tensor, version: int, handle: object, *, shape: Sequence[int] | None = None
+) -> None:
+    """Raise what autograd itself raises when the saved tensor of `handle` was changed in place since it was saved.
+
+    Of an input autograd also says which op gave it, or wrote it last; that is known of outputs only.
+    """
     if tensor._version == version:
         return
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(shape if shape is not None else tensor.shape)}] is at version {tensor._version}; expected version {version} instead. "
+        f"[{tensor.type()} {list(shape if shape is not None else tensor.shape)}]{output_in_words(handle)} is at version {tensor._version}; expected version {version} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
         "with torch.autograd.set_detect_anomaly(True, check_nan=False)."
     )

@@ -1,15 +1,15 @@
 """The one error tree. Each error carries its exit code; only `cli/` catches.
 
     MemoptError (1)
-    ├── UsageError (2)            what was typed cannot be meant
-    ├── BadFile (1)               a file is missing, truncated, hostile, or of another version
+    ├── UsageError (2)            what was typed cannot be meant; a file that is named is not there
+    ├── BadFile (1)               a file is truncated, hostile, or of another version
     ├── BudgetInfeasible (3)      no plan meets the budget; carries the smallest peak found
     ├── GateFailed (3)            a CI gate (`--fail-over`) did not hold
     ├── VerifyFailed (1)          `apply --verify` saw a difference
     ├── NotPossibleHere (1)       the machine, the script or the torch version cannot do it
     └── RunFailed (70)            memopt itself failed while running somebody's script
 
-The text has three parts: what happened, why, what to do.
+The text has three parts: what happened, why, what to do. What a hostile file smuggles into it (escape sequences) is shown as `?`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class MemoptError(Exception):
             lines.append(f"  {self.why}")
         if self.try_:
             lines.append(f"  try: {self.try_}")
-        return "\n".join(lines)
+        return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in "\n".join(lines))
 
 
 class UsageError(MemoptError):

@@ -2,38 +2,56 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import os
+import shlex
 import tempfile
+import zlib
 from pathlib import Path
 
 from memopt.errors import BadFile, UsageError
 
 MOST_BYTES = 4 * 2**30
 """No profile, plan or graph is larger than this when unpacked; a larger one is refused unread."""
+MOST_RATIO = 100
+"""No file of memopt's packs better than this (profiles: 10 to 40 times); one that does, and is large, is refused early."""
+_CHUNK_BYTES = 2**24
 
 _GZIP = b"\x1f\x8b"
 
 
 def refuse_overwrite(path: Path, *, force: bool) -> None:
     """Raise `UsageError` when `path` could not be written: it exists (without `force`), or its folder does not."""
+    if path.name == "-":
+        raise UsageError("a file cannot be called -", why="nothing is written to stdout", try_="-o FILE")
     if path.is_dir():
         raise UsageError(f"cannot write {path}", why="it is a folder", try_="-o FILE")
     if path.exists() and not force:
         raise UsageError(
-            f"{path} exists already", why="nothing is overwritten unasked", try_="--force, or -o another-file"
+            f"{path} exists already",
+            why="nothing is overwritten unasked",
+            try_="--force, or the name of another file",
         )
-    if not path.parent.is_dir():
-        raise UsageError(
-            f"cannot write {path}", why=f"there is no folder {path.parent}", try_=f"mkdir -p {path.parent}"
-        )
-    if not os.access(path.parent, os.W_OK):
+    folder = path.absolute().parent
+    if not folder.is_dir():
         raise UsageError(
             f"cannot write {path}",
-            why=f"the folder {path.parent} is read-only",
+            why=f"there is no folder {folder}",
+            try_=f"mkdir -p {shlex.quote(str(folder))}",
+        )
+    if not os.access(folder, os.W_OK):
+        raise UsageError(
+            f"cannot write {path}",
+            why=f"nothing can be written in the folder {folder}",
             try_="-o FILE in another folder",
         )
+
+
+def swap_folder(given: Path | None) -> Path:
+    """Where swapped tensors go: the folder `given`, else the system's for temporary files (TMPDIR); absolute."""
+    return (given or Path(tempfile.gettempdir())).absolute()
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -56,27 +74,42 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def read_bytes(path: Path, kind: str) -> bytes:
-    """The bytes of the file at `path`, gunzipped if need be; `kind` names what it should be, for the error."""
+    """The bytes of the file at `path`, gunzipped if need be; `kind` names what it should be, for the error.
+
+    Raises `UsageError` where there is nothing to read, `BadFile` for a file that cannot be unpacked.
+    """
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OSError(errno.EINVAL, "it is a device or a pipe, not a file")
         raw = path.read_bytes()
-    except OSError as error:
-        raise BadFile(
-            f"cannot read {kind} {path}", why=error.strerror or str(error), try_="memopt --help"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot read {kind} {path}", why=why, try_=f"the path of a {kind}") from error
     if not raw.startswith(_GZIP):
         return raw
     try:
-        with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
-            data = file.read(MOST_BYTES + 1)
-    except (OSError, EOFError) as error:
+        return unpack(raw, path, kind)
+    except (OSError, EOFError, zlib.error) as error:
         raise BadFile(
             f"{path} is not a whole {kind}",
             why=f"it cannot be unpacked: {error}",
             try_=f"write the {kind} again",
         ) from error
-    if len(data) > MOST_BYTES:
-        raise BadFile(f"{path} is not a {kind}", why="it unpacks to more than 4 GiB")
-    return data
+
+
+def unpack(raw: bytes, path: Path, kind: str) -> bytes:
+    """What `raw` unpacks to, as far as that can be a file of ours."""
+    data = bytearray()
+    with gzip.GzipFile(fileobj=io.BytesIO(raw)) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            data += chunk
+            if len(data) > MOST_BYTES or len(data) > max(4 * _CHUNK_BYTES, MOST_RATIO * len(raw)):
+                raise BadFile(
+                    f"{path} is not a {kind}",
+                    why=f"its {len(raw)} bytes unpack to more than {len(data)}",
+                    try_=f"write the {kind} again",
+                )
+    return bytes(data)
 
 
 def _umask() -> int:

@@ -21,16 +21,16 @@ class ActionCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes are peaks over a step, times are medians of steps. 0 means not measured."""
+    """Bytes are peaks over a step, times are medians of steps. None: not measured."""
 
     schema: Literal["memopt.outcome/1"] = SCHEMA
     budget_bytes: int
     unplanned_peak_bytes: int
     predicted_peak_bytes: int
-    measured_peak_bytes: int
+    measured_peak_bytes: int | None
     plain_step_ms: float
     predicted_step_ms: float
-    measured_step_ms: float
+    measured_step_ms: float | None
     actions: ActionCounts
     divergences: int
     """Times that the run did other ops than the profiled one; each lost savings until the next module boundary."""

@@ -17,6 +17,9 @@ SCHEMA: Final = "memopt.plan/1"
 ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """All that a plan may set in the environment of a run."""
 
+OPTIMIZER_IN_BACKWARD: Final = "optimizer in backward"
+"""`ScriptAction.what` of the one decision about the optimizer that can be applied."""
+
 Kind = Literal["keep", "swap", "recompute", "compress", "drop"]
 Tier = Literal["host", "disk"]
 
@@ -77,7 +80,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision about the run as a whole. Only those of the kind `allocator` can be applied; the others are advice."""
+    """One decision about the run as a whole. Those of the kind `allocator` and `optimizer in backward` can be applied; others are advice."""
 
     kind: Literal["allocator", "optimizer", "model"]
     what: str
@@ -85,6 +88,18 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     saved_bytes: int
     variables: dict[str, str] = {}
     """Environment of the run, of an `allocator` action."""
+    parameters: int = 0
+    """Of `optimizer in backward`: how many parameters are stepped there."""
+    cost_ms: float = 0.0
+    """Time that it adds to a step."""
+
+    @property
+    def can_be_applied(self) -> bool:
+        return self.kind == "allocator" or self.is_in_backward
+
+    @property
+    def is_in_backward(self) -> bool:
+        return self.kind == "optimizer" and self.what == OPTIMIZER_IN_BACKWARD
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -109,6 +124,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     actions: list[Action]
     script_actions: list[ScriptAction] = []
     notes: list[str] = []
+
+    @property
+    def in_backward(self) -> ScriptAction | None:
+        """The decision to step the optimizer inside backward, if it is made."""
+        return next((each for each in self.script_actions if each.is_in_backward), None)
 
     def save(self, path: Path) -> None:
         """Write the plan, indented, whole or not at all."""

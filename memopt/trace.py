@@ -17,6 +17,7 @@ import msgspec
 from memopt.device import Device
 from memopt.errors import BadFile
 from memopt.files import read_bytes, write_atomic
+from memopt.updates import Updates
 
 SCHEMA: Final = "memopt.trace/1"
 
@@ -184,6 +185,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of what planners must respect: optimizers, backward calls, iterations seen, ..."""
     partial: str = ""
     """Why the recording is not whole; empty when it is."""
+    updates: Updates | None = None
+    """How the optimizer was used; none where that was not recorded."""
 
     def save(self, path: Path) -> None:
         """Write the trace, gzipped, whole or not at all."""
@@ -252,6 +255,7 @@ def _inconsistency(trace: Trace) -> str:
         or _bad_table("storages", trace.storages)
         or _bad_table("slots", trace.slots)
         or _bad_ranges(trace)
+        or _bad_updates(trace)
         or _bad_numbers(trace)
     )
 
@@ -297,6 +301,21 @@ def _bad_ranges(trace: Trace) -> str:
     for name, column, low, high in checks:
         if column and not (low <= min(column) and max(column) < high):
             return f"{name} holds {min(column)}..{max(column)}, outside {low}..{high - 1}"
+    return ""
+
+
+def _bad_updates(trace: Trace) -> str:
+    updates = trace.updates
+    if updates is None:
+        return ""
+    ops, storages = range(trace.op_count + 1), range(trace.storage_count)
+    rows = (updates.parameter, updates.gradient, updates.ready_before)
+    if len({len(row) for row in rows}) > 1:
+        return "the columns of updates differ in length"
+    if not all(each in storages for row in (*rows[:2], updates.old_gradients) for each in row):
+        return "updates name storages that there are none of"
+    if not all(op in ops for op in (*updates.ready_before, updates.begin_op, updates.end_op)):
+        return "updates name ops that there are none of"
     return ""
 
 

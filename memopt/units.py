@@ -40,6 +40,7 @@ def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
         raise UsageError(
             f"'{text}' is not a usable amount of memory",
             why="it must be at least one byte and less than 1 EiB",
+            try_="16GB, 16GiB, 16g, 500MB or 80%",
         )
     return int(amount)
 

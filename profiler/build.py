@@ -12,7 +12,8 @@ from memopt.device import Device
 from memopt.profiler.bytes_held import bytes_per_op
 from memopt.profiler.categories import categories
 from memopt.profiler.clock import Usage
-from memopt.profiler.recorder import BACKWARD, OpRow, Recorder, StorageRow
+from memopt.profiler.recorder import Recorder
+from memopt.profiler.rows import BACKWARD, OpRow, StorageRow
 from memopt.trace import (
     CATEGORIES,
     HIDDEN_STATE,
@@ -155,16 +156,22 @@ def _makers_of_nothing(recorder: Recorder) -> set[int]:
         if op >= 0 and output >= 0 and recorder.ops[op].kind.name.startswith(_ALLOCATE)
     }
     found = {made[slot.value] for slot in recorder.slots if slot.value in made}
-    for row in recorder.ops:
+    for op, row in enumerate(recorder.ops):
         written = {recorder.values[value][0] for value in row.writes}
         for value in row.reads:
-            if value not in made:
+            if value not in made or _is_causal_mask(recorder, made[value], op):
                 continue
             empty = recorder.ops[made[value]].kind.name.startswith(_WITHOUT_VALUES)
             fills = row.kind.name.startswith(_FILL) or row.kind.name.endswith("out")
             if recorder.values[value][0] not in written or (empty and not fills):
                 found.add(made[value])
     return found
+
+
+def _is_causal_mask(recorder: Recorder, maker: int, reader: int) -> bool:
+    """`ones(L, S).tril()` at once, as torch's own attention makes its mask: without it no attention matrix could be made again."""
+    names = recorder.ops[maker].kind.name, recorder.ops[reader].kind.name
+    return reader == maker + 1 and names == ("aten.ones.default", "aten.tril.default")
 
 
 def _may_change_unseen(row: StorageRow) -> bool:
@@ -228,7 +235,7 @@ def _slots(recorder: Recorder, strings: _Strings) -> Slots:
         consumer=[row.consumer for row in rows],
         packed_before=[row.packed_before for row in rows],
         unpacks=Csr.of([row.unpacks for row in rows]),
-        plain=[int(row.plain) for row in rows],
+        plain=[int(row.plain and not recorder.storages[row.storage].saved_again) for row in rows],
         attributes=[
             strings(msgspec.json.encode(row.attributes).decode() if row.attributes else "") for row in rows
         ],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from memopt.profiler.recorder import BACKWARD, FORWARD, OPTIMIZER, Recorder, StorageRow
+from memopt.profiler.recorder import Recorder
+from memopt.profiler.rows import BACKWARD, FORWARD, OPTIMIZER, StorageRow
 
 
 def categories(recorder: Recorder) -> list[str]:

@@ -7,25 +7,20 @@ to `freed_older` by whoever watches the storages.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
-import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from memopt.profiler.script_profiler import is_free, on_script, ours, watch
-
-_MARK = "memopt::op"
+from memopt.instrument.allocator_events import MARK, memory_events, started_profile, stop_profile
+from memopt.instrument.script_profiler import on_script
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Per op: bytes held when it started and the most held from the end of the op before to its own end; both above base."""
+    """Per op: bytes held when it started, and the most from then or from any allocation since the op before to its end; both
+    above base. What is only freed before it starts counts for the op before: replays come after that."""
 
     live_bytes: list[int]
     high_bytes: list[int]
@@ -122,7 +117,7 @@ class CpuClock:
         self._events = None
 
     def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch._C._profiler._RecordFunctionFast(_MARK):
+        with torch._C._profiler._RecordFunctionFast(MARK):
             return self._times.run(op, func, args, kwargs)
 
     def freed_older(self, op: int, size_bytes: int) -> None:
@@ -150,70 +145,33 @@ class CpuClock:
         return self._times.time_us
 
 
-def started_profile() -> Any:
-    """A running `torch.profiler` profile of the CPU allocator's events; None where the script runs one of its own."""
-    watch()
-    if not is_free():
-        return None
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-    try:
-        with quiet(), ours():
-            profile.start()
-    except RuntimeError:
-        return None
-    return profile
-
-
-def stop_profile(profile: Any) -> Any:
-    """Stop what `started_profile` gave; the events that it saw.
-
-    Its result is never freed: when the profile began or ended inside an optimizer hook, libkineto's ~MemoryTraceLogger frees
-    garbage and the process dies in some later garbage collection (torch 2.13). There are a few results in a run.
-    """
-    on_script(None)
-    with quiet(), ours():
-        profile.stop()
-    results = profile.profiler.kineto_results
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(results))
-    return results.events()
-
-
-def memory_events(events: Any) -> list[tuple[int, int, int]]:
-    """(time ns, kind, bytes) in order; kind 0 = an op ended, 1 = allocated or freed, 2 = an op started."""
-    found: list[tuple[int, int, int]] = []
-    for event in events:
-        name = event.name()
-        if name == "[memory]":
-            if event.device_type() == torch._C._autograd.DeviceType.CPU:
-                found.append((event.start_ns(), 1, event.nbytes()))
-        elif name == _MARK:
-            found.append((event.start_ns(), 2, 0))
-            found.append((event.start_ns() + event.duration_ns(), 0, 0))
-    found.sort()
-    return found
+_LEAST = -(1 << 62)
 
 
 def _divide(events: list[tuple[int, int, int]], time_us: list[float], older: list[tuple[int, int]]) -> Usage:
     """Split the event stream at the marks. `older` holds (op before which it was freed, bytes)."""
     live, high, inside = [], [], []
-    held = most = within = op = 0
+    held = within = op = 0
+    most = _LEAST
     waiting = sorted(older)
     place = 0
     for _, kind, size in events:
         if kind == 1:
             held += size
-            most, within = max(most, held), max(within, held)
+            if size > 0:
+                most, within = max(most, held), max(within, held)
         elif kind == 2:
             while place < len(waiting) and waiting[place][0] <= op:
                 held -= waiting[place][1]
-                most = max(most - waiting[place][1], held) if most > held else held
+                most -= waiting[place][1]
                 place += 1
             live.append(held)
             within = held
+            most = max(most, held)
         else:
-            high.append(max(most, held))
+            high.append(most)
             inside.append(within)
-            most = held
+            most = _LEAST
             op += 1
     held -= sum(size for _, size in waiting[place:])
     return Usage(
@@ -275,18 +233,3 @@ class CudaClock:
             high_after_bytes=torch.cuda.max_memory_allocated(self._device) - self._base,
             time_us=[begin.elapsed_time(end) * 1000 for begin, end in self._events],
         )
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep what the profiler's C++ says about itself off the script's stderr."""
-    sys.stderr.flush()
-    saved = os.dup(2)
-    null = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(null, 2)
-        yield
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
-        os.close(null)

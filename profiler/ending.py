@@ -35,4 +35,4 @@ def know_what_is_saved(recorder: Recorder) -> None:
 
     for thing in gc.get_objects():
         if type(thing) is Kept:
-            recorder.know(thing.tensor, "activation", "saved for backward")
+            recorder.met.know(thing.tensor, "activation", "saved for backward")

@@ -59,22 +59,6 @@ class OffloadingRecorder(Recorder):
         self.tier.collect()
         return super().unpack(handle)
 
-    def forget(self, address: int) -> None:
-        """The storage at `address` goes, but the row does not die with it."""
-        self._rows.pop(address, None)
-        self._refs.pop(address, None)
-
-    def came_back(self, number: int, storage: UntypedStorage) -> None:
-        """Row `number` has a new storage."""
-        address = storage._cdata
-        self._rows[address] = number
-        self._refs[address] = weakref.ref(storage, lambda _: self.forget(address))
-
-    def ended(self, number: int) -> None:
-        """Nobody will ask for row `number` again."""
-        if self._recording:
-            self.storages[number].death = len(self.ops) - 1
-
 
 class _Away:
     """One storage in the tier, and the handles that it was taken from."""
@@ -89,7 +73,7 @@ class _Away:
         """The storage itself, where it was asked for before it had left."""
         self._handles: list[weakref.ref[Handle]] = []
         self._ticket = recorder.tier.write_async(storage)
-        recorder.forget(storage._cdata)
+        recorder.met.forget(storage._cdata)
 
     def take(self, handle: Handle) -> None:
         tensor = handle.tensor
@@ -109,7 +93,7 @@ class _Away:
     def _handle_gone(self, handle: weakref.ref[Handle]) -> None:
         self._handles.remove(handle)
         if not self._handles:
-            self._recorder.ended(self._number)
+            self._recorder.met.ends(self._number)
 
     def _storage(self) -> UntypedStorage:
         if self._home is not None:
@@ -119,10 +103,10 @@ class _Away:
             return back
         self._home = self._recorder.tier.take_back(self._ticket)
         if self._home is not None:
-            self._recorder.came_back(self._number, self._home)
+            self._recorder.met.came_back(self._number, self._home)
             return self._home
         storage = UntypedStorage(self._bytes, device=self._device)
-        self._recorder.came_back(self._number, storage)
+        self._recorder.met.came_back(self._number, storage)
         self._recorder.tier.read_async(self._ticket, storage).result()
         self._back = weakref.ref(storage)
         return storage

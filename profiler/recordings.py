@@ -1,4 +1,4 @@
-"""One recording: the iteration under way, what it gave, and what can be said of it."""
+"""Recordings: the iteration under way, what those before it gave, and what can be said of it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,42 @@ import hashlib
 import os
 import platform
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memopt.instrument.runner import Command, find_source
+from memopt.profiler.ending import know_what_is_saved
 from memopt.trace import Script
 
 if TYPE_CHECKING:
+    from memopt.instrument.frames import Frames
+    from memopt.instrument.iterations import Iterations
     from memopt.profiler.clock import OpClock, Usage
+    from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.recorder import Recorder
+    from memopt.profiler.updates import UpdateWatch
+    from memopt.updates import Updates
+
+
+_MOST_OPS = 10**6
+_MOST_OPS_BEFORE_TRAINING = 3 * 10**5
+"""A script may compute for long before it trains; those ops are nothing that a profile is about."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What to record."""
+
+    warmup: int = 2
+    """Iterations before the recorded one."""
+    steps: int = 1
+    """Iterations over which op times are medians."""
+    keep_running: bool = False
+    swap_dir: Path = Path(".")
+    device: str = ""
+    """`cpu` or `cuda`; empty: where the parameters are."""
+    offload: OpenTier | None = None
+    """For a script that does not fit: where every saved tensor goes while it is recorded."""
 
 
 @dataclass(slots=True)
@@ -23,6 +51,7 @@ class Recording:
     recorder: Recorder
     clock: OpClock
     iteration: int
+    updates: UpdateWatch | None = None
 
 
 @dataclass(slots=True)
@@ -35,6 +64,123 @@ class Result:
     snapshot: bool = False
     """Of one moment: storages without ops."""
     more_times_us: list[list[float]] = field(default_factory=list)
+    updates: Updates | None = None
+
+
+class Recordings:
+    """Starts and ends the recordings that `wanted` asks for, and keeps what they gave."""
+
+    def __init__(self, wanted: Wanted, frames: Frames, iterations: Iterations) -> None:
+        self._wanted = wanted
+        self._frames = frames
+        self._iterations = iterations
+        self._tier: Tier | None = None
+        self.device = wanted.device
+        self.now: Recording | None = None
+        self.first: Result | None = None
+        """Of an iteration before the one that was asked for."""
+        self.result: Result | None = None
+        self.recorded_ms = 0.0
+        self.names: dict[int, str] = {}
+        """id of a parameter -> its name."""
+        self.notes: list[str] = []
+
+    def begin(self, iteration: int, *, with_bytes: bool) -> None:
+        """Record from here on."""
+        from memopt.profiler.known import device_in_use, tell_all
+        from memopt.profiler.updates import watch_updates
+
+        if with_bytes or not self.device:
+            self.device = self._wanted.device or device_in_use()
+        clock = self._clock(with_bytes)
+        most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
+        recorder = self._recorder(clock, most)
+        if iteration > 1:
+            self.names = tell_all(recorder.met.know, self._frames)
+        recorder.begin()
+        clock.start()
+        recorder.__enter__()  # type: ignore[no-untyped-call]
+        watch = watch_updates(recorder, self._iterations) if with_bytes else None
+        self.now = Recording(recorder, clock, iteration, watch)
+
+    def _recorder(self, clock: OpClock, most: int) -> Recorder:
+        from memopt.profiler.recorder import Recorder
+
+        if self._wanted.offload is None:
+            return Recorder(self._frames, self._iterations, clock, self.device, most)
+        from memopt.profiler.offload import OffloadingRecorder
+
+        if self._tier is None:
+            self._tier = self._wanted.offload(self.device)
+        recorder = OffloadingRecorder(self._frames, self._iterations, clock, self.device, most)
+        recorder.tier = self._tier
+        return recorder
+
+    def _clock(self, with_bytes: bool) -> OpClock:
+        from memopt.profiler.clock import CpuClock, CudaClock, TimeOnly
+
+        if not with_bytes:
+            return TimeOnly()
+        if self.device == "cuda":
+            import torch
+
+            return CudaClock(torch.cuda.current_device())
+        return CpuClock()
+
+    def end(self) -> None:
+        """The iteration has ended, or the script."""
+        from memopt.profiler.known import tell_all
+
+        now = self.now
+        assert now is not None
+        self.now = None
+        tell_all(
+            now.recorder.met.know_again, self._frames
+        )  # parameters and states that this very iteration made
+        updates = now.updates.end() if now.updates is not None else None
+        now.recorder.stop()
+        usage = now.clock.stop()
+        leave(now.recorder)
+        if now.iteration <= self._wanted.warmup and now.recorder.overflow:
+            return
+        if now.iteration <= self._wanted.warmup:
+            self.first = Result(now.recorder, usage, now.iteration)
+        elif self.result is None:
+            times = [] if usage is not None else [now.clock.time_us]
+            self.result = Result(now.recorder, usage, now.iteration, more_times_us=times, updates=updates)
+        elif same_ops(self.result.recorder, now.recorder):
+            self.result.more_times_us.append(now.clock.time_us)
+        else:
+            self.notes.append(
+                f"iteration {now.iteration} ran other ops than iteration {self.result.iteration}"
+            )
+
+    def drop(self) -> None:
+        """Record no more; what was being recorded is lost."""
+        if self.now is not None:
+            self.now.recorder.stop()
+            if self.now.updates is not None:
+                self.now.updates.end()
+            self.now = None
+
+    def snapshot(self) -> Result:
+        """What is on the device now, as a recording without ops."""
+        from memopt.profiler.clock import TimeOnly
+        from memopt.profiler.known import device_in_use, tell_all
+        from memopt.profiler.recorder import Recorder
+
+        self.device = self._wanted.device or device_in_use()
+        recorder = Recorder(self._frames, self._iterations, TimeOnly(), self.device)
+        tell_all(recorder.met.know, self._frames)
+        know_what_is_saved(recorder)
+        recorder.begin()
+        recorder.stop()
+        return Result(recorder, None, self._iterations.count + 1, snapshot=True)
+
+    def close(self) -> None:
+        """Give back where saved tensors were sent."""
+        if self._tier is not None:
+            self._tier.close()
 
 
 def describe_script(command: Command) -> Script:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,7 +18,8 @@ def render_outcome(outcome: Outcome | dict[str, Any]) -> RenderableType:
     """The verdict, and a table: plain, predicted, measured, and how far the prediction was off."""
     if isinstance(outcome, dict):
         outcome = msgspec.convert(outcome, Outcome)
-    good = 0 < outcome.measured_peak_bytes <= outcome.budget_bytes
+    measured_bytes = outcome.measured_peak_bytes
+    good = measured_bytes is not None and measured_bytes <= outcome.budget_bytes
     counts = outcome.actions
     parts: list[RenderableType] = [
         words(verdict.of_outcome(outcome), style="bold green" if good else "bold red"),
@@ -32,26 +34,18 @@ def render_outcome(outcome: Outcome | dict[str, Any]) -> RenderableType:
 
 
 def _rows(outcome: Outcome) -> list[tuple[str, ...]]:
+    o = outcome
     return [
-        (
-            "peak",
-            format_bytes(outcome.unplanned_peak_bytes),
-            format_bytes(outcome.predicted_peak_bytes),
-            format_bytes(outcome.measured_peak_bytes) if outcome.measured_peak_bytes else "-",
-            verdict.change(outcome.measured_peak_bytes, outcome.predicted_peak_bytes)
-            if outcome.measured_peak_bytes
-            else "-",
-        ),
-        (
-            "step",
-            format_ms(outcome.plain_step_ms),
-            format_ms(outcome.predicted_step_ms),
-            format_ms(outcome.measured_step_ms) if outcome.measured_step_ms else "-",
-            verdict.change(outcome.measured_step_ms, outcome.predicted_step_ms)
-            if outcome.measured_step_ms
-            else "-",
-        ),
+        _row("peak", format_bytes, o.unplanned_peak_bytes, o.predicted_peak_bytes, o.measured_peak_bytes),
+        _row("step", format_ms, o.plain_step_ms, o.predicted_step_ms, o.measured_step_ms),
     ]
+
+
+def _row(
+    name: str, shown: Callable[..., str], plain: float, predicted: float, measured: float | None
+) -> tuple[str, ...]:
+    told = (shown(measured), verdict.change(measured, predicted)) if measured is not None else ("-", "-")
+    return name, shown(plain), shown(predicted), *told
 
 
 def _divergences(outcome: Outcome) -> str:

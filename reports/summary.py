@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -80,13 +81,14 @@ def summarize_plan(plan: Plan, *, top: int = 10) -> dict[str, Any]:
         "actions": len(plan.actions),
         "actions_by_kind": dict(Counter(action.kind for action in plan.actions)),
         "biggest_actions": [{name: getattr(action, name) for name in names} for action in ranked[:top]],
+        "script_actions": msgspec.to_builtins(plan.script_actions),
         "notes": plan.notes,
     }
 
 
 def encode(summary: dict[str, Any]) -> str:
-    """Indented JSON."""
-    return msgspec.json.format(msgspec.json.encode(summary), indent=2).decode()
+    """Indented JSON in ASCII, so that no locale stands in its way; what is not finite becomes null."""
+    return json.dumps(msgspec.json.decode(msgspec.json.encode(summary)), indent=2)
 
 
 def _moment(moment: Moment) -> dict[str, Any]:

@@ -23,6 +23,8 @@ COLORS = {
     "temporary": "red",
     "workspace": "bright_black",
 }
+_JOINT = " · "
+_LEAST_PLACE = 12
 _NARROWEST = 14
 _TIMES_FIT = 72
 _LINES_FIT = 120
@@ -35,17 +37,28 @@ def words(text: str, style: str = "") -> Text:
 
 
 class Name:
-    """A name that loses its head, not its tail, where there is no room: `…ks.3.mlp · gelu · 4×1024 fp32`."""
+    """A name that loses its head where there is no room, its shape before too much of its place: `…ks.3.mlp · gelu`."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield shorten(self.text, options.max_width)
+        yield shorten_label(self.text, options.max_width)
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         width = words(self.text).cell_len
         return Measurement(min(_NARROWEST, width), width)
+
+
+def shorten_label(label: str, width: int) -> Text:
+    """`place · op · shape` in at most `width` columns: without its shape, then its op, where little of the place were left."""
+    parts = label.split(_JOINT)
+    while len(parts) > 1 and words(_JOINT.join(parts)).cell_len > width:
+        left = width - 1 - len(_JOINT) - words(_JOINT.join(parts[1:])).cell_len
+        if left >= min(len(parts[0]), _LEAST_PLACE):
+            break
+        parts.pop()
+    return shorten(_JOINT.join(parts), width)
 
 
 def shorten(text: str, width: int) -> Text:
@@ -105,12 +118,13 @@ def shares_table(
 def biggest_table(held: Sequence[Held], total: int, most: int, width: int) -> Table:
     """The biggest tensors of a moment; their times and lines where `width` has room."""
     times, lines = width >= _TIMES_FIT, width >= _LINES_FIT
-    columns = [("size", "right"), ("share", "right"), ("kind", "left")]
+    columns = [("size", "right"), *([("share", "right")] if times else []), ("kind", "left")]
     columns += [("born at", "right"), ("idle", "right")] if times else []
     columns += [("tensor", "name")] + ([("line", "left")] if lines else [])
     table = plain_table("Biggest tensors", columns)
     for row in held[:most]:
-        cells: list[Text | Name | str] = [format_bytes(row.size_bytes), share(row.size_bytes, total)]
+        cells: list[Text | Name | str] = [format_bytes(row.size_bytes)]
+        cells += [share(row.size_bytes, total)] if times else []
         cells.append(Text(row.category, style=COLORS.get(row.category, "")))
         if times:
             cells.append("before" if row.born_op < 0 else f"op {row.born_op}")
@@ -122,9 +136,7 @@ def biggest_table(held: Sequence[Held], total: int, most: int, width: int) -> Ta
         size = sum(row.size_bytes for row in left)
         table.add_row(
             format_bytes(size),
-            share(size, total),
-            "",
-            *(["", ""] if times else []),
+            *([share(size, total), "", "", ""] if times else [""]),
             Name(f"({len(left)} more)"),
         )
     return table

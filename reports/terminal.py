@@ -15,6 +15,8 @@ from memopt.reports.tables import Name, biggest_table, pairs_table, plain_table,
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
 
+_WHAT_FITS = 80
+
 
 def render_trace(trace: Trace, *, top: int = 10) -> RenderableType:
     """The verdict, the picture, and what fills the device at the peak (or where a partial profile was cut off)."""
@@ -24,8 +26,8 @@ def render_trace(trace: Trace, *, top: int = 10) -> RenderableType:
         words(verdict.of_peak(trace, peak), style="bold"),
     ]
     if trace.partial:
-        parts.append(words(f"Partial: {trace.partial}.", style="bold red"))
-    if end is not None:
+        parts.append(words(f"Partial: {trace.partial.rstrip('.')}.", style="bold red"))
+    if end is not None and end.op != peak.op:
         parts.append(words(verdict.of_end(trace, end), style="bold"))
     parts += [words(f"Note: {note}.") for note in trace.notes]
     if trace.op_count:
@@ -76,13 +78,13 @@ def render_plan(plan: Plan, *, top: int = 10) -> RenderableType:
     ]
     parts += [words(f"Note: {note}.") for note in plan.notes]
     for each in plan.script_actions:
-        applied = "" if each.kind == "allocator" else " (advice only: memopt apply refuses it)"
+        applied = "" if each.can_be_applied else " (advice only: memopt apply refuses it)"
         parts.append(
             words(f"{each.kind.capitalize()}: {each.what}{applied}. {each.why[:1].upper()}{each.why[1:]}.")
         )
     if not plan.actions:
         return Group(*parts, *([] if plan.script_actions else [Text("No action is needed.")]))
-    return Group(*parts, Text(), _kinds(plan), _actions(plan, top))
+    return Group(*parts, Text(), _kinds(plan), _Actions(plan, top))
 
 
 def what_it_does(action: Action) -> str:
@@ -116,33 +118,35 @@ def _kinds(plan: Plan) -> RenderableType:
     )
 
 
-def _actions(plan: Plan, top: int) -> RenderableType:
-    ranked = sorted(plan.actions, key=lambda action: (-action.saved_bytes, -action.size_bytes))
-    table = plain_table(
-        "Biggest actions",
-        [
-            ("size", "right"),
-            ("saved", "right"),
-            ("cost", "right"),
-            ("what", "left"),
-            ("tensor, and why", "name"),
-        ],
+class _Actions:
+    """The biggest actions with their reasons; on a narrow terminal what is done stands above the reason."""
+
+    def __init__(self, plan: Plan, top: int) -> None:
+        self._ranked = sorted(plan.actions, key=lambda action: (-action.saved_bytes, -action.size_bytes))
+        self._top = top
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= _WHAT_FITS
+        columns = [("size", "right"), ("saved", "right"), ("cost", "right"), ("what", "left")]
+        table = plain_table(
+            "Biggest actions", [*(columns if wide else columns[1:3]), ("tensor, and why", "name")]
+        )
+        for action in self._ranked[: self._top]:
+            what = what_it_does(action)
+            why = words(action.why if wide else f"{what}: {action.why}", style="dim")
+            table.add_row(*_figures([action], what if wide else None), Group(Name(action.label), why))
+        rest = self._ranked[self._top :]
+        if rest:
+            table.add_row(*_figures(rest, "" if wide else None), Name(f"({len(rest)} more)"))
+        yield table
+
+
+def _figures(actions: list[Action], what: str | None) -> list[str]:
+    """Size, what is saved, cost and `what`; without `what` only the two that count."""
+    saved = format_bytes(sum(action.saved_bytes for action in actions))
+    cost = format_ms(sum(action.cost_ms for action in actions))
+    return (
+        [saved, cost]
+        if what is None
+        else [format_bytes(sum(a.size_bytes for a in actions)), saved, cost, what]
     )
-    for action in ranked[:top]:
-        cells = (
-            format_bytes(action.size_bytes),
-            format_bytes(action.saved_bytes),
-            format_ms(action.cost_ms),
-            what_it_does(action),
-        )
-        table.add_row(*cells, Group(Name(action.label), words(action.why, style="dim")))
-    if len(ranked) > top:
-        rest = ranked[top:]
-        table.add_row(
-            format_bytes(sum(a.size_bytes for a in rest)),
-            format_bytes(sum(a.saved_bytes for a in rest)),
-            format_ms(sum(a.cost_ms for a in rest)),
-            "",
-            Name(f"({len(rest)} more)"),
-        )
-    return table

@@ -81,7 +81,7 @@ def of_plan(plan: Plan) -> str:
 
 def of_outcome(outcome: Outcome) -> str:
     """Did the run stay within the budget, and what did it cost?"""
-    if not outcome.measured_peak_bytes:
+    if outcome.measured_peak_bytes is None:
         if outcome.steps >= _FIRST_MEASURED_STEP:
             return "The peak was not measured."
         return "Nothing was measured: the script ended before a whole step was enforced."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,8 @@ from memopt.estimators.decision import RECOMPUTE_AGAIN, Decision
 from memopt.instrument.runner import Command, StopScript
 from memopt.outcome import Outcome
 from memopt.plan import Plan
-from memopt.profiler.session import ProfileSession, Wanted
+from memopt.profiler.recordings import Wanted
+from memopt.profiler.session import ProfileSession
 from memopt.trace import Trace
 
 Loop = Callable[[int], list[str]]
@@ -25,6 +27,7 @@ Loop = Callable[[int], list[str]]
 
 
 def seeded(loop: Loop, steps: int) -> list[str]:
+    gc.collect()  # tensors and optimizers of earlier loops, which the exceptions that stopped them hold, are no part of this one
     random.seed(0)
     torch.manual_seed(0)
     return loop(steps)

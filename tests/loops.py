@@ -524,10 +524,35 @@ def kernels_that_no_mode_sees(steps: int) -> list[str]:
     return _train(Net(), lambda: torch.randn(32, 16), lambda m, x: m(x).square().mean(), steps)
 
 
+def jagged(steps: int) -> list[str]:
+    """Sequences of several lengths in one nested tensor: autograd saves tensors that only wrap others."""
+    model = nn.ModuleList([nn.Linear(8, 32), nn.Linear(32, 4)])
+
+    def loss(m: nn.ModuleList, x: Tensor) -> Tensor:
+        hidden = F.gelu(m[0](x))
+        return (m[1](hidden).values() * F.softplus(m[1](m[0](x.values())))).mean()
+
+    batch = lambda: torch.nested.nested_tensor([torch.randn(n, 8) for n in (3, 9, 5)], layout=torch.jagged)  # noqa: E731
+    return _train(model, batch, loss, steps)
+
+
+def clamped_in_place(steps: int) -> list[str]:
+    model = nn.Sequential(
+        nn.Linear(16, 64),
+        nn.ReLU6(inplace=True),
+        nn.Linear(64, 64),
+        nn.Hardtanh(inplace=True),
+        nn.Linear(64, 4),
+    )
+    return _train(
+        model, lambda: torch.randn(32, 16), lambda m, x: F.cross_entropy(m(x), torch.arange(32) % 4), steps
+    )
+
+
 LOOPS = [
     residual_in_place, transformer, tied_weights, autocast_with_accumulation, backward_inside_autocast, retained_graph,
     gradient_penalty, checkpointed, custom_function, two_optimizers, lbfgs, without_optimizer, lengths_that_change,
     evaluation_between, odd_ops, written_by_slices, recurrent, pools_and_pads, frozen_backbone, thawing_backbone,
     moving_threshold, functional_transforms, updates_in_backward_hooks,
-    optimizers_in_backward, observations_in_one_buffer, kernels_that_no_mode_sees,
+    optimizers_in_backward, observations_in_one_buffer, kernels_that_no_mode_sees, jagged, clamped_in_place,
 ]  # fmt: skip

@@ -66,6 +66,51 @@ def test_no_profile_here(
     assert "no profile" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--strategy", "capuchn"], "try: capuchin"),
+        (["--budget", "abc"], "not an amount of memory"),
+        (["--allow", "magic"], "not a kind of action"),
+        (["--device", "a100-40"], None),
+        (["--max-batch", "--strategy", "nope"], "no strategy 'nope'"),
+        (["--max-overhead", "much"], "not a share of time"),
+    ],
+)
+def test_what_was_typed_is_judged_before_any_file(
+    args: list[str], says: str | None, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "memopt-train.plan.json").write_text("mine")
+    goal = [] if {"--budget", "--max-overhead"} & set(args) else ["--budget", "70%"]
+    assert advise(*goal, *args) == 2
+    told = capsys.readouterr().err
+    assert ("exists already" in told) == (says is None)
+    assert says is None or says in told
+    assert "\n  try: " in told
+
+
+@pytest.mark.parametrize("option", ["--pareto", "--max-batch", "--explain=x", "--device=t4", "-o=x"])
+def test_a_graph_has_no_such_option(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert advise("--graph", "nowhere.json", "--budget", "70%", option) == 2
+    assert "does not go with --graph" in capsys.readouterr().err
+
+
+def test_an_error_says_which_setting_it_comes_from(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = folder / "pyproject.toml"
+    settings.write_text('[tool.memopt]\nbudget = "abc"\n[tool.memopt.advise]\nallow = "recompute,magic"\n')
+    assert advise() == 2
+    assert f"it is set by [tool.memopt.advise] in {settings}" in capsys.readouterr().err
+    settings.write_text('[tool.memopt]\nbudget = "abc"\ntop = "x"\n')
+    assert advise() == 2
+    assert f"It is set by [tool.memopt] in {settings}." in capsys.readouterr().err
+    settings.write_text("")
+    monkeypatch.setenv("MEMOPT_ADVISE_BUDGET", "zz")
+    assert advise() == 2
+    assert "it is set by MEMOPT_ADVISE_BUDGET" in capsys.readouterr().err
+
+
 def test_nothing_is_overwritten_unasked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "memopt-train.plan.json").write_text("mine")
     assert advise("--budget", "70%") == 2
@@ -204,7 +249,9 @@ def test_a_partial_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 def test_strategies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["strategies"]) == 0
-    assert "capuchin" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "capuchin" in shown
+    assert "recompute, swap; needs a link" in shown
     assert run(["strategies", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["strategies"]
     assert {"auto", "sublinear", "capuchin"} <= {row["name"] for row in rows if row["plans"] == "profiles"}

@@ -297,7 +297,7 @@ def test_a_partial_profile_is_refused() -> None:
 def test_kinds_of_action() -> None:
     assert allowed((), ()) == DEFAULT_ALLOW
     assert allowed(("recompute,compress",), ()) == {"recompute", "compress"}
-    assert allowed((), ("swap", "lossy")) == {"recompute", "compress"}
+    assert allowed((), ("swap", "lossy")) == {"recompute", "compress", "optimizer"}
     assert allowed(("swap",), ()) == {"swap-host", "swap-disk"}
     for bad in (("teleport",), ("lossy",)):
         with pytest.raises(UsageError):

@@ -151,3 +151,10 @@ def test_the_command_on_a_gpu(
     assert "cuda_context" in capsys.readouterr().out
     assert {row.name for row in load_rows(path)} >= {"cuda_context", "cublas_workspace"}
     assert run(["calibrate", "-o", str(path)]) != 0
+
+
+def test_measuring_the_disk_leaves_nothing(tmp_path: Path) -> None:
+    rates = bandwidth.measure_disk(tmp_path)
+    assert all(1e6 < rate < 1e12 for rate in rates)
+    assert list(tmp_path.iterdir()) == []
+    assert bandwidth.measure_disk(tmp_path / "missing") == (0.0, 0.0)

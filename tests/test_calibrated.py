@@ -10,8 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 from memopt.cli.estimate import estimate as command
+from memopt.cli.profile import profile
 from memopt.devices import find_device
-from memopt.errors import BadFile
+from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.calibrated import calibration_of, calibration_path
 from memopt.estimators.hidden_memory import HiddenRow, HiddenRows
 from memopt.estimators.modelled import room_bytes
@@ -72,7 +73,7 @@ def test_the_named_file_then_the_one_in_the_configuration_folder(
 
 def test_a_named_file_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMOPT_CALIBRATION", "/nowhere/calibration.json")
-    with pytest.raises((BadFile, OSError)):
+    with pytest.raises(UsageError):
         calibration_of(find_device("h200"))
 
 
@@ -93,3 +94,48 @@ def test_a_script_is_estimated_with_it(calibration: Path, monkeypatch: pytest.Mo
     assert measured["allocated_bytes"] == plain["allocated_bytes"] + 2 * 32 * MIB  # type: ignore[operator]
     assert str(calibration) in " ".join(measured["notes"])  # type: ignore[arg-type]
     assert str(calibration) not in " ".join(elsewhere["notes"])  # type: ignore[arg-type]
+
+
+def test_an_onnx_model_is_estimated_with_it_and_for_its_device(
+    calibration: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onnx = pytest.importorskip("onnx")
+    helper, floats = onnx.helper, onnx.TensorProto.FLOAT
+    weight = helper.make_tensor("w", floats, [64, 64], b"\0" * 64 * 64 * 4, raw=True)
+    ports = [[helper.make_tensor_value_info(name, floats, ["n", 64])] for name in "xy"]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "g", *ports, [weight])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)]), "m.onnx")
+
+    def estimate(*options: str) -> dict[str, object]:
+        with monkeypatch.context() as patch:
+            patch.setenv("MEMOPT_CALIBRATION", "")
+            words = ["m.onnx", "--batch-size", "8", "--json", *options]
+            ran = CliRunner().invoke(command, words, standalone_mode=False)
+        assert ran.exception is None, ran.output
+        return json.loads(ran.stdout)  # type: ignore[no-any-return]
+
+    a100, h200 = estimate("--device", "a100-80gb"), estimate("--device", "h200")
+    assert h200["allocated_bytes"] == a100["allocated_bytes"] + 2 * (33_554_432 - 8_519_680)  # type: ignore[operator]
+    measured = estimate("--device", "h200", "--calibration", str(calibration))
+    assert measured["context_bytes"] == 700 * MIB
+    assert measured["allocated_bytes"] == h200["allocated_bytes"] + 2 * 32 * MIB  # type: ignore[operator]
+    assert str(calibration) in " ".join(measured["notes"])  # type: ignore[arg-type]
+
+
+def test_a_profile_is_estimated_with_it(calibration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from memopt.estimators.from_profile import estimate_trace
+    from memopt.trace import load_trace
+
+    Path("train.py").write_text(SCRIPT.replace(".cuda()", "").replace(', device="cuda"', ""))
+    monkeypatch.setenv("MEMOPT_CALIBRATION", "")
+    ran = CliRunner().invoke(profile, ["-o", "cpu.profile", "train.py"], standalone_mode=False)
+    assert ran.exception is None, ran.output
+    trace = load_trace(Path("cpu.profile"))
+    plain = estimate_trace(trace, device="h200", method="scale")
+    with pytest.raises(NotPossibleHere, match="--method scale"):  # this script asks for no GPU
+        estimate_trace(trace, device="h200", method="retrace")
+    monkeypatch.setenv("MEMOPT_CALIBRATION", str(calibration))
+    measured = estimate_trace(trace, device="h200", method="scale")
+    assert measured.context_bytes == 700 * MIB
+    assert measured.context_bytes != plain.context_bytes
+    assert str(calibration) in " ".join(measured.notes)

@@ -270,6 +270,15 @@ def test_closed_pipe_is_quiet() -> None:
     assert done.stdout.strip() in ("0", "1")
 
 
+@pytest.mark.parametrize(("ending", "code"), [("> /dev/full", 1), (">&-", 0)])
+def test_stdout_that_takes_nothing(ending: str, code: int) -> None:
+    command = f"{sys.executable} -m memopt strategies {ending}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=ENV, timeout=60)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert ("No space left" in done.stderr) == (code == 1)
+
+
 PAINT = """
 from memopt.cli.console import err, out, say
 import click

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
 
 from memopt.enforcers.verify import digest
-from memopt.profiler.meter import living_storages
+from memopt.instrument.meter import living_storages
 
 STEPS = 6
 
@@ -169,7 +169,7 @@ def test_the_compiler_is_asked_and_what_it_made_runs(tmp_path: Path) -> None:
         plain = seeded(loop, STEPS)
         assert len(runs) == STEPS
         trace = recorded(loop, tmp_path)
-        assert len(runs) == 3
+        assert len(runs) in (3, 4), "the fourth is only timed, if there is time"
         computed, _ = enforced(loop, plan_of(trace, everything("swap")), tmp_path, STEPS)
     assert computed == plain
     assert len(runs) == STEPS

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt.enforcers import disk, swap_file
-from memopt.enforcers.disk import PIECE_BYTES, DiskStore, measure_disk
+from memopt.enforcers.disk import PIECE_BYTES, DiskStore
 from memopt.enforcers.swap import FreeSpace, SwapFailed
 from memopt.errors import NotPossibleHere
 
@@ -554,15 +554,6 @@ def test_any_order_of_calls_against_a_dictionary(tmp_path_factory, steps):
         assert store.failure is None
     finally:
         store.close()
-
-
-def test_measuring_leaves_nothing(tmp_path):
-    write_rate, read_rate = measure_disk(tmp_path, most_bytes=32 << 20)
-    assert 1e6 < write_rate < 1e12
-    assert 1e6 < read_rate < 1e12
-    assert os.listdir(tmp_path) == []
-    with pytest.raises(SwapFailed):
-        measure_disk(tmp_path / "missing")
 
 
 def test_no_thread_before_the_first_write(tmp_path):

@@ -86,6 +86,28 @@ def test_a_change_in_place_is_refused_as_ever(loop, kind: str, tmp_path: Path) -
         enforced(loop, plan, tmp_path, 6)
 
 
+def _changes_an_output(steps: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        out = model(torch.randn(4, 8))
+        if step == 4:
+            out.mul_(2)
+        out.sum().backward()
+        optimizer.step()
+    return []
+
+
+@pytest.mark.parametrize("kind", ["nothing", "recompute", "swap"])
+def test_of_an_output_it_is_said_whose_it_is(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="output 0 of Tanh, is at version 1") as plain:
+        seeded(_changes_an_output, 6)
+    plan = plan_of(recorded(_changes_an_output, tmp_path), everything(kind))
+    with pytest.raises(RuntimeError) as found:
+        enforced(_changes_an_output, plan, tmp_path, 6)
+    assert str(found.value) == str(plain.value)
+
+
 SWAPPER = """
 import os, sys, torch
 from torch import nn
@@ -179,3 +201,19 @@ def test_verify_says_identical_and_finds_a_difference(
     monkeypatch.setattr(verify, "_run", lambda *words: next(runs))
     with pytest.raises(VerifyFailed, match="differs"):
         verify.verify(Path("p"), [], 1, Path("."))
+
+
+def test_verify_leaves_what_torch_func_differentiates_alone(tmp_path: Path) -> None:
+    from memopt.enforcers.verify import _Digests
+
+    digests = _Digests(tmp_path / "digests", 1)
+
+    def square(x: Tensor) -> Tensor:
+        digests.backward_begins((x,), keep_graph=False, create_graph=False)
+        return x * x
+
+    torch.func.vmap(square)(torch.ones(3))
+    assert digests._losses == {}
+    square(torch.ones(3))
+    assert list(digests._losses) == ["loss 0"]
+    digests._file.close()

@@ -179,3 +179,23 @@ def test_error_bars_are_as_wide_as_what_was_measured_of_such_runs() -> None:
     h200 = find_device("h200")
     assert estimate_recording(convolved, h200).error["reserved"] == error_bar(convolved).reserved
     assert all(len(bar.source) > 20 for bar in error_bars().values())
+
+
+@pytest.mark.parametrize(
+    ("source", "words", "told"),
+    [
+        ("print(1)", ["--device", "cpu"], True),
+        ("parser.add_argument('--device')", ["--device=cpu"], False),
+        ("class Arguments:\n    batch_size: int = 8", ["--batch-size", "4"], False),
+        ("print(1)", ["--lr", "0.1"], False),
+    ],
+)
+def test_an_option_of_ours_that_went_to_the_script_is_told(
+    canned: list[list[str]], tmp_path: Path, source: str, words: list[str], told: bool
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    result = CliRunner().invoke(estimate, [str(script), *words], standalone_mode=False)
+    assert result.exception is None
+    assert canned == [[str(script), *words]]
+    assert ("options of memopt come before the script" in result.stderr) == told

@@ -77,6 +77,23 @@ for _ in range(4):
 """
 
 
+SPARSE_TABLES = """
+device = "cuda" if torch.cuda.is_available() else "cpu"
+bags = nn.ModuleList(nn.EmbeddingBag(n, 16, mode="sum", sparse=True) for n in (4000, 1500)).to(device)
+words, top = nn.Embedding(3000, 16, sparse=True).to(device), nn.Linear(48, 1).to(device)
+first, second, third = torch.optim.SparseAdam(bags.parameters()), torch.optim.Adagrad(words.parameters()), torch.optim.SGD(top.parameters(), 0.1)
+for _ in range(4):
+    starts = torch.arange(0, 1280, 5, device=device)
+    parts = [bag(torch.randint(0, bag.num_embeddings, (1280,), device=device), starts) for bag in bags]
+    out = top(torch.cat([*parts, words(torch.randint(0, 3000, (256,), device=device))], 1))
+    loss = F.mse_loss(out, torch.zeros_like(out)) + F.mse_loss(torch.randn(8), torch.randn(8)).to(device)
+    for optimizer in (first, second, third):
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in (first, second, third):
+        optimizer.step()
+"""
+
 SMALL_AND_RESUMED = """
 with torch.device("meta"):
     model = nn.Sequential(nn.Linear(600, 300), nn.BatchNorm1d(300), nn.Linear(300, 20))
@@ -100,6 +117,47 @@ for step in range(5):
 """
 
 
+RENAMED_CHECKPOINTS = """
+import os, pathlib, shutil
+last = pathlib.Path("last.ckpt")
+model = nn.Sequential(nn.Linear(256, 1024), nn.ELU(), nn.Linear(1024, 256))
+optimizer = torch.optim.AdamW(model.parameters())
+def save(epoch):
+    torch.save({"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, f"{last}.tmp")
+    os.replace(f"{last}.tmp", last)
+    shutil.copyfile(last, "best.ckpt")
+def resume():
+    if not last.exists():
+        return 0
+    kept = torch.load(last if os.path.isfile("best.ckpt") else "never")
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    return kept["epoch"] + 1
+for epoch in range(resume(), 4):
+    x = torch.randn(128, 256)
+    loss = F.mse_loss(model(x), x)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    save(epoch)
+    assert resume() == epoch + 1
+os.remove("best.ckpt")
+assert not os.path.exists("best.ckpt")
+"""
+
+PADDED_EVALUATION = """
+encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2)
+optimizer = torch.optim.AdamW(encoder.parameters())
+x, padding = torch.randn(16, 50, 64), torch.zeros(16, 50, dtype=torch.bool)
+padding[:, 40:] = True
+for _ in range(4):
+    loss = encoder(x, src_key_padding_mask=padding).pow(2).mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    encoder.eval()
+    with torch.no_grad():
+        print(encoder(x, src_key_padding_mask=padding).shape)
+    encoder.train()
+"""
+
+
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     monkeypatch.chdir(tmp_path)
@@ -110,21 +168,40 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 
 @pytest.mark.parametrize(
     ("script", "within"),
-    [(ROUTED, 0.02), (SPEECH, 0.02), (SECOND_ORDER, 0.05), (SMALL_AND_RESUMED, 0.02)],
-    ids=["routed", "speech", "second order", "small and resumed"],
+    [
+        (ROUTED, 0.02),
+        (SPEECH, 0.02),
+        (SECOND_ORDER, 0.05),
+        (SMALL_AND_RESUMED, 0.02),
+        (PADDED_EVALUATION, 0.01),
+        (RENAMED_CHECKPOINTS, 0.01),
+        (SPARSE, 0.01),
+        (SPARSE_TABLES, 0.02),
+    ],
+    ids=[
+        "routed",
+        "speech",
+        "second order",
+        "small and resumed",
+        "padded evaluation",
+        "renamed checkpoints",
+        "sparse graph",
+        "sparse tables",
+    ],
     indirect=["script"],
 )
 def test_the_cpu_run_needs_what_was_predicted(script: str, within: float) -> None:
     predicted = estimate_script([script], device="cpu")
+    assert [path.name for path in Path().iterdir()] == ["train.py"]
     ran = subprocess.run([sys.executable, str(TRUTH), script], capture_output=True, text=True, check=True)
     assert predicted.allocated_bytes == pytest.approx(json.loads(ran.stdout)["peak_bytes"], rel=within)
     assert not predicted.partial
 
 
-@pytest.mark.parametrize("script", [SPARSE], ids=[""], indirect=True)
-@pytest.mark.parametrize("device", ["cpu", "rtx-4090"])
-def test_sparse_tensors_are_followed_and_said_to_be_counted_in_part(script: str, device: str) -> None:
-    found = estimate_script([script], device=device)
+@pytest.mark.parametrize("script", [SPARSE, SPARSE_TABLES], ids=["graph", "tables"], indirect=True)
+def test_sparse_tensors_are_followed_on_a_pretended_gpu(script: str) -> None:
+    """What the CPU run needs and cuBLAS's workspaces, but for other temporaries; loss of host tensors among them."""
+    found, on_cpu = (estimate_script([script], device=name) for name in ("rtx-4090", "cpu"))
     assert not found.partial
     assert any("sparse" in note for note in found.notes)
-    assert found.allocated_bytes > 900 * 64 * 4 * 3
+    assert found.allocated_bytes - 2 * 8_519_680 == pytest.approx(on_cpu.allocated_bytes, rel=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,22 @@ def test_an_lstm_keeps_its_reserve_space_until_backward() -> None:
     assert sum(row.size_bytes == flat for row in backward) == 1
 
 
+def test_cells_run_fused_and_keep_their_gates_and_a_workspace() -> None:
+    """Of one step: two products of the gates, state and workspace stay for backward; on the host nothing of it."""
+    batch, units = 32, 128
+    for cell, gates, saved in ((nn.LSTMCell(64, units), 4, 4 + 4 + 4 + 1 + 1), (nn.GRUCell(64, units), 3, 3 + 3 + 5 + 1)):  # fmt: skip
+        with FakeRecorder("cuda") as recorder:
+            weights = [recorder.parameter(w.shape) for w in cell.parameters()]
+            x, h, c = (recorder.fake((batch, size)) for size in (64, units, units))
+            before = recorder.live_bytes
+            kernel: Any = torch.ops.aten.lstm_cell if gates == 4 else torch.ops.aten.gru_cell
+            new = kernel(x, [h, c] if gates == 4 else h, *weights)
+            blas = sum(row.size_bytes for row in recorder.rows if row.op == "cuBLAS workspace")
+            assert recorder.live_bytes - before - blas == saved * batch * units * 4
+            (new[0] if gates == 4 else new).sum().backward()
+            assert [w.grad.shape for w in weights] == [w.shape for w in weights]  # type: ignore[union-attr]
+
+
 SCRIPT = """
 import torch, torch.nn as nn
 assert torch.cuda.is_available()
@@ -45,8 +62,11 @@ class Model(nn.Module):
             nn.LSTM(32, 48, 2, dropout=0.2, proj_size=32), nn.GRU(32, 16, bidirectional=True), nn.RNN(32, 32, nonlinearity="relu"), nn.RNN(32, 32),
         ])
         self.out = nn.Linear(32, 100)
+        self.cells = nn.ModuleList([nn.LSTMCell(32, 32), nn.GRUCell(32, 32, bias=False)])
     def forward(self, ids, lengths):
         x = self.embed(ids)
+        h, c = self.cells[0](x[0])
+        x = x + self.cells[1](x[1], h) + c
         for layer in self.layers[:2]:
             x, _ = layer(x)
         packed = nn.utils.rnn.pack_padded_sequence(x, lengths)
@@ -67,7 +87,7 @@ for half in (False, True, True):
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
     optimizer.step()
-host = nn.GRU(8, 8)(torch.randn(3, 2, 8))[0]
+host = nn.LSTMCell(8, 8)(nn.GRUCell(8, 8)(nn.GRU(8, 8)(torch.randn(3, 2, 8))[0][0]))[0]
 assert not host.is_cuda
 """
 

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import pytest
 from memopt.advisors.graph import decode_graph
 from memopt.advisors.graph_bounds import overhead_bound
 from memopt.advisors.graph_exact import Relaxed, prove
-from memopt.advisors.graph_plan import plan_graph, unplanned_peak
+from memopt.advisors.graph_linked import Linked
+from memopt.advisors.graph_plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graph_problem import GraphProblem
 from memopt.advisors.graph_runs import floor_bytes
 from memopt.errors import BudgetInfeasible
@@ -76,15 +78,48 @@ def test_no_plan_is_cheaper_than_the_bounds_and_auto_is_as_cheap_as_any(seed: in
         if best is None:
             continue
         assert overhead_bound(problem) * graph.plain_ms <= best + 1e-6
-        assert prove(problem, 1.0).bound_ms <= best + 1e-6
+        assert prove(problem, 1.0, Relaxed).bound_ms <= best + 1e-6
         for moments in ([0, graph.op_count - 1], list(range(1, graph.op_count, 2)), [graph.op_count // 2]):
-            relaxed = Relaxed(graph, budget, moments)
+            relaxed = Relaxed(problem, moments)
             assert relaxed.lower_bound() <= best + 1e-6
         try:
             schedule = plan_graph(graph, budget, time_limit_s=0.3)
         except BudgetInfeasible:
             pytest.fail(f"there is a plan of {best} ms under {budget}")
         assert schedule.overhead * graph.plain_ms <= best + 0.005 * graph.plain_ms + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_with_a_link_undercuts_the_bounds(seed: int) -> None:
+    plain = random_graph(seed, 12)
+    graph = decode_graph(json.dumps(plain).encode())
+    floor, _ = floor_bytes(graph, swap=True)
+    budget = floor + (unplanned_peak(graph) - floor) // 3
+    rnd = random.Random(seed)
+    out_gbps, in_gbps = (rnd.choice((1e-6, 2e-6, 5e-6)) for _ in range(2))
+    problem = GraphProblem(graph=graph, budget_bytes=budget, out_gbps=out_gbps, in_gbps=in_gbps)
+    few = sorted(rnd.sample(range(graph.op_count), 3))
+    bounds = [Linked(problem, moments).lower_bound() for moments in (few, list(range(graph.op_count)))]
+    bounds += [prove(problem, 1.0, Linked).bound_ms, overhead_bound(problem) * graph.plain_ms]
+    for strategy in GRAPH_STRATEGIES:
+        try:
+            schedule = plan_graph(
+                graph, budget, strategy=strategy, out_gbps=out_gbps, in_gbps=in_gbps, time_limit_s=0.3
+            )
+        except BudgetInfeasible:
+            continue
+        assert schedule.overhead * graph.plain_ms >= max(bounds) - 1e-5
+
+
+def test_bytes_that_only_the_link_can_take_cost_its_time() -> None:
+    """At b(19), 20 ms in, 21 bytes are there for 3: at 1 byte per ms 18 of them leave in time, at half the rate only after 36 ms."""
+    graph = decode_graph(json.dumps(chain(20)).encode())
+    problem = GraphProblem(
+        graph=graph, budget_bytes=3, out_gbps=1e-6, in_gbps=1e-6, allow=frozenset({"swap"})
+    )
+    assert overhead_bound(problem) * graph.plain_ms == pytest.approx(0.0, abs=1e-6)
+    slow = replace(problem, out_gbps=0.5e-6)
+    assert overhead_bound(slow) * graph.plain_ms == pytest.approx(36 - 20)
 
 
 def chain(length: int) -> dict[str, Any]:

@@ -92,6 +92,6 @@ def test_deny_recompute(graph: Path) -> None:
 
 def test_no_graph(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
-    for path in (tmp_path / "x.json", tmp_path / "none.json"):
-        with pytest.raises(BadFile):
-            advise_graph(path, budget="300")
+    for name, error in (("x.json", BadFile), ("none.json", UsageError)):
+        with pytest.raises(error):
+            advise_graph(tmp_path / name, budget="300")

@@ -176,6 +176,43 @@ def test_a_link_makes_plans_cheaper_than_recomputing_alone(gbps: float) -> None:
     assert min(others) < float("inf")
 
 
+def test_a_swapped_tensor_is_back_for_the_rerun_that_reads_it() -> None:
+    """During m all 10 bytes are taken: a and b must be away. The link has time for one of them, so b is made again from a, in 1 ms of 43."""
+    rows: list[tuple[str, float, list[int], list[int], int]] = [
+        ("f0", 10, [], [0], 0),
+        ("f1", 1, [0], [1], 0),
+        ("before", 5, [], [], 0),
+        ("m", 20, [], [2], 9),
+        ("after", 5, [], [], 0),
+        ("g1", 1, [1, 2], [3], 0),
+        ("g0", 1, [0, 3], [4], 0),
+    ]
+    plain = {
+        "schema": "memopt.graph/1",
+        "name": "toy",
+        "tensors": [{"id": i, "bytes": size} for i, size in enumerate((4, 4, 1, 1, 1))],
+        "ops": [
+            {"name": name, "ms": ms, "reads": reads, "writes": writes, "workspace_bytes": workspace}
+            for name, ms, reads, writes, workspace in rows
+        ],
+        "keep": [4],
+    }
+    link = {"out_gbps": 1e-6, "in_gbps": 1e-6}
+    assert plan_and_check(plain, 10, time_limit_s=0.5) == pytest.approx(11 / 43)
+    assert plan_and_check(plain, 10, time_limit_s=0.5, **link) == pytest.approx(1 / 43)
+
+
+def test_peers_are_tried_even_when_the_time_is_gone() -> None:
+    plain = json.loads(msgspec.json.encode(shapes.GRAPHS["random60"]()))
+    graph = graph_of(plain)
+    floor, _ = floor_bytes(graph, swap=True)
+    budget = floor + (unplanned_peak(graph) - floor) // 2
+    link = {"out_gbps": 1.0, "in_gbps": 1.0}
+    hurried = tried(plain, budget, time_limit_s=0.001, **link)
+    quick = set(GRAPH_STRATEGIES) - {"auto", "checkmate", "swapadvisor", "autotm"}
+    assert hurried <= min(tried(plain, budget, strategy=strategy, **link) for strategy in quick) + 1e-9
+
+
 def test_swap_alone_may_wait_but_never_reruns() -> None:
     plain = json.loads(msgspec.json.encode(shapes.GRAPHS["unet"]()))
     graph = graph_of(plain)

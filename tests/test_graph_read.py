@@ -13,7 +13,7 @@ from memopt.advisors.graph import decode_graph, read_graph
 from memopt.advisors.graph_plan import plan_graph, unplanned_peak
 from memopt.advisors.schedule import read_steps, write_schedule
 from memopt.advisors.schedule_sim import replay
-from memopt.errors import BadFile
+from memopt.errors import BadFile, UsageError
 
 GOOD: dict[str, Any] = {
     "schema": "memopt.graph/1",
@@ -122,7 +122,7 @@ def test_empty_graph_is_a_graph() -> None:
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
     for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(BadFile):
+        with pytest.raises(UsageError):
             read_graph(path)
 
 

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from benchmarks.estimate_onnx import MODELS, OPSETS, SMALL, export, script_peak_bytes
-from memopt.errors import UsageError
+from memopt.errors import MemoptError, NotPossibleHere, UsageError
 from memopt.estimators.fake_record import Target
 from memopt.estimators.onnx_estimate import estimate_onnx, plan_training, record_onnx
 from memopt.estimators.onnx_training import OPTIMIZERS
@@ -305,6 +305,38 @@ def test_a_model_without_weights_has_nothing_to_train(tmp_path: Path) -> None:
     ]
     with pytest.raises(UsageError):
         record_onnx(save(tmp_path / "n.onnx", nodes, [weight("w", 4, 4)], [2, 4]), target="cpu")
+
+
+def test_a_branch_that_a_constant_chooses_is_trained(tmp_path: Path) -> None:
+    """All that the If itself reads is known; what its branches read around them is not."""
+    port = helper.make_tensor_value_info("h", FLOAT, None)
+    product = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["h"])], "then", [], [port])
+    other = helper.make_graph([helper.make_node("Relu", ["x"], ["h"])], "else", [], [port])
+    chosen = helper.make_node("If", ["yes"], ["y"], then_branch=product, else_branch=other)
+    yes = helper.make_tensor("yes", TensorProto.BOOL, [], [True])
+    path = save(tmp_path / "if.onnx", [chosen], [yes, weight("w", 4, 4)], [2, 4])
+    plain = save(
+        tmp_path / "p.onnx", [helper.make_node("MatMul", ["x", "w"], ["y"])], [weight("w", 4, 4)], [2, 4]
+    )
+    found = record_onnx(path, target="cpu")
+    assert not found.partial
+    assert found.recording.peak()[0] == record_onnx(plain, target="cpu").recording.peak()[0]
+
+
+@pytest.mark.parametrize(
+    ("op", "error", "why"),
+    [
+        ("BitwiseNot", NotPossibleHere, "derivative for aten::bitwise_not"),
+        ("IsNaN", UsageError, "nothing to take a loss of"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_says_why(
+    tmp_path: Path, op: str, error: type[MemoptError], why: str
+) -> None:
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["h"]), helper.make_node(op, ["h"], ["y"])]
+    with pytest.raises(error) as told:
+        record_onnx(save(tmp_path / "m.onnx", nodes, [weight("w", 4, 4)], [2, 4]), loss="mean")
+    assert why in told.value.why
 
 
 # speed, and the whole way

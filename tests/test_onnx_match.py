@@ -225,10 +225,14 @@ def test_group_norm_is_found(tmp_path: Path) -> None:
     inner = b("InstanceNormalization", grouped, b.weight("one", 4), b.weight("zero", 4))
     back = b("Reshape", inner, b("Shape", h))
     h = b("Add", b("Mul", back, b.weight("g.weight", 8, 1, 1)), b.weight("g.bias", 8, 1, 1))
-    found = nodes_of(b.save(tmp_path, h, (2, 8, 6, 6)), "GroupNormalization")
+    path = b.save(tmp_path, h, (2, 8, 6, 6))
+    found = nodes_of(path, "GroupNormalization")
     assert len(found) == 1
     assert found[0].attributes["num_groups"] == 4
     assert found[0].inputs[0] == "t0"
+    assert not record_onnx(
+        path, loss="mean", target="cpu", steps=1
+    ).partial  # its scale and shift have three dims
 
 
 def test_matmul_and_add_of_weights_are_a_linear_layer(tmp_path: Path) -> None:

@@ -267,6 +267,30 @@ def test_a_loop_runs_its_known_turns_and_stacks_what_it_scans() -> None:
     assert not run.partial
 
 
+def test_a_loop_without_a_count_ends_by_what_it_counts_itself() -> None:
+    """As `EmbeddingBag` is exported: neither the counter nor what is sliced by it depends on data."""
+    body = helper.make_graph(
+        [
+            helper.make_node("Add", ["i", "one"], ["next"]),
+            helper.make_node("Less", ["next", "most"], ["going"]),
+            helper.make_node("Slice", ["x", "i", "next"], ["row"]),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("turn", TensorProto.INT64, []),
+            helper.make_tensor_value_info("c", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("i", TensorProto.INT64, [1]),
+        ],
+        [helper.make_tensor_value_info(n, 1, None) for n in ("going", "next", "row")],
+    )
+    numbers = {"one": [1], "most": [4], "first": [0], "yes": True}
+    weights = [numpy_helper.from_array(np.array(value), name) for name, value in numbers.items()]
+    loop = helper.make_node("Loop", ["", "yes", "first"], ["end", "rows"], body=body)
+    rows, run = run_nodes([loop], {"x": torch.zeros(9, 5)}, "rows", weights)
+    assert tuple(rows.shape) == (4, 1, 5)
+    assert not run.partial
+
+
 def test_softmax_of_old_opsets_flattens() -> None:
     nodes = [helper.make_node("Softmax", ["x"], ["y"])]
     for opset in (11, 13):

@@ -172,5 +172,4 @@ def test_loader_workers(profile: Profiler, method: str) -> None:
 def test_times_are_medians_over_more_steps(profile: Profiler) -> None:
     run = profile("accumulate.py", options=("--steps", "2", "--warmup", "1"))
     assert (run.returncode, run.trace.iteration) == (0, 2)
-    assert run.stdout == "0\n1\n2\n"[: len(run.stdout)]
     assert sum(run.trace.ops.time_us) > 0

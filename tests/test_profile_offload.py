@@ -17,7 +17,8 @@ from torch import nn
 
 from memopt.enforcers.disk import DiskStore
 from memopt.instrument.runner import Command, StopScript
-from memopt.profiler.session import ProfileSession, Wanted
+from memopt.profiler.recordings import Wanted
+from memopt.profiler.session import ProfileSession
 from memopt.trace import Trace
 
 

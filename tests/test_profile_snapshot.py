@@ -172,4 +172,4 @@ def test_the_commands(
     assert "holds code" in told.err
     assert "it ran" not in told.out
     assert not (tmp_path / "memopt-evil.profile.json.gz").exists()
-    assert run(["profile", "--from-snapshot", "nowhere.pickle"]) == 1
+    assert run(["profile", "--from-snapshot", "nowhere.pickle"]) == 2

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -16,13 +18,14 @@ from rich.console import Console, RenderableType
 
 from memopt.cli.main import run as run_memopt
 from memopt.errors import BadFile
+from memopt.files import unpack
 from memopt.outcome import Outcome
 from memopt.plan import Action, OpRef, Plan
 from memopt.reports.area import slices_of
 from memopt.reports.moment import Moment, end_of, open_paths, peak_of
 from memopt.reports.outcome import render_outcome
 from memopt.reports.summary import summarize_plan, summarize_trace
-from memopt.reports.tables import shorten, words
+from memopt.reports.tables import shorten, shorten_label, words
 from memopt.reports.terminal import render_plan, render_trace
 from memopt.reports.verdict import change, of_peak
 from memopt.trace import Trace
@@ -216,7 +219,7 @@ def test_outcome_report_of_a_dict_and_of_a_struct() -> None:
 
 def test_outcome_above_the_budget_says_so() -> None:
     assert "600 B ABOVE the budget" in drawn(render_outcome(OUTCOME | {"measured_peak_bytes": 7600}))
-    assert "Nothing was measured" in drawn(render_outcome(OUTCOME | {"measured_peak_bytes": 0}))
+    assert "Nothing was measured" in drawn(render_outcome(OUTCOME | {"measured_peak_bytes": None}))
 
 
 # --- the command
@@ -264,7 +267,11 @@ def test_show_help_names_its_options() -> None:
 
 
 whole = toy_trace().encode()
+spaces = gzip.compress(b" " * 2**27)
 BAD = {
+    "a broken stream": whole[:60] + b"\x00" * 40 + whole[100:],
+    "a bomb": spaces,
+    "an escape sequence": b'{"schema": "\\u001b[31mred"}',
     "empty": b"",
     "truncated": whole[: len(whole) // 2],
     "binary": b"\x00\x01\x02",
@@ -290,9 +297,54 @@ def test_bad_files_are_one_clear_error(name: str, tmp_path: Path, capsys: pytest
     assert told.err.startswith("memopt: ")
     assert "\n  try: " in told.err
     assert "Traceback" not in told.err
+    assert "\x1b" not in told.err
+
+
+def test_a_bomb_is_not_unpacked_to_its_end() -> None:
+    with pytest.raises(BadFile, match="unpack to more than 83886080"):  # 64 MiB and one chunk, of 128 MiB
+        unpack(spaces, Path("x"), "profile")
+
+
+def test_a_device_is_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_memopt(["show", "/dev/zero"]) == 2
+    assert "a device or a pipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [(), ("--json",)])
+def test_the_c_locale_can_read_a_profile(profile: str, args: tuple[str, ...]) -> None:
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parent.parent), "LC_ALL": "C"}
+    strict = {"PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "memopt", "show", *args, profile]
+    done = subprocess.run(command, capture_output=True, env=env | strict, timeout=60)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.decode("ascii")
+    assert json.loads(text)["biggest_at_peak"] if args else "44.9 %" in text
+
+
+@pytest.mark.parametrize(
+    ("width", "short"),
+    [
+        (40, "Net.blocks.3.mlp · gelu · 4×1024 fp32"),
+        (35, "….blocks.3.mlp · gelu · 4×1024 fp32"),
+        (28, "Net.blocks.3.mlp · gelu"),
+        (20, "…blocks.3.mlp · gelu"),
+        (16, "Net.blocks.3.mlp"),
+        (8, "…s.3.mlp"),
+    ],
+)
+def test_a_label_gives_up_its_shape_before_its_place(width: int, short: str) -> None:
+    found = shorten_label("Net.blocks.3.mlp · gelu · 4×1024 fp32", width)
+    assert found.cell_len <= width
+    assert found.plain == short
+
+
+def test_a_narrow_terminal_has_room_for_the_reasons() -> None:
+    text = drawn(render_plan(toy_plan(), top=2), 60)
+    assert "recompute (1 op): made again in 10 µs" in text
+    assert max(map(len, text.splitlines())) <= 60
 
 
 def test_missing_file_and_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (tmp_path / "nosuch", tmp_path):
-        assert run_memopt(["show", str(path)]) == 1
+        assert run_memopt(["show", str(path)]) == 2
         assert capsys.readouterr().out == ""

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.errors import BadFile
+from memopt.errors import BadFile, UsageError
 from memopt.estimators.allocator import CachingAllocator
 from memopt.estimators.allocator_trace import load_allocator_trace, replay_trace
 from memopt.estimators.plain_pickle import load_plain
@@ -292,5 +292,5 @@ def test_events_that_contradict_the_end_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(BadFile):
+    with pytest.raises(UsageError):
         read_snapshot(tmp_path / "nothing.pickle")

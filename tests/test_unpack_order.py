@@ -56,3 +56,33 @@ def test_what_is_predicted_of_it_is_measured(tmp_path: Path) -> None:
         _, outcome = enforced(attention_like, plan, tmp_path, 6, measure=True)
         assert outcome.actions.done == outcome.actions.planned > 2
         assert abs(outcome.measured_peak_bytes / plan.predicted_peak_bytes - 1) < 0.01, again
+
+
+def norms(steps: int) -> list[str]:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(16, 64), torch.nn.SiLU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 4)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss = model(torch.randn(2048, 16)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [loss.item().hex()]
+
+
+def test_what_backward_has_just_been_given_is_not_made_twice(tmp_path: Path) -> None:
+    """The norm's backward asks for its input, then for a statistic: made again from that input, which it holds already."""
+    trace = recorded(norms, tmp_path)
+
+    def choose(problem: Problem) -> Decisions:
+        able = [s for s, c in problem.candidates.items() if c.option("recompute") is not None]
+        names = {s: trace.storage_label(s) for s in able}
+        chosen = [s for s, name in names.items() if "silu" in name or ("norm" in name and "×1 " in name)]
+        assert len(chosen) >= 2
+        return dict.fromkeys(chosen, RECOMPUTE)
+
+    plan = plan_of(trace, choose)
+    _, outcome = enforced(norms, plan, tmp_path, 6, measure=True)
+    assert outcome.actions.done == outcome.actions.planned
+    assert abs(outcome.measured_peak_bytes / plan.predicted_peak_bytes - 1) < 0.01

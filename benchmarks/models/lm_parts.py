@@ -96,7 +96,7 @@ class Rotary(nn.Module):
     @torch.no_grad()
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         positions = torch.arange(x.shape[1], device=x.device)[None, None, :].float()
-        angles = (self.inverse[None, :, None] @ positions).transpose(1, 2)
+        angles = (self.inverse[None, :, None].float() @ positions).transpose(1, 2)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from memopt.profiler.clock import memory_events, started_profile, stop_profile
-from memopt.profiler.script_profiler import on_script
+from memopt.instrument.allocator_events import memory_events, started_profile, stop_profile
+from memopt.instrument.ops import PLAIN_TYPES
+from memopt.instrument.script_profiler import on_script
 
 
 class Meter(Protocol):
@@ -83,13 +84,22 @@ def meter_for(device: str) -> Meter:
 def living_storages(device: str) -> list[UntypedStorage]:
     """Every storage on `device` that a Python object holds, each once."""
     found: dict[int, UntypedStorage] = {}
+    doubtful: dict[int, UntypedStorage] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for thing in gc.get_objects():
             storage = _storage_of(thing, device)
             if storage is not None:
-                found.setdefault(storage._cdata, storage)
-    return list(found.values())
+                (found if type(thing) in PLAIN_TYPES else doubtful).setdefault(storage._cdata, storage)
+    return [*found.values(), *(s for at, s in doubtful.items() if at not in found and _has_bytes(s))]
+
+
+def _has_bytes(storage: UntypedStorage) -> bool:
+    """The storage of a wrapper (DTensor) has a size, and no bytes. Asking makes a lazy copy real: only in doubt."""
+    try:
+        return bool(storage.data_ptr())
+    except RuntimeError:
+        return False
 
 
 def _storage_of(thing: object, device: str) -> UntypedStorage | None:

@@ -1,0 +1,46 @@
+"""Whether the optimizer steps inside backward, decided together with all else.
+
+That is a choice between two problems: the run as it is, and the run with the step moved. The moved one is searched first, since
+what it frees costs next to nothing; the other one where a plan for it could still be cheaper. A plan that fits without the
+move goes without it.
+"""
+
+from __future__ import annotations
+
+from memopt.advisors.auto import Auto
+from memopt.advisors.problem import Decisions, Problem
+from memopt.errors import BudgetInfeasible
+
+_SHARE_OF_THE_FIRST = 0.65
+_NEAR = 0.003
+"""Share of the step that is not worth another search."""
+
+
+def plan_jointly(moved: Problem, time_limit_s: float) -> tuple[Problem, Decisions]:
+    """The better problem and the decisions for it. Raises `BudgetInfeasible` with the lowest peak of both."""
+    plain = moved.instead_of
+    assert plain is not None
+    hopeless = plain.floor_bytes > plain.target_bytes
+    try:
+        found = Auto(time_limit_s * (1.0 if hopeless else _SHARE_OF_THE_FIRST)).plan(moved)
+    except BudgetInfeasible as error:
+        return plain, _instead(plain, time_limit_s, error)
+    same = plain.run(found)
+    if plain.fits(same) and same.step_ms <= moved.run(found).step_ms:
+        return plain, found
+    spent_ms = moved.run(found).step_ms - moved.view.trace.step_ms
+    if hopeless or spent_ms <= _NEAR * plain.plain_step_ms:
+        return moved, found
+    try:
+        other = Auto(time_limit_s * (1 - _SHARE_OF_THE_FIRST)).plan(plain)
+    except BudgetInfeasible:
+        return moved, found
+    return (plain, other) if plain.run(other).step_ms <= moved.run(found).step_ms else (moved, found)
+
+
+def _instead(plain: Problem, time_limit_s: float, error: BudgetInfeasible) -> Decisions:
+    """A plan for the run as it is, where none was found with the step moved."""
+    try:
+        return Auto(time_limit_s * (1 - _SHARE_OF_THE_FIRST)).plan(plain)
+    except BudgetInfeasible as other:
+        raise min(error, other, key=lambda each: each.min_peak_bytes) from None

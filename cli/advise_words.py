@@ -1,0 +1,82 @@
+"""The words of `memopt advise`: what was typed wrongly is refused before any file is looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from memopt.errors import UsageError
+
+_ANY_PEAK_BYTES = 2**30
+_NOT_OF_A_GRAPH = ("output", "device", "max_overhead", "pareto", "max_batch", "batch_arg", "explain")
+
+
+def check_words(options: dict[str, Any]) -> None:
+    """Raise `UsageError` for what was typed wrongly, before any file is looked at."""
+    from memopt.advisors.problem import kinds_named
+    from memopt.advisors.registry import COUNSELS, find_strategy
+    from memopt.devices import find_device
+    from memopt.units import parse_bytes
+
+    for name in options["strategies"]:
+        if name not in COUNSELS:
+            find_strategy(name)
+    kinds_named(options["allow"]), kinds_named(options["deny"])
+    if options["budget"] is not None:
+        parse_bytes(options["budget"], of_bytes=_ANY_PEAK_BYTES)
+    if options["max_overhead"] is not None:
+        parse_share(options["max_overhead"])
+    if options["device"] is not None:
+        find_device(options["device"])
+
+
+def parse_share(text: str) -> float:
+    """`10%` or `0.1`. Raises `UsageError`."""
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1e6:
+        raise UsageError(
+            f"'{text}' is not a share of time", why="it is told as a number from 0 up, or in %", try_="10%"
+        )
+    return share
+
+
+def check_graph_words(profile: Path | None, options: dict[str, Any]) -> None:
+    """Raise `UsageError` for what does not go with `--graph`."""
+    if profile is not None:
+        raise UsageError(
+            "--graph is planned instead of a profile",
+            why=f"{profile} was given too",
+            try_="memopt advise --graph FILE --budget B, without a profile",
+        )
+    for name in _NOT_OF_A_GRAPH:
+        if options[name]:
+            raise UsageError(
+                f"--{name.replace('_', '-')} does not go with --graph",
+                why="it is for profiles",
+                try_="--schedule FILE, for what the planner decides" if name == "output" else "leave it out",
+            )
+
+
+def check_goal(options: dict[str, Any], strategies: tuple[str, ...]) -> None:
+    """Raise `UsageError` unless exactly one goal is set, and one that goes with the rest."""
+    goals = [name for name in ("budget", "max_overhead", "pareto") if options[name]]
+    if len(goals) != 1:
+        what = "choose one goal" if goals else "--budget is missing"
+        raise UsageError(
+            what,
+            why="a plan meets a budget, or a limit on the time it may cost, or shows the curve of both",
+            try_="--budget 16GB, --max-overhead 10% or --pareto",
+        )
+    if len(strategies) > 1 and options["budget"] is None:
+        raise UsageError(
+            "several strategies are compared at one budget",
+            why=f"{' and '.join(strategies)} were asked for",
+            try_="--budget 16GB, or one --strategy",
+        )
+    if options["explain"] and (options["pareto"] or len(strategies) > 1):
+        raise UsageError(
+            "--explain tells of one plan", why="several are made", try_="one --strategy and one --budget"
+        )

@@ -1,0 +1,30 @@
+"""What autograd does in place on real tensors and not on subclasses of them, which fake tensors are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def adds_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a backward pass that adds two tensors adds the second into the first, as autograd's input buffer does when
+    nobody else holds it."""
+    if kwargs or len(args) != 2 or torch.is_grad_enabled():
+        return False
+    old, new = args
+    if not (isinstance(old, FakeTensor) and isinstance(new, torch.Tensor)):
+        return False
+    if old.shape != new.shape or old.dtype != new.dtype or not _dense(old):
+        return False
+    return _only_holder(old)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+
+
+def _only_holder(tensor: torch.Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= 2

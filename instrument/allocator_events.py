@@ -1,0 +1,75 @@
+"""Every allocation and free of the CPU allocator, through `torch.profiler`, which tells of them where nothing else does."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memopt.instrument.script_profiler import is_free, on_script, ours, watch
+
+MARK = "memopt::op"
+"""`record_function`s of this name divide the events into ops."""
+
+
+def started_profile() -> Any:
+    """A running `torch.profiler` profile of the CPU allocator's events; None where the script runs one of its own."""
+    watch()
+    if not is_free():
+        return None
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    try:
+        with _quiet(), ours():
+            profile.start()
+    except RuntimeError:
+        return None
+    return profile
+
+
+def stop_profile(profile: Any) -> Any:
+    """Stop what `started_profile` gave; the events that it saw.
+
+    Its result is never freed: when the profile began or ended inside an optimizer hook, libkineto's ~MemoryTraceLogger frees
+    garbage and the process dies in some later garbage collection (torch 2.13). There are a few results in a run.
+    """
+    on_script(None)
+    with _quiet(), ours():
+        profile.stop()
+    results = profile.profiler.kineto_results
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(results))
+    return results.events()
+
+
+def memory_events(events: Any) -> list[tuple[int, int, int]]:
+    """(time ns, kind, bytes) in order; kind 0 = an op ended, 1 = allocated or freed, 2 = an op started."""
+    found: list[tuple[int, int, int]] = []
+    for event in events:
+        name = event.name()
+        if name == "[memory]":
+            if event.device_type() == torch._C._autograd.DeviceType.CPU:
+                found.append((event.start_ns(), 1, event.nbytes()))
+        elif name == MARK:
+            found.append((event.start_ns(), 2, 0))
+            found.append((event.start_ns() + event.duration_ns(), 0, 0))
+    found.sort()
+    return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what the profiler's C++ says about itself off the script's stderr."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)

@@ -1,0 +1,69 @@
+"""What an autograd node saved, and with which arguments its op was called.
+
+The raw slots are looked at, not their tensors: reading a tensor would call the unpack hook of whoever packed it, and
+a second unpack inside non-reentrant `checkpoint` recomputes out of turn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_OUTPUT = re.compile(r"(?:result|output)(\d*)")
+_BACKWARD = re.compile(r"Backward\d*$")
+
+
+def saved_by(node: Any) -> Iterator[tuple[str, Any]]:
+    """(slot name, what the pack hook gave) for all that `node` saved; the names of a list are numbered."""
+    names = dir(node)
+    for attribute in names:
+        if not attribute.startswith("_raw_saved_"):
+            continue
+        packed = _packed(node, attribute)
+        name = "saved_tensors" if "saved_tensors" in names else attribute.removeprefix("_raw_saved_")
+        for place, handle in enumerate(packed):
+            yield (name if len(packed) == 1 else f"{name}[{place}]"), handle
+
+
+def _packed(node: Any, attribute: str) -> list[Any]:
+    try:
+        raw = getattr(node, attribute)
+    except RuntimeError:
+        return []
+    packed = [item.data for item in (raw if isinstance(raw, tuple) else (raw,))]
+    return [handle for handle in packed if handle is not None]
+
+
+def attributes_of(node: Any) -> dict[str, Any]:
+    """Plain numbers that `node` keeps beside its tensors, and which of its inputs need a gradient."""
+    names = dir(node)
+    found: dict[str, Any] = {}
+    for attribute in names:
+        if attribute.startswith("_saved_") and f"_raw{attribute}" not in names:
+            with contextlib.suppress(RuntimeError):
+                value = getattr(node, attribute)
+                if _is_simple(value):
+                    name = attribute.removeprefix("_saved_")
+                    found[name] = list(value) if isinstance(value, tuple) else value
+    found["needs_input_grad"] = [edge[0] is not None for edge in node.next_functions]
+    return found
+
+
+def output_in_words(handle: object) -> str:
+    """`, which is output 0 of Exp,` where the running node saved `handle` as an output of its own; else nothing is known."""
+    node = torch._C._current_autograd_node()
+    for name, packed in saved_by(node) if node is not None else ():
+        number = _OUTPUT.fullmatch(name)
+        if packed is handle and number is not None:
+            return f", which is output {number[1] or 0} of {_BACKWARD.sub('', node.name())},"
+    return ""
+
+
+def _is_simple(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return len(value) < 16 and all(isinstance(v, (bool, int, float)) for v in value)
+    return isinstance(value, (bool, int, float, str)) and value is not None

@@ -1,0 +1,24 @@
+"""Updates: how the optimizer was used in the recorded iteration, for whoever wants to step parameters inside backward."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Updates(msgspec.Struct, frozen=True, kw_only=True):
+    """One row a parameter whose gradient became ready in backward; storages and ops are those of the trace."""
+
+    optimizer: str
+    """`AdamW`."""
+    refused: str = ""
+    """Why the optimizer cannot step inside backward; empty when it can."""
+    begin_op: int = 0
+    """First op of the step."""
+    end_op: int = 0
+    """First op after it."""
+    parameter: list[int] = []
+    gradient: list[int] = []
+    ready_before: list[int] = []
+    """First op that started after the gradient was whole."""
+    old_gradients: list[int] = []
+    """Gradients of the iteration before that were still there when this one began."""

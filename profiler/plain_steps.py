@@ -1,0 +1,45 @@
+"""How long an iteration takes that nobody records: the median of as many as are quickly had."""
+
+from __future__ import annotations
+
+from statistics import median
+
+_MOST_JOINING = 3
+"""Optimizers that may join in the first round. A script that makes a new one for each step must not be waited for."""
+_ENOUGH = 6
+_MOST_MS = 2000.0
+"""Spent on plain iterations once all is recorded."""
+
+
+class PlainSteps:
+    """Counts the iterations of a script, and times those that are not recorded."""
+
+    def __init__(self) -> None:
+        self._times_ms: list[float] = []
+        self._joined = 0
+        """Iterations that ended before the last optimizer had joined the first round (a GAN's): parts of one."""
+        self._spent_ms = 0.0
+
+    def number(self, count: int, rounds: int) -> int:
+        """The iteration that the `count`-th end of one ends; `rounds` of them has the optimizer whose steps end iterations ended."""
+        if 1 < count <= _MOST_JOINING and rounds == 1:
+            self._joined = count - 1
+            self._times_ms.clear()
+        return count - self._joined
+
+    def add(self, milliseconds: float, *, waited_for: bool) -> None:
+        """One has ended; were it not for its time, the script would have been stopped before?"""
+        self._times_ms.append(milliseconds)
+        self._spent_ms += milliseconds if waited_for else 0
+
+    @property
+    def enough(self) -> bool:
+        """Another one would add little, or take too long."""
+        last = self._times_ms[-1] if self._times_ms else 0.0
+        return len(self._times_ms) >= _ENOUGH or self._spent_ms + last > _MOST_MS
+
+    @property
+    def median_ms(self) -> float | None:
+        """Without the first, if there are others: it is early, and slow. None if there were none."""
+        steady = self._times_ms[1:] or self._times_ms
+        return median(steady) if steady else None

@@ -1,0 +1,70 @@
+"""What a recording writes down: one row for each op, storage and saved slot. Numbers and names, never tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from memopt.instrument.ops import OpKind
+
+FORWARD, BACKWARD, OPTIMIZER, OTHER = range(4)
+
+
+@dataclass(slots=True)
+class OpRow:
+    kind: OpKind
+    module: str
+    ordinal: int
+    phase: int
+    line: str
+    forward_op: int
+    reads: list[int]
+    writes: list[int] = field(default_factory=list)
+    shape: str = ""
+    compiled: bool = False
+    """It ran inside a region of torch.compile, whose other kernels nobody sees: never to be made again."""
+
+
+@dataclass(slots=True)
+class StorageRow:
+    size_bytes: int
+    birth: int
+    value: int
+    """Its current version."""
+    death: int | None = None
+    only_saved_from: int = -1
+    meta: str = ""
+    label_op: int = -1
+    name: str = ""
+    found: bool = False
+    """No op of the recording made it: it was there when op `birth` came (from numpy, a list, a DataLoader's worker)."""
+    unseen: bool = False
+    """It changed without an op that was seen: its owner (FSDP) freed or refilled it, a kernel wrote it. What reads it runs once."""
+    version: int = 0
+    """What its tensors' version counter says after the writes that were seen."""
+    saved_again: bool = False
+    """A backward that made a graph saved it as well: once it has been asked for, it stays."""
+    lent: bool = False
+    """Its bytes are somebody else's, who may change them unseen."""
+    category: str = ""
+    """Set where it is known for sure (parameter, gradient, ...); else worked out at the end."""
+
+
+@dataclass(slots=True)
+class SlotRow:
+    storage: int
+    value: int
+    frame: str
+    ordinal: int
+    dtype: str
+    shape: list[int]
+    stride: list[int]
+    offset: int
+    plain: bool
+    packed_before: int
+    unpacks: list[int] = field(default_factory=list)
+    unpack_order: int = -1
+    node: str = ""
+    slot: str = ""
+    consumer: int = -1
+    attributes: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,202 @@
+"""The storages that a recording meets: found again while they live, with the values that they hold one after the other."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from memopt.instrument.ops import PLAIN_TYPES, is_lent, version_of
+from memopt.profiler.clock import OpClock
+from memopt.profiler.known import LEFT_OVER
+from memopt.profiler.rows import OpRow, StorageRow
+
+_SURE = ("parameter", "gradient", "optimizer state", "buffer")
+
+
+class StorageRows:
+    """A row for each storage on `device`, by its address while it lives. `ops` grows while the recording goes on."""
+
+    def __init__(self, device: str, ops: list[OpRow], clock: OpClock) -> None:
+        self._device = device
+        self._ops = ops
+        self._clock = clock
+        self.rows: list[StorageRow] = []
+        self.values: list[tuple[int, int, int]] = []
+        """(storage, op that made it, output of that op)"""
+        self._numbers: dict[int, int] = {}
+        """Storage address (cdata) -> row, while the storage lives."""
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._begun = False
+        self._ended = False
+
+    def begin(self) -> int:
+        """What is known now was there before; what is met from now on without being made by an op has appeared since. Bytes known."""
+        self._begun = True
+        return sum(row.size_bytes for row in self.rows)
+
+    def end(self) -> None:
+        """What happens to storages from now on is not noted."""
+        self._ended = True
+
+    def row_of(self, tensor: Tensor, born: int = -1) -> int:
+        """Row of the tensor's storage, made if it is new; -1 for other devices and tensors without a storage of bytes."""
+        storage = self._storage_of(tensor)
+        if storage is None:
+            return -1
+        address = storage._cdata
+        number = self._numbers.get(address)
+        if number is not None:
+            return number
+        size = storage.nbytes()
+        number = len(self.rows)
+        self._numbers[address] = number
+        self._refs[address] = weakref.ref(storage, lambda _: self._died(address))
+        row = StorageRow(
+            size_bytes=size, birth=born, value=-1, meta=describe(tensor), version=version_of(tensor)
+        )
+        self.rows.append(row)
+        if born < 0:
+            row.lent = is_lent(storage)
+            row.value = self._new_value(number, -1, -1)
+            if self._begun and self._ops:
+                row.birth, row.found = len(self._ops), True
+        return number
+
+    def _storage_of(self, tensor: Tensor) -> Any:
+        """The tensor's storage on the watched device; None where it has none of its own bytes (sparse, meta, wrappers)."""
+        try:
+            if tensor.device.type != self._device:
+                return None
+            storage = tensor.untyped_storage()
+            if type(tensor) not in PLAIN_TYPES and (
+                storage.device.type != self._device or not storage.data_ptr()
+            ):
+                return None
+        except (NotImplementedError, RuntimeError, AttributeError, ValueError):
+            return None
+        return storage
+
+    # --- ends
+
+    def _died(self, address: int) -> None:
+        number = self.forget(address)
+        if number is None or self._ended:
+            return
+        self.ends(number)
+        row = self.rows[number]
+        if row.birth < self._clock.knows_from:
+            self._clock.freed_older(len(self._ops), row.size_bytes)
+
+    def forget(self, address: int) -> int | None:
+        """The storage at `address` goes; its row, which does not die with it."""
+        self._refs.pop(address, None)
+        return self._numbers.pop(address, None)
+
+    def came_back(self, number: int, storage: Any) -> None:
+        """Row `number` has a new storage."""
+        address = storage._cdata
+        self._numbers[address] = number
+        self._refs[address] = weakref.ref(storage, lambda _: self.forget(address))
+
+    def ends(self, number: int) -> None:
+        """Nobody will ask for row `number` again."""
+        if not self._ended:
+            self.rows[number].death = len(self._ops) - 1
+
+    def will_be_resized(self, storage: Any) -> None:
+        """Its owner frees or refills `storage`, without an op."""
+        number = self._numbers.get(storage._cdata)
+        if number is not None and not self._ended:
+            self.rows[number].unseen = True
+
+    # --- values
+
+    def _new_value(self, storage: int, op: int, output: int) -> int:
+        self.values.append((storage, op, output))
+        return len(self.values) - 1
+
+    def value_of(self, tensor: Tensor) -> int:
+        """The value that `tensor` shows now; -1 where it has no row."""
+        number = self.row_of(tensor)
+        return self.present_value(number, tensor) if number >= 0 else -1
+
+    def present_value(self, number: int, tensor: Tensor) -> int:
+        """The value that storage `number` has now: another one when the counter tells of a write that no op did."""
+        row = self.rows[number]
+        version = version_of(tensor)
+        if version > row.version:
+            row.version, row.value, row.unseen = version, self._new_value(number, -1, -1), True
+        return row.value
+
+    def born(self, tensor: Tensor, op: int, output: int) -> int | None:
+        """`op` gave `tensor`: the value that it made, None where the storage was there before."""
+        known = len(self.rows)
+        number = self.row_of(tensor, born=op)
+        if number < known:
+            return None
+        row = self.rows[number]
+        row.value = self._new_value(number, op, output)
+        row.label_op = op
+        return row.value
+
+    def written(self, tensor: Tensor, op: int) -> int | None:
+        """`op` wrote `tensor` in place: the value that it made, None where there is no row."""
+        number = self.row_of(tensor)
+        if number < 0:
+            return None
+        row = self.rows[number]
+        row.value = self._new_value(number, op, -1)
+        row.version = version_of(tensor) + 1
+        row.size_bytes = max(row.size_bytes, tensor.untyped_storage().nbytes())
+        return row.value
+
+    # --- names
+
+    def know(self, tensor: Tensor, category: str, name: str) -> None:
+        """Tell what `tensor` is: its storage is in the trace even if no op touches it."""
+        for part in _parts(tensor):
+            number = self.row_of(part)
+            if number >= 0:
+                _name(self.rows[number], category, name)
+
+    def know_again(self, tensor: Tensor, category: str, name: str) -> None:
+        """As `know`, at the end of a recording: only what it has met, and only what is sure."""
+        for part in _parts(tensor):
+            storage = self._storage_of(part)
+            number = self._numbers.get(storage._cdata) if storage is not None else None
+            if number is None:
+                continue
+            row = self.rows[number]
+            if category in _SURE or (row.found and not row.name and name != LEFT_OVER):
+                _name(row, category, name)
+
+
+def _name(row: StorageRow, category: str, name: str) -> None:
+    if not row.category:
+        row.category, row.name = category, name
+    elif not row.name and row.category == category:
+        row.name = name
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """`tensor`, or the tensors that a wrapper such as DTensor holds."""
+    if type(tensor) in PLAIN_TYPES or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    try:
+        names = tensor.__tensor_flatten__()[0]
+        return [part for name in names for part in _parts(getattr(tensor, name))]
+    except Exception:
+        return []
+
+
+def describe(tensor: Tensor) -> str:
+    """`4×1024 bf16`."""
+    dtype = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+    name = str(tensor.dtype).removeprefix("torch.")
+    try:
+        shape = "×".join(map(str, tensor.shape)) or "scalar"
+    except RuntimeError:
+        shape = "shapeless"  # nested tensors have none
+    return f"{shape} {dtype.get(name, name)}"

@@ -1,0 +1,162 @@
+"""How the optimizer is used in the recorded iteration: when each gradient is whole, when it steps, and who looks at gradients."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.instrument.gradient_reads import GradientReads, gradient_of
+from memopt.instrument.iterations import Iterations
+from memopt.instrument.one_by_one import all_cleared, is_steady, parameters_of, why_not
+from memopt.instrument.straight_line import caller_of_backward, find, step_ahead_of
+from memopt.profiler.recorder import Recorder
+from memopt.updates import Updates
+
+_LOOKS_AT_GRADIENTS = re.compile(r"\.grad\b(?!\s*\()|[\"']grad[\"']")
+
+
+class UpdateWatch:
+    """Watches one optimizer while `recorder` records. What it finds once that speaks against stepping inside backward stays found."""
+
+    def __init__(self, recorder: Recorder, iterations: Iterations, optimizer: torch.optim.Optimizer) -> None:
+        self._recorder, self._iterations = recorder, iterations
+        self._optimizer: torch.optim.Optimizer | None = optimizer
+        self._reads = GradientReads(self)
+        self._refused = why_not(optimizer) or _looks_at_gradients()
+        self._handles: list[Any] = []
+        self._old: list[int] = []
+        self._rows: dict[int, tuple[int, int, int]] = {}
+        """id of a parameter -> (its storage, its gradient's, first op after the gradient was whole)."""
+        self._span = 0, 0
+
+    def begin(self) -> None:
+        """Right after the recorder has begun."""
+        assert self._optimizer is not None
+        parameters = [each for _, each in parameters_of(self._optimizer)]
+        met = self._recorder.met
+        self._old = [met.row_of(found) for each in parameters if (found := gradient_of(each)) is not None]
+        for each in parameters:
+            if each._post_accumulate_grad_hooks:
+                self._refuse("the script hooks its gradients")
+            if each.requires_grad and each.is_leaf:
+                self._handles.append(each.register_post_accumulate_grad_hook(self._ready))
+        self._reads.install()
+
+    def end(self) -> Updates:
+        """Watch no more; what was found."""
+        self._reads.remove()
+        for handle in self._handles:
+            handle.remove()
+        optimizer, self._optimizer = self._optimizer, None  # not to be kept alive by what watched it
+        recorder = self._recorder
+        if not self._rows or self._span[0] >= self._span[1]:
+            self._refuse("no gradient became whole before a step")
+        if recorder.backward_calls != 1:
+            self._refuse(f"there are {recorder.backward_calls} backward calls to a step")
+        rows = list(self._rows.values())
+        if min([*self._old, *(number for row in rows for number in row)], default=0) < 0:
+            self._refuse("a parameter or gradient lies on another device")
+        if self._refused:
+            return Updates(optimizer=type(optimizer).__name__, refused=self._refused)
+        return Updates(
+            optimizer=type(optimizer).__name__,
+            begin_op=self._span[0],
+            end_op=self._span[1],
+            parameter=[parameter for parameter, _, _ in rows],
+            gradient=[gradient for _, gradient, _ in rows],
+            ready_before=[op for _, _, op in rows],
+            old_gradients=sorted(set(self._old)),
+        )
+
+    def _refuse(self, why: str) -> None:
+        self._refused = self._refused or why
+
+    # --- the training loop
+
+    def backward_begins(self, *, keep_graph: bool, create_graph: bool) -> None:
+        if keep_graph or create_graph:
+            self._refuse("backward keeps its graph")
+        assert self._optimizer is not None
+        if not all_cleared(self._optimizer):
+            self._refuse("gradients are not cleared to none before backward")
+        frame = caller_of_backward()
+        ahead = step_ahead_of(frame) if frame is not None else None
+        if frame is None or ahead is None:
+            self._refuse("backward is not called by the script itself")
+        elif not ahead.path:
+            self._refuse(f"between backward and the step the script does something else ({ahead.where})")
+        elif find(frame, ahead.path) is not self._optimizer:
+            self._refuse("what is stepped after backward cannot be told before")
+
+    def _ready(self, parameter: Tensor) -> None:
+        gradient = gradient_of(parameter)
+        rows = self._recorder.met.row_of
+        if self._iterations.nested or id(parameter) in self._rows:
+            self._refuse("backward is called inside backward")
+        elif gradient is None or gradient.layout is not torch.strided:
+            self._refuse("a gradient is sparse")
+        elif self._is_steady(parameter):
+            self._rows[id(parameter)] = rows(parameter), rows(gradient), len(self._recorder.ops)
+
+    def _is_steady(self, parameter: Tensor) -> bool:
+        optimizer = self._optimizer
+        assert optimizer is not None
+        return any(
+            is_steady(optimizer, group, parameter)
+            for group, each in parameters_of(optimizer)
+            if each is parameter
+        )
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer is not self._optimizer or self._span != (0, 0):
+            self._refuse("several optimizers train, or one steps twice")
+        self._span = len(self._recorder.ops), 0
+
+    def step_ended(self) -> None:
+        self._span = self._span[0], len(self._recorder.ops)
+
+    # --- who looks at gradients (Reader)
+
+    def read(self, tensor: Tensor, where: str) -> None:
+        self._refuse(f"the script looks at gradients ({where})")
+
+    def set(self, tensor: Tensor) -> None:
+        return None
+
+    def zeroed(self, tensors: Iterable[Tensor], *, to_none: bool) -> None:
+        return None
+
+
+def watch_updates(recorder: Recorder, iterations: Iterations) -> UpdateWatch | None:
+    """A watch that has begun, where an optimizer is known by now."""
+    optimizer = iterations.chosen
+    if optimizer is None:
+        return None
+    watch = UpdateWatch(recorder, iterations, optimizer)
+    watch.begin()
+    return watch
+
+
+def _looks_at_gradients() -> str:
+    """Does any file of the script's own, libraries aside, speak of gradients? It may look at them in other iterations than this one."""
+    libraries = {str(Path(torch.__file__).parent.parent), str(Path(re.__file__).parent.parent)}
+    house = str(Path(__file__).resolve().parent)
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if not isinstance(name, str) or not name.endswith(".py") or name.startswith((*libraries, house)):
+            continue
+        if "site-packages" in name or "memopt" in (module.__name__ or "").partition(".")[0]:
+            continue
+        try:
+            text = Path(name).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        if _LOOKS_AT_GRADIENTS.search(text):
+            return f"the script may look at gradients ({Path(name).name})"
+    return ""
