@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
-
 from memopt.enforcers.verify import digest
 from memopt.instrument.meter import living_storages
+from tests.enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
 
 STEPS = 6
 

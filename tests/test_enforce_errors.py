@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import enforced, everything, plan_of, recorded, seeded
 from torch import Tensor, nn
+
+from tests.enforced import enforced, everything, plan_of, recorded, seeded
 
 ROOT = Path(__file__).resolve().parents[1]
 

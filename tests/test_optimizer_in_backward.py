@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,22 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import Loop, any_mixture, enforced, recorded, seeded
-from loops import LOOPS
-from profiled import unexplained
-from stepping import (
-    OPTIMIZERS,
-    REFUSED,
-    TASKS,
-    everything,
-    image_loss,
-    images,
-    stepping,
-)
-from test_simulator_memory import same
 
 from memopt.advisors.advise import Adviser, advise
 from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, Problem
@@ -38,6 +21,19 @@ from memopt.estimators.timeline import Simulator
 from memopt.estimators.trace_view import TraceView
 from memopt.plan import Plan
 from memopt.trace import PHASES, Trace, load_trace
+from tests.enforced import Loop, any_mixture, enforced, recorded, seeded
+from tests.loops import LOOPS
+from tests.profiled import unexplained
+from tests.stepping import (
+    OPTIMIZERS,
+    REFUSED,
+    TASKS,
+    everything,
+    image_loss,
+    images,
+    stepping,
+)
+from tests.test_simulator_memory import same
 
 STEPS = 6
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import recorded, seeded
 from torch import nn
 
 from memopt.enforcers.disk import DiskStore
@@ -20,6 +15,7 @@ from memopt.instrument.runner import Command, StopScript
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession
 from memopt.trace import Trace
+from tests.enforced import recorded, seeded
 
 
 @pytest.fixture(autouse=True)
