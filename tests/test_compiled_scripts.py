@@ -20,10 +20,7 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def _clean_dynamo() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
     torch._dynamo.reset()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,13 +39,9 @@ STEPS = 6
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _gradients_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of the tests speak of gradients, which would be reason enough to refuse any loop that lives in them."""
     monkeypatch.setattr("memopt.profiler.updates._looks_at_gradients", lambda: "")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def moved_plan(trace: Trace, choose=lambda problem: Decisions()) -> Plan:
