@@ -59,6 +59,10 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     say(f"wrote {output}")
     if planned.plan.script.argv == trace.script.argv and planned.batch != search.recorded:
         say(f"the script's arguments do not name the batch: apply the plan at batch {planned.batch}")
+    if planned.method == "scaled":
+        say(
+            f"kernels may need other workspaces at batch {planned.batch}: to be sure, profile it there and advise again"
+        )
     say(f"next: memopt apply {shlex.quote(str(output))}")
     return 0
 
