@@ -6,8 +6,8 @@
 Every figure is of whole runs of `benchmarks/train.py` in processes of their own. Times are medians of the steps after the
 first two; plain and planned runs alternate, and the overhead is the median over pairs. `same` compares every printed loss to the
 last bit. `set` is the largest resident set of the process, everything included. The peak is measured in a run of its own, since
-measuring takes time and memory too. At 100 % the plan is empty: what the hooks alone cost. The last line of a model is what
-`torch.utils.checkpoint` around every block comes to.
+measuring takes time and memory too. At 100 % the plan is empty: what the hooks alone cost. After budgets that no plan meets comes
+a line at the least one that `advise` names. The last line of a model is what `torch.utils.checkpoint` around every block comes to.
 """
 
 from __future__ import annotations
@@ -78,11 +78,15 @@ def bench_model(name: str, args: argparse.Namespace, folder: Path) -> None:
     script += ["--optimizer", args.optimizer]
     summary = profile(script, folder, "profile.json.gz")
     peak_bytes = int(str(summary["peak_bytes"]))
+    refused = ""
     for budget in args.budgets:
         try:
             print(line_of_budget(name, budget, script, args, folder), flush=True)
         except Failed as failure:
             print(f"{name:<13}{budget:>6}  {failure}", flush=True)
+            refused = str(failure)
+    if least := re.search(r"a budget of at least ([\d.]+) (\w+)", refused):
+        print(line_of_budget(name, "".join(least.groups()), script, args, folder), flush=True)
     by_hand = [*script, "--checkpoint"]
     hand_bytes = int(str(profile(by_hand, folder, "hand.json.gz")["peak_bytes"]))
     pairs = [
