@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections import Counter
 from typing import Any
 
@@ -66,9 +65,9 @@ class Engine(TorchDispatchMode):
         self._iterations = iterations
         self._swapper = swapper
         self._device = device
-        self._thread = threading.get_ident()
+        self._thread = frames.thread
         self._regions = frames.regions
-        self.values = Values()
+        self.values = Values(frames.thread)
         self._regions.rewrote = self.values.rewritten_unseen
         frames.resizes.told = self.values.will_be_resized
         self._unsettled: list[Planned] = []
@@ -130,7 +129,7 @@ class Engine(TorchDispatchMode):
         iterations = self._iterations
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
             return func(*args, **kwargs)
-        if self._regions.compiling:
+        if self._regions.compiling or not self._thread.is_here:
             return func(*args, **kwargs)
         if not _PLAIN_TYPES.issuperset(types):
             return func(*args, **kwargs) if is_tracing(types) else NotImplemented
@@ -197,7 +196,7 @@ class Engine(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Kept | Planned:
         """The hook: a handle that keeps `tensor`, or one that will let go of it."""
-        if self._iterations.in_backward or threading.get_ident() != self._thread or not self.active:
+        if self._iterations.in_backward or not self._thread.is_here or not self.active:
             return Kept(tensor)
         if tensor.device.type != self._device or not is_plain(tensor):
             return Kept(tensor)
