@@ -139,17 +139,16 @@ class Engine(TorchDispatchMode):
         if self._swapper is not None:
             self._swapper.collect()
         frame = self._frames.current
-        ordinal = frame.ops
-        frame.ops += 1
+        ordinal = frame.next_op(kind.name)
         planned = self._tables.ops.get(frame.key)
-        name = planned.get(ordinal) if planned is not None and not frame.diverged else None
+        recorded = planned is not None and not frame.diverged and (kind.name, ordinal) in planned
         readers = self._tables.readers.get(frame.key)
         self._called = (
             describe_call(kind.name, func, args, kwargs) if readers and kind.name in readers else None
         )
-        if name is None and not self._unsettled and not kind.writes and kind.statistics is None:
+        if not recorded and not self._unsettled and not kind.writes and kind.statistics is None:
             return func(*args, **kwargs)
-        return self._watch(func, kind, args, kwargs, frame, name)
+        return self._watch(func, kind, args, kwargs, recorded)
 
     def _watch(
         self,
@@ -157,14 +156,11 @@ class Engine(TorchDispatchMode):
         kind: OpKind,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        frame: Frame,
-        name: str | None,
+        recorded: bool,
     ) -> Any:
         record = None
         flat: list[Any] = []
-        if name is not None and name != kind.name:
-            self._diverged(frame)
-        elif name is not None:
+        if recorded:
             flat, form = flatten_call(args, kwargs)
             record = self._record(func, kind, flat, form)
         for statistics in updated_statistics(kind, args):

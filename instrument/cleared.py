@@ -24,7 +24,9 @@ def is_cleared(frame: FrameType, optimizer: torch.optim.Optimizer) -> bool:
     """Does `frame`, which is in a backward call and steps `optimizer` right after it, always clear what that leaves behind?"""
     graph = _graph(frame.f_code)
     ours = {at for at, path in graph.clears.items() if _clears(find(frame, path), optimizer)}
-    call = max(at for at in graph.after if at <= frame.f_lasti)  # it may stand in the caches that follow the call
+    call = max(
+        at for at in graph.after if at <= frame.f_lasti
+    )  # it may stand in the caches that follow the call
     return any(_holds(graph, ours, call, at_start=known) for known in (False, True))
 
 

@@ -21,15 +21,21 @@ from memopt.instrument.training_thread import TrainingThread
 
 
 class Frame:
-    """One module call: its name and how many ops and packs it has run itself."""
+    """One module call: its name, and how many packs it has run itself, and how many ops by their overloads' names."""
 
     __slots__ = ("diverged", "key", "ops", "packs")
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self.ops = 0
+        self.ops: dict[str, int] = {}
         self.packs = 0
         self.diverged = False
+
+    def next_op(self, name: str) -> int:
+        """How many ops of this name came before. One more of another name, in some steps only, shifts nothing."""
+        count = self.ops.get(name, 0)
+        self.ops[name] = count + 1
+        return count
 
 
 class Frames:
