@@ -247,8 +247,15 @@ class ApplySession:
         self._in_two_threads = True
         if self._frames is not None:
             self._frames.thread_changed()
+            self._frames.thread.at_end(self._leave_thread)
         if self._hooks is not None:
             self._hooks.thread_changed()
+
+    def _leave_thread(self) -> None:
+        if self._engine is not None:
+            self._engine.leave()
+        if self._hooks is not None:
+            self._hooks.leave_thread()
 
     def iteration_ended(self, count: int, milliseconds: float) -> None:
         self._end_iteration(count, milliseconds)

@@ -233,8 +233,12 @@ def _short(name: str) -> str:
 def digest(tensor: torch.Tensor) -> str:
     """Digest of shape, dtype and every bit of `tensor`."""
     import torch
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+    if is_traceable_wrapper_subclass(tensor):  # DTensor: this process's part of it
+        parts, _ = tensor.__tensor_flatten__()
+        found = [getattr(tensor, part) for part in parts]
+        return " ".join(digest(part) for part in found if isinstance(part, torch.Tensor))
     with torch.no_grad(), _disable_current_modes():
         plain = tensor.detach()
         if plain.layout is not torch.strided:

@@ -7,6 +7,7 @@ predecessor has ended. Threads that train beside it are left alone.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 
 class TrainingThread:
@@ -16,6 +17,7 @@ class TrainingThread:
         self.ident = threading.get_ident()
         self._thread = threading.current_thread()
         self._trains = False
+        self._ends = threading.local()
 
     @property
     def is_here(self) -> bool:
@@ -31,3 +33,21 @@ class TrainingThread:
             return False
         self.ident, self._thread = threading.get_ident(), here
         return True
+
+    def at_end(self, action: Callable[[], None]) -> None:
+        """Run `action` in this thread when it ends, before anybody who joins it goes on.
+
+        What memopt leaves in torch's thread-local state is freed after that, and needs the interpreter, which may be gone by then:
+        the process would abort.
+        """
+        self._ends.action = _AtEnd(action)
+
+
+class _AtEnd:
+    """Thread-local objects go when their thread does, while it can still run Python."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def __del__(self) -> None:
+        self._action()

@@ -210,6 +210,16 @@ class ProfileSession:
             self._guard(self._recordings.drop)
         self._frames.thread_changed()
         self._guard(self._hooks.thread_changed)
+        self._frames.thread.at_end(self._leave_thread)
+
+    def _leave_thread(self) -> None:
+        from memopt.profiler.recordings import leave
+
+        now = self._now
+        if now is not None:
+            leave(now.recorder)
+        if self._hooks is not None:
+            self._hooks.leave_thread()
 
     def iteration_ended(self, count: int, milliseconds: float) -> None:
         if os.getpid() != self._pid:

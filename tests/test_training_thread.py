@@ -79,6 +79,17 @@ def test_the_first_that_trains_is_it_until_it_ends() -> None:
     assert found[3:] == [(False, False, False)], "the main thread lives and has trained"
 
 
+def test_what_is_to_be_done_at_its_end_is_done_before_it_is_joined() -> None:
+    thread, told = TrainingThread(), []
+
+    def train() -> None:
+        thread.taken_here()
+        thread.at_end(lambda: told.append(thread.is_here))
+
+    in_a_thread(train)
+    assert told == [True]
+
+
 def test_steps_elsewhere_are_iterations_only_where_nobody_trains_here() -> None:
     class Log:
         def __init__(self) -> None:
