@@ -182,20 +182,21 @@ def _three(call: Call, heads: int, kv_heads: int) -> tuple[Tensor, Tensor, Tenso
         return q, k, v
     if q.dim() != 3:
         raise NeedsValue("queries of another form")
-    k, v = call.optional(1), call.optional(2)
-    if k is None:
+    if not call.has(1):
         width = q.shape[-1] // (heads + 2 * kv_heads)
         q, k, v = q.split([heads * width, kv_heads * width, kv_heads * width], -1)
-    elif k.dim() == 5:
-        k, v = k.transpose(1, 2).unbind(3)
-    elif v is None:
+    elif call.tensor(1).dim() == 5:
+        k, v = call.tensor(1).transpose(1, 2).unbind(3)
+    elif call.has(2):
+        k, v = call.tensor(1), call.tensor(2)
+    else:
         raise NeedsValue("keys without values")
     bias = call.optional(3) if call.node.op == "MultiHeadAttention" else None
     if bias is not None and k.dim() == 3:
         parts = bias.split([q.shape[-1], k.shape[-1], v.shape[-1]])
         q, k, v = (each + part for each, part in zip((q, k, v), parts, strict=True))
-    by_head = heads_of(q, heads)
-    return (by_head, *(each if each.dim() == 4 else heads_of(each, kv_heads) for each in (k, v)))
+    k, v = (each if each.dim() == 4 else heads_of(each, kv_heads) for each in (k, v))
+    return heads_of(q, heads), k, v
 
 
 @op("RotaryEmbedding", domain=_MICROSOFT)
