@@ -1,8 +1,8 @@
 """Iteration boundaries of an unmodified training loop, found from outside.
 
 An iteration is the span between two consecutive steps of one optimizer: the one that steps last in the script's first round,
-since a graph that two optimizers share (a GAN's generator) then lives inside one iteration. Gradient accumulation, several
-optimizers and evaluation between steps come out right. Where no optimizer object exists (`p.data.add_`), the end of each
+since a graph that two optimizers share (a GAN's generator) then lives inside one iteration; a round may have several steps of
+one (a critic's) before another's. Gradient accumulation, several optimizers and evaluation between steps come out right. Where no optimizer object exists (`p.data.add_`), the end of each
 backward call is the boundary; where optimizers step inside backward (a hook on each parameter), the end of those that had a step.
 """
 
@@ -22,6 +22,10 @@ from memopt.instrument.training_thread import TrainingThread
 
 _MOST_BACKWARDS_A_STEP = 256
 """A script that has called backward this often and never stepped the optimizer it made is divided by backward calls."""
+
+
+_MOST_ROUNDS = 16
+"""An optimizer that was there at the first step of all is waited for while the one that steps has ended fewer rounds than this."""
 
 
 class Listener(Protocol):
@@ -49,6 +53,8 @@ class Iterations:
         self.rounds = 0
         """Iterations that the optimizer whose steps end them has ended; 1 again when another one has taken its place."""
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._expected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers of other parameters that were there when the first one stepped."""
         self._pid = os.getpid()
         self._began_ns = 0
         self._backwards = 0
@@ -71,6 +77,16 @@ class Iterations:
     def chosen(self) -> torch.optim.Optimizer | None:
         """The optimizer whose steps end iterations."""
         return self._chosen() if self._chosen is not None else None
+
+    @property
+    def waits_for_another(self) -> bool:
+        """Is there an optimizer that may still move the boundary, since it belongs to a round that is not over?"""
+        return self.rounds < _MOST_ROUNDS and any(each not in self._stepped for each in self._expected)
+
+    @property
+    def came_late(self) -> bool:
+        """Has the optimizer whose steps end iterations been waited for?"""
+        return self.chosen in self._expected
 
     @property
     def nested(self) -> bool:
@@ -161,7 +177,10 @@ class Iterations:
         chosen = self.chosen
         is_new = optimizer not in self._stepped
         self._stepped.add(optimizer)
-        if chosen is None or (is_new and self.rounds < 2):
+        if chosen is None:
+            self._expected.update(_others(optimizer))
+        joins = self.rounds < (_MOST_ROUNDS if optimizer in self._expected else 2)
+        if chosen is None or (is_new and joins):
             self._chosen = weakref.ref(optimizer)
             self.boundary = "optimizer"
             chosen, self.rounds = optimizer, 0
@@ -179,3 +198,14 @@ class Iterations:
 
 def _optimizer_exists() -> bool:
     return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
+
+
+def _others(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Optimizers that share no parameter with `optimizer`; one that does may be its wrapper."""
+    mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), torch.optim.Optimizer)
+        and not any(id(each) in mine for group in thing.param_groups for each in group["params"])
+    ]

@@ -63,6 +63,8 @@ class ProfileSession:
         self._stops = 0
         self._cut_off = 0
         """The iteration that was being recorded when the script ended."""
+        self._part: Result | None = None
+        """Of what was taken for an iteration, until another optimizer stepped for the first time."""
         self._log_level: Callable[[], None] = lambda: None
         self.trace: Trace | None = None
         self.failure: MemoptError | None = None
@@ -152,9 +154,17 @@ class ProfileSession:
         recordings = self._recordings
         if recordings is None:
             return
+        whole = recordings.result
         if recordings.now is not None:
             self._cut_off = recordings.now.iteration
             recordings.end()
+        if self.trace is None and whole is None and self._part is not None:
+            whole = self._part
+            recordings.notes.append(
+                "it ended before a round of all its optimizers was recorded: this is a part of one"
+            )
+        if self.trace is None and whole is not None:
+            self._publish_whole(whole)
         if self.trace is not None:
             self._time()
             return
@@ -172,6 +182,14 @@ class ProfileSession:
         self._done = True
         self._publish(
             self._build(result, problem or "the script ended before the iteration that was to be recorded")
+        )
+
+    def _publish_whole(self, result: Result) -> None:
+        """`result` is of an iteration that was recorded to its end."""
+        self._done = True
+        recorder = result.recorder
+        self._publish(
+            self._build(result, f"it stops after {len(recorder.ops)} ops" if recorder.overflow else "")
         )
 
     def _publish(self, trace: Trace) -> None:
@@ -240,25 +258,22 @@ class ProfileSession:
         recordings = self._recordings
         assert recordings is not None
         wanted = self._wanted
-        count = self._plain.number(count, self._iterations.rounds)
+        iterations = self._iterations
+        count = self._plain.number(count, iterations.rounds, came_late=iterations.came_late)
         if recordings.now is not None:
             recordings.recorded_ms = milliseconds
             recordings.end()
         elif count > 1:
             self._plain.add(milliseconds, waited_for=False)
+        if count == 1 and recordings.result is not None:
+            self._part, recordings.result = recordings.result, None
         self._frames.new_iteration()
         if wanted.warmup <= count < wanted.warmup + wanted.steps:
             recordings.begin(iteration=count + 1, with_bytes=recordings.result is None)
         elif count < wanted.warmup and (wanted.offload is not None or recordings.first is None):
             recordings.begin(iteration=count + 1, with_bytes=False)
-        elif count >= wanted.warmup + wanted.steps and recordings.result is not None:
-            self._done = True
-            recorder = recordings.result.recorder
-            self._publish(
-                self._build(
-                    recordings.result, f"it stops after {len(recorder.ops)} ops" if recorder.overflow else ""
-                )
-            )
+        elif recordings.result is not None and not iterations.waits_for_another:
+            self._publish_whole(recordings.result)
 
     def _worth_timing(self) -> bool:
         """Shall the script go on, to be timed? Several processes must stop at the same iteration, or one waits for ever."""
