@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
-from dataclasses import replace
 
 from memopt.advisors.graph import Graph
 from memopt.advisors.graph_bounds import overhead_bound
@@ -44,10 +44,10 @@ FEW = 300
 PROOF = 0.2
 EFFORT_FOR_PARTS = 3.0
 """Of the usual time for so many ops."""
-SHARE_FOR_PARTS = 0.85
+SHARE_FOR_PARTS = 0.8
 """Of the time, where the whole is improved afterwards."""
 CUT_FOR = (0.2, 0.5, 0.8)
-"""Between the floor and the unplanned peak: budgets for which the parts are cut, where the least of all is asked for."""
+"""Between the floor and the unplanned peak: larger budgets for which the graph is cut where its own shows no rounds."""
 LARGE = 8000
 """In graphs with more ops, what planned parts leave to gain is not worth the time."""
 CLOSE = 1e-5
@@ -85,7 +85,7 @@ class AutoPlan:
         """All stages, until the time is up."""
         begin = time.monotonic()
         left = self.problem.until - begin
-        self.last_resort = begin + 3 * left
+        self.last_resort = begin + (3 * left if self.problem.graph.op_count <= LARGE else left)
         self.bound = overhead_bound(self.problem)
         if self.problem.may_recompute:
             self._secure(begin + 0.1 * left)
@@ -285,10 +285,23 @@ def auto(problem: GraphProblem) -> Answer:
     if plain is not None:
         return plain
     floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
-    if problem.budget_bytes < floor:
-        raise infeasible(problem, smallest_peak(problem, floor))
-    folded = fold(problem, at_once)
-    return at_once(problem) if folded is None else by_parts(problem, folded)
+    folded = folded_for(problem, floor)
+    if folded is not None:
+        return by_parts(problem, folded, floor)
+    if problem.budget_bytes >= floor:
+        return at_once(problem)
+    plain_peak = peak_of_runs(problem.graph, plain_runs(problem.graph))
+    raise infeasible(problem, least_peak(problem, plain_peak, at_once, problem.until))
+
+
+def folded_for(problem: GraphProblem, floor: int) -> Folded | None:
+    """The graph in parts, cut for the budget or, where that does not show its rounds, for larger ones."""
+    plain_peak = peak_of_runs(problem.graph, plain_runs(problem.graph))
+    shares = (int(floor + share * (plain_peak - floor)) for share in CUT_FOR)
+    for cut_for_bytes in (problem.budget_bytes, *shares):
+        if cut_for_bytes >= problem.budget_bytes and (found := fold(problem, at_once, cut_for_bytes)):
+            return found
+    return None
 
 
 def at_once(problem: GraphProblem, start: Answer | None = None) -> Answer:
@@ -304,36 +317,26 @@ def at_once(problem: GraphProblem, start: Answer | None = None) -> Answer:
     return work.answer()
 
 
-def by_parts(problem: GraphProblem, folded: Folded) -> Answer:
+def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
     """The plans of the parts together; where that is not too long, improved as a whole."""
-    begin, large = time.monotonic(), problem.graph.op_count > LARGE
-    left = problem.until - begin
-    enough = min(left, EFFORT_FOR_PARTS * usual_s(folded.distinct_ops)) if large else SHARE_FOR_PARTS * left
-    folded.solve(begin + enough)
-    if folded.refused:
-        smallest = folded.smallest_peak(problem.until)
-        if large:
-            raise infeasible(problem, smallest)
-        try:
-            return at_once(problem)
-        except BudgetInfeasible as failure:
-            raise infeasible(problem, min(smallest, failure.min_peak_bytes)) from None
-    answer = folded.answer()
-    return answer if large or "interrupted" in answer.stats else at_once(problem, answer)
+    large = problem.graph.op_count > LARGE
+    most_s = EFFORT_FOR_PARTS * usual_s(folded.distinct_ops) if large else math.inf
 
+    def end() -> float:
+        now = time.monotonic()
+        return now + min(SHARE_FOR_PARTS * (problem.until - now), most_s)
 
-def smallest_peak(problem: GraphProblem, floor: int) -> int:
-    """Smallest peak of the plans that are found for budgets from `floor` up."""
-    tight, plain = (
-        replace(problem, budget_bytes=floor),
-        peak_of_runs(problem.graph, plain_runs(problem.graph)),
-    )
-    for share in CUT_FOR:
-        folded = fold(tight, at_once, int(floor + share * (plain - floor)))
-        if folded is not None:
-            folded.solve(time.monotonic() + (problem.until - time.monotonic()) / 4)
-            return folded.smallest_peak(problem.until) if folded.refused else floor
-    return least_peak(tight, plain, at_once, problem.until)
+    folded.solve(end())
+    if not folded.refused:
+        answer = folded.answer()
+        return answer if large or "interrupted" in answer.stats else at_once(problem, answer)
+    smallest = folded.smallest_peak(end())
+    if problem.budget_bytes < floor:
+        raise infeasible(problem, smallest)
+    try:
+        return at_once(problem)
+    except BudgetInfeasible as failure:
+        raise infeasible(problem, min(smallest, failure.min_peak_bytes)) from None
 
 
 def starts(problem: GraphProblem, until: float) -> list[list[int]]:

@@ -24,9 +24,10 @@ LEAST_S = 0.4
 BOUNDED = 400
 """With more classes than this no bound is reckoned."""
 
-HALVINGS = 6
+SLICE = 0.25
+"""Of the time that is left, for each try to find the least peak; one that fails takes up to three times as long."""
 CLOSE = 0.002
-"""Of the least peak: halvings of what it can be, until it is known so well."""
+"""The least peak is looked for until it is known so well."""
 HURRIED_S = 0.2
 """For what is left after Ctrl-C."""
 
@@ -65,6 +66,10 @@ class Folded:
 
     def _solve(self, group: list[Part], until: float) -> None:
         problem = replace(self.problem, graph=graph_of(self.problem.graph, group), until=until)
+        floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
+        if floor > problem.budget_bytes:
+            self.refused.append((group[0].peak_bytes, problem))
+            return
         try:
             answer = self.solve_alone(problem)
         except BudgetInfeasible as failure:
@@ -117,9 +122,8 @@ def least_peak(problem: GraphProblem, reached: int, solve: Solve, until: float) 
     """The least peak of the plans for a few budgets between the floor and `reached`, for which there is a plan."""
     floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
     low = max(floor, problem.budget_bytes)
-    slice_s = (until - time.monotonic()) / HALVINGS
     while (now := time.monotonic()) < until and reached > low * (1 + CLOSE):
-        trial = replace(problem, budget_bytes=(low + reached) // 2, until=now + slice_s)
+        trial = replace(problem, budget_bytes=(low + reached) // 2, until=now + SLICE * (until - now))
         try:
             reached = min(reached, trial.replay(solve(trial).steps).peak_bytes)
         except BudgetInfeasible as failure:

@@ -21,7 +21,8 @@ from memopt.advisors.graph_runs import lifetimes, memory_of_runs, plain_runs
 HILL = 0.5
 """A hill rises above the narrowest cut by more than this share of what the budget leaves above it."""
 IDLE = 0.25
-"""No cut where a plan may want to drop more than this share of the budget: what its maker could make again from what is there."""
+"""No cut where a plan may want to drop more than this share of the budget: what a few ops could make again from what is there."""
+DEPTH = 4
 REPEATED = 0.7
 """Folding pays when the classes together have at most this share of the ops."""
 LARGE = 3000
@@ -81,15 +82,20 @@ def bytes_across(graph: Graph, first: IntColumn, last: IntColumn) -> IntColumn:
 
 
 def _remade_until(graph: Graph, last: IntColumn) -> IntColumn:
-    """Last op for which each tensor is there and could be made again by its maker alone, from what is there as well."""
-    found = last.copy()
+    """Last op for which each tensor is there and could be made again, by `DEPTH` ops one after the other, from what is there as well."""
+    ends: list[int] = last.tolist()
+    found = ends.copy()
+    depth = [0] * len(ends)
     for op, tensors in enumerate(graph.reads):
-        least = min((int(last[tensor]) for tensor in tensors), default=graph.op_count)
-        if not graph.replayable[op]:
-            least = op
-        for tensor in graph.writes[op]:
-            found[tensor] = min(int(found[tensor]), max(op, least))
-    return found
+        for made in graph.writes[op]:
+            until, steps = graph.op_count, 0
+            for tensor in tensors:
+                if ends[tensor] < min(ends[made], found[tensor]) and depth[tensor] < DEPTH:
+                    until, steps = min(until, found[tensor]), max(steps, depth[tensor] + 1)
+                else:
+                    until = min(until, ends[tensor])
+            found[made], depth[made] = until if graph.replayable[op] else op, steps
+    return np.minimum(np.array(found, dtype=np.int64), last)
 
 
 def _cuts(memory: IntColumn, across: IntColumn, budget_bytes: int) -> list[int]:
