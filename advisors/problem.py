@@ -100,8 +100,10 @@ class Problem:
         margin: float = MARGIN,
         time_limit_s: float = TIME_LIMIT_S,
         instead_of: Problem | None = None,
+        part_of: Problem | None = None,
     ) -> None:
-        """`instead_of`: the problem of the run as it is, where `view` is of one whose optimizer steps inside backward."""
+        """`instead_of`: the problem of the run as it is, where `view` is of one whose optimizer steps inside backward.
+        `part_of`: the problem of the whole iteration, where `view` is of some of its rounds."""
         if view.trace.partial:
             raise NotPossibleHere(
                 "this profile is not whole, so nothing can be planned on it",
@@ -121,10 +123,13 @@ class Problem:
         self.target_bytes = min(
             int(budget_bytes * (1 - margin)), int(self.unplanned_peak_bytes * (1 - LEAST_GAIN))
         )
+        if part_of is not None:
+            self.unplanned_peak_bytes, self.target_bytes = part_of.unplanned_peak_bytes, part_of.target_bytes
         self.least_step_ms: float | None = None
         """No plan that fits has a shorter step, where somebody has proved that (see `relief`)."""
         self._deadline = float("inf")
         self._memo: dict[frozenset[tuple[int, Decision]], Timeline] = {}
+        self._looked_up: dict[int, Candidate | None] = {}
 
     @property
     def plain_step_ms(self) -> float:
@@ -185,6 +190,14 @@ class Problem:
             chosen.append(candidate)
         return {c.storage: c for c in sorted(chosen, key=lambda c: (c.saved.packed_op, c.storage))}
 
+    def candidate(self, storage: int) -> Candidate | None:
+        """What may be done with any one storage, be it among `candidates` or not."""
+        if "candidates" in self.__dict__ and storage in self.candidates:
+            return self.candidates[storage]
+        if storage not in self._looked_up:
+            self._looked_up[storage] = self._candidate(self.view.saved[storage])
+        return self._looked_up[storage]
+
     @cached_property
     def triggers(self) -> Ints:
         """Ops before which something is unpacked, in order: the only moments at which a swap-in can be started."""
@@ -216,7 +229,7 @@ class Problem:
         return saved.size_bytes - option.encoded_bytes - handed * option.decoded_bytes
 
     def _candidate(self, saved: Saved) -> Candidate | None:
-        if not _may_act_on(self.view, saved):
+        if not may_act_on(self.view, saved):
             return None
         options: list[Decision] = []
         codec = self._codec(saved)
@@ -280,7 +293,7 @@ class Problem:
         return end - begin - self._round_trip_ms(saved.size_bytes, option)
 
 
-def _may_act_on(view: TraceView, saved: Saved) -> bool:
+def may_act_on(view: TraceView, saved: Saved) -> bool:
     """Plain slots of one version, free of others before backward asks, gone before the iteration ends, and asked for once at least."""
     return (
         saved.plain
