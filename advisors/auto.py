@@ -105,7 +105,7 @@ class Auto:
         try:
             for plan in self._improving(search, best):
                 best = plan
-            if not (search.fits(best) or problem.floor_bytes > problem.target_bytes or _is_small(problem)):
+            if not (search.fits(best) or _is_small(problem)):
                 best = self._going_on(search, best)
         except KeyboardInterrupt:
             if not search.fits(best):
@@ -138,6 +138,8 @@ class Auto:
         """The plan for one round of each kind, told to all; None where there is none, and the whole is short enough to be searched."""
         work = ByRounds(problem, kinds, self.time_limit_s, self._within)
         try:
+            if problem.view.n <= _LARGE:
+                problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
             work.plan()
         except KeyboardInterrupt:
             if work.best is None:
@@ -161,8 +163,9 @@ class Auto:
         return found
 
     def _going_on(self, search: Search, best: Plan) -> Plan:
-        """A budget that may be possible is worth the time limit once more: the search as for an impossible one, which goes lowest."""
-        longer = search.for_another(self.time_limit_s)
+        """A budget that may be possible is worth the time limit once more, and half of it how near an impossible one can be come."""
+        hopeless = search.problem.floor_bytes > search.problem.target_bytes
+        longer = search.for_another(self.time_limit_s * (0.5 if hopeless else 1.0))
         lowest = min(self._from_starts(longer.aimed_at(0)), key=lambda plan: plan.peak_bytes)
         lower = descend(longer, lowest)
         if search.better(lower, best):

@@ -28,12 +28,14 @@ from memopt.estimators.decision import Decision
 from memopt.estimators.timeline import Simulator
 from memopt.estimators.trace_view import TraceView
 
-_SHARE_FOR_KINDS = 0.6
+_SHARE_FOR_KINDS = 0.4
 """Of the time limit."""
 _PASSES = 4
 """Judgements of the whole, after each of which the rounds that do not fit are mended."""
 _ANEW_S = 1.0
 """For a round that mending does not make fit."""
+_LEAST_S = 0.1
+"""For planning a round anew."""
 _MOVES = 12
 """Large-neighbourhood moves on a round before the next one has its turn."""
 
@@ -96,7 +98,8 @@ class ByRounds:
         )
         return Part(problem, storages, {storage: number for number, storage in enumerate(storages)})
 
-    def _alone(self, each: Round) -> Part:
+    def alone(self, each: Round) -> Part:
+        """One round as a problem of its own."""
         if each.begin not in self._parts:
             times = self.problem.view.trace.ops.time_us[each.begin : each.end]
             self._parts[each.begin] = self._part([each], times)
@@ -151,7 +154,7 @@ class ByRounds:
 
     def _mend(self, each: Round, decisions: Decisions, target_bytes: int) -> None:
         """Change the decisions about one round until it alone keeps to the target."""
-        part = self._alone(each)
+        part = self.alone(each)
         search = Search(part.problem.with_target(target_bytes), now() + self.problem.time_limit_s)
         plan = search.mend(search.judge(part.inner(decisions)))
         if search.fits(plan):
@@ -167,25 +170,40 @@ class ByRounds:
         decisions.update(part.outer(plan.decisions))
 
     def improve(self) -> None:
-        """Improve each round by itself until the time is up."""
-        while self.best is not None and now() < self.deadline:
-            before = self.best
-            decisions = dict(before.decisions)
-            for each in self._random.sample(self.rounds, len(self.rounds)):
-                if now() > self.deadline:
-                    break
-                self._tear(each, decisions)
-            self._settle(decisions)
-            if self.best is before:
-                return
+        """Improve each round by itself until the time is up: planned anew where there is time for that, then torn and mended."""
+        each_s = (self.deadline - now()) / len(self.rounds)
+        if each_s >= _LEAST_S:
+            self._improve(lambda part, best: self._anew(part, best, each_s))
+        while now() < self.deadline and self._improve(self._torn):
+            pass
 
-    def _tear(self, each: Round, decisions: Decisions) -> None:
-        part = self._alone(each)
+    def _improve(self, better: Callable[[Part, Plan], Plan]) -> bool:
+        """Whether the whole gained from what `better` makes of the plan of each round."""
+        before = self.best
+        if before is None:
+            return False
+        decisions = dict(before.decisions)
+        for each in self._random.sample(self.rounds, len(self.rounds)):
+            if now() > self.deadline:
+                break
+            part = self.alone(each)
+            search = Search(part.problem, self.deadline)
+            plan = search.judge(part.inner(decisions))
+            if search.fits(plan):
+                self._replace(part, decisions, better(part, plan))
+        self._settle(decisions)
+        return self.best is not before
+
+    def _anew(self, part: Part, best: Plan, seconds: float) -> Plan:
+        with contextlib.suppress(BudgetInfeasible):
+            search = Search(part.problem, self.deadline)
+            plan = search.as_decided(self.solve(part.problem, seconds))
+            return plan if search.better(plan, best) else best
+        return best
+
+    def _torn(self, part: Part, best: Plan) -> Plan:
         search = Search(part.problem, self.deadline, seed=self._random.randrange(2**30))
-        best = search.judge(part.inner(decisions))
-        if not search.fits(best):
-            return
         for _ in range(_MOVES):
             plan = search.tear(best)
             best = plan if search.better(plan, best) else best
-        self._replace(part, decisions, best)
+        return best

@@ -285,23 +285,14 @@ def auto(problem: GraphProblem) -> Answer:
     if plain is not None:
         return plain
     floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
-    folded = folded_for(problem, floor)
+    plain_peak = peak_of_runs(problem.graph, plain_runs(problem.graph))
+    larger = (int(floor + share * (plain_peak - floor)) for share in CUT_FOR)
+    folded = fold(problem, at_once, [each for each in larger if each > problem.budget_bytes])
     if folded is not None:
         return by_parts(problem, folded, floor)
     if problem.budget_bytes >= floor:
         return at_once(problem)
-    plain_peak = peak_of_runs(problem.graph, plain_runs(problem.graph))
     raise infeasible(problem, least_peak(problem, plain_peak, at_once, problem.until))
-
-
-def folded_for(problem: GraphProblem, floor: int) -> Folded | None:
-    """The graph in parts, cut for the budget or, where that does not show its rounds, for larger ones."""
-    plain_peak = peak_of_runs(problem.graph, plain_runs(problem.graph))
-    shares = (int(floor + share * (plain_peak - floor)) for share in CUT_FOR)
-    for cut_for_bytes in (problem.budget_bytes, *shares):
-        if cut_for_bytes >= problem.budget_bytes and (found := fold(problem, at_once, cut_for_bytes)):
-            return found
-    return None
 
 
 def at_once(problem: GraphProblem, start: Answer | None = None) -> Answer:

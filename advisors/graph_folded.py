@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from memopt.advisors.graph_bounds import overhead_bound
 from memopt.advisors.graph_problem import Answer, GraphProblem
-from memopt.advisors.graph_rounds import Part, classes, find_parts, graph_of, pays
+from memopt.advisors.graph_rounds import Outline, Part, classes, graph_of, pays
 from memopt.advisors.graph_runs import floor_bytes, plain_runs, steps_of_runs
 from memopt.advisors.schedule import RUN, Step
 from memopt.errors import BudgetInfeasible
@@ -131,12 +131,16 @@ def least_peak(problem: GraphProblem, reached: int, solve: Solve, until: float) 
     return reached
 
 
-def fold(problem: GraphProblem, solve: Solve, cut_for_bytes: int | None = None) -> Folded | None:
-    """The graph in parts; None where it has none, or planning them is no less work. `cut_for_bytes`: as for that budget."""
+def fold(problem: GraphProblem, solve: Solve, budgets: Iterable[int] = ()) -> Folded | None:
+    """The graph in parts; None where it has none, or planning them is no less work. It is cut for its own budget or, where that shows
+    no rounds, for the first of `budgets` that does."""
     graph, budget_bytes = problem.graph, problem.budget_bytes
-    parts = find_parts(graph, cut_for_bytes or budget_bytes)
+    outline = Outline(graph)
     most = max(4, int((problem.until - time.monotonic()) / LEAST_S))
-    groups = classes(graph, (part for part in parts if part.peak_bytes > budget_bytes), most)
-    if not pays(graph, parts, groups):
-        return None
-    return Folded(problem, solve, groups, [part for part in parts if part.peak_bytes <= budget_bytes])
+    for cut_for_bytes in (budget_bytes, *budgets):
+        parts = outline.parts(cut_for_bytes)
+        groups = classes(graph, (part for part in parts if part.peak_bytes > budget_bytes), most)
+        if pays(graph, parts, groups):
+            fitting = [part for part in parts if part.peak_bytes <= budget_bytes]
+            return Folded(problem, solve, groups, fitting)
+    return None

@@ -52,23 +52,31 @@ class Part:
     roles: tuple[int, ...]
 
 
-def find_parts(graph: Graph, budget_bytes: int) -> list[Part]:
-    """The parts between narrow cuts; one where there is no such cut."""
-    memory = memory_of_runs(graph, plain_runs(graph))[:-1]
-    first, last = lifetimes(graph)
-    across = bytes_across(graph, first, last)
-    idle = bytes_across(graph, first, _remade_until(graph, last)) - graph.resident_bytes
-    cuts = [
-        cut
-        for cut in _cuts(memory, across, budget_bytes)
-        if idle[cut] <= IDLE * (budget_bytes - (across[cut] - idle[cut]))
-    ]
-    bounds = [0, *cuts, graph.op_count]
-    find = _Parts(graph, first.tolist(), last.tolist())
-    return [
-        find.part(begin, end, int(memory[begin:end].max(initial=0)), int(across[begin]))
-        for begin, end in pairwise(bounds)
-    ]
+class Outline:
+    """What a graph holds over time, to cut it by."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.memory = memory_of_runs(graph, plain_runs(graph))[:-1]
+        self.first, self.last = lifetimes(graph)
+        self.across = bytes_across(graph, self.first, self.last)
+        self.idle = bytes_across(graph, self.first, _remade_until(graph, self.last)) - graph.resident_bytes
+
+    def parts(self, budget_bytes: int) -> list[Part]:
+        """The parts between narrow cuts, for a plan under this budget; none where there is no such cut."""
+        idle, across = self.idle, self.across
+        cuts = [
+            cut
+            for cut in _cuts(self.memory, across, budget_bytes)
+            if idle[cut] <= IDLE * (budget_bytes - (across[cut] - idle[cut]))
+        ]
+        if not cuts:
+            return []
+        find = _Parts(self.graph, self.first.tolist(), self.last.tolist())
+        return [
+            find.part(begin, end, int(self.memory[begin:end].max(initial=0)), int(across[begin]))
+            for begin, end in pairwise([0, *cuts, self.graph.op_count])
+        ]
 
 
 def bytes_across(graph: Graph, first: IntColumn, last: IntColumn) -> IntColumn:
@@ -99,7 +107,7 @@ def _remade_until(graph: Graph, last: IntColumn) -> IntColumn:
 
 
 def _cuts(memory: IntColumn, across: IntColumn, budget_bytes: int) -> list[int]:
-    """The narrowest moment between each hill and the next."""
+    """The narrowest moment between each hill and the next; of equals the last, when the next round has not begun."""
     over = np.flatnonzero(memory > budget_bytes)
     if not len(over):
         return []
@@ -110,7 +118,7 @@ def _cuts(memory: IntColumn, across: IntColumn, budget_bytes: int) -> list[int]:
     ends = ends[ends <= starts.max(initial=-1)]
     following = starts[np.searchsorted(starts, ends)]
     return [
-        end + int(np.argmin(across[end : start + 1]))
+        start - int(np.argmin(across[end : start + 1][::-1]))
         for end, start in zip(ends.tolist(), following.tolist(), strict=True)
     ]
 

@@ -28,9 +28,14 @@ LEAST_GAIN = 0.01
 """No plan that lowers the peak by less is worth its hooks."""
 LEAST_SWAP_BYTES = 1 << 20
 TIME_LIMIT_S = 8.0
-"""How long a search, or a solver, may take."""
+"""How long a search, or a solver, may take; for iterations of more than 8,000 ops see `usual_limit_s`."""
 _COVERED = 0.998
-_MOST_CANDIDATES = 6000
+_MOST_CANDIDATES = 40_000
+
+
+def usual_limit_s(op_count: int) -> float:
+    """Time limit where none is given: 8 s, rising from 8,000 ops to 25 s for 100,000."""
+    return float(np.interp(op_count, (8000, 100_000), (TIME_LIMIT_S, 25.0)))
 
 
 def allowed(allow: tuple[str, ...], deny: tuple[str, ...]) -> frozenset[str]:
@@ -177,13 +182,17 @@ class Problem:
         return timeline.peak_bytes <= self.target_bytes
 
     @cached_property
-    def candidates(self) -> dict[int, Candidate]:
-        """Storages with at least one option, those that together matter, by storage."""
+    def movable(self) -> list[Candidate]:
+        """Every storage with at least one option, the largest first."""
         found = [c for c in (self._candidate(saved) for saved in self.view.saved.values()) if c is not None]
-        found.sort(key=lambda c: -c.saved.size_bytes)
-        total = sum(c.saved.size_bytes for c in found)
+        return sorted(found, key=lambda c: -c.saved.size_bytes)
+
+    @cached_property
+    def candidates(self) -> dict[int, Candidate]:
+        """Those of them that together matter, by storage."""
+        total = sum(c.saved.size_bytes for c in self.movable)
         covered, chosen = 0, []
-        for candidate in found[:_MOST_CANDIDATES]:
+        for candidate in self.movable[:_MOST_CANDIDATES]:
             if covered >= _COVERED * total and candidate.saved.size_bytes < self.unplanned_peak_bytes // 1000:
                 break
             covered += candidate.saved.size_bytes
@@ -208,7 +217,7 @@ class Problem:
     def floor_bytes(self) -> int:
         """No plan goes below: the most that is there at some op when everything that may be away then is away for nothing."""
         low = self.plain.high_bytes.copy()
-        for candidate in self.candidates.values():
+        for candidate in self.movable:
             least = min(option.encoded_bytes for option in candidate.options)
             low[candidate.away] -= candidate.saved.size_bytes - least
             if candidate.codec is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -130,7 +130,7 @@ class _Kept:
 
 def _rows(table: Table, rows: list[int]) -> Table:
     """These rows of every column."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in table.__struct_fields__:
         column = getattr(table, name)
         if isinstance(column, Csr):
