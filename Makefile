@@ -28,7 +28,7 @@ demo: $(READY) ## Profile, advise and apply on an example; predicted beside meas
 	@PATH="$(abspath $(BIN)):$$PATH" examples/demo.sh
 
 test: $(READY) ## Run the tests (ARGS="-k name" for some of them)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 lint: $(READY) ## Check style and formatting
 	$(BIN)/ruff check $(SOURCES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import msgspec
@@ -42,6 +42,20 @@ def frontier(adviser: Adviser, strategy: str = "auto") -> Iterator[Point]:
             if point.min_peak_bytes < unplanned:
                 yield probe(adviser, int(point.min_peak_bytes * 1.006) + 1, strategy)
             return
+
+
+def without_dominated(points: Iterable[Point]) -> list[Point]:
+    """From the largest budget down, each with the fastest plan found that fits in it: one for a smaller budget fits too."""
+    kept: list[Point] = []
+    best: Plan | None = None
+    for point in sorted(points, key=lambda each: each.budget_bytes):
+        own = point.plan
+        if own is None or best is None or own.predicted_step_ms < best.predicted_step_ms:
+            kept.append(point)
+            best = own or best
+        else:
+            kept.append(Point(point.budget_bytes, best, best.predicted_peak_bytes))
+    return kept[::-1]
 
 
 def probe(adviser: Adviser, budget_bytes: int, strategy: str = "auto") -> Point:

@@ -234,7 +234,7 @@ class _Advise:
             say("next: run the script as it is")
 
     def _pareto(self, adviser: Adviser) -> int:
-        from memopt.advisors.frontier import frontier
+        from memopt.advisors.frontier import frontier, without_dominated
         from memopt.cli.advise_tables import pareto_figures, pareto_table
         from memopt.cli.console import out, progress, say
         from memopt.files import write_atomic
@@ -245,6 +245,7 @@ class _Advise:
             for point in frontier(adviser, self.strategies[0]):
                 points.append(point)
                 step(1)
+        points = without_dominated(points)
         figures = pareto_figures(points, adviser.unplanned_peak_bytes)
         write_atomic(self.output, encode(figures).encode() + b"\n")
         if self.options["as_json"]:

@@ -64,6 +64,7 @@ class OptimizerInBackward:
         for _, handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
+        self.backward_ended()
 
     # --- before, during and after backward
 

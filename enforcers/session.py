@@ -13,6 +13,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memopt.enforcers.freed_pages import keep_freed_pages
+from memopt.instrument.forks import call_around_fork
 from memopt.instrument.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
 from memopt.plan import Action, Plan
@@ -127,9 +128,7 @@ class ApplySession:
 
             self._updates = OptimizerInBackward(self._iterations, self._will_change, self._gradient_is_whole)
             self._updates.install()
-        os.register_at_fork(
-            before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._forked
-        )
+        call_around_fork(self._before_fork, self._after_fork, self._forked)
 
     def _open_tiers(self, actions: list[Action]) -> Swapper | None:
         from memopt.enforcers.swapped import Swapper

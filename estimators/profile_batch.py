@@ -1,7 +1,8 @@
 """A recorded iteration at another batch size: which dimension is the batch, and what grows with it.
 
 A storage grows when it is computed from the inputs (by the recorded reads and writes) and has a dimension that is a multiple
-of the batch size. Parameters, gradients, optimizer state and buffers do not, nor does what has a parameter's shape in backward.
+of the batch size; an input that was there before the iteration, perhaps a data set, only if one of its dimensions is the batch.
+Parameters, gradients, optimizer state and buffers do not, nor does what has a parameter's shape in backward.
 Not seen: ops whose memory grows faster or slower than the batch, and sequences whose length comes from the data.
 """
 
@@ -134,8 +135,11 @@ def grows(trace: Trace, batch: int) -> list[bool]:
     }
     found = []
     for storage, shape in enumerate(shapes):
-        follows = derived[storage] and shape is not None and any(dim and dim % batch == 0 for dim in shape)
         is_input = trace.storages.category[storage] == _INPUT
+        was_there = is_input and trace.storages.birth_op[storage] < 0
+        follows = derived[storage] and any(
+            dim == batch if was_there else dim and dim % batch == 0 for dim in shape or ()
+        )
         if follows and shape is not None and _bare(shape) in fixed and not is_input:
             follows = len(shape) > 1 and not _may_be_weight_gradient(trace, storage)
         if derived[storage] and shape is None:

@@ -11,6 +11,7 @@ import msgspec
 
 from memopt.device import Device
 from memopt.errors import MemoptError, RunFailed
+from memopt.instrument.forks import call_around_fork
 from memopt.instrument.on_import import call_after_import, quiet_allocator
 from memopt.instrument.runner import Command, StopScript
 from memopt.profiler.ending import in_words, is_out_of_memory
@@ -88,9 +89,7 @@ class ProfileSession:
         self._frames.install()
         self._iterations = Iterations(self)
         self._iterations.install()
-        os.register_at_fork(
-            before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._forked
-        )
+        call_around_fork(self._before_fork, self._after_fork, self._forked)
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self._hooks.install()
         self._recordings = Recordings(self._wanted, self._frames, self._iterations)

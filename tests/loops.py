@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from enforced import state_digests
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memopt.enforcers.verify import digest
+from tests.enforced import state_digests
 
 
 def _train(model: nn.Module, batch, loss, steps: int, *, lr: float = 0.05, make=torch.optim.SGD) -> list[str]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from enforced import Loop
-from loops import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memopt.enforcers.verify import digest
 from memopt.instrument.gradient_reads import gradient_of
+from tests.enforced import Loop
+from tests.loops import Block
 
 Make = Callable[[Any], torch.optim.Optimizer]
 

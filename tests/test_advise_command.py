@@ -215,6 +215,8 @@ def test_the_curve(folder: Path, capsys: pytest.CaptureFixture[str], trace: Trac
     met = [point for point in figures["points"] if point["feasible"]]
     assert len(met) >= 3
     assert all(point["predicted_peak_bytes"] <= point["budget_bytes"] for point in met)
+    steps_ms = [point["predicted_step_ms"] for point in met]
+    assert steps_ms == sorted(steps_ms), "a smaller budget has a faster plan, which fits the larger one too"
     assert met[-1]["predicted_peak_bytes"] < met[0]["predicted_peak_bytes"] < trace.peak_bytes
     assert run(["advise", "--time-limit", "0.3", "--pareto", "-f"]) == 0
     assert "Peak against step time" in capsys.readouterr().out

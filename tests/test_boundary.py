@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,7 @@ import pytest
 import torch
 
 from memopt.instrument.iterations import Iterations
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import recorded
+from tests.enforced import recorded
 
 
 class Log:

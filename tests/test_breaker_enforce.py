@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
-from loops import clamped_in_place
-from test_codecs import CASES, Case, Run, make, same_bits
 from torch import nn
 
 from memopt.enforcers.verify import digest
+from tests.enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
+from tests.loops import clamped_in_place
+from tests.test_codecs import CASES, Case, Run, make, same_bits
 
 
 def _eval_then_train(steps: int) -> list[str]:

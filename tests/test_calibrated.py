@@ -10,12 +10,12 @@ import pytest
 from click.testing import CliRunner
 
 from memopt.cli.estimate import estimate as command
-from memopt.cli.profile import profile
 from memopt.devices import find_device
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.calibrated import calibration_of, calibration_path
 from memopt.estimators.hidden_memory import HiddenRow, HiddenRows
 from memopt.estimators.modelled import room_bytes
+from tests.profiled import profiler
 
 MIB = 1 << 20
 SCRIPT = """
@@ -128,8 +128,9 @@ def test_a_profile_is_estimated_with_it(calibration: Path, monkeypatch: pytest.M
 
     Path("train.py").write_text(SCRIPT.replace(".cuda()", "").replace(', device="cuda"', ""))
     monkeypatch.setenv("MEMOPT_CALIBRATION", "")
-    ran = CliRunner().invoke(profile, ["-o", "cpu.profile", "train.py"], standalone_mode=False)
-    assert ran.exception is None, ran.output
+    with profiler(Path.cwd()) as server:
+        ran = server.memopt("profile", "-o", "cpu.profile", "train.py")
+    assert ran["returncode"] == 0, ran["stderr"]
     trace = load_trace(Path("cpu.profile"))
     plain = estimate_trace(trace, device="h200", method="scale")
     with pytest.raises(NotPossibleHere, match="--method scale"):  # this script asks for no GPU

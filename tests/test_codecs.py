@@ -32,14 +32,6 @@ NAN, INF = math.nan, math.inf
 AWKWARD = (NAN, INF, -INF, -0.0, 0.0, 1.0, -1.0, 6.0, 3.0, -3.0, 0.1, 0.5, -0.5, 1e-40, 3e38, -NAN)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     return (
         left.dtype == right.dtype

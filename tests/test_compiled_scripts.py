@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,22 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
-
 from memopt.enforcers.verify import digest
 from memopt.instrument.meter import living_storages
+from tests.enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
 
 STEPS = 6
 
 
 @pytest.fixture(autouse=True)
 def _clean_dynamo() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
     torch._dynamo.reset()
 
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import enforced, plan_of, recorded, seeded
-from layers_trace import build, chain
-
 from memopt.advisors.problem import Decisions, Problem
 from memopt.estimators.decision import RECOMPUTE, Decision
 from memopt.estimators.replays import REPLAY_MS
 from memopt.estimators.timeline import Simulator
 from memopt.estimators.trace_view import TraceView
+from tests.enforced import enforced, plan_of, recorded, seeded
+from tests.layers_trace import build, chain
 
 
 def attention_like(steps: int) -> list[str]:

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import Loop, all_again, any_mixture, enforced, everything, plan_of, recorded, seeded
-from loops import LOOPS
+from tests.enforced import Loop, all_again, any_mixture, enforced, everything, plan_of, recorded, seeded
+from tests.loops import LOOPS
 
 STEPS = 6
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.filterwarnings("ignore")

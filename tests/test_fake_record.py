@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
@@ -14,14 +12,6 @@ from memopt.estimators.allocator_settings import AllocatorSettings
 from memopt.estimators.fake_record import FakeRecorder
 from memopt.estimators.fake_training import estimate_training_step
 from memopt.estimators.recording import POLICIES, Recording, StorageRow, classify
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def sizes(recording: Recording, category: str) -> int:

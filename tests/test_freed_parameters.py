@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import enforced, everything, plan_of, recorded, seeded
-
 from memopt.enforcers.verify import digest
 from memopt.trace import REPLAYABLE
+from tests.enforced import enforced, everything, plan_of, recorded, seeded
 
 STEPS = 5
 

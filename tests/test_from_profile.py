@@ -252,6 +252,15 @@ def test_scaling_by_hand() -> None:
     }  # fmt: skip
 
 
+def test_a_data_set_that_was_there_before_does_not_grow() -> None:
+    trace = shaped()
+    strings = [text.replace("x · 5×15", "x · 75") for text in trace.strings]
+    follows = grows(msgspec.structs.replace(trace, strings=strings), 5)
+    assert [trace.storage_label(s) for s, grow in enumerate(follows) if grow] == [
+        "Net.fc · addmm · 5×200 fp32", "Net.act · relu · 5×35 fp32",
+    ]  # fmt: skip
+
+
 def test_the_arguments_tell_a_batch_that_is_not_the_first_dimension() -> None:
     trace = shaped(script=Script(argv=["train.py", "--batch", "15"], cwd="/"))
     assert recorded_batch(trace) == 15

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from benchmarks.models.language_models import MODELS, known_as
+from benchmarks.models.litgpt import SHAPES, LitGPT
 from memopt.estimators.estimate import estimate_script
 from memopt.estimators.fake_record import FakeRecorder
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS.parent))
-
-from benchmarks.models.language_models import MODELS, known_as  # noqa: E402
-from benchmarks.models.litgpt import SHAPES, LitGPT  # noqa: E402
 
 PUBLISHED = {
     "gpt2": 124_439_808,

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parent.parent
 FRAME = """
 import torch, torch.nn as nn, torch.nn.functional as F
 torch.manual_seed(0)
-torch.set_num_threads(1)
 kept = []
 class Norm(nn.Module):
     def forward(self, x):

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import Loop, any_mixture, enforced, recorded, seeded
-from loops import LOOPS
-from profiled import unexplained
-from stepping import (
-    OPTIMIZERS,
-    REFUSED,
-    TASKS,
-    everything,
-    image_loss,
-    images,
-    stepping,
-)
-from test_simulator_memory import same
 
 from memopt.advisors.advise import Adviser, advise
 from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, Problem
@@ -38,18 +21,27 @@ from memopt.estimators.timeline import Simulator
 from memopt.estimators.trace_view import TraceView
 from memopt.plan import Plan
 from memopt.trace import PHASES, Trace, load_trace
+from tests.enforced import Loop, any_mixture, enforced, recorded, seeded
+from tests.loops import LOOPS
+from tests.profiled import unexplained
+from tests.stepping import (
+    OPTIMIZERS,
+    REFUSED,
+    TASKS,
+    everything,
+    image_loss,
+    images,
+    stepping,
+)
+from tests.test_simulator_memory import same
 
 STEPS = 6
 
 
 @pytest.fixture(autouse=True)
-def _one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _gradients_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of the tests speak of gradients, which would be reason enough to refuse any loop that lives in them."""
     monkeypatch.setattr("memopt.profiler.updates._looks_at_gradients", lambda: "")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def moved_plan(trace: Trace, choose=lambda problem: Decisions()) -> Plan:

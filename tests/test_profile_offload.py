@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import recorded, seeded
 from torch import nn
 
 from memopt.enforcers.disk import DiskStore
@@ -20,14 +14,7 @@ from memopt.instrument.runner import Command, StopScript
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession
 from memopt.trace import Trace
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from tests.enforced import recorded, seeded
 
 
 def _loop(steps: int) -> list[str]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import enforced, everything, plan_of, recorded, seeded, state_digests
-
 from memopt.enforcers.session import ApplySession, Options
+from tests.enforced import enforced, everything, plan_of, recorded, seeded, state_digests
 
 CPU = [torch.profiler.ProfilerActivity.CPU]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
@@ -10,12 +9,9 @@ import msgspec
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import SWAP, enforced, plan_of, recorded
-
 from memopt.advisors.problem import Decisions, Problem
 from memopt.enforcers.disk import DiskStore
+from tests.enforced import SWAP, enforced, plan_of, recorded
 
 
 def deep_net(steps: int) -> list[str]:

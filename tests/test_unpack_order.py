@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from enforced import enforced, plan_of, recorded
-
 from memopt.advisors.problem import Decisions, Problem
 from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN
+from tests.enforced import enforced, plan_of, recorded
 
 
 def attention_like(steps: int) -> list[str]:
