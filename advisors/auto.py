@@ -137,6 +137,7 @@ class Auto:
     def _by_rounds(self, problem: Problem, kinds: list[list[Round]]) -> Decisions | None:
         """The plan for one round of each kind, told to all; None where there is none, and the whole is short enough to be searched."""
         work = ByRounds(problem, kinds, self.time_limit_s, self._within)
+        work.is_over = lambda: self.interrupted
         try:
             if problem.view.n <= _LARGE:
                 problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)

@@ -74,6 +74,8 @@ class ByRounds:
         self.time_limit_s = time_limit_s
         self.deadline = now() + time_limit_s
         self.rounds = sorted((each for kind in kinds for each in kind), key=lambda each: each.begin)
+        self.is_over: Callable[[], bool] = lambda: False
+        """Is a plan wanted at once?"""
         self.best: Plan | None = None
         self.decisions: Decisions = {}
         """The last that were judged."""
@@ -163,6 +165,7 @@ class ByRounds:
             with contextlib.suppress(BudgetInfeasible):
                 plan = search.judge(self.solve(search.problem, _ANEW_S))
         self._replace(part, decisions, plan)
+        part.problem.forget()
 
     def _replace(self, part: Part, decisions: Decisions, plan: Plan) -> None:
         for storage in part.storages:
@@ -174,8 +177,12 @@ class ByRounds:
         each_s = (self.deadline - now()) / len(self.rounds)
         if each_s >= _LEAST_S:
             self._improve(lambda part, best: self._anew(part, best, each_s))
-        while now() < self.deadline and self._improve(self._torn):
+        while self._has_time and self._improve(self._torn):
             pass
+
+    @property
+    def _has_time(self) -> bool:
+        return now() < self.deadline and not self.is_over()
 
     def _improve(self, better: Callable[[Part, Plan], Plan]) -> bool:
         """Whether the whole gained from what `better` makes of the plan of each round."""
@@ -184,13 +191,14 @@ class ByRounds:
             return False
         decisions = dict(before.decisions)
         for each in self._random.sample(self.rounds, len(self.rounds)):
-            if now() > self.deadline:
+            if not self._has_time:
                 break
             part = self.alone(each)
             search = Search(part.problem, self.deadline)
             plan = search.judge(part.inner(decisions))
             if search.fits(plan):
                 self._replace(part, decisions, better(part, plan))
+            part.problem.forget()
         self._settle(decisions)
         return self.best is not before
 

@@ -29,6 +29,8 @@ LEAST_GAIN = 0.01
 LEAST_SWAP_BYTES = 1 << 20
 TIME_LIMIT_S = 8.0
 """How long a search, or a solver, may take; for iterations of more than 8,000 ops see `usual_limit_s`."""
+_REMEMBERED_OPS = 40_000_000
+"""Timelines together; an op takes 24 bytes of each."""
 _COVERED = 0.998
 _MOST_CANDIDATES = 40_000
 
@@ -173,10 +175,14 @@ class Problem:
         if found is None:
             if now() > self._deadline:
                 raise OutOfTime
-            if len(self._memo) > 4000:
+            if len(self._memo) > min(4000, _REMEMBERED_OPS // max(1, self.view.n)):
                 self._memo.clear()
             found = self._memo[key] = self.simulator.run(decisions)
         return found
+
+    def forget(self) -> None:
+        """Let go of the timelines that are remembered."""
+        self._memo.clear()
 
     def fits(self, timeline: Timeline) -> bool:
         return timeline.peak_bytes <= self.target_bytes

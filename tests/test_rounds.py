@@ -14,6 +14,7 @@ from memopt.advisors.by_rounds import ByRounds
 from memopt.advisors.problem import Decisions, Problem
 from memopt.advisors.round_trace import trace_of
 from memopt.advisors.rounds import find_kinds
+from memopt.advisors.search import Search
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN
 from memopt.estimators.timeline import HOOK_MS, MODE_MS, Simulator
@@ -150,3 +151,16 @@ def test_a_refusal_of_rounds_is_that_of_one_of_them() -> None:
         Auto(1.0).plan(problem_of(trace, 0.2))
     assert 0.2 * trace.peak_bytes < caught.value.min_peak_bytes < trace.peak_bytes
     Auto(1.0).plan(problem_of(trace, (caught.value.min_peak_bytes + 1) / trace.peak_bytes))
+
+
+def test_ctrl_c_keeps_the_plan_of_the_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    trace = accumulated([chain(SIZES, MS)] * 6)
+    problem = problem_of(trace, 0.8)
+    monkeypatch.setattr(Search, "tear", interrupted)
+    auto = Auto(60.0)
+    decisions = auto.plan(problem)
+    assert auto.interrupted
+    assert problem.fits(problem.run(decisions))
