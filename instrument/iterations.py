@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -19,12 +18,14 @@ from typing import Any, Protocol
 import torch
 from torch.optim import optimizer as optim
 
+from memopt.instrument.training_thread import TrainingThread
+
 _MOST_BACKWARDS_A_STEP = 256
 """A script that has called backward this often and never stepped the optimizer it made is divided by backward calls."""
 
 
 class Listener(Protocol):
-    """Told of what the training loop does. All calls come from the thread that imported torch."""
+    """Told of what the training loop does. All calls come from the thread that trains."""
 
     def iteration_ended(self, count: int, milliseconds: float) -> None: ...
     def backward_begins(
@@ -33,20 +34,22 @@ class Listener(Protocol):
     def backward_ended(self) -> None: ...
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def thread_changed(self) -> None:
+        """The script trains in this thread from now on: what torch keeps for each thread by itself is not here yet."""
 
 
 class Iterations:
     """Watches optimizer steps and backward calls, and tells one listener."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, thread: TrainingThread | None = None) -> None:
         self._listener = listener
+        self._thread = thread or TrainingThread()
         self._chosen: weakref.ref[torch.optim.Optimizer] | None = None
         """The optimizer whose steps end iterations."""
         self.rounds = 0
         """Iterations that the optimizer whose steps end them has ended; 1 again when another one has taken its place."""
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._pid = os.getpid()
-        self._thread = threading.get_ident()
         self._began_ns = 0
         self._backwards = 0
         self._depth = 0
@@ -107,7 +110,11 @@ class Iterations:
             torch.autograd._engine_run_backward = self._run_backward  # type: ignore[attr-defined]
 
     def _ours(self) -> bool:
-        return threading.get_ident() == self._thread and os.getpid() == self._pid
+        if os.getpid() != self._pid:
+            return False
+        if self._thread.taken_here():
+            self._listener.thread_changed()
+        return self._thread.is_here
 
     def _before_backward(self, roots: Any, args: tuple[Any, ...]) -> None:
         self._depth += 1

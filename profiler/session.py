@@ -13,7 +13,7 @@ from memopt.device import Device
 from memopt.errors import MemoptError, RunFailed
 from memopt.instrument.forks import call_around_fork
 from memopt.instrument.on_import import call_after_import, quiet_allocator
-from memopt.instrument.runner import Command, StopScript
+from memopt.instrument.runner import Command, StopScript, stop_script
 from memopt.profiler.ending import in_words, is_out_of_memory
 from memopt.profiler.plain_steps import PlainSteps
 from memopt.profiler.recordings import (
@@ -87,7 +87,7 @@ class ProfileSession:
         watch()
         self._frames = Frames()
         self._frames.install()
-        self._iterations = Iterations(self)
+        self._iterations = Iterations(self, self._frames.thread)
         self._iterations.install()
         call_around_fork(self._before_fork, self._after_fork, self._forked)
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
@@ -104,7 +104,11 @@ class ProfileSession:
         from memopt.instrument.saved import Kept
 
         now = self._now
-        return Kept(tensor) if now is None else now.recorder.pack(tensor)
+        assert self._frames is not None
+        assert self._iterations is not None
+        if now is None or not (self._frames.thread.is_here or self._iterations.in_backward):
+            return Kept(tensor)
+        return now.recorder.pack(tensor)
 
     def _unpack(self, handle: Kept) -> torch.Tensor:
         now = self._now
@@ -199,6 +203,24 @@ class ProfileSession:
 
     # --- the training loop (Listener)
 
+    def thread_changed(self) -> None:
+        assert self._frames is not None
+        assert self._hooks is not None
+        if self._recordings is not None:
+            self._guard(self._recordings.drop)
+        self._frames.thread_changed()
+        self._guard(self._hooks.thread_changed)
+        self._frames.thread.at_end(self._leave_thread)
+
+    def _leave_thread(self) -> None:
+        from memopt.profiler.recordings import leave
+
+        now = self._now
+        if now is not None:
+            leave(now.recorder)
+        if self._hooks is not None:
+            self._hooks.leave_thread()
+
     def iteration_ended(self, count: int, milliseconds: float) -> None:
         if os.getpid() != self._pid:
             return
@@ -210,7 +232,7 @@ class ProfileSession:
             self._guard(self._time)
         if self._timed and not self._wanted.keep_running and self._stops < _MOST_STOPS:
             self._stops += 1
-            raise StopScript(0)
+            stop_script()
 
     def _next(self, count: int, milliseconds: float) -> None:
         assert self._frames is not None
@@ -227,7 +249,7 @@ class ProfileSession:
         self._frames.new_iteration()
         if wanted.warmup <= count < wanted.warmup + wanted.steps:
             recordings.begin(iteration=count + 1, with_bytes=recordings.result is None)
-        elif count < wanted.warmup and wanted.offload is not None:
+        elif count < wanted.warmup and (wanted.offload is not None or recordings.first is None):
             recordings.begin(iteration=count + 1, with_bytes=False)
         elif count >= wanted.warmup + wanted.steps and recordings.result is not None:
             self._done = True
