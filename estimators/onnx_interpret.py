@@ -65,7 +65,7 @@ _RANDOM = {
 }  # fmt: skip
 _UNFAKEABLE = (
     NeedsValue, NotImplementedError, DataDependentOutputException, DynamicOutputShapeException,
-    UnsupportedOperatorException, RuntimeError, IndexError, ValueError, TypeError, KeyError,
+    UnsupportedOperatorException, RuntimeError, ArithmeticError, IndexError, ValueError, TypeError, KeyError,
 )  # fmt: skip
 
 Env = dict[str, Any]

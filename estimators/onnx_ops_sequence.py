@@ -1,4 +1,4 @@
-"""ONNX operators over time: LSTM, GRU, RNN, attention and rotary embeddings."""
+"""ONNX operators over time: LSTM, GRU, RNN, attention, rotary embeddings and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.estimators.onnx_registry import Call, Malformed, alike, op
+from memopt.estimators.onnx_registry import Call, Malformed, NeedsValue, alike, op
 
 _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
@@ -224,3 +224,42 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, width: int, interleaved: bool) -
         a, b = part.chunk(2, -1)
         out = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
     return out if width == x.shape[-1] else torch.cat([out, rest], -1)
+
+
+@op("DFT")
+def dft(call: Call) -> Tensor:
+    """Over `axis`, an attribute before opset 20; the last dimension holds real and imaginary parts."""
+    x = call.tensor(0)
+    if x.shape[-1] not in (1, 2):
+        raise Malformed("its input is neither real nor complex")
+    values = torch.view_as_complex(x.contiguous()) if x.shape[-1] == 2 else x.squeeze(-1)
+    axis = int(call.scalar(2)) if call.has(2) else call.number("axis", 1 if call.opset < 20 else -2)
+    axis = axis if axis >= 0 else axis + 1  # as if the parts were no dimension
+    length = int(call.scalar(1)) if call.has(1) else None
+    backward, half = bool(call.number("inverse", 0)), bool(call.number("onesided", 0))
+    if half and not backward and not values.is_complex():
+        made = torch.fft.rfft(values, length, axis)
+    elif half and backward:
+        real: Tensor = torch.fft.irfft(values, length, axis).unsqueeze(-1)
+        return real
+    else:
+        made = (torch.fft.ifft if backward else torch.fft.fft)(values, length, axis)
+    return torch.view_as_real(made)
+
+
+@op("STFT")
+def stft(call: Call) -> Tensor:
+    """[batch, frames, frequencies, 2] of a real signal, as torch.stft makes it without centring."""
+    x, window = call.tensor(0), call.optional(2)
+    if x.dim() == 3:
+        if x.shape[-1] != 1:
+            raise NeedsValue("a complex signal")
+        x = x.squeeze(-1)
+    if window is None:
+        window = torch.ones(int(call.scalar(3)), dtype=x.dtype)
+    length = int(call.scalar(3)) if call.has(3) else window.shape[0]
+    half = bool(call.number("onesided", 1))
+    made = torch.stft(
+        x, length, int(call.scalar(1)), len(window), window, center=False, onesided=half, return_complex=True
+    )
+    return torch.view_as_real(made).transpose(1, 2)

@@ -199,3 +199,24 @@ def test_a_node_after_an_unknown_one_is_not_blamed_alone(tmp_path: Path) -> None
     with pytest.raises(BadFile) as caught:
         recorded(tmp_path / "unknown.onnx", nodes, [weight("head", WIDTH, WORDS)])
     assert "the shapes that com.microsoft.MoE gives were guessed" in caught.value.why
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        ort("GroupNorm", ["x", "g", "g"], ["y"], groups=0),
+        ort("Attention", ["x", "head"], ["y"], num_heads=-1),
+        ort("GroupQueryAttention", ["x"], ["y"], num_heads=4, do_rotary=1),
+        ort("SkipLayerNormalization", ["x"], ["y"]),
+    ],
+    ids=lambda node: node.op_type,
+)
+def test_attributes_that_cannot_be_are_refused(tmp_path: Path, node: onnx.NodeProto) -> None:
+    nodes = [
+        helper.make_node("Gather", ["words", "ids"], ["x"]),
+        node,
+        helper.make_node("MatMul", ["y", "head"], ["logits"]),
+    ]
+    weights = [weight("words", WORDS, WIDTH), weight("g", WIDTH), weight("head", WIDTH, WORDS)]
+    with pytest.raises(BadFile, match=node.op_type):
+        recorded(tmp_path / "bad.onnx", nodes, weights)
