@@ -88,7 +88,7 @@ class AutoPlan:
         self.last_resort = begin + (3 * left if self.problem.graph.op_count <= LARGE else left)
         self.bound = overhead_bound(self.problem)
         if self.problem.may_recompute:
-            self._secure(begin + 0.1 * left)
+            self._secure(begin + (0.1 if self.problem.graph.op_count <= LARGE else 0.3) * left)
         self._note_first(begin)
         self._greedy_start(begin + 0.12 * left)
         self._note_first(begin)
@@ -169,7 +169,9 @@ class AutoPlan:
         """A first valid plan from a few segment plans, which cost next to nothing, else from the first online rule that finds one."""
         graph, budget_bytes = self.problem.graph, self.problem.budget_bytes
         forward = Forward(graph)
-        segments = (runs_keeping(forward, keep) for keep in greedy_cuts(forward, 6)[1:])
+        segments = (
+            runs_keeping(forward, keep) for keep in greedy_cuts(forward, 6)[graph.op_count <= LARGE :]
+        )
         rules = (ruled(graph, budget_bytes, name, until) for name in PORTFOLIO)
         for runs in itertools.chain(segments, rules):
             if runs and peak_of_runs(graph, runs) <= budget_bytes:
