@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from memopt.advisors.autoswap import Autoswap
 from memopt.advisors.autotm import Autotm
 from memopt.advisors.blockers import infeasible
+from memopt.advisors.by_rounds import ByRounds
 from memopt.advisors.capuchin import Capuchin
 from memopt.advisors.checkmate import answers
 from memopt.advisors.clock import now
@@ -29,6 +30,7 @@ from memopt.advisors.modnn import Modnn
 from memopt.advisors.problem import TIME_LIMIT_S, Candidate, Decisions, OutOfTime, Problem
 from memopt.advisors.relief import least_step_ms
 from memopt.advisors.rotor import Rotor, rotor_plans
+from memopt.advisors.rounds import Round, find_kinds
 from memopt.advisors.search import Plan, Search
 from memopt.advisors.sentinel import Sentinel
 from memopt.advisors.strategy import Strategy
@@ -50,6 +52,8 @@ _SHARE_AFTER_THOROUGH = 0.25
 _SHARE_FOR_PROGRAMS = 0.08
 _SHARE_FOR_BOUND = 0.12
 """What these may take of it."""
+_LARGE = 8000
+"""With more ops than this, an iteration that has rounds is not searched as a whole."""
 _DESCENT_TRIES = 6
 _MET = 1e-5
 """Share above the bound at which a plan is as good as optimal."""
@@ -89,24 +93,36 @@ class Auto:
 
     def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
         self.time_limit_s = time_limit_s
+        self.interrupted = False
+        """Did Ctrl-C end the last search?"""
 
     def plan(self, problem: Problem, /) -> Decisions:
+        kinds = find_kinds(problem.view)
+        if kinds and (found := self._by_rounds(problem, kinds)) is not None:
+            return found
         search = Search(problem, now() + self.time_limit_s)
         best = search.judge({})
         try:
             for plan in self._improving(search, best):
                 best = plan
-            if not (search.fits(best) or problem.floor_bytes > problem.target_bytes or _is_small(problem)):
+            if not (search.fits(best) or _is_small(problem)):
                 best = self._going_on(search, best)
         except KeyboardInterrupt:
             if not search.fits(best):
                 raise
+            self.interrupted = True
         if not search.fits(best):
             raise infeasible(problem, best.decisions)
         return best.decisions
 
     def first_fitting(self, problem: Problem) -> Decisions | None:
         """The first plan that fits, whatever it costs; None when none is found within the time limit."""
+        kinds = find_kinds(problem.view)
+        if kinds:
+            work = ByRounds(problem, kinds, self.time_limit_s, self._within)
+            with contextlib.suppress(BudgetInfeasible):
+                work.unfold(self.first_fitting(work.one_of_each.problem) or {})
+            return work.best.decisions if work.best else None
         search = Search(problem, now() + self.time_limit_s)
         best = search.judge({})
         if search.fits(best):
@@ -118,9 +134,39 @@ class Auto:
                 return plan.decisions
         return None
 
+    def _by_rounds(self, problem: Problem, kinds: list[list[Round]]) -> Decisions | None:
+        """The plan for one round of each kind, told to all; None where there is none, and the whole is short enough to be searched."""
+        work = ByRounds(problem, kinds, self.time_limit_s, self._within)
+        work.is_over = lambda: self.interrupted
+        try:
+            if problem.view.n <= _LARGE:
+                problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
+            work.plan()
+        except KeyboardInterrupt:
+            if work.best is None:
+                raise
+            self.interrupted = True
+        except BudgetInfeasible:
+            if problem.view.n > _LARGE:
+                raise
+        if work.best is None:
+            if problem.view.n > _LARGE:
+                raise infeasible(problem, work.decisions)
+            return None
+        return work.best.decisions
+
+    def _within(self, problem: Problem, seconds: float) -> Decisions:
+        """A plan for another problem; Ctrl-C ends both searches."""
+        other = Auto(seconds)
+        found = other.plan(problem)
+        if other.interrupted:
+            self.interrupted = True
+        return found
+
     def _going_on(self, search: Search, best: Plan) -> Plan:
-        """A budget that may be possible is worth the time limit once more: the search as for an impossible one, which goes lowest."""
-        longer = search.for_another(self.time_limit_s)
+        """A budget that may be possible is worth the time limit once more, and half of it how near an impossible one can be come."""
+        hopeless = search.problem.floor_bytes > search.problem.target_bytes
+        longer = search.for_another(self.time_limit_s * (0.5 if hopeless else 1.0))
         lowest = min(self._from_starts(longer.aimed_at(0)), key=lambda plan: plan.peak_bytes)
         lower = descend(longer, lowest)
         if search.better(lower, best):
@@ -147,6 +193,10 @@ class Auto:
                 if search.better(lower, best):
                     best = lower
                     yield best
+        yield from self._torn(search, best)
+
+    def _torn(self, search: Search, best: Plan) -> Iterator[Plan]:
+        """What tearing out parts of a plan and mending it makes of it, until nothing does."""
         stalled = 0
         while stalled < _STALLED and not search.is_over and search.fits(best) and best.decisions:
             plan = search.tear(best)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 
 from memopt.advisors.graph import Graph
@@ -19,16 +20,18 @@ from memopt.advisors.graph_bounds import overhead_bound
 from memopt.advisors.graph_engine import Engine, Stuck
 from memopt.advisors.graph_evolve import Evolution
 from memopt.advisors.graph_exact import Proof, Relaxed, Start, prove
+from memopt.advisors.graph_folded import Folded, fold, least_peak
 from memopt.advisors.graph_lanes import Lanes
 from memopt.advisors.graph_linked import Linked
-from memopt.advisors.graph_problem import Answer, GraphProblem, infeasible, plain_answer
+from memopt.advisors.graph_problem import Answer, GraphProblem, infeasible, plain_answer, usual_s
 from memopt.advisors.graph_runs import floor_bytes, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graph_scores import SCORES
 from memopt.advisors.graph_search import Search
 from memopt.advisors.graph_segments import Forward, greedy_cuts, runs_keeping, sqrt_cuts
 from memopt.advisors.graph_waiting import Waiting
-from memopt.advisors.schedule import Step
+from memopt.advisors.schedule import FREE, RUN, Step
 from memopt.advisors.schedule_sim import InvalidSchedule
+from memopt.errors import BudgetInfeasible
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +42,14 @@ SLOW = 150
 FEW = 300
 """Above so many ops, one long search is worth more where copies make each move dearer."""
 PROOF = 0.2
+EFFORT_FOR_PARTS = 3.0
+"""Of the usual time for so many ops."""
+SHARE_FOR_PARTS = 0.8
+"""Of the time, where the whole is improved afterwards."""
+CUT_FOR = (0.2, 0.5, 0.8)
+"""Between the floor and the unplanned peak: larger budgets for which the graph is cut where its own shows no rounds."""
+LARGE = 8000
+"""In graphs with more ops, what planned parts leave to gain is not worth the time."""
 CLOSE = 1e-5
 """A plan whose overhead is this close to the bound ends the search."""
 LOOSER = 1.25
@@ -65,6 +76,8 @@ class AutoPlan:
         )
         self.search.deadline = problem.until
         self.stats: dict[str, float | int | str] = {}
+        self.found: list[tuple[float, list[Step]]] = []
+        """Cost and steps of valid plans that the search does not hold."""
         self.waiting = Waiting(problem)
         self.proof = Proof()
 
@@ -72,10 +85,10 @@ class AutoPlan:
         """All stages, until the time is up."""
         begin = time.monotonic()
         left = self.problem.until - begin
-        self.last_resort = begin + 3 * left
+        self.last_resort = begin + (3 * left if self.problem.graph.op_count <= LARGE else left)
         self.bound = overhead_bound(self.problem)
         if self.problem.may_recompute:
-            self._secure(begin + 0.1 * left)
+            self._secure(begin + (0.1 if self.problem.graph.op_count <= LARGE else 0.3) * left)
         self._note_first(begin)
         self._greedy_start(begin + 0.12 * left)
         self._note_first(begin)
@@ -98,6 +111,18 @@ class AutoPlan:
         if self.search.iterations >= SLOW:
             evolution.run(begin + 0.75 * left, slice_s, enough)
         self._finish(enough)
+
+    def go_on(self, start: Answer) -> None:
+        """Improve a valid plan with all the time that is left."""
+        self.stats.update(start.stats)
+        self.bound = max(start.overhead_bound, overhead_bound(self.problem))
+        self.found.append(
+            (self.problem.replay(start.steps).overhead * self.problem.graph.plain_ms, start.steps)
+        )
+        if all(verb in (RUN, FREE) for verb, _ in start.steps):
+            self.search.load([op for verb, op in start.steps if verb == RUN])
+            self.search.polish_all()
+            self._finish((self.bound + CLOSE) * self.problem.graph.plain_ms)
 
     def _note_first(self, begin: float) -> None:
         """When the first valid plan was there."""
@@ -144,7 +169,9 @@ class AutoPlan:
         """A first valid plan from a few segment plans, which cost next to nothing, else from the first online rule that finds one."""
         graph, budget_bytes = self.problem.graph, self.problem.budget_bytes
         forward = Forward(graph)
-        segments = (runs_keeping(forward, keep) for keep in greedy_cuts(forward, 6)[1:])
+        segments = (
+            runs_keeping(forward, keep) for keep in greedy_cuts(forward, 6)[graph.op_count <= LARGE :]
+        )
         rules = (ruled(graph, budget_bytes, name, until) for name in PORTFOLIO)
         for runs in itertools.chain(segments, rules):
             if runs and peak_of_runs(graph, runs) <= budget_bytes:
@@ -217,7 +244,7 @@ class AutoPlan:
         """The best plan that the judge accepts; raises `BudgetInfeasible` when none was found."""
         problem, search = self.problem, self.search
         self.stats["iterations"] = search.iterations
-        found: list[tuple[float, list[Step]]] = []
+        found = list(self.found)
         if self.waiting.best:
             found.append((self.waiting.best[0] * problem.graph.plain_ms, self.waiting.best[1]))
         if not search.best_over:
@@ -260,22 +287,49 @@ def auto(problem: GraphProblem) -> Answer:
     if plain is not None:
         return plain
     floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
-    if problem.budget_bytes < floor:
-        raise infeasible(problem, smallest_peak(problem, floor))
+    plain_peak = peak_of_runs(problem.graph, plain_runs(problem.graph))
+    larger = (int(floor + share * (plain_peak - floor)) for share in CUT_FOR)
+    folded = fold(problem, at_once, [each for each in larger if each > problem.budget_bytes])
+    if folded is not None:
+        return by_parts(problem, folded, floor)
+    if problem.budget_bytes >= floor:
+        return at_once(problem)
+    raise infeasible(problem, least_peak(problem, plain_peak, at_once, problem.until))
+
+
+def at_once(problem: GraphProblem, start: Answer | None = None) -> Answer:
+    """The best plan of the graph as a whole, from `start` or from nothing."""
     work = AutoPlan(problem)
     try:
-        work.plan()
+        if start is None:
+            work.plan()
+        else:
+            work.go_on(start)
     except KeyboardInterrupt:
         work.stats["interrupted"] = 1
     return work.answer()
 
 
-def smallest_peak(problem: GraphProblem, floor: int) -> int:
-    """Smallest peak that a short search at the floor reaches."""
-    search = Search(problem.graph, plain_runs(problem.graph), floor, replays=problem.may_recompute)
-    begin = time.monotonic()
-    search.greedy(0.0, 0.5, begin + 0.25 * (problem.until - begin))
-    return int(search.state.memory.max())
+def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
+    """The plans of the parts together; where that is not too long, improved as a whole."""
+    large = problem.graph.op_count > LARGE
+    most_s = EFFORT_FOR_PARTS * usual_s(folded.distinct_ops) if large else math.inf
+
+    def end() -> float:
+        now = time.monotonic()
+        return now + min(SHARE_FOR_PARTS * (problem.until - now), most_s)
+
+    folded.solve(end())
+    if not folded.refused:
+        answer = folded.answer()
+        return answer if large or "interrupted" in answer.stats else at_once(problem, answer)
+    smallest = folded.smallest_peak(end())
+    if problem.budget_bytes < floor:
+        raise infeasible(problem, smallest)
+    try:
+        return at_once(problem)
+    except BudgetInfeasible as failure:
+        raise infeasible(problem, min(smallest, failure.min_peak_bytes)) from None
 
 
 def starts(problem: GraphProblem, until: float) -> list[list[int]]:

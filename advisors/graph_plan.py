@@ -14,7 +14,7 @@ from memopt.advisors.graph_checkmate import checkmate
 from memopt.advisors.graph_flashneuron import flashneuron, tflms
 from memopt.advisors.graph_modnn import modnn
 from memopt.advisors.graph_online import ONLINE
-from memopt.advisors.graph_problem import EVERYTHING, GraphProblem, Strategy, finish
+from memopt.advisors.graph_problem import EVERYTHING, GraphProblem, Strategy, finish, usual_s
 from memopt.advisors.graph_runs import peak_of_runs, plain_runs
 from memopt.advisors.graph_segments import sublinear_greedy, sublinear_sqrt
 from memopt.advisors.graph_sentinel import sentinel
@@ -52,7 +52,7 @@ def plan_graph(
     out_gbps: float = 0.0,
     in_gbps: float = 0.0,
     allow: frozenset[str] = EVERYTHING,
-    time_limit_s: float = 20.0,
+    time_limit_s: float | None = None,
     strategy: str = "auto",
 ) -> Schedule:
     """The schedule that `strategy` makes of `graph` under `budget_bytes`, replayed and found valid.
@@ -68,6 +68,8 @@ def plan_graph(
     for name, rate in (("--out-gbps", out_gbps), ("--in-gbps", in_gbps)):
         if not (math.isfinite(rate) and 0 <= rate <= 1e6):
             raise UsageError(f"{name} {rate} is not a usable bandwidth", try_="a number of GB/s, such as 12")
+    if time_limit_s is None:
+        time_limit_s = default_limit_s(graph)
     if not time_limit_s > 0:
         raise UsageError(f"--time-limit {time_limit_s} is not a usable time", try_="seconds, such as 20")
     begin = time.monotonic()
@@ -84,10 +86,15 @@ def plan_graph(
     return schedule
 
 
+def default_limit_s(graph: Graph) -> float:
+    """Time limit where none is given: 20 s, more beyond 8,000 ops."""
+    return max(20.0, usual_s(graph.op_count) + 5.0)
+
+
 def effort_s(graph: Graph, time_limit_s: float) -> float:
-    """Seconds to search: 4 for up to 3,000 ops, rising to 17 at 8,000; what a limit beyond 20 s grants comes on top."""
-    usual = 4.0 + 13.0 * min(1.0, max(0.0, (graph.op_count - 3000) / 5000))
-    return min(0.92 * time_limit_s, usual + max(0.0, time_limit_s - 20.0))
+    """Seconds to search: what is usual for so many ops; what a limit beyond the default grants comes on top."""
+    more = max(0.0, time_limit_s - default_limit_s(graph))
+    return min(0.92 * time_limit_s, usual_s(graph.op_count) + more)
 
 
 def unplanned_peak(graph: Graph) -> int:

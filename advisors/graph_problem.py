@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from memopt.advisors.graph import Graph
 from memopt.advisors.graph_runs import floor_bytes, plain_runs, steps_of_runs
 from memopt.advisors.schedule import Schedule, Step
@@ -55,6 +57,11 @@ class Answer:
 
 Strategy = Callable[[GraphProblem], Answer]
 """Gives an answer or raises `BudgetInfeasible` with the smallest peak that it can reach."""
+
+
+def usual_s(op_count: int) -> float:
+    """Seconds of search that are worth their wait: 4 for up to 3,000 ops, 17 for 8,000, 60 for 100,000."""
+    return float(np.interp(op_count, (3000, 8000, 100_000), (4.0, 17.0, 60.0)))
 
 
 def finish(problem: GraphProblem, answer: Answer, strategy: str) -> Schedule:

@@ -17,6 +17,9 @@ from memopt.advisors.graph import Graph, IntColumn
 from memopt.advisors.graph_problem import Answer, GraphProblem, infeasible, plain_answer
 from memopt.advisors.graph_runs import memory_of_runs, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
 
+FINEST = 0.5
+"""The finest segments have this many times the square root of the ops, on the average, or a hundredth of all bytes if that is less."""
+
 
 class Forward:
     """The ops up to the unplanned peak, the tensors that are idle across it, and how wide each cut would be."""
@@ -144,7 +147,8 @@ def greedy_cuts(forward: Forward, sweep: int = 24) -> list[set[int]]:
     if not total:
         return []
     plans: list[set[int]] = []
-    for share in np.geomspace(0.01, 1.0, sweep):
+    finest = min(0.01, FINEST / (forward.turn + 1) ** 0.5)
+    for share in np.geomspace(finest, 1.0, sweep):
         limit, filled = share * total, 0
         cuts: list[int] = []
         for op in range(forward.turn):

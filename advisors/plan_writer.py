@@ -37,7 +37,9 @@ def write_plan(
     timeline = problem.run(decisions)
     writer = _Writer(problem, decisions, timeline, chains)
     actions = [
-        writer.action(problem.candidates[storage], decision) for storage, decision in decisions.items()
+        writer.action(candidate, decision)
+        for storage, decision in decisions.items()
+        if (candidate := problem.candidate(storage)) is not None
     ]
     actions.sort(key=lambda action: (-action.saved_bytes, -action.size_bytes, action.storage))
     trace = problem.view.trace
@@ -105,7 +107,7 @@ class _Writer:
 
     def action(self, candidate: Candidate, decision: Decision) -> Action:
         saved = candidate.saved
-        saved_bytes, cost_ms = self._margins(saved, decision)
+        saved_bytes, cost_ms = self._margins(candidate, decision)
         prefetch = self.unpacked_before.get(decision.prefetch_op) if decision.prefetch_op >= 0 else None
         return Action(
             kind=decision.kind,
@@ -136,13 +138,13 @@ class _Writer:
         within = 0 <= place < len(self.packed) and self.packed[place][0] >= saved.gone_after
         return self.slot_ref(self.packed[place][1]) if within else None
 
-    def _margins(self, saved: Saved, decision: Decision) -> tuple[int, float]:
+    def _margins(self, candidate: Candidate, decision: Decision) -> tuple[int, float]:
         """(bytes by which the peak would rise, ms that would be saved) without this action."""
+        saved = candidate.saved
         if now() > self.deadline:
             at_peak = saved.gone_after < self.problem.plain.peak_op < saved.first_use
-            return (saved.size_bytes - decision.encoded_bytes if at_peak else 0), self.problem.solo_ms(
-                self.problem.candidates[saved.storage], decision
-            )
+            gain = saved.size_bytes - decision.encoded_bytes if at_peak else 0
+            return gain, self.problem.solo_ms(candidate, decision)
         without = self.problem.simulator.run({s: d for s, d in self.decisions.items() if s != saved.storage})
         peak = max(0, without.peak_bytes - self.timeline.peak_bytes)
         return peak, max(0.0, self.timeline.step_ms - without.step_ms)

@@ -28,9 +28,16 @@ LEAST_GAIN = 0.01
 """No plan that lowers the peak by less is worth its hooks."""
 LEAST_SWAP_BYTES = 1 << 20
 TIME_LIMIT_S = 8.0
-"""How long a search, or a solver, may take."""
+"""How long a search, or a solver, may take; for iterations of more than 8,000 ops see `usual_limit_s`."""
+_REMEMBERED_OPS = 40_000_000
+"""Timelines together; an op takes 24 bytes of each."""
 _COVERED = 0.998
-_MOST_CANDIDATES = 6000
+_MOST_CANDIDATES = 40_000
+
+
+def usual_limit_s(op_count: int) -> float:
+    """Time limit where none is given: 8 s, rising from 8,000 ops to 25 s for 100,000."""
+    return float(np.interp(op_count, (8000, 100_000), (TIME_LIMIT_S, 25.0)))
 
 
 def allowed(allow: tuple[str, ...], deny: tuple[str, ...]) -> frozenset[str]:
@@ -100,8 +107,10 @@ class Problem:
         margin: float = MARGIN,
         time_limit_s: float = TIME_LIMIT_S,
         instead_of: Problem | None = None,
+        part_of: Problem | None = None,
     ) -> None:
-        """`instead_of`: the problem of the run as it is, where `view` is of one whose optimizer steps inside backward."""
+        """`instead_of`: the problem of the run as it is, where `view` is of one whose optimizer steps inside backward.
+        `part_of`: the problem of the whole iteration, where `view` is of some of its rounds."""
         if view.trace.partial:
             raise NotPossibleHere(
                 "this profile is not whole, so nothing can be planned on it",
@@ -121,10 +130,13 @@ class Problem:
         self.target_bytes = min(
             int(budget_bytes * (1 - margin)), int(self.unplanned_peak_bytes * (1 - LEAST_GAIN))
         )
+        if part_of is not None:
+            self.unplanned_peak_bytes, self.target_bytes = part_of.unplanned_peak_bytes, part_of.target_bytes
         self.least_step_ms: float | None = None
         """No plan that fits has a shorter step, where somebody has proved that (see `relief`)."""
         self._deadline = float("inf")
         self._memo: dict[frozenset[tuple[int, Decision]], Timeline] = {}
+        self._looked_up: dict[int, Candidate | None] = {}
 
     @property
     def plain_step_ms(self) -> float:
@@ -163,27 +175,43 @@ class Problem:
         if found is None:
             if now() > self._deadline:
                 raise OutOfTime
-            if len(self._memo) > 4000:
+            if len(self._memo) > min(4000, _REMEMBERED_OPS // max(1, self.view.n)):
                 self._memo.clear()
             found = self._memo[key] = self.simulator.run(decisions)
         return found
+
+    def forget(self) -> None:
+        """Let go of the timelines that are remembered."""
+        self._memo.clear()
 
     def fits(self, timeline: Timeline) -> bool:
         return timeline.peak_bytes <= self.target_bytes
 
     @cached_property
-    def candidates(self) -> dict[int, Candidate]:
-        """Storages with at least one option, those that together matter, by storage."""
+    def movable(self) -> list[Candidate]:
+        """Every storage with at least one option, the largest first."""
         found = [c for c in (self._candidate(saved) for saved in self.view.saved.values()) if c is not None]
-        found.sort(key=lambda c: -c.saved.size_bytes)
-        total = sum(c.saved.size_bytes for c in found)
+        return sorted(found, key=lambda c: -c.saved.size_bytes)
+
+    @cached_property
+    def candidates(self) -> dict[int, Candidate]:
+        """Those of them that together matter, by storage."""
+        total = sum(c.saved.size_bytes for c in self.movable)
         covered, chosen = 0, []
-        for candidate in found[:_MOST_CANDIDATES]:
+        for candidate in self.movable[:_MOST_CANDIDATES]:
             if covered >= _COVERED * total and candidate.saved.size_bytes < self.unplanned_peak_bytes // 1000:
                 break
             covered += candidate.saved.size_bytes
             chosen.append(candidate)
         return {c.storage: c for c in sorted(chosen, key=lambda c: (c.saved.packed_op, c.storage))}
+
+    def candidate(self, storage: int) -> Candidate | None:
+        """What may be done with any one storage, be it among `candidates` or not."""
+        if "candidates" in self.__dict__ and storage in self.candidates:
+            return self.candidates[storage]
+        if storage not in self._looked_up:
+            self._looked_up[storage] = self._candidate(self.view.saved[storage])
+        return self._looked_up[storage]
 
     @cached_property
     def triggers(self) -> Ints:
@@ -195,7 +223,7 @@ class Problem:
     def floor_bytes(self) -> int:
         """No plan goes below: the most that is there at some op when everything that may be away then is away for nothing."""
         low = self.plain.high_bytes.copy()
-        for candidate in self.candidates.values():
+        for candidate in self.movable:
             least = min(option.encoded_bytes for option in candidate.options)
             low[candidate.away] -= candidate.saved.size_bytes - least
             if candidate.codec is not None:
@@ -216,7 +244,7 @@ class Problem:
         return saved.size_bytes - option.encoded_bytes - handed * option.decoded_bytes
 
     def _candidate(self, saved: Saved) -> Candidate | None:
-        if not _may_act_on(self.view, saved):
+        if not may_act_on(self.view, saved):
             return None
         options: list[Decision] = []
         codec = self._codec(saved)
@@ -280,7 +308,7 @@ class Problem:
         return end - begin - self._round_trip_ms(saved.size_bytes, option)
 
 
-def _may_act_on(view: TraceView, saved: Saved) -> bool:
+def may_act_on(view: TraceView, saved: Saved) -> bool:
     """Plain slots of one version, free of others before backward asks, gone before the iteration ends, and asked for once at least."""
     return (
         saved.plain

@@ -226,7 +226,9 @@ def main() -> int:
     for what in [*MODULES, *PARTS] if "all" in args.what else args.what:
         print(f"== {what}", flush=True)
         if what in MODULES:
-            failed |= subprocess.run([sys.executable, "-m", f"benchmarks.estimate_{what}"], check=False).returncode  # fmt: skip
+            traces = args.truth / "traces"
+            words = [str(traces)] if what == "allocator" and traces.is_dir() else []
+            failed |= subprocess.run([sys.executable, "-m", f"benchmarks.estimate_{what}", *words], check=False).returncode  # fmt: skip
         elif what in MEASURED and not (args.truth / MEASURED[what]).is_file():
             print(f"left out: no {MEASURED[what]} in {args.truth} (--truth FOLDER)")
         else:

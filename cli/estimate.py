@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.errors import GateFailed, NotPossibleHere, UsageError
+from memopt.errors import BadFile, GateFailed, UsageError
 
 if TYPE_CHECKING:
     from memopt.estimators.estimate import Estimate
@@ -19,17 +19,21 @@ class _Command(click.Command):
     """What follows a script is the script's own; what follows an ONNX file or a profile is ours."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.allow_interspersed_args = _names_a_file(args)
+        ctx.allow_interspersed_args = self._names_a_file(args)
         return super().parse_args(ctx, args)
 
-
-def _names_a_file(words: list[str]) -> bool:
-    for word in words:
-        if word == "-m" or word.endswith(".py"):
-            return False
-        if not word.startswith("-") and _kind(word, False) != "script":
-            return True
-    return False
+    def _names_a_file(self, words: list[str]) -> bool:
+        """Whether the target is a file; what follows a flag that takes a value is that value."""
+        takes = {name for param in self.params if not getattr(param, "is_flag", True) for name in param.opts}
+        rest = iter(words)
+        for word in rest:
+            if word == "-m":
+                return False
+            if word in takes:
+                next(rest, None)
+            elif not word.startswith("-"):
+                return _kind(word, False) != "script"
+        return False
 
 
 @click.command(cls=_Command, context_settings={"allow_interspersed_args": False})
@@ -81,6 +85,7 @@ def estimate(target: str, args: tuple[str, ...], **options: Any) -> int:
 
 def _estimate(target: str, args: tuple[str, ...], options: dict[str, Any]) -> Estimate:
     kind = _kind(target, options["as_module"])
+    _refuse_unread(kind, target)
     if kind == "script":
         return _script([target, *args], options)
     if args:
@@ -95,17 +100,55 @@ def _estimate(target: str, args: tuple[str, ...], options: dict[str, Any]) -> Es
         )
     if kind == "onnx":
         return _onnx(Path(target), options)
-    return _profile(Path(target), options)
+    if kind == "profile":
+        return _profile(Path(target), options)
+    raise UsageError(
+        f"cannot estimate from {target}",
+        why="it is neither a script nor an ONNX model nor a profile",
+        try_="the script that trains these weights; of a memory snapshot of PyTorch's, memopt profile --from-snapshot FILE makes a profile",
+    )
 
 
 def _kind(target: str, as_module: bool) -> str:
-    """`script`, `onnx` or `profile`, by name; Python files and anything unknown are scripts."""
+    """`script`, `onnx`, `profile` or `other`, by name; Python files and anything unknown are scripts."""
     name = Path(target).name.lower()
     if as_module or name.endswith(".py"):
         return "script"
     if name.endswith(".onnx"):
         return "onnx"
-    return "profile" if ".profile" in name else "script"
+    if ".profile" in name or name.endswith((".json", ".json.gz")):
+        return "profile"
+    return "other" if Path(name).suffix in _NO_SCRIPTS else "script"
+
+
+_NO_SCRIPTS = {".bin", ".ckpt", ".gguf", ".npy", ".npz", ".pb", ".pickle", ".pkl", ".pt", ".pt2", ".pth", ".safetensors"}  # fmt: skip
+_READ_FOR = {
+    **dict.fromkeys(("dims", "optimizer", "dtype", "loss", "faithful", "assume_bn"), ("onnx",)),
+    "batch_size": ("onnx", "profile"),
+    "batch_arg": ("script", "profile"),
+    "timeout": ("script", "profile"),
+    "method": ("profile",),
+}
+"""Options that only some kinds of target have a use for."""
+_WORDS = {"script": "a script", "onnx": "an ONNX model", "profile": "a profile"}
+
+
+def _refuse_unread(kind: str, target: str) -> None:
+    """Raise for an option that was typed and would change nothing."""
+    ctx = click.get_current_context()
+    for param in ctx.command.params:
+        name = param.name or ""
+        read_for = _READ_FOR.get(name, (kind,))
+        typed = ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if typed and kind in _WORDS and kind not in read_for:
+            flag = param.opts[0]
+            raise UsageError(
+                f"{flag} changes nothing for {_WORDS[kind]}",
+                why=f"it is read for {' or '.join(_WORDS[each] for each in read_for)}",
+                try_=f"memopt estimate {target} with the script's own arguments behind it"
+                if kind == "script"
+                else f"memopt estimate {target} without {flag}",
+            )
 
 
 def _script(argv: list[str], options: dict[str, Any]) -> Estimate:
@@ -213,19 +256,19 @@ def _dims(given: tuple[str, ...]) -> dict[str, int]:
 
 
 def _profile(path: Path, options: dict[str, Any]) -> Estimate:
-    try:
-        from memopt.estimators.from_profile import estimate_profile
-    except ModuleNotFoundError as error:
-        if error.name != "memopt.estimators.from_profile":
-            raise
-        raise NotPossibleHere(
-            f"cannot estimate from the profile {path}",
-            why="this build has no memopt.estimators.from_profile",
-            try_="memopt estimate SCRIPT",
-        ) from None
     from memopt.cli.console import say
+    from memopt.estimators.from_profile import estimate_profile
 
-    return estimate_profile(path, options, say)
+    try:
+        return estimate_profile(path, options, say)
+    except BadFile as error:
+        if "'memopt.plan/" not in error.why:
+            raise
+        raise UsageError(
+            f"{path} is a plan",
+            why="an estimate is made from a script, an ONNX model or a profile",
+            try_=f"memopt show {path}, or the profile from which the plan was made",
+        ) from error
 
 
 def _gate(found: Estimate, gate_bytes: int) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from memopt.advisors.schedule import Schedule
 
 _KINDS = {"recompute": "recompute", "swap": "swap", "swap-host": "swap"}
-_DEFAULT_LIMIT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +61,7 @@ def advise_graph(
         "out_gbps": out_gbps,
         "in_gbps": in_gbps,
         "allow": kinds,
-        "time_limit_s": _DEFAULT_LIMIT_S if time_limit_s is None else time_limit_s,
+        "time_limit_s": time_limit_s,
     }
     rows = [_plan(graph, budget_bytes, name, options) for name in strategies or ("auto",)]
     plans = [row.schedule for row in rows if row.schedule is not None]

@@ -197,8 +197,8 @@ def nothing_seen(session: ProfileSession, *, interrupted: bool) -> RunFailed:
         why = "its iterations ran no op on the device that was watched"
     else:
         why = (
-            "it made no optimizer step and no backward call in this process and thread "
-            "(what trains in another thread or process is not seen)"
+            "it made no optimizer step and no backward call in this process "
+            "(what trains in another process is not seen)"
         )
     return RunFailed(
         "no profile was written: the script trained nothing that memopt could see",

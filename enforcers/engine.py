@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections import Counter
 from typing import Any
 
@@ -66,9 +65,9 @@ class Engine(TorchDispatchMode):
         self._iterations = iterations
         self._swapper = swapper
         self._device = device
-        self._thread = threading.get_ident()
+        self._thread = frames.thread
         self._regions = frames.regions
-        self.values = Values()
+        self.values = Values(frames.thread)
         self._regions.rewrote = self.values.rewritten_unseen
         frames.resizes.told = self.values.will_be_resized
         self._unsettled: list[Planned] = []
@@ -130,7 +129,7 @@ class Engine(TorchDispatchMode):
         iterations = self._iterations
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
             return func(*args, **kwargs)
-        if self._regions.compiling:
+        if self._regions.compiling or not self._thread.is_here:
             return func(*args, **kwargs)
         if not _PLAIN_TYPES.issuperset(types):
             return func(*args, **kwargs) if is_tracing(types) else NotImplemented
@@ -140,17 +139,16 @@ class Engine(TorchDispatchMode):
         if self._swapper is not None:
             self._swapper.collect()
         frame = self._frames.current
-        ordinal = frame.ops
-        frame.ops += 1
+        ordinal = frame.next_op(kind.name)
         planned = self._tables.ops.get(frame.key)
-        name = planned.get(ordinal) if planned is not None and not frame.diverged else None
+        recorded = planned is not None and not frame.diverged and (kind.name, ordinal) in planned
         readers = self._tables.readers.get(frame.key)
         self._called = (
             describe_call(kind.name, func, args, kwargs) if readers and kind.name in readers else None
         )
-        if name is None and not self._unsettled and not kind.writes and kind.statistics is None:
+        if not recorded and not self._unsettled and not kind.writes and kind.statistics is None:
             return func(*args, **kwargs)
-        return self._watch(func, kind, args, kwargs, frame, name)
+        return self._watch(func, kind, args, kwargs, recorded)
 
     def _watch(
         self,
@@ -158,14 +156,11 @@ class Engine(TorchDispatchMode):
         kind: OpKind,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        frame: Frame,
-        name: str | None,
+        recorded: bool,
     ) -> Any:
         record = None
         flat: list[Any] = []
-        if name is not None and name != kind.name:
-            self._diverged(frame)
-        elif name is not None:
+        if recorded:
             flat, form = flatten_call(args, kwargs)
             record = self._record(func, kind, flat, form)
         for statistics in updated_statistics(kind, args):
@@ -197,7 +192,7 @@ class Engine(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Kept | Planned:
         """The hook: a handle that keeps `tensor`, or one that will let go of it."""
-        if self._iterations.in_backward or threading.get_ident() != self._thread or not self.active:
+        if self._iterations.in_backward or not self._thread.is_here or not self.active:
             return Kept(tensor)
         if tensor.device.type != self._device or not is_plain(tensor):
             return Kept(tensor)

@@ -4,8 +4,9 @@ LOMO (Lv et al. 2023) and PyTorch's own tutorial do so by hand; here the script 
 what is left to do. A backward call is enforced only if, before it runs, it is sure that the plain run would do the same: its
 caller steps the optimizer right after it and does nothing in between (`straight_line`), no parameter has a gradient yet, and the
 optimizer is one that gives the same bits one parameter at a time (`one_by_one`). Any other backward call is left alone.
-What cannot be known beforehand is whether the script will look at a gradient after the step, or forget to clear it. Then the
-run ends with an error, since the plain one would go on with a gradient that is gone: a result is never changed.
+The script's own code must clear gradients on every path to the next backward call (`cleared`), and nowhere speak of gradients
+otherwise (`gradient_words`). Where something wants one all the same, the run ends with an error, since the plain one would go on
+with a gradient that is gone: a result is never changed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import torch
 from torch import Tensor
 
 from memopt.errors import NotPossibleHere
+from memopt.instrument.cleared import NOT_CLEARED, is_cleared
 from memopt.instrument.gradient_reads import GradientReads, gradient_of, let_go
+from memopt.instrument.gradient_words import speaks_of_gradients
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.one_by_one import Group, all_cleared, is_steady, parameters_of, step_one, why_not
 from memopt.instrument.straight_line import caller_of_backward, find, step_ahead_of
@@ -100,7 +103,13 @@ class OptimizerInBackward:
             ] += 1
             return None
         found = find(frame, ahead.path)
-        return found if isinstance(found, torch.optim.Optimizer) else None
+        if not isinstance(found, torch.optim.Optimizer):
+            return None
+        words = speaks_of_gradients()
+        if words or not is_cleared(frame, found):
+            self.declined[f"the script may look at gradients ({words})" if words else NOT_CLEARED] += 1
+            return None
+        return found
 
     def _why_not_now(self, optimizer: torch.optim.Optimizer) -> str:
         if optimizer not in self._stepped:

@@ -80,8 +80,14 @@ class ApplySession:
         self._peaks: list[int] = []
         self._times_ms: list[float] = []
         self._done: set[int] = set()
+        self._parts = 0
+        """Iterations that ended before the last optimizer had joined the round."""
         self._others: list[float] = []
         """For each iteration that saved other tensors than the profiled one: how many elements to one of the plan's."""
+        self._in_two_threads = False
+        """The script trains in another thread since this iteration began."""
+        self._left_plain = 0
+        """Iterations of which that was true, but the first."""
         self._log_level: Callable[[], None] = lambda: None
         self.notes: list[str] = []
 
@@ -111,7 +117,7 @@ class ApplySession:
 
         watch()
         self._frames = Frames()
-        self._iterations = Iterations(self)
+        self._iterations = Iterations(self, self._frames.thread)
         self._iterations.install()
         tables = tables_of(self._plan)
         self._swapper = self._open_tiers(tables.actions)
@@ -198,6 +204,10 @@ class ApplySession:
             notes.append(f"{stepped} of {in_backward} parameters were stepped inside backward: {why}")
         if self._hooks is not None and self._hooks.stepped_aside:
             notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
+        if self._left_plain:
+            notes.append(
+                f"{self._left_plain} iterations began to train in another thread and ran without the plan"
+            )
         if self._others:
             notes.append(
                 f"{len(self._others)} iterations saved other tensors than the profiled one, {min(self._others):.2f} to "
@@ -233,6 +243,22 @@ class ApplySession:
 
     # --- the training loop (Listener)
 
+    def thread_changed(self) -> None:
+        """What was begun in the thread that trained before cannot be ended here; the next iteration is enforced again."""
+        self._meter = None
+        self._in_two_threads = True
+        if self._frames is not None:
+            self._frames.thread_changed()
+            self._frames.thread.at_end(self._leave_thread)
+        if self._hooks is not None:
+            self._hooks.thread_changed()
+
+    def _leave_thread(self) -> None:
+        if self._engine is not None:
+            self._engine.leave()
+        if self._hooks is not None:
+            self._hooks.leave_thread()
+
     def iteration_ended(self, count: int, milliseconds: float) -> None:
         self._end_iteration(count, milliseconds)
         if self._also is not None:
@@ -245,9 +271,12 @@ class ApplySession:
         engine.settle_all()
         if count == 1:
             engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
-        if count > 1 and self._hooks is not None:
+        plain, self._in_two_threads = self._in_two_threads, False
+        if plain:
+            self._left_plain += int(count > 1)
+        elif count > 1 and self._hooks is not None:
             self._compare(engine)
-        if count > 1 and self._meter is None:
+        if count > 1 and self._meter is None and not plain:
             self._times_ms.append(milliseconds)
         self._stop_measuring()
         actions = self._plan_slots(engine)
@@ -255,8 +284,22 @@ class ApplySession:
         engine.new_iteration()
         self._frames.new_iteration()
         engine.enter()
-        if self._options.measure and count + 1 in MEASURED:
+        self._look_for_a_longer_round(count)
+        if self._options.measure and count + 1 - self._parts in MEASURED:
             self._start_measuring()
+
+    def _look_for_a_longer_round(self, count: int) -> None:
+        """What was measured so far were parts of iterations, where another optimizer has joined the round only now."""
+        iterations = self._iterations
+        if (
+            iterations is not None
+            and count >= MEASURED[0]
+            and iterations.rounds == 1
+            and iterations.came_late
+        ):
+            self._parts = count - 1
+            self._times_ms.clear()
+            self._others.clear()
 
     def _compare(self, engine: Engine) -> None:
         """Is this iteration one like that which was planned for?"""

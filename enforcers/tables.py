@@ -25,8 +25,8 @@ class Tables:
 
     actions: list[Action]
     slots: dict[str, dict[int, PlannedSlot]] = field(default_factory=lambda: defaultdict(dict))
-    ops: dict[str, dict[int, str]] = field(default_factory=lambda: defaultdict(dict))
-    """Ops to record: overload names."""
+    ops: dict[str, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
+    """Ops to record: overload names, and how many of that name come before."""
     triggers: dict[str, dict[int, list[int]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
     )
@@ -63,4 +63,4 @@ def tables_of(plan: Plan) -> Tables:
 
 
 def _add_op(tables: Tables, op: OpRef) -> None:
-    tables.ops[op.module][op.ordinal] = op.name
+    tables.ops[op.module].add((op.name, op.ordinal))

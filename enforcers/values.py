@@ -5,7 +5,6 @@ Every way in which bytes can change passes here first, so that what was to be ma
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
@@ -16,13 +15,14 @@ from torch.utils._pytree import tree_iter
 from memopt.enforcers.encoded import Encoded
 from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, version_of
+from memopt.instrument.training_thread import TrainingThread
 
 
 class Values:
     """The values of one run, by the storages that hold them."""
 
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
+    def __init__(self, thread: TrainingThread) -> None:
+        self._thread = thread
         self._values: dict[int, Value] = {}
         """Storage address -> the value that it holds now."""
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
@@ -165,7 +165,7 @@ class Values:
 
     def will_be_resized(self, storage: UntypedStorage) -> None:
         """Its owner (FSDP) frees or refills `storage`: what needs its present bytes is made now."""
-        if threading.get_ident() == self._thread and (self._pins or self._values):
+        if self._thread.is_here and (self._pins or self._values):
             self.source_changes(storage._cdata)
             self.overwritten([storage])
 

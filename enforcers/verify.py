@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from memopt.errors import VerifyFailed
 from memopt.instrument.on_import import call_after_import
-from memopt.instrument.runner import Command, StopScript, run
+from memopt.instrument.runner import Command, run, stop_script
 from memopt.plan import Plan, load_plan
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class _Digests:
         self._file.flush()
         self._losses, self._gradients, self._step = {}, {}, 0
         if count >= self._steps:
-            raise StopScript(0)
+            stop_script()
 
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
@@ -179,6 +179,9 @@ class _Digests:
                 position += 1
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+    def thread_changed(self) -> None:
         return None
 
 
@@ -230,8 +233,12 @@ def _short(name: str) -> str:
 def digest(tensor: torch.Tensor) -> str:
     """Digest of shape, dtype and every bit of `tensor`."""
     import torch
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+    if is_traceable_wrapper_subclass(tensor):  # DTensor: this process's part of it
+        parts, _ = tensor.__tensor_flatten__()
+        found = [getattr(tensor, part) for part in parts]
+        return " ".join(digest(part) for part in found if isinstance(part, torch.Tensor))
     with torch.no_grad(), _disable_current_modes():
         plain = tensor.detach()
         if plain.layout is not torch.strided:

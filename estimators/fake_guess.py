@@ -22,7 +22,10 @@ aten = torch.ops.aten
 _LBFGS = str(sys.modules[torch.optim.LBFGS.__module__].__file__)
 _LBFGS_HOPES = ("if ys >", "if f_new > (f + c1 * t * gtd) or (", "if abs(gtd_new) <=")
 """Its curvature lets it remember the step; a line search brackets at once and is content with the first point inside."""
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<frozen", "<string>")
+_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_LIBRARIES = (_TORCH, _HERE, "<frozen", "<string>")
+_DISPATCH = (_HERE, f"{_TORCH}/_dynamo", f"{_TORCH}/_compile.py", f"{_TORCH}/utils/_python_dispatch.py")
+"""Frames between an op and whoever called it."""
 
 
 class Guesser:
@@ -45,13 +48,20 @@ class Guesser:
         return rule(self, recorder, args, kwargs) if rule else None
 
     def truth(self, tensor: torch.Tensor) -> bool:
-        """A guess for a boolean: what the script hopes for (no NaN; assertions hold), else False."""
+        """A guess for a boolean: what the script hopes for (no NaN; assertions hold), what is likely where the script itself
+        asks (some of a mask is true), else False."""
         where = user_line()
         hint = getattr(tensor, "_memopt_truth", None)
         if hint is None and (line := _line_of_lbfgs()):
             hint = line.startswith(_LBFGS_HOPES)
         elif hint is None:
-            hint = linecache.getline(*_split(where)).lstrip().startswith("assert")
+            file, number = _split(where)
+            line = linecache.getline(file, number).lstrip()
+            likely = getattr(tensor, "_memopt_likely", False) and _script_asks()
+            if line.startswith("assert"):
+                hint = not line.startswith("assert not ")
+            else:
+                hint = likely and not _ends(file, number, line)
         value = bool(hint) != (where in self.flipped)
         self.branches.pop(where, None)
         self.branches[where] = value
@@ -65,6 +75,8 @@ class Guesser:
         self.note(user_line(), "a value was taken to be 1")
         if tensor.dtype.is_complex:
             return 1 + 0j
+        if (told := getattr(tensor, "_memopt_number", None)) is not None:
+            return int(told)
         if _line_of_lbfgs():  # a loss that stands still would end its inner iterations
             self._losses += 1
             return 1.0 / self._losses
@@ -99,6 +111,20 @@ def _line_of_lbfgs() -> str:
             return linecache.getline(_LBFGS, frame.f_lineno).strip()
         frame = frame.f_back
     return ""
+
+
+def _script_asks() -> bool:
+    """Whether a truth value is asked for by the script itself, not by a library that it calls."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
+def _ends(file: str, number: int, line: str) -> bool:
+    """Whether a condition that holds would raise, or go round once more."""
+    then = linecache.getline(file, number + 1).lstrip()
+    return line.startswith("while") or ": raise" in line or then.startswith("raise")
 
 
 def is_users(filename: str) -> bool:

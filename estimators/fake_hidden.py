@@ -11,12 +11,15 @@ if TYPE_CHECKING:
     from memopt.estimators.fake_record import FakeRecorder
 
 aten = torch.ops.aten
-Formula = Callable[..., Iterable[int]]
+Formula = Callable[..., Iterable[int] | None]
 _FORMULAS: dict[tuple[str, Any], Formula] = {}
 
 
 def hidden(target: str, *ops: Any) -> Callable[[Formula], Formula]:
-    """Register a formula for `ops` on `target`: (recorder, args, kwargs, result) -> bytes taken one after another."""
+    """Register a formula for `ops` on `target`: (recorder, args, kwargs, result) -> bytes taken one after another.
+
+    None: the call is not of the kind that the formula knows.
+    """
 
     def register(formula: Formula) -> Formula:
         for op in ops:
@@ -31,8 +34,9 @@ def hidden_bytes(
 ) -> Iterable[int]:
     """Bytes that `func` takes and gives back while it runs, beside its outputs."""
     formula = _FORMULAS.get((recorder.target, func))
-    if formula is not None:
-        return formula(recorder, args, kwargs, result)
+    known = formula(recorder, args, kwargs, result) if formula is not None else None
+    if known is not None:
+        return known
     if recorder.target == "cpu":
         from memopt.estimators.fake_probe_any import ask_any
 

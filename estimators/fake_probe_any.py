@@ -16,6 +16,8 @@ from memopt.estimators.fake_probe import Call, Spec, few
 _LEAST_BYTES = 32 << 10
 _MOST_BYTES = 48 << 20
 _MOST_FLOPS = 4e9
+_CHEAP_FLOPS = 1 << 30
+_CHEAP_BYTES = 16 << 20
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _HALF = (torch.float16, torch.bfloat16)
 _NEVER = ("aten::convolution", "aten::mkldnn_rnn", "aten::_to_copy", "aten::clone", "aten::embedding_dense_backward",
@@ -37,16 +39,19 @@ def ask_any(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if name in _PRODUCTS and not _packed(tensors):
         return
     rows = tensors[0].shape[0]
-    specs = [Spec(a) if isinstance(a, torch.Tensor) else a for a in args]
-    named = {k: Spec(a) if isinstance(a, torch.Tensor) else a for k, a in kwargs.items()}
+    cheap = _cheap(tensors) if name in _PRODUCTS else 0
+    specs = [_spec(a) for a in args]
+    named = {k: _spec(a) for k, a in kwargs.items()}
     if (
-        _scaled_bytes([*specs, *named.values()], rows, max(few(rows))) > _MOST_BYTES
+        _scaled_bytes([*specs, *named.values()], rows, max(few(rows, cheap))) > _MOST_BYTES
         or _fixed_bytes(given, result, rows) > _MOST_BYTES
     ):
         return
 
     def make(batch: int) -> Call:
         def zeros(value: Any) -> Any:
+            if isinstance(value, list):
+                return [zeros(each) for each in value]
             if not isinstance(value, Spec):
                 return value
             return value.zeros(0 if _has_rows(value.shape, value.dtype, rows) else None, batch)
@@ -60,7 +65,7 @@ def ask_any(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         return call
 
     key = (func, *(_key(s) for s in specs), *((k, _key(v)) for k, v in named.items()))
-    probe = recorder.probes.add(key, make, rows)
+    probe = recorder.probes.add(key, make, rows, cheap)
     probe.workspaces.append(recorder.workspace_later(func.__name__))
     probe.outputs += recorder.born_now(result)
 
@@ -74,7 +79,7 @@ def _may_hide(func: Any) -> bool:
         return False
     if torch.Tag.inplace_view in func.tags or any(r.alias_info is not None for r in schema.returns):
         return False
-    return all("Tensor[]" not in str(a.type) for a in schema.arguments) and bool(schema.returns)
+    return bool(schema.returns)
 
 
 def _has_rows(shape: tuple[int, ...], dtype: torch.dtype, rows: int) -> bool:
@@ -90,6 +95,16 @@ def _packed(tensors: list[torch.Tensor]) -> bool:
     if left.dtype not in _HALF:
         return False
     return 2.0 * 32 * left.shape[-1] * right.numel() / max(1, right.shape[-2]) < _MOST_FLOPS
+
+
+def _cheap(tensors: list[torch.Tensor]) -> int:
+    """The rows that a product may have and take some tens of milliseconds: how it blocks depends on them, not in a line."""
+    left, right = tensors[-2], tensors[-1]
+    columns = right.shape[-1]
+    flops = 2 * left[0].numel() * columns
+    return min(
+        _CHEAP_FLOPS // max(1, flops), _CHEAP_BYTES // max(1, (left[0].numel() + columns) * left.itemsize)
+    )
 
 
 def _scaled_bytes(values: list[Any], rows: int, few: int) -> int:
@@ -111,5 +126,14 @@ def _fixed_bytes(given: tuple[Any, ...], result: Any, rows: int) -> int:
     )
 
 
+def _spec(value: Any) -> Any:
+    """Without the tensors: a question that held them would keep them alive."""
+    if isinstance(value, (list, tuple)):
+        return [_spec(each) for each in value]
+    return Spec(value) if isinstance(value, torch.Tensor) else value
+
+
 def _key(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(map(_key, value))
     return value.key if isinstance(value, Spec) else repr(value)

@@ -22,7 +22,7 @@ Ops that only a value could answer (`.item()`, `x[mask]`) get a guess that is no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,6 +40,7 @@ from memopt.estimators.fake_choices import Overrides, plain_choices
 from memopt.estimators.fake_cuda_ops import device_choices
 from memopt.estimators.fake_guess import Guesser
 from memopt.estimators.fake_hidden import hidden_bytes
+from memopt.estimators.fake_ledger import Ledger
 from memopt.estimators.fake_probe import Probes
 from memopt.estimators.fake_real import stays_real
 from memopt.estimators.fake_share import note_share
@@ -64,7 +65,7 @@ class _StorageRef(weakref.ref):  # type: ignore[type-arg]
     key: int
 
 
-class FakeRecorder(TorchDispatchMode):
+class FakeRecorder(Ledger, TorchDispatchMode):
     """Runs every op on fake tensors and keeps the sequence of storages allocated and freed on the target device."""
 
     def __init__(
@@ -76,22 +77,14 @@ class FakeRecorder(TorchDispatchMode):
         guesser: Guesser | None = None,
     ) -> None:
         """`cublas_workspace_bytes`: for each thread, where it was measured."""
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.target = target
         self.capability = capability
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.guesser = guesser or Guesser()
         self.probes = Probes()
         self.blas = BlasWorkspaces(self, cublas_workspace_bytes)
-        self.rows: list[StorageRow] = []
-        self.events: list[int] = []
-        """`i + 1` when row i is allocated, `-(i + 1)` when it is freed."""
-        self.live_bytes = self.peak_bytes = self.possible_bytes = 0
-        self.op_count = 0
         self.inside = 0
-        self.phase = "forward"
-        self.where: Callable[[], str] = lambda: ""
-        self.marks: list[tuple[str, int]] = []
         self._live: dict[int, tuple[_StorageRef, int]] = {}
         self._claim: str | None = None
         self.watch: Watch | None = None
@@ -261,20 +254,6 @@ class FakeRecorder(TorchDispatchMode):
         self._live[ref.key] = (ref, index)
         self._event(index + 1)
 
-    def _event(self, event: int) -> None:
-        self.events.append(event)
-        size = -(-self.rows[abs(event) - 1].size_bytes // 512) * 512
-        self.live_bytes += size if event > 0 else -size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-    def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache()`, for the allocator."""
-        self.marks.append(("empty_cache", len(self.events)))
-
-    def _row(self, size_bytes: int, op: str, category: str = "") -> int:
-        self.rows.append(StorageRow(size_bytes, category, self.phase, self.where(), op, self.op_count))
-        return len(self.rows) - 1
-
     def _resized(self, key: int, known: tuple[_StorageRef, int], storage: torch.UntypedStorage) -> None:
         self._event(-(known[1] + 1))
         old = self.rows[known[1]]
@@ -286,25 +265,6 @@ class FakeRecorder(TorchDispatchMode):
         known = self._live.pop(ref.key, None)
         if known is not None:
             self._event(-(known[1] + 1))
-
-    def workspace(self, size_bytes: int, op: str, *, forever: bool = False) -> None:
-        """Memory that a kernel takes from the allocator without a tensor to show for it."""
-        if size_bytes <= 0:
-            return
-        index = self._row(size_bytes, op, "workspace")
-        self._event(index + 1)
-        if not forever:
-            self._event(-(index + 1))
-
-    def may_take(self, size_bytes: int) -> None:
-        """A library may take so much inside one op, or may not: not recorded, but told."""
-        self.possible_bytes = max(self.possible_bytes, size_bytes)
-
-    def workspace_later(self, op: str) -> int:
-        """A workspace whose bytes are not known yet; the row to fill in."""
-        index = self._row(0, op, "workspace")
-        self.events += (index + 1, -(index + 1))
-        return index
 
     def index_of(self, tensor: torch.Tensor) -> int:
         """The row of the storage under `tensor`, which must be recorded."""

@@ -1,10 +1,13 @@
 """How much of a tensor a mask selects, where its origin tells: `topk(...).indices == expert` is true for one in so many.
 
 Routing in a mixture of experts, argmax and one-hot masks: an even spread is a better guess than everything at every expert.
+Also what follows for single numbers from the guess that each is 1: `i + 1` is 2, `count > 0` is true.
 """
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,18 +27,27 @@ _KEEPS = frozenset(
 )  # fmt: skip
 
 
+_MOVES: dict[Any, Callable[[int, int], int]] = {
+    aten.add.Tensor: operator.add, aten.sub.Tensor: operator.sub, aten.mul.Tensor: operator.mul
+}  # fmt: skip
+_COMPARES: dict[Any, Callable[[Any, Any], bool]] = {
+    aten.gt.Scalar: operator.gt, aten.ge.Scalar: operator.ge, aten.lt.Scalar: operator.lt, aten.le.Scalar: operator.le,
+    aten.eq.Scalar: operator.eq, aten.ne.Scalar: operator.ne,
+}  # fmt: skip
+
+
 def note_share(func: Any, args: tuple[Any, ...], result: Any) -> None:
     """Remember on the results of `func` what is known of their range, or of the share of true elements."""
-    if func in _PICKS:
+    if func in _MOVES or func in _COMPARES:
+        _note_number(func, args, result)
+    if func is aten.any.default:
+        result._memopt_likely = True
+    elif func in _PICKS:
         at = _PICKS[func]
         picked = result if at is None else result[at]
-        dim = (
-            args[1] if func in (aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim) else -1
-        )
-        if args[0].dim() and isinstance(dim, int):
-            picked._memopt_range = args[0].shape[
-                args[2] if func is aten.topk.default and len(args) > 2 else dim
-            ]
+        counted = _counted(func, args)
+        if counted is not None:
+            picked._memopt_range = counted
     elif func in _KEEPS:
         for name in ("_memopt_range", "_memopt_share"):
             known = getattr(args[0], name, None)
@@ -54,6 +66,26 @@ def note_share(func: Any, args: tuple[Any, ...], result: Any) -> None:
         counted = getattr(args[2], "_memopt_range", None)
         if counted:
             result._memopt_share = 1 / counted
+
+
+def _counted(func: Any, args: tuple[Any, ...]) -> int | None:
+    """How many positions `func` chooses from."""
+    whole = func in (aten.argmax.default, aten.argmin.default)
+    at = 2 if func is aten.topk.default else 1 if whole or func in (aten.max.dim, aten.min.dim) else len(args)
+    dim = args[at] if len(args) > at else None if whole else -1
+    if dim is None:
+        return int(args[0].numel())
+    return int(args[0].shape[dim]) if args[0].dim() and isinstance(dim, int) else None
+
+
+def _note_number(func: Any, args: tuple[Any, ...], result: Any) -> None:
+    if result.dim() or len(args) != 2 or not isinstance(args[1], (int, float)):
+        return
+    number = getattr(args[0], "_memopt_number", 1)
+    if func in _COMPARES:
+        result._memopt_likely = _COMPARES[func](number, args[1])
+    elif not result.is_floating_point() and isinstance(args[1], int):
+        result._memopt_number = _MOVES[func](number, args[1])
 
 
 def selected(mask: torch.Tensor) -> int | None:

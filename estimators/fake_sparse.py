@@ -119,6 +119,6 @@ def _made(indices: Tensor, values: Tensor, shape: Iterable[int], *, coalesced: b
 
 @hidden("cpu", aten.mm.default)
 @hidden("cuda", aten.mm.default)
-def _sparse_product(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
+def _sparse_product(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int] | None:
     """ATen/native/sparse/SparseTensorMath.cpp: a product with a sparse matrix is added to zeros."""
-    return (result.numel() * result.element_size(),) if args[0].layout is torch.sparse_coo else ()
+    return (result.numel() * result.element_size(),) if args[0].layout is torch.sparse_coo else None

@@ -184,7 +184,8 @@ def _truth_hints() -> None:
     def passing(function: Any, flip: bool = False) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            hint = getattr(args[0], "_memopt_truth", None) if args else None
+            hints = [getattr(each, "_memopt_truth", None) for each in args[:2]]
+            hint = next((each for each in hints if each is not None), None)
             if hint is not None and isinstance(result, FakeTensor):
                 result._memopt_truth = hint != flip  # type: ignore[attr-defined]
             return result
@@ -198,5 +199,7 @@ def _truth_hints() -> None:
     for name in ("all", "any"):
         for owner in (torch, torch.Tensor):
             setattr(owner, name, passing(getattr(owner, name)))
+    for owner, name in ((torch, "logical_or"), (torch.Tensor, "logical_or"), (torch.Tensor, "__or__")):
+        setattr(owner, name, passing(getattr(owner, name)))
     for owner, name in ((torch, "logical_not"), (torch.Tensor, "logical_not"), (torch.Tensor, "__invert__")):
         setattr(owner, name, passing(getattr(owner, name), flip=True))

@@ -7,13 +7,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from torch import Tensor
 
 from memopt.errors import BadFile, UsageError
 from memopt.estimators.fake_record import Target
-from memopt.estimators.onnx_folded import assume_batch_norms, folded_batch_norms, warnings
+from memopt.estimators.onnx_folded import assume_batch_norms, folded_batch_norms, lost_dropout, warnings
 from memopt.estimators.onnx_graph import MOST_ELEMENTS, Graph, Model, Weight, read_model
 from memopt.estimators.onnx_interpret import Env, Run
 from memopt.estimators.onnx_lower import fix_dims, lower, without_dead
@@ -85,7 +85,7 @@ def plan_training(
             else []
         )
     trained = {n: w for n, w in trained.items() if n in graph.weights}
-    notes += _remarks(graph, trained, run)
+    notes += [*lost_dropout(graph), *_remarks(graph, trained, run)]
     return Plan(graph, trained, known, model.opset, main_type(trained), chosen, notes, dict(run.partial))
 
 
@@ -145,25 +145,46 @@ def _remarks(graph: Graph, trained: Mapping[str, Weight], run: Run) -> list[str]
     return said
 
 
+class Training(TypedDict, total=False):
+    """How a model would be trained; what is left out is as `record_onnx` has it."""
+
+    batch_size: int | None
+    dims: Mapping[str, int] | None
+    """Free dimensions by name or place."""
+    optimizer: str
+    """`adamw` unless given."""
+    dtype: str
+    """`fp32` unless given."""
+    loss: str | None
+    faithful: bool
+    """Match nothing back to fused operators."""
+    assume_bn: bool
+    steps: int
+    """3 unless given."""
+
+
 def record_onnx(
     path: Path | str,
     *,
-    batch_size: int | None = None,
-    dims: Mapping[str, int] | None = None,
-    optimizer: str = "adamw",
-    dtype: str = "fp32",
-    loss: str | None = None,
     target: Target = "cuda",
     capability: tuple[int, int] = (8, 0),
     cublas_workspace_bytes: int | None = None,
-    faithful: bool = False,
-    assume_bn: bool = False,
-    steps: int = 3,
+    **training: Unpack[Training],
 ) -> OnnxRecording:
-    """The storages that `steps` training steps of the model would allocate and free, without running or reading it."""
+    """The storages that some training steps of the model would allocate and free, without running or reading it."""
+    optimizer, dtype, loss = (
+        training.get("optimizer", "adamw"),
+        training.get("dtype", "fp32"),
+        training.get("loss"),
+    )
     check_choices(optimizer, dtype, loss)
     plan = plan_training(
-        Path(path), batch_size=batch_size, dims=dims or {}, loss=loss, faithful=faithful, assume_bn=assume_bn
+        Path(path),
+        batch_size=training.get("batch_size"),
+        dims=training.get("dims") or {},
+        loss=loss,
+        faithful=training.get("faithful", False),
+        assume_bn=training.get("assume_bn", False),
     )
     recording = record(
         plan,
@@ -172,7 +193,7 @@ def record_onnx(
         target=target,
         capability=capability,
         cublas_workspace_bytes=cublas_workspace_bytes,
-        steps=steps,
+        steps=training.get("steps", 3),
     )
     return OnnxRecording(
         recording=recording,
@@ -186,16 +207,9 @@ def record_onnx(
 def estimate_onnx(
     path: Path | str,
     *,
-    batch_size: int | None = None,
-    dims: Mapping[str, int] | None = None,
-    optimizer: str = "adamw",
-    dtype: str = "fp32",
-    loss: str | None = None,
     device: str = "a100-80gb",
-    faithful: bool = False,
-    assume_bn: bool = False,
     alloc_conf: str = "",
-    steps: int = 3,
+    **training: Unpack[Training],
 ) -> Estimate:
     """The peak memory of training the model at `path` on `device`, without running it or reading its weights.
 
@@ -206,17 +220,6 @@ def estimate_onnx(
     from memopt.estimators.estimate import estimate_recording
 
     spec = find_device(device)
-    made = record_onnx(
-        path,
-        batch_size=batch_size,
-        dims=dims,
-        optimizer=optimizer,
-        dtype=dtype,
-        loss=loss,
-        **on_device(spec),
-        faithful=faithful,
-        assume_bn=assume_bn,
-        steps=steps,
-    )
+    made = record_onnx(path, **on_device(spec), **training)
     found = estimate_recording(made.recording, spec, alloc_conf=alloc_conf, partial=made.partial)
     return dataclasses.replace(found, notes=list(dict.fromkeys([*made.notes, *found.notes])))

@@ -28,6 +28,7 @@ from memopt.estimators import (
     onnx_ops_control,
     onnx_ops_index,
     onnx_ops_math,
+    onnx_ops_microsoft,
     onnx_ops_nn,
     onnx_ops_sequence,
     onnx_ops_shape,
@@ -38,7 +39,9 @@ from memopt.estimators.onnx_lower import reads
 from memopt.estimators.onnx_registry import OPS, Call, Malformed, NeedsValue
 from memopt.estimators.onnx_wire import SMALL_BYTES
 
-ROOMS = (onnx_ops_control, onnx_ops_index, onnx_ops_math, onnx_ops_nn, onnx_ops_sequence, onnx_ops_shape)
+ROOMS = (
+    onnx_ops_control, onnx_ops_index, onnx_ops_math, onnx_ops_microsoft, onnx_ops_nn, onnx_ops_sequence, onnx_ops_shape,
+)  # fmt: skip
 """The modules whose import fills the registry."""
 
 MOST_STEPS = 60_000
@@ -62,7 +65,7 @@ _RANDOM = {
 }  # fmt: skip
 _UNFAKEABLE = (
     NeedsValue, NotImplementedError, DataDependentOutputException, DynamicOutputShapeException,
-    UnsupportedOperatorException, RuntimeError, IndexError, ValueError, TypeError, KeyError,
+    UnsupportedOperatorException, RuntimeError, ArithmeticError, IndexError, ValueError, TypeError, KeyError,
 )  # fmt: skip
 
 Env = dict[str, Any]
@@ -204,8 +207,11 @@ class Run:
         if shapes is None and not isinstance(
             error, NeedsValue | NotImplementedError | DynamicOutputShapeException
         ):
+            guessed = (
+                f"; the shapes that {', '.join(self.partial)} gives were guessed" if self.partial else ""
+            )
             raise BadFile(
-                f"the model's node {node.title} cannot be computed", why=f"{why}; {_shapes(inputs)}"
+                f"the model's node {node.title} cannot be computed", why=f"{why}; {_shapes(inputs)}{guessed}"
             ) from error
         self.partial.setdefault(_full_name(node), why)
         return self._opaque(node, inputs, known, graph)

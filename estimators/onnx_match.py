@@ -18,6 +18,7 @@ import numpy as np
 from memopt.estimators.onnx_graph import Graph, Node
 from memopt.estimators.onnx_match_attention import attention
 from memopt.estimators.onnx_match_norm import group_norm, layer_norm, rms_norm
+from memopt.estimators.onnx_match_recurrent import stacked
 from memopt.estimators.onnx_view import View, rewrite, without_aliases
 
 
@@ -197,5 +198,6 @@ _PATTERNS = (
     ("RMS norm", rms_norm),
     ("group norm", group_norm),
     ("attention", attention),
+    ("recurrent stack", stacked),
     ("linear", linear),
 )

@@ -317,16 +317,6 @@ def gemm(call: Call) -> Tensor:
     return out if c is None else out + (c if beta == 1.0 else c * beta)
 
 
-@op("FusedMatMul", domain="com.microsoft")
-def fused_matmul(call: Call) -> Tensor:
-    a, b = alike([call.tensor(0), call.tensor(1)])
-    a = a.transpose(-1, -2) if call.number("transA", 0) else a
-    b = b.transpose(-1, -2) if call.number("transB", 0) else b
-    alpha = call.attribute("alpha", 1.0)
-    out = torch.matmul(a, b)
-    return out if alpha == 1.0 else out * alpha
-
-
 @op("Einsum")
 def einsum(call: Call) -> Tensor:
     equation = call.attribute("equation")

@@ -195,20 +195,6 @@ def rms_norm(call: Call) -> Tensor:
     return F.rms_norm(x, shape, None, eps) * weight
 
 
-@op("SkipLayerNormalization", "SkipSimplifiedLayerNormalization", domain="com.microsoft")
-def skip_layer_norm(call: Call) -> Any:
-    simple = call.node.op.startswith("SkipSimplified")
-    x = call.tensor(0) + call.tensor(1)
-    bias = call.optional(3 if simple else 4)
-    x = x if bias is None else x + bias
-    eps, weight = call.attribute("epsilon", 1e-12), call.tensor(2)
-    if simple:
-        y = F.rms_norm(x, weight.shape, weight, eps)
-    else:
-        y = F.layer_norm(x, weight.shape, weight, call.optional(3), eps)
-    return (y, None, None, x) if call.wants(3) else y
-
-
 @op("GroupNormalization")
 def group_norm(call: Call) -> Tensor:
     x, weight, bias = call.tensor(0), call.tensor(1), call.tensor(2)

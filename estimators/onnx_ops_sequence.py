@@ -1,4 +1,4 @@
-"""ONNX operators over time: LSTM, GRU, RNN, attention and rotary embeddings."""
+"""ONNX operators over time: LSTM, GRU, RNN, attention, rotary embeddings and Fourier transforms."""
 
 from __future__ import annotations
 
@@ -16,28 +16,45 @@ _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 @op("LSTM", "GRU", "RNN")
 def recurrent(call: Call) -> Any:
     """One layer through torch's own recurrent kernel, so that it saves what a script's `nn.LSTM` saves."""
-    kind = call.node.op
-    x, w, r = _recurrent_types([call.tensor(0), call.tensor(1), call.tensor(2)])
+    return _layers(call, call.node.op, [(1, 2, 3, 5, 6)], 0.0)
+
+
+@op("Stack", domain="memopt")
+def matched_stack(call: Call) -> Any:
+    """What `onnx_match_recurrent` found: layers on top of each other, with dropout between."""
+    slots = [tuple(range(first, first + 5)) for first in range(1, len(call.node.inputs), 5)]
+    return _layers(call, str(call.attribute("kind")), slots, call.attribute("ratio", 0.0))
+
+
+def _layers(call: Call, kind: str, slots: list[tuple[int, ...]], ratio: float) -> Any:
+    """`slots`: the inputs that are a layer's weights, recurrent weights, biases and first states, the lowest layer first."""
+    given = [call.tensor(i) for each in slots for i in each[:2]]
+    x, *matrices = _recurrent_types([call.tensor(0), *given])
     direction = call.attribute("direction", "forward")
     batch_first = bool(call.number("layout", 0))
     x = x.transpose(0, 1) if batch_first else x
     length, batch = x.shape[0], x.shape[1]
-    directions, hidden = w.shape[0], r.shape[-1]
-    if directions != (2 if direction == "bidirectional" else 1) or w.shape[1] != _GATES[kind] * hidden:
+    directions, hidden = matrices[0].shape[0], matrices[1].shape[-1]
+    wrong = directions != (2 if direction == "bidirectional" else 1)
+    if wrong or any(w.shape[1] != _GATES[kind] * hidden for w in matrices):
         raise Malformed("the shapes of its weights do not fit its direction and hidden size")
     x = x.flip(0) if direction == "reverse" else x
-    bias = call.optional(3)
     parameters: list[Tensor] = []
-    for d in range(directions):
-        parameters += [_direction(w, d), _direction(r, d)]
-        if bias is not None:
-            parameters += _direction(bias, d).to(x.dtype).chunk(2)
-    states = [_state(call, 5, x, directions, batch, hidden, batch_first)]
-    if kind == "LSTM":
-        states.append(_state(call, 6, x, directions, batch, hidden, batch_first))
-    y, last = _kernel(call, kind)(x, states, parameters, bias is not None, directions == 2)
+    for (_, _, at, *_), w, r in zip(slots, matrices[::2], matrices[1::2], strict=True):
+        bias = call.optional(at)
+        for d in range(directions):
+            parameters += [_direction(w, d), _direction(r, d)]
+            if bias is not None:
+                parameters += _direction(bias, d).to(x.dtype).chunk(2)
+    states = [
+        _state(call, [each[at] for each in slots], x, directions, hidden, batch_first)
+        for at in ((3, 4) if kind == "LSTM" else (3,))
+    ]
+    how = (call.has(slots[0][2]), len(slots), ratio, True, directions == 2, False)
+    y, last = _kernel(call, kind)(x, states, parameters, how)
     y = y.flip(0) if direction == "reverse" else y
     y = y.view(length, batch, directions, hidden)
+    last = [state[-directions:] for state in last] if len(slots) > 1 else last
     if batch_first:
         return y.transpose(0, 1), *(s.transpose(0, 1) for s in last)
     return y.permute(0, 2, 1, 3), *last
@@ -55,29 +72,29 @@ def _direction(weight: Tensor, index: int) -> Tensor:
     return weight.squeeze(0) if weight.shape[0] == 1 else weight[index]
 
 
-def _state(
-    call: Call, index: int, x: Tensor, directions: int, batch: int, hidden: int, first: bool
-) -> Tensor:
-    given = call.optional(index)
-    if given is None:
-        return torch.zeros(directions, batch, hidden, dtype=x.dtype)
-    given = given.to(x.dtype)
-    return given.transpose(0, 1).contiguous() if first else given.contiguous()
+def _state(call: Call, slots: list[int], x: Tensor, directions: int, hidden: int, first: bool) -> Tensor:
+    """The first states of all layers; `first`: the batch is their first dimension."""
+    given = [call.optional(slot) for slot in slots]
+    if None in given:
+        return torch.zeros(len(slots) * directions, x.shape[1], hidden, dtype=x.dtype)
+    states = [state.to(x.dtype) for state in given if state is not None]
+    states = [state.transpose(0, 1) if first else state for state in states]
+    return states[0].contiguous() if len(states) == 1 else torch.cat(states)
 
 
 def _kernel(call: Call, kind: str) -> Any:
-    def lstm(x: Tensor, states: list[Tensor], weights: list[Tensor], biased: bool, both: bool) -> Any:
-        y, *last = torch.lstm(x, states, weights, biased, 1, 0.0, True, both, False)
+    def lstm(x: Tensor, states: list[Tensor], weights: list[Tensor], how: Any) -> Any:
+        y, *last = torch.lstm(x, states, weights, *how)
         return y, last
 
-    def gru(x: Tensor, states: list[Tensor], weights: list[Tensor], biased: bool, both: bool) -> Any:
-        y, last = torch.gru(x, states[0], weights, biased, 1, 0.0, True, both, False)
+    def gru(x: Tensor, states: list[Tensor], weights: list[Tensor], how: Any) -> Any:
+        y, last = torch.gru(x, states[0], weights, *how)
         return y, [last]
 
-    def rnn(x: Tensor, states: list[Tensor], weights: list[Tensor], biased: bool, both: bool) -> Any:
+    def rnn(x: Tensor, states: list[Tensor], weights: list[Tensor], how: Any) -> Any:
         activation = str((call.attribute("activations") or ("Tanh",))[0]).lower()
         function = torch.rnn_relu if activation == "relu" else torch.rnn_tanh
-        y, last = function(x, states[0], weights, biased, 1, 0.0, True, both, False)
+        y, last = function(x, states[0], weights, *how)
         return y, [last]
 
     return {"LSTM": lstm, "GRU": gru, "RNN": rnn}[kind]
@@ -92,7 +109,7 @@ def attention(call: Call) -> Any:
         heads, kv_heads = call.number("q_num_heads", 0), call.number("kv_num_heads", 0)
         if heads < 1 or kv_heads < 1:
             raise Malformed("attention over 3-D inputs needs q_num_heads and kv_num_heads")
-        q, k, v = _heads(q, heads), _heads(k, kv_heads), _heads(v, kv_heads)
+        q, k, v = heads_of(q, heads), heads_of(k, kv_heads), heads_of(v, kv_heads)
     if call.has(4) and call.has(5):
         k, v = torch.cat([call.tensor(4), k], 2), torch.cat([call.tensor(5), v], 2)
     scale, causal = call.attribute("scale"), bool(call.number("is_causal", 0))
@@ -151,7 +168,8 @@ def _by_hand(
     return torch.matmul(weights, v), {0: raw, 1: scores, 2: scores}.get(shown, weights)
 
 
-def _heads(x: Tensor, heads: int) -> Tensor:
+def heads_of(x: Tensor, heads: int) -> Tensor:
+    """[batch, length, heads * size] as [batch, heads, length, size]."""
     return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).transpose(1, 2)
 
 
@@ -181,35 +199,67 @@ def matched_attention(call: Call) -> Tensor:
     return attend(q, k, v, call.optional(3), causal, call.attribute("scale"), call.attribute("ratio", 0.0))
 
 
-@op("MultiHeadAttention", "GroupQueryAttention", domain="com.microsoft")
-def microsoft_attention(call: Call) -> Any:
-    heads = call.number("num_heads", 0)
-    q = call.tensor(0)
-    if heads < 1 or q.dim() != 3 or not call.has(1) or not call.has(2):
-        raise NeedsValue("packed queries, keys and values")
-    kv_heads = call.number("kv_num_heads", heads)
-    k, v = _heads(call.tensor(1), kv_heads), _heads(call.tensor(2), kv_heads)
-    causal = call.node.op == "GroupQueryAttention" or bool(call.number("unidirectional", 0))
-    y = attend(_heads(q, heads), k, v, None, causal, call.attribute("scale"))
-    return (y.transpose(1, 2).flatten(2), k, v)[: max(1, len(call.node.outputs))]
-
-
 @op("RotaryEmbedding")
 def rotary(call: Call) -> Tensor:
     x, cos, sin = call.tensor(0), call.tensor(1), call.tensor(2)
     flat = x.dim() == 3
     if flat:
-        x = _heads(x, call.number("num_heads", 1))
+        x = heads_of(x, call.number("num_heads", 1))
     if call.has(3):
         cos, sin = cos[call.tensor(3).long()], sin[call.tensor(3).long()]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     width = call.number("rotary_embedding_dim", 0) or x.shape[-1]
-    turned, rest = x[..., :width], x[..., width:]
-    if call.number("interleaved", 0):
-        a, b = turned[..., 0::2], turned[..., 1::2]
+    out = turned(x, cos, sin, width, bool(call.number("interleaved", 0)))
+    return out.transpose(1, 2).flatten(2) if flat else out
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, width: int, interleaved: bool) -> Tensor:
+    """`x` [batch, heads, length, size] with the first `width` of each head turned by angles [(batch,) length, width / 2]."""
+    if cos.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    part, rest = x[..., :width], x[..., width:]
+    if interleaved:
+        a, b = part[..., 0::2], part[..., 1::2]
         out = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
     else:
-        a, b = turned.chunk(2, -1)
+        a, b = part.chunk(2, -1)
         out = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    out = out if width == x.shape[-1] else torch.cat([out, rest], -1)
-    return out.transpose(1, 2).flatten(2) if flat else out
+    return out if width == x.shape[-1] else torch.cat([out, rest], -1)
+
+
+@op("DFT")
+def dft(call: Call) -> Tensor:
+    """Over `axis`, an attribute before opset 20; the last dimension holds real and imaginary parts."""
+    x = call.tensor(0)
+    if x.shape[-1] not in (1, 2):
+        raise Malformed("its input is neither real nor complex")
+    values = torch.view_as_complex(x.contiguous()) if x.shape[-1] == 2 else x.squeeze(-1)
+    axis = int(call.scalar(2)) if call.has(2) else call.number("axis", 1 if call.opset < 20 else -2)
+    axis = axis if axis >= 0 else axis + 1  # as if the parts were no dimension
+    length = int(call.scalar(1)) if call.has(1) else None
+    backward, half = bool(call.number("inverse", 0)), bool(call.number("onesided", 0))
+    if half and not backward and not values.is_complex():
+        made = torch.fft.rfft(values, length, axis)
+    elif half and backward:
+        real: Tensor = torch.fft.irfft(values, length, axis).unsqueeze(-1)
+        return real
+    else:
+        made = (torch.fft.ifft if backward else torch.fft.fft)(values, length, axis)
+    return torch.view_as_real(made)
+
+
+@op("STFT")
+def stft(call: Call) -> Tensor:
+    """[batch, frames, frequencies, 2] of a real signal, as torch.stft makes it without centring."""
+    x, window = call.tensor(0), call.optional(2)
+    if x.dim() == 3:
+        if x.shape[-1] != 1:
+            raise NeedsValue("a complex signal")
+        x = x.squeeze(-1)
+    if window is None:
+        window = torch.ones(int(call.scalar(3)), dtype=x.dtype)
+    length = int(call.scalar(3)) if call.has(3) else window.shape[0]
+    half = bool(call.number("onesided", 1))
+    made = torch.stft(
+        x, length, int(call.scalar(1)), len(window), window, center=False, onesided=half, return_complex=True
+    )
+    return torch.view_as_real(made).transpose(1, 2)

@@ -24,9 +24,10 @@ MOVERS = {
 _WEIGHT_SLOTS: dict[str, tuple[int, ...]] = {
     "Attention": (0, 1, 2), "BatchNormalization": (1, 2), "Conv": (1, 2), "ConvTranspose": (1, 2),
     "DeformConv": (1, 3), "Einsum": (0, 1, 2), "FusedConv": (1, 2), "FusedGemm": (0, 1, 2), "FusedMatMul": (0, 1),
-    "GRU": (1, 2, 3), "Gather": (0,), "Gemm": (0, 1, 2), "GroupNormalization": (1, 2),
+    "GRU": (1, 2, 3), "Gather": (0,), "GroupQueryAttention": (), "Gemm": (0, 1, 2), "GroupNormalization": (1, 2),
     "InstanceNormalization": (1, 2), "LSTM": (1, 2, 3, 7), "LayerNormalization": (1, 2), "MatMul": (0, 1),
-    "PRelu": (1,), "RMSNormalization": (1,), "RNN": (1, 2, 3), "SimplifiedLayerNormalization": (1,),
+    "PRelu": (1,), "RMSNormalization": (1,), "RNN": (1, 2, 3), "RotaryEmbedding": (),
+    "SimplifiedLayerNormalization": (1,),
     "SkipLayerNormalization": (2, 3, 4), "SkipSimplifiedLayerNormalization": (2, 3),
 }  # fmt: skip
 _ELEMENTWISE = {"Add", "Concat", "Div", "Expand", "Mul", "Pow", "ScatterND", "Sub", "Tile", "Where"}

@@ -20,14 +20,20 @@ _NAMED = {
     0x63: "GLOBAL", 0x69: "INST", 0x6F: "OBJ", 0x93: "STACK_GLOBAL", 0x52: "REDUCE", 0x62: "BUILD", 0x81: "NEWOBJ",
     0x92: "NEWOBJ_EX", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x50: "PERSID", 0x51: "BINPERSID",
 }  # fmt: skip
+_AGAIN = "torch.cuda.memory._dump_snapshot('snapshot.pickle'), to write it again"
 
 
 def load_plain(data: bytes, name: str) -> Plain:
     """The plain data that `data` pickles; `name` is the file's, for errors. Raises `BadFile` for all else."""
+    reader = _Reader(data, name)
     try:
-        return _Reader(data, name).run()
+        return reader.run()
     except (LookupError, ValueError, TypeError) as error:
-        raise BadFile(f"{name} is not a whole pickle", why=f"{type(error).__name__}: {error}") from error
+        raise BadFile(
+            f"{name} is not a whole pickle",
+            why=f"nothing can be read from byte {reader.at} on" if data else "it is empty",
+            try_=_AGAIN,
+        ) from error
 
 
 class _Reader:
@@ -89,12 +95,13 @@ class _Reader:
             return BadFile(
                 f"{self.name} is not a pickle of plain data",
                 why=f"opcode {opcode:#04x} at byte {self.at - 1} is none that plain data needs",
+                try_=_AGAIN,
             )
         return BadFile(
             f"{self.name} holds code and was not opened",
             why=f"its pickle asks for {self._asked_for(opcode)} (opcode {_NAMED[opcode]}, byte {self.at - 1}); "
             "a memory snapshot holds numbers and text only",
-            try_="torch.cuda.memory._dump_snapshot, to write it again",
+            try_=_AGAIN,
         )
 
     def _asked_for(self, opcode: int) -> str:

@@ -6,7 +6,9 @@ import contextlib
 import ctypes
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +19,15 @@ MARK = "memopt::op"
 """`record_function`s of this name divide the events into ops."""
 
 
-def started_profile() -> Any:
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A profile that runs, and the thread that it watches."""
+
+    profile: Any
+    thread: int
+
+
+def started_profile() -> Started | None:
     """A running `torch.profiler` profile of the CPU allocator's events; None where the script runs one of its own."""
     watch()
     if not is_free():
@@ -28,21 +38,24 @@ def started_profile() -> Any:
             profile.start()
     except RuntimeError:
         return None
-    return profile
+    return Started(profile, threading.get_ident())
 
 
-def stop_profile(profile: Any) -> Any:
-    """Stop what `started_profile` gave; the events that it saw.
+def stop_profile(started: Started) -> list[tuple[int, int, int]] | None:
+    """Stop what `started_profile` gave; what it saw, as `memory_events`. None in another thread, which cannot stop it.
 
     Its result is never freed: when the profile began or ended inside an optimizer hook, libkineto's ~MemoryTraceLogger frees
     garbage and the process dies in some later garbage collection (torch 2.13). There are a few results in a run.
     """
     on_script(None)
+    if started.thread != threading.get_ident():
+        return None
+    profile = started.profile
     with _quiet(), ours():
         profile.stop()
     results = profile.profiler.kineto_results
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(results))
-    return results.events()
+    return memory_events(results.events())
 
 
 def memory_events(events: Any) -> list[tuple[int, int, int]]:

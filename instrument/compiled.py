@@ -7,25 +7,25 @@ again: its inputs may be something else by then. What a region does to its own a
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from memopt.instrument.on_import import call_after_import
+from memopt.instrument.training_thread import TrainingThread
 
 
 class CompiledRegions:
-    """Counts the compiled regions that the installing thread is in. Dynamo's output is wrapped as it leaves the compiler."""
+    """Counts the compiled regions that the training thread is in. Dynamo's output is wrapped as it leaves the compiler."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: TrainingThread) -> None:
         self.depth = 0
         self.compiling = False
         """The compiler is running its own ops, on tensors without bytes."""
         self.rewrote: Callable[[Tensor], None] | None = None
         """Told of every argument that a region has changed in place."""
-        self._thread = threading.get_ident()
+        self._thread = thread
         self._original: Callable[..., Any] | None = None
 
     def install(self) -> None:
@@ -60,7 +60,7 @@ class CompiledRegions:
     def _around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compiled, updated=())
         def region(*args: Any) -> Any:
-            if threading.get_ident() != self._thread:
+            if not self._thread.is_here:
                 return compiled(*args)
             before = [(a, a._version) for a in args if isinstance(a, Tensor) and not a.is_inference()]
             self.depth += 1

@@ -7,7 +7,6 @@ Calls without gradients count apart (`GPT~0`), so that an evaluation between two
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 
@@ -18,22 +17,29 @@ from torch.nn.modules import module as module_hooks
 from memopt.instrument.compiled import CompiledRegions
 from memopt.instrument.resizes import Resizes
 from memopt.instrument.traced import keep_out_of_compiler, unless_compiling
+from memopt.instrument.training_thread import TrainingThread
 
 
 class Frame:
-    """One module call: its name and how many ops and packs it has run itself."""
+    """One module call: its name, and how many packs it has run itself, and how many ops by their overloads' names."""
 
     __slots__ = ("diverged", "key", "ops", "packs")
 
     def __init__(self, key: str) -> None:
         self.key = key
-        self.ops = 0
+        self.ops: dict[str, int] = {}
         self.packs = 0
         self.diverged = False
 
+    def next_op(self, name: str) -> int:
+        """How many ops of this name came before. One more of another name, in some steps only, shifts nothing."""
+        count = self.ops.get(name, 0)
+        self.ops[name] = count + 1
+        return count
+
 
 class Frames:
-    """The stack of module calls of the thread that installed it. `current` is the innermost."""
+    """The stack of module calls of the thread that trains. `current` is the innermost."""
 
     def __init__(self) -> None:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -41,11 +47,11 @@ class Frames:
         self._calls: dict[str, int] = {}
         self._outside = Frame("@")
         self._stack: list[Frame] = []
-        self._thread = threading.get_ident()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._count_hooks: Callable[[], bool] | None = None
         self.current = self._outside
-        self.regions = CompiledRegions()
+        self.thread = TrainingThread()
+        self.regions = CompiledRegions(self.thread)
         self.resizes = Resizes()
         self.paused = False
         """True while backward runs: a module called then is a recomputation of somebody else's."""
@@ -90,6 +96,11 @@ class Frames:
         if not self._stack:
             self.current = self._outside
 
+    def thread_changed(self) -> None:
+        """Another thread trains now: calls that were open elsewhere are none of its own."""
+        self._stack.clear()
+        self.new_iteration()
+
     def name_of_root(self, root: nn.Module) -> str:
         """Name of outermost module `root`; names it and all modules below it if that has not been done."""
         known = self._names.get(root)
@@ -104,7 +115,7 @@ class Frames:
         return top
 
     def _enter(self, module: nn.Module, args: object) -> None:
-        if self.paused or threading.get_ident() != self._thread:
+        if self.paused or not self.thread.is_here:
             return
         name = self._names.get(module)
         if name is None:
@@ -122,7 +133,7 @@ class Frames:
         self.current = frame
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        if self.paused or threading.get_ident() != self._thread or not self._stack:
+        if self.paused or not self.thread.is_here or not self._stack:
             return
         frame = self._stack.pop()
         if self._stack:

@@ -1,8 +1,8 @@
 """Iteration boundaries of an unmodified training loop, found from outside.
 
 An iteration is the span between two consecutive steps of one optimizer: the one that steps last in the script's first round,
-since a graph that two optimizers share (a GAN's generator) then lives inside one iteration. Gradient accumulation, several
-optimizers and evaluation between steps come out right. Where no optimizer object exists (`p.data.add_`), the end of each
+since a graph that two optimizers share (a GAN's generator) then lives inside one iteration; a round may have several steps of
+one (a critic's) before another's. Gradient accumulation, several optimizers and evaluation between steps come out right. Where no optimizer object exists (`p.data.add_`), the end of each
 backward call is the boundary; where optimizers step inside backward (a hook on each parameter), the end of those that had a step.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -19,12 +18,18 @@ from typing import Any, Protocol
 import torch
 from torch.optim import optimizer as optim
 
+from memopt.instrument.training_thread import TrainingThread
+
 _MOST_BACKWARDS_A_STEP = 256
 """A script that has called backward this often and never stepped the optimizer it made is divided by backward calls."""
 
 
+_MOST_ROUNDS = 16
+"""An optimizer that was there at the first step of all is waited for while the one that steps has ended fewer rounds than this."""
+
+
 class Listener(Protocol):
-    """Told of what the training loop does. All calls come from the thread that imported torch."""
+    """Told of what the training loop does. All calls come from the thread that trains."""
 
     def iteration_ended(self, count: int, milliseconds: float) -> None: ...
     def backward_begins(
@@ -33,20 +38,24 @@ class Listener(Protocol):
     def backward_ended(self) -> None: ...
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def thread_changed(self) -> None:
+        """The script trains in this thread from now on: what torch keeps for each thread by itself is not here yet."""
 
 
 class Iterations:
     """Watches optimizer steps and backward calls, and tells one listener."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Listener, thread: TrainingThread | None = None) -> None:
         self._listener = listener
+        self._thread = thread or TrainingThread()
         self._chosen: weakref.ref[torch.optim.Optimizer] | None = None
         """The optimizer whose steps end iterations."""
         self.rounds = 0
         """Iterations that the optimizer whose steps end them has ended; 1 again when another one has taken its place."""
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._expected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers of other parameters that were there when the first one stepped."""
         self._pid = os.getpid()
-        self._thread = threading.get_ident()
         self._began_ns = 0
         self._backwards = 0
         self._depth = 0
@@ -68,6 +77,16 @@ class Iterations:
     def chosen(self) -> torch.optim.Optimizer | None:
         """The optimizer whose steps end iterations."""
         return self._chosen() if self._chosen is not None else None
+
+    @property
+    def waits_for_another(self) -> bool:
+        """Is there an optimizer that may still move the boundary, since it belongs to a round that is not over?"""
+        return self.rounds < _MOST_ROUNDS and any(each not in self._stepped for each in self._expected)
+
+    @property
+    def came_late(self) -> bool:
+        """Has the optimizer whose steps end iterations been waited for?"""
+        return self.chosen in self._expected
 
     @property
     def nested(self) -> bool:
@@ -107,7 +126,11 @@ class Iterations:
             torch.autograd._engine_run_backward = self._run_backward  # type: ignore[attr-defined]
 
     def _ours(self) -> bool:
-        return threading.get_ident() == self._thread and os.getpid() == self._pid
+        if os.getpid() != self._pid:
+            return False
+        if self._thread.taken_here():
+            self._listener.thread_changed()
+        return self._thread.is_here
 
     def _before_backward(self, roots: Any, args: tuple[Any, ...]) -> None:
         self._depth += 1
@@ -154,7 +177,10 @@ class Iterations:
         chosen = self.chosen
         is_new = optimizer not in self._stepped
         self._stepped.add(optimizer)
-        if chosen is None or (is_new and self.rounds < 2):
+        if chosen is None:
+            self._expected.update(_others(optimizer))
+        joins = self.rounds < (_MOST_ROUNDS if optimizer in self._expected else 2)
+        if chosen is None or (is_new and joins):
             self._chosen = weakref.ref(optimizer)
             self.boundary = "optimizer"
             chosen, self.rounds = optimizer, 0
@@ -172,3 +198,14 @@ class Iterations:
 
 def _optimizer_exists() -> bool:
     return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
+
+
+def _others(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Optimizers that share no parameter with `optimizer`; one that does may be its wrapper."""
+    mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    return [
+        thing
+        for thing in gc.get_objects()
+        if issubclass(type(thing), torch.optim.Optimizer)
+        and not any(id(each) in mine for group in thing.param_groups for each in group["params"])
+    ]

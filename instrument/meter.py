@@ -7,12 +7,12 @@ import time
 import warnings
 import weakref
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from memopt.instrument.allocator_events import memory_events, started_profile, stop_profile
+from memopt.instrument.allocator_events import Started, started_profile, stop_profile
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script_profiler import on_script
 
@@ -31,7 +31,7 @@ class CpuMeter:
     """
 
     def __init__(self) -> None:
-        self._profile: Any = None
+        self._profile: Started | None = None
         self._base_bytes = 0
         self._ends: list[tuple[int, int, int]] = []
         self._watch: list[weakref.ref[UntypedStorage]] = []
@@ -50,15 +50,18 @@ class CpuMeter:
         self._ends.append((time.time_ns(), 1, -size_bytes))
 
     def _give_way(self) -> None:
-        stop_profile(self._profile)
+        if self._profile is not None:
+            stop_profile(self._profile)
         self._profile = None
 
     def stop(self) -> int | None:
         if self._profile is None:
             return None
-        events = memory_events(stop_profile(self._profile))
+        events = stop_profile(self._profile)
         self._watch.clear()
         self._profile = None
+        if events is None:
+            return None
         held = most = self._base_bytes
         for _, _, size in sorted([*events, *self._ends]):
             held += size

@@ -7,6 +7,7 @@ the script's own exit code, and death by the signal that killed it. Imports no t
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
 import importlib.machinery
@@ -26,6 +27,26 @@ from memopt.errors import UsageError
 
 class StopScript(SystemExit):
     """Ends the script when what was asked for is recorded; clean: `finally` and atexit run, the exit code is 0."""
+
+
+_stopped: threading.Thread | None = None
+"""The thread in which `stop_script` was called, where that was not the main one."""
+_UNWINDING_S = 2.0
+"""A thread that is still in torch's C++ code when the interpreter ends takes the process down with it."""
+
+
+def stop_script() -> NoReturn:
+    """End the script, from whichever of its threads; the main one is interrupted, as by Ctrl-C, and `run` gives 0."""
+    main = threading.main_thread()
+    if threading.current_thread() is not main:
+        global _stopped
+        _stopped = threading.current_thread()
+        if main.ident is not None and hasattr(signal, "pthread_kill"):
+            signal.pthread_kill(main.ident, signal.SIGINT)
+        else:
+            _thread.interrupt_main()
+        raise SystemExit(0)  # of this very type: `threading` shows the traceback of any other
+    raise StopScript(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +117,19 @@ def run(command: Command, *, raised: Callable[[BaseException], object] = lambda 
 
     `raised` is told of an exception that ends the script while the script's frames, and what they hold, still live.
     `KeyboardInterrupt` is re-raised after its traceback was shown, so that the caller can die of the signal.
+    What the script still does once it was stopped is not told: the code is 0 then.
     """
     source = find_source(command)
     main = _prepare(command, source)
     try:
         code = compile(source.read_bytes(), str(main.__file__), "exec", dont_inherit=True)
         exec(code, main.__dict__)
-    except SystemExit as stop:
-        return exit_code_of(stop)
     except BaseException as error:
+        if _stopped is not None:
+            _stopped.join(_UNWINDING_S)
+            return 0
+        if isinstance(error, SystemExit):
+            return exit_code_of(error)
         with contextlib.suppress(Exception):
             raised(error)
         _show(error)

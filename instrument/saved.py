@@ -38,6 +38,18 @@ class SavedTensorHooks:
         torch.autograd.graph.disable_saved_tensors_hooks = or_while_compiling(self._aside, self._original)
         return True
 
+    def thread_changed(self) -> None:
+        """Push them in this thread as well: torch keeps them by thread."""
+        if self._original is None:
+            self.install()
+        elif _top() is None:
+            _push(self._pack, self._unpack)
+
+    def leave_thread(self) -> None:
+        """Pop them in this thread, which ends."""
+        if self._on_top():
+            _autograd._pop_saved_tensors_default_hooks()
+
     def remove(self) -> None:
         """Pop the hooks if they are on top; hooks of the script above them are left as they are."""
         if self._original is not None:

@@ -15,10 +15,12 @@ from types import CodeType, FrameType
 
 import torch
 
-_PASSED_OVER = frozenset(
+PASSED_OVER = frozenset(
     {"NOP", "CACHE", "EXTENDED_ARG", "PRECALL", "PUSH_NULL", "RESUME", "NOT_TAKEN", "KW_NAMES"}
 )
-_LOCALS = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_NAME"})
+LOADS = frozenset(
+    {"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK", "LOAD_DEREF", "LOAD_NAME", "LOAD_GLOBAL"}
+)
 _LOOKS_AT_LOCALS = frozenset({"locals", "vars", "dir", "eval", "exec"})
 _OF_TORCH = frozenset({torch.Tensor.backward.__code__, torch.autograd.backward.__code__})
 
@@ -67,13 +69,13 @@ def _read(code: CodeType, at: int) -> Ahead:
         if offset == at:
             if not name.startswith("CALL"):
                 return _other(code, instruction)
-        elif offset < jump_to or name in _PASSED_OVER:
+        elif offset < jump_to or name in PASSED_OVER:
             continue
         elif name == "JUMP_FORWARD":
             jump_to = int(instruction.argval)
         elif name == "POP_TOP" and stack:
             stack.pop()
-        elif name in _LOCALS or name == "LOAD_GLOBAL":
+        elif name in LOADS:
             stack.append((str(instruction.argval),))
         elif name in ("LOAD_METHOD", "LOAD_ATTR") and stack and stack[-1]:
             stack[-1] = (*stack[-1], str(instruction.argval))

@@ -25,7 +25,7 @@ Tier = Literal["host", "disk"]
 
 
 class OpRef(msgspec.Struct, frozen=True, kw_only=True):
-    """An op of the next run: the `ordinal`-th that module call `module` runs itself; `name` is the check."""
+    """An op of the next run: the `ordinal`-th of the overload `name` that module call `module` runs itself."""
 
     module: str
     ordinal: int

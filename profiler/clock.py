@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from memopt.instrument.allocator_events import MARK, memory_events, started_profile, stop_profile
+from memopt.instrument.allocator_events import MARK, Started, started_profile, stop_profile
 from memopt.instrument.script_profiler import on_script
 
 
@@ -101,7 +101,7 @@ class CpuClock:
     def __init__(self) -> None:
         self._times = TimeOnly()
         self._older: list[tuple[int, int]] = []
-        self._profile: Any = None
+        self._profile: Started | None = None
         self._events: list[tuple[int, int, int]] | None = []
         """What was recorded before the last pause; None once something could not be recorded."""
         self.knows_from = 0
@@ -127,7 +127,8 @@ class CpuClock:
         """A process forked while torch's profiler is on hangs or crashes in the child."""
         if self._profile is None or self._events is None:
             return
-        self._events += memory_events(stop_profile(self._profile))
+        events = stop_profile(self._profile)
+        self._events = None if events is None else self._events + events
         self._profile = None
 
     def resume(self, op: int) -> None:

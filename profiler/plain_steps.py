@@ -20,9 +20,9 @@ class PlainSteps:
         """Iterations that ended before the last optimizer had joined the first round (a GAN's): parts of one."""
         self._spent_ms = 0.0
 
-    def number(self, count: int, rounds: int) -> int:
+    def number(self, count: int, rounds: int, *, came_late: bool = False) -> int:
         """The iteration that the `count`-th end of one ends; `rounds` of them has the optimizer whose steps end iterations ended."""
-        if 1 < count <= _MOST_JOINING and rounds == 1:
+        if count > 1 and rounds == 1 and (came_late or count <= _MOST_JOINING):
             self._joined = count - 1
             self._times_ms.clear()
         return count - self._joined

@@ -154,15 +154,13 @@ class Recorder(TorchDispatchMode):
         row = OpRow(
             kind=kind,
             module=frame.key,
-            ordinal=frame.ops,
+            ordinal=frame.next_op(kind.name) if phase in (FORWARD, OTHER) else 0,
             phase=phase,
             line=self.ops[forward_op].line if forward_op >= 0 else user_line(),
             forward_op=forward_op,
             reads=sorted({value for value in reads if value >= 0}),
             compiled=self._regions.depth > 0,
         )
-        if phase in (FORWARD, OTHER):
-            frame.ops += 1
         return row
 
     def _phase(self) -> int:

@@ -13,7 +13,7 @@ from memopt.device import Device
 from memopt.errors import MemoptError, RunFailed
 from memopt.instrument.forks import call_around_fork
 from memopt.instrument.on_import import call_after_import, quiet_allocator
-from memopt.instrument.runner import Command, StopScript
+from memopt.instrument.runner import Command, StopScript, stop_script
 from memopt.profiler.ending import in_words, is_out_of_memory
 from memopt.profiler.plain_steps import PlainSteps
 from memopt.profiler.recordings import (
@@ -63,6 +63,8 @@ class ProfileSession:
         self._stops = 0
         self._cut_off = 0
         """The iteration that was being recorded when the script ended."""
+        self._part: Result | None = None
+        """Of what was taken for an iteration, until another optimizer stepped for the first time."""
         self._log_level: Callable[[], None] = lambda: None
         self.trace: Trace | None = None
         self.failure: MemoptError | None = None
@@ -87,7 +89,7 @@ class ProfileSession:
         watch()
         self._frames = Frames()
         self._frames.install()
-        self._iterations = Iterations(self)
+        self._iterations = Iterations(self, self._frames.thread)
         self._iterations.install()
         call_around_fork(self._before_fork, self._after_fork, self._forked)
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
@@ -104,7 +106,11 @@ class ProfileSession:
         from memopt.instrument.saved import Kept
 
         now = self._now
-        return Kept(tensor) if now is None else now.recorder.pack(tensor)
+        assert self._frames is not None
+        assert self._iterations is not None
+        if now is None or not (self._frames.thread.is_here or self._iterations.in_backward):
+            return Kept(tensor)
+        return now.recorder.pack(tensor)
 
     def _unpack(self, handle: Kept) -> torch.Tensor:
         now = self._now
@@ -148,9 +154,17 @@ class ProfileSession:
         recordings = self._recordings
         if recordings is None:
             return
+        whole = recordings.result
         if recordings.now is not None:
             self._cut_off = recordings.now.iteration
             recordings.end()
+        if self.trace is None and whole is None and self._part is not None:
+            whole = self._part
+            recordings.notes.append(
+                "it ended before a round of all its optimizers was recorded: this is a part of one"
+            )
+        if self.trace is None and whole is not None:
+            self._publish_whole(whole)
         if self.trace is not None:
             self._time()
             return
@@ -168,6 +182,14 @@ class ProfileSession:
         self._done = True
         self._publish(
             self._build(result, problem or "the script ended before the iteration that was to be recorded")
+        )
+
+    def _publish_whole(self, result: Result) -> None:
+        """`result` is of an iteration that was recorded to its end."""
+        self._done = True
+        recorder = result.recorder
+        self._publish(
+            self._build(result, f"it stops after {len(recorder.ops)} ops" if recorder.overflow else "")
         )
 
     def _publish(self, trace: Trace) -> None:
@@ -199,6 +221,24 @@ class ProfileSession:
 
     # --- the training loop (Listener)
 
+    def thread_changed(self) -> None:
+        assert self._frames is not None
+        assert self._hooks is not None
+        if self._recordings is not None:
+            self._guard(self._recordings.drop)
+        self._frames.thread_changed()
+        self._guard(self._hooks.thread_changed)
+        self._frames.thread.at_end(self._leave_thread)
+
+    def _leave_thread(self) -> None:
+        from memopt.profiler.recordings import leave
+
+        now = self._now
+        if now is not None:
+            leave(now.recorder)
+        if self._hooks is not None:
+            self._hooks.leave_thread()
+
     def iteration_ended(self, count: int, milliseconds: float) -> None:
         if os.getpid() != self._pid:
             return
@@ -210,7 +250,7 @@ class ProfileSession:
             self._guard(self._time)
         if self._timed and not self._wanted.keep_running and self._stops < _MOST_STOPS:
             self._stops += 1
-            raise StopScript(0)
+            stop_script()
 
     def _next(self, count: int, milliseconds: float) -> None:
         assert self._frames is not None
@@ -218,25 +258,22 @@ class ProfileSession:
         recordings = self._recordings
         assert recordings is not None
         wanted = self._wanted
-        count = self._plain.number(count, self._iterations.rounds)
+        iterations = self._iterations
+        count = self._plain.number(count, iterations.rounds, came_late=iterations.came_late)
         if recordings.now is not None:
             recordings.recorded_ms = milliseconds
             recordings.end()
         elif count > 1:
             self._plain.add(milliseconds, waited_for=False)
+        if count == 1 and recordings.result is not None:
+            self._part, recordings.result = recordings.result, None
         self._frames.new_iteration()
         if wanted.warmup <= count < wanted.warmup + wanted.steps:
             recordings.begin(iteration=count + 1, with_bytes=recordings.result is None)
-        elif count < wanted.warmup and wanted.offload is not None:
+        elif count < wanted.warmup and (wanted.offload is not None or recordings.first is None):
             recordings.begin(iteration=count + 1, with_bytes=False)
-        elif count >= wanted.warmup + wanted.steps and recordings.result is not None:
-            self._done = True
-            recorder = recordings.result.recorder
-            self._publish(
-                self._build(
-                    recordings.result, f"it stops after {len(recorder.ops)} ops" if recorder.overflow else ""
-                )
-            )
+        elif recordings.result is not None and not iterations.waits_for_another:
+            self._publish_whole(recordings.result)
 
     def _worth_timing(self) -> bool:
         """Shall the script go on, to be timed? Several processes must stop at the same iteration, or one waits for ever."""

@@ -28,6 +28,8 @@ class StorageRows:
         self._numbers: dict[int, int] = {}
         """Storage address (cdata) -> row, while the storage lives."""
         self._refs: dict[int, weakref.ref[Any]] = {}
+        self._emptied: dict[int, int] = {}
+        """Storage address -> its former row, while the storage lives."""
         self._begun = False
         self._ended = False
 
@@ -57,6 +59,9 @@ class StorageRows:
             size_bytes=size, birth=born, value=-1, meta=describe(tensor), version=version_of(tensor)
         )
         self.rows.append(row)
+        former = self._emptied.pop(address, None)
+        if former is not None:
+            row.category, row.name, row.unseen = self.rows[former].category, self.rows[former].name, True
         if born < 0:
             row.lent = is_lent(storage)
             row.value = self._new_value(number, -1, -1)
@@ -92,6 +97,7 @@ class StorageRows:
     def forget(self, address: int) -> int | None:
         """The storage at `address` goes; its row, which does not die with it."""
         self._refs.pop(address, None)
+        self._emptied.pop(address, None)
         return self._numbers.pop(address, None)
 
     def came_back(self, number: int, storage: Any) -> None:
@@ -106,10 +112,14 @@ class StorageRows:
             self.rows[number].death = len(self._ops) - 1
 
     def will_be_resized(self, storage: Any) -> None:
-        """Its owner frees or refills `storage`, without an op."""
-        number = self._numbers.get(storage._cdata)
-        if number is not None and not self._ended:
+        """Its owner frees or refills `storage`, without an op: what is met there afterwards is another row."""
+        if self._ended:
+            return
+        number = self._numbers.pop(storage._cdata, None)
+        if number is not None:
             self.rows[number].unseen = True
+            self.ends(number)
+            self._emptied[storage._cdata] = number
 
     # --- values
 

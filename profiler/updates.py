@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from memopt.instrument.cleared import NOT_CLEARED, is_cleared
 from memopt.instrument.gradient_reads import GradientReads, gradient_of
+from memopt.instrument.gradient_words import speaks_of_gradients
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.one_by_one import all_cleared, is_steady, parameters_of, why_not
 from memopt.instrument.straight_line import caller_of_backward, find, step_ahead_of
 from memopt.profiler.recorder import Recorder
 from memopt.updates import Updates
-
-_LOOKS_AT_GRADIENTS = re.compile(r"\.grad\b(?!\s*\()|[\"']grad[\"']")
 
 
 class UpdateWatch:
@@ -93,6 +90,8 @@ class UpdateWatch:
             self._refuse(f"between backward and the step the script does something else ({ahead.where})")
         elif find(frame, ahead.path) is not self._optimizer:
             self._refuse("what is stepped after backward cannot be told before")
+        elif not is_cleared(frame, self._optimizer):
+            self._refuse(NOT_CLEARED)
 
     def _ready(self, parameter: Tensor) -> None:
         gradient = gradient_of(parameter)
@@ -144,19 +143,5 @@ def watch_updates(recorder: Recorder, iterations: Iterations) -> UpdateWatch | N
 
 
 def _looks_at_gradients() -> str:
-    """Does any file of the script's own, libraries aside, speak of gradients? It may look at them in other iterations than this one."""
-    libraries = {str(Path(torch.__file__).parent.parent), str(Path(re.__file__).parent.parent)}
-    house = str(Path(__file__).resolve().parent)
-    for module in list(sys.modules.values()):
-        name = getattr(module, "__file__", None)
-        if not isinstance(name, str) or not name.endswith(".py") or name.startswith((*libraries, house)):
-            continue
-        if "site-packages" in name or "memopt" in (module.__name__ or "").partition(".")[0]:
-            continue
-        try:
-            text = Path(name).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            continue
-        if _LOOKS_AT_GRADIENTS.search(text):
-            return f"the script may look at gradients ({Path(name).name})"
-    return ""
+    where = speaks_of_gradients()
+    return f"the script may look at gradients ({where})" if where else ""

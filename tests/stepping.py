@@ -126,6 +126,28 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return found
 
 
+def clears_first(
+    model: nn.Module, stepped: Any, rates: Any, loss_of: Callable[[nn.Module], Tensor]
+) -> Tensor:
+    loss = loss_of(model)
+    stepped.zero_grad()
+    loss.backward()
+    stepped.step()
+    if rates is not None:
+        rates.step()
+    return loss
+
+
+def clears_last(model: nn.Module, stepped: Any, rates: Any, loss_of: Callable[[nn.Module], Tensor]) -> Tensor:
+    loss = loss_of(model)
+    loss.backward()
+    stepped.step()
+    if rates is not None:
+        rates.step()
+    model.zero_grad()
+    return loss
+
+
 def stepping(task: str, optimizer: str, *, scheduler: bool = False, clear_last: bool = False) -> Loop:
     """The loop that trains `task` with `optimizer`."""
 
@@ -136,16 +158,8 @@ def stepping(task: str, optimizer: str, *, scheduler: bool = False, clear_last: 
         rates = torch.optim.lr_scheduler.CosineAnnealingLR(stepped, 5) if scheduler else None
         found = []
         for _ in range(steps):
-            loss = loss_of(model)
-            if not clear_last:
-                stepped.zero_grad()
-            loss.backward()
-            stepped.step()
-            if rates is not None:
-                rates.step()
-            if clear_last:
-                model.zero_grad()
-            found += [digest(loss), *everything(model, stepped)]
+            one = clears_last if clear_last else clears_first
+            found += [digest(one(model, stepped, rates, loss_of)), *everything(model, stepped)]
         return found
 
     return loop

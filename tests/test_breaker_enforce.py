@@ -195,3 +195,43 @@ def test_what_clamps_in_place_is_compressed(tmp_path: Path) -> None:
     ] * 2
     _, outcome = enforced(clamped_in_place, plan, tmp_path, 6)
     assert outcome.actions.done == 2
+
+
+def test_an_op_that_runs_in_some_steps_only_shifts_nothing(tmp_path: Path) -> None:
+    """Step 2 is profiled, and 2 and 4 are measured: a decoder that takes its own best guess in 3 and 4."""
+
+    class Decoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.cell, self.out = nn.Embedding(50, 32), nn.GRUCell(32, 32), nn.Linear(32, 50)
+
+        def forward(self, given: torch.Tensor, force: bool) -> torch.Tensor:
+            token, state, found = given[:, 0], torch.zeros(len(given), 32), []
+            for at in range(1, given.shape[1]):
+                state = self.cell(F.gelu(self.embed(token)), state)
+                logits = self.out(state)
+                found.append(logits)
+                token = given[:, at] if force else logits.argmax(1)
+            return torch.stack(found, 1)
+
+    def loop(steps: int) -> list[str]:
+        model = Decoder()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(steps):
+            given = torch.randint(0, 50, (64, 8))
+            loss = F.cross_entropy(model(given, step < 3).flatten(0, 1), given[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found += [digest(loss), *state_digests(model)]
+        return found
+
+    plain = seeded(loop, 5)
+    plan = plan_of(recorded(loop, tmp_path), everything("recompute"))
+    assert any(record.module == "Decoder#0" for action in plan.actions for record in action.records)
+    computed, outcome = enforced(loop, plan, tmp_path, 5, measure=True)
+    assert computed == plain
+    assert outcome.divergences == 0
+    assert outcome.actions.skipped == 0
+    assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from memopt.cli.estimate import _with_flag, estimate
 from memopt.devices import find_device
-from memopt.errors import GateFailed, NotPossibleHere, UsageError
+from memopt.errors import GateFailed, MemoptError, NotPossibleHere, UsageError
 from memopt.estimators import batch_search
 from memopt.estimators import estimate as answers
 from memopt.estimators.error_bars import error_bar, error_bars
@@ -199,3 +199,48 @@ def test_an_option_of_ours_that_went_to_the_script_is_told(
     assert result.exception is None
     assert canned == [[str(script), *words]]
     assert ("options of memopt come before the script" in result.stderr) == told
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("plan.json", '{"schema": "memopt.plan/1"}', "plan.json is a plan"),
+        ("notes.json", '{"a": 1}', "is not a profile"),
+        ("weights.pt", "PK", "neither a script nor an ONNX model nor a profile"),
+        ("snapshot.pickle", "\x80\x04.", "memopt profile --from-snapshot"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_and_not_run(
+    tmp_path: Path, name: str, content: str, told: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(MemoptError) as caught:
+        run(str(tmp_path / name))
+    assert told in str(caught.value)
+    assert caught.value.why
+    assert caught.value.try_
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--batch-size", "8", "train.py"), "--batch-size changes nothing for a script"),
+        (("--optimizer", "sgd", "-m", "train"), "--optimizer changes nothing for a script"),
+        (("run.profile.json.gz", "--dtype", "bf16"), "--dtype changes nothing for a profile"),
+        (("model.onnx", "--batch-arg", "x"), "--batch-arg changes nothing for an ONNX model"),
+    ],
+)
+def test_an_option_without_effect_is_refused(
+    canned: list[list[str]], tmp_path: Path, words: tuple[str, ...], told: str
+) -> None:
+    (tmp_path / "run.profile.json.gz").touch()
+    (tmp_path / "model.onnx").touch()
+    names = {path.name: str(path) for path in tmp_path.iterdir()}
+    with pytest.raises(UsageError, match=told):
+        run(*(names.get(word, word) for word in words))
+    assert not canned
+
+
+def test_the_value_of_an_option_is_not_taken_for_the_target(canned: list[list[str]]) -> None:
+    run("--batch-arg", "gpu.json", "train.py", "--device", "x")
+    assert canned == [["train.py", "--device", "x"]]

@@ -157,6 +157,36 @@ for _ in range(4):
     encoder.train()
 """
 
+DETECTION = """
+body = nn.Sequential(nn.Conv2d(3, 32, 3, 2, 1), nn.BatchNorm2d(32), nn.LeakyReLU(0.1), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU())
+head = nn.Conv2d(64, 10, 1)
+optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], 0.01, momentum=0.9)
+def overlap(a, b):
+    size = (torch.min(a[:, None, 2:], b[None, :, 2:]) - torch.max(a[:, None, :2], b[None, :, :2])).clamp(min=0)
+    return size.prod(-1) / 100
+def suppress(boxes, scores):
+    order, kept = scores.argsort(descending=True), []
+    while order.numel() > 0 and len(kept) < 5:
+        first = order[0]
+        kept.append(first.item())
+        order = order[1:][overlap(boxes[first:first + 1], boxes[order[1:]])[0] < 0.5]
+    return kept
+for _ in range(4):
+    out = head(body(torch.rand(8, 3, 128, 128))).permute(0, 2, 3, 1).reshape(8, -1, 10)
+    truth = torch.rand(8, 3, 4)
+    loss = out.new_zeros(())
+    for each, boxes in zip(out, truth):
+        best, which = overlap(each[:, :4], boxes).max(1)
+        positive = best > -1
+        if positive.any():
+            loss = loss + F.smooth_l1_loss(each[positive, :4], boxes[which[positive]]) + F.cross_entropy(each[positive, 5:], which[positive])
+    if (torch.isnan(loss) | torch.isinf(loss)).any():
+        continue
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    with torch.no_grad():
+        print(suppress(each[:, :4], each[:, 4]), int(positive.sum()))
+"""
+
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
@@ -177,6 +207,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         (RENAMED_CHECKPOINTS, 0.01),
         (SPARSE, 0.01),
         (SPARSE_TABLES, 0.02),
+        (DETECTION, 0.01),
     ],
     ids=[
         "routed",
@@ -187,6 +218,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         "renamed checkpoints",
         "sparse graph",
         "sparse tables",
+        "detection",
     ],
     indirect=["script"],
 )

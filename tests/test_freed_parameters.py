@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,8 @@ class Gathered(nn.Module):
         self.full = torch.empty(width, width, requires_grad=True)
         self.size_bytes = self.full.untyped_storage().nbytes()
         self.frees = frees
-        self.full.register_post_accumulate_grad_hook(self._reduce)
+        me = weakref.proxy(self)  # a hook that held the layer would keep it alive after its loop
+        self.full.register_post_accumulate_grad_hook(lambda full: me._reduce(full))
 
     def gather(self, *_: object) -> None:
         self.full.untyped_storage().resize_(self.size_bytes)
@@ -83,3 +85,10 @@ def test_a_plan_that_knows_nothing_of_it_changes_nothing(tmp_path: Path) -> None
     computed, _ = enforced(_loop(frees=True), plan, tmp_path, STEPS)
     assert computed == seeded(_loop(frees=True), STEPS)
     assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_the_peak_holds_no_weight_that_was_freed_before(tmp_path: Path) -> None:
+    trace = recorded(_loop(frees=True), tmp_path)
+    plan = plan_of(trace, lambda problem: {})
+    _, outcome = enforced(_loop(frees=True), plan, tmp_path, STEPS, measure=True)
+    assert outcome.measured_peak_bytes == trace.peak_bytes == plan.predicted_peak_bytes

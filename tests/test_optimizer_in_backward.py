@@ -41,7 +41,8 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def _gradients_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of the tests speak of gradients, which would be reason enough to refuse any loop that lives in them."""
-    monkeypatch.setattr("memopt.profiler.updates._looks_at_gradients", lambda: "")
+    for room in ("profiler.updates", "enforcers.optimizer_in_backward"):
+        monkeypatch.setattr(f"memopt.{room}.speaks_of_gradients", lambda: "")
 
 
 def moved_plan(trace: Trace, choose=lambda problem: Decisions()) -> Plan:
@@ -98,16 +99,17 @@ def test_a_plan_for_another_loop_changes_no_result(loop: Loop, tmp_path: Path) -
         assert outcome.actions.skipped == 1
 
 
-def loop_that(at: int, happens: Callable[[nn.Module, torch.optim.Optimizer], bool | None]) -> Loop:
-    """Steps right after backward; in step `at`, `happens` before the gradients are cleared. True: they are not."""
+def loop_that(at: int, happens: Callable[[nn.Module, torch.optim.Optimizer], None]) -> Loop:
+    """Steps right after backward; in step `at`, `happens` before the gradients are cleared."""
 
     def loop(steps: int) -> list[str]:
         model = images()
         optimizer = OPTIMIZERS["sgd-momentum"](model.parameters())
         found = []
         for step in range(steps):
-            if step != at or not happens(model, optimizer):
-                optimizer.zero_grad()
+            if step == at:
+                happens(model, optimizer)
+            optimizer.zero_grad()
             loss = image_loss(model)
             loss.backward()
             optimizer.step()
@@ -129,23 +131,21 @@ def step_again(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def keep(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    return True
+def keep(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad = lambda: None
 
 
 def zero_in_place(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad(set_to_none=False)
 
 
-def zero_through_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+def zero_through_the_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model.zero_grad()
-    return True
 
 
-def drop_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+def drop_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for parameter in model.parameters():
         parameter.grad = None
-    return True
 
 
 def fail_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -161,7 +161,7 @@ def raise_it(gradient: Tensor) -> None:
 
 
 def run_at(
-    happens: Callable[[nn.Module, torch.optim.Optimizer], bool | None], folder: Path
+    happens: Callable[[nn.Module, torch.optim.Optimizer], None], folder: Path
 ) -> tuple[list[str], list[str]]:
     """(what the loop computes plainly, and under a plan that was made where nothing happened)."""
     loop = loop_that(4, happens)

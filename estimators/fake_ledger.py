@@ -1,0 +1,55 @@
+"""What a fake run takes and gives back, in order: rows for storages, events for their births and deaths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memopt.estimators.recording import StorageRow
+
+
+class Ledger:
+    """The rows and events of one recording, with the bytes that live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[StorageRow] = []
+        self.events: list[int] = []
+        """`i + 1` when row i is allocated, `-(i + 1)` when it is freed."""
+        self.marks: list[tuple[str, int]] = []
+        self.live_bytes = self.peak_bytes = self.possible_bytes = 0
+        self.op_count = 0
+        self.phase = "forward"
+        self.where: Callable[[], str] = lambda: ""
+
+    def _event(self, event: int) -> None:
+        self.events.append(event)
+        size = -(-self.rows[abs(event) - 1].size_bytes // 512) * 512
+        self.live_bytes += size if event > 0 else -size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def empty_cache(self) -> None:
+        """`torch.cuda.empty_cache()`, for the allocator."""
+        self.marks.append(("empty_cache", len(self.events)))
+
+    def _row(self, size_bytes: int, op: str, category: str = "") -> int:
+        self.rows.append(StorageRow(size_bytes, category, self.phase, self.where(), op, self.op_count))
+        return len(self.rows) - 1
+
+    def workspace(self, size_bytes: int, op: str, *, forever: bool = False) -> None:
+        """Memory that a kernel takes from the allocator without a tensor to show for it."""
+        if size_bytes <= 0:
+            return
+        index = self._row(size_bytes, op, "workspace")
+        self._event(index + 1)
+        if not forever:
+            self._event(-(index + 1))
+
+    def may_take(self, size_bytes: int) -> None:
+        """A library may take so much inside one op, or may not: not recorded, but told."""
+        self.possible_bytes = max(self.possible_bytes, size_bytes)
+
+    def workspace_later(self, op: str) -> int:
+        """A workspace whose bytes are not known yet; the row to fill in."""
+        index = self._row(0, op, "workspace")
+        self.events += (index + 1, -(index + 1))
+        return index
