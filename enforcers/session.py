@@ -80,6 +80,8 @@ class ApplySession:
         self._peaks: list[int] = []
         self._times_ms: list[float] = []
         self._done: set[int] = set()
+        self._parts = 0
+        """Iterations that ended before the last optimizer had joined the round."""
         self._others: list[float] = []
         """For each iteration that saved other tensors than the profiled one: how many elements to one of the plan's."""
         self._in_two_threads = False
@@ -282,8 +284,22 @@ class ApplySession:
         engine.new_iteration()
         self._frames.new_iteration()
         engine.enter()
-        if self._options.measure and count + 1 in MEASURED:
+        self._look_for_a_longer_round(count)
+        if self._options.measure and count + 1 - self._parts in MEASURED:
             self._start_measuring()
+
+    def _look_for_a_longer_round(self, count: int) -> None:
+        """What was measured so far were parts of iterations, where another optimizer has joined the round only now."""
+        iterations = self._iterations
+        if (
+            iterations is not None
+            and count >= MEASURED[0]
+            and iterations.rounds == 1
+            and iterations.came_late
+        ):
+            self._parts = count - 1
+            self._times_ms.clear()
+            self._others.clear()
 
     def _compare(self, engine: Engine) -> None:
         """Is this iteration one like that which was planned for?"""

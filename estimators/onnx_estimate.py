@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memopt.errors import BadFile, UsageError
 from memopt.estimators.fake_record import Target
-from memopt.estimators.onnx_folded import assume_batch_norms, folded_batch_norms, warnings
+from memopt.estimators.onnx_folded import assume_batch_norms, folded_batch_norms, lost_dropout, warnings
 from memopt.estimators.onnx_graph import MOST_ELEMENTS, Graph, Model, Weight, read_model
 from memopt.estimators.onnx_interpret import Env, Run
 from memopt.estimators.onnx_lower import fix_dims, lower, without_dead
@@ -85,7 +85,7 @@ def plan_training(
             else []
         )
     trained = {n: w for n, w in trained.items() if n in graph.weights}
-    notes += _remarks(graph, trained, run)
+    notes += [*lost_dropout(graph), *_remarks(graph, trained, run)]
     return Plan(graph, trained, known, model.opset, main_type(trained), chosen, notes, dict(run.partial))
 
 

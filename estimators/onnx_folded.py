@@ -90,3 +90,15 @@ def warnings(graph: Graph, trained: Mapping[str, Weight], assumed: int) -> list[
             "(1 byte an element on a GPU) and outputs are missing here"
         )
     return said
+
+
+def lost_dropout(graph: Graph) -> list[str]:
+    """What must be said of attention that lost its dropout, in a matched graph that has kept others."""
+    attention = [n for n in graph.nodes if n.op == "Attention"]
+    if not any(n.op == "Dropout" for n in graph.nodes) or any(n.attributes.get("ratio") for n in attention):
+        return []
+    return [
+        "the file has dropouts, but none in its attention: torch.onnx.export drops that one unless optimize=False; if the script "
+        "trains with it, a CPU keeps matrices of attention that are missing here (a GPU's kernels need none)"
+        for _ in attention[:1]
+    ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from memopt.instrument.iterations import Iterations
-from tests.enforced import recorded
+from tests.enforced import enforced, plan_of, recorded
 
 
 class Log:
@@ -105,6 +105,34 @@ def test_the_steps_of_a_critic_and_that_of_what_it_criticizes_make_one_iteration
     short = recorded(lambda _: loop(2), tmp_path)
     assert short.facts["backward_calls"] == 1
     assert any("a part of one" in note for note in short.notes)
+
+
+def test_the_phase_that_an_optimizer_joins_late_is_planned_for_and_measured(tmp_path: Path) -> None:
+    """Six steps train a small head; from the seventh on the body is trained as well, by an optimizer of its own."""
+
+    def loop(steps: int) -> list[str]:
+        body = torch.nn.Sequential(
+            *[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)]
+        ).requires_grad_(False)
+        head = torch.nn.Linear(64, 1)
+        of_head = torch.optim.SGD(head.parameters(), 0.1)
+        of_body = torch.optim.SGD(body.parameters(), 0.1)
+        for step in range(12):
+            body.requires_grad_(step >= 6)
+            of_head.zero_grad()
+            of_body.zero_grad()
+            head(body(torch.ones(4096, 64))).square().mean().backward()
+            of_head.step()
+            if step >= 6:
+                of_body.step()
+        return []
+
+    trace = recorded(loop, tmp_path)
+    assert trace.facts["optimizers"] == 2
+    plan = plan_of(trace, lambda problem: {})
+    _, outcome = enforced(loop, plan, tmp_path, 12, measure=True)
+    assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
+    assert outcome.notes == []
 
 
 def test_the_plain_step_of_two_optimizers_is_a_whole_one(tmp_path: Path) -> None:

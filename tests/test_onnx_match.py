@@ -303,6 +303,17 @@ def test_attention_keeps_its_dropout(tmp_path: Path) -> None:
     assert found[0].attributes["ratio"] == pytest.approx(0.1)
 
 
+@pytest.mark.parametrize(("inside", "after", "said"), [(False, True, 1), (True, True, 0), (False, False, 0)])
+def test_attention_that_alone_lost_its_dropout_is_said(
+    tmp_path: Path, inside: bool, after: bool, said: int
+) -> None:
+    b = Builder()
+    out = attention(b, scale="both", mask="added", dropout=inside)
+    path = b.save(tmp_path, b("Dropout", out, 0.1) if after else out, (2, 6, 16))
+    plan = plan_training(path, batch_size=None, dims={}, loss="mean")
+    assert sum("but none in its attention" in note for note in plan.notes) == said
+
+
 def test_a_torch_script_that_wrote_attention_by_hand_keeps_its_matrix(tmp_path: Path) -> None:
     b = Builder()
     path = b.save(tmp_path, attention(b, scale="after", mask="filled"), (2, 6, 16), producer="pytorch")
