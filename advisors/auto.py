@@ -44,6 +44,8 @@ from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 
 _MANY = 400
+_MOST_FOR_SQUARES = 4000
+"""With more candidates, Capuchin, whose picks take the square of their number, is left out."""
 _SHARE_AFTER_GENETIC = 0.55
 _SHARE_FOR_STARTS = 0.45
 _SHARE_FOR_SEARCH = 0.35
@@ -216,7 +218,8 @@ class Auto:
         judged: dict[frozenset[int], Plan] = {}
         problem = search.problem
         few = len(problem.candidates) <= _MANY
-        yield from _judged(search, portfolio(search, _QUICK, until=_SHARE_FOR_SEARCH), judged)
+        quick = _QUICK if len(problem.candidates) <= _MOST_FOR_SQUARES else _QUICK[1:]
+        yield from _judged(search, portfolio(search, quick, until=_SHARE_FOR_SEARCH), judged)
         if few:
             yield from _judged(search, portfolio(search, _GENETIC, until=_SHARE_AFTER_GENETIC), judged)
         met = any(search.fits(plan) for plan in judged.values())

@@ -11,7 +11,7 @@ to fit (Capuchin stops by its own count of bytes), and the run-time feedback on 
 from __future__ import annotations
 
 from memopt.advisors.picks import prefix_that_fits
-from memopt.advisors.problem import Candidate, Decisions, Problem
+from memopt.advisors.problem import Candidate, Decisions, OutOfTime, Problem
 from memopt.estimators.chains import Chain, find_chain, is_intact
 from memopt.estimators.decision import RECOMPUTE, Decision
 from memopt.estimators.timeline import REPLAY_MS
@@ -40,6 +40,8 @@ def capuchin_picks(problem: Problem) -> list[tuple[int, Decision]]:
     chosen = dict(picks)
     prices = {storage: _price(problem, candidate, chosen) for storage, candidate in rest.items()}
     while prices:
+        if problem.seconds_left <= 0:
+            raise OutOfTime
         storage = max(prices, key=lambda s: (rest[s].saved.size_bytes / (prices[s][0] + 1e-6), -s))
         decision = prices.pop(storage)[1]
         if decision is None:
