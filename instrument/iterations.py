@@ -20,7 +20,7 @@ from torch.optim import optimizer as optim
 
 from memopt.instrument.training_thread import TrainingThread
 
-_MOST_BACKWARDS_A_STEP = 256
+_MOST_BACKWARDS_A_STEP = 1024
 """A script that has called backward this often and never stepped the optimizer it made is divided by backward calls."""
 
 
