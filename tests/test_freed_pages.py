@@ -20,7 +20,7 @@ import torch
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 before = resident()
-blocks = [torch.ones(1 << 18) for _ in range(200)]  # 1 MiB each
+blocks = [torch.ones(25 << 18) for _ in range(8)]  # 25 MiB each: more than glibc keeps by itself, less than it can be asked to
 blocks.clear()
 print(resident() - before)
 """
