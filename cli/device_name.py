@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 
-class DeviceName(click.ParamType):
+class DeviceName(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
     """The table's name of a device, however it was typed; where several have the same memory, the first, said aloud."""
 
     name = "device"
