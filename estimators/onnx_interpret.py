@@ -30,6 +30,8 @@ from memopt.estimators import (
     onnx_ops_math,
     onnx_ops_microsoft,
     onnx_ops_nn,
+    onnx_ops_quantized,
+    onnx_ops_region,
     onnx_ops_sequence,
     onnx_ops_shape,
 )
@@ -40,7 +42,8 @@ from memopt.estimators.onnx_registry import OPS, Call, Malformed, NeedsValue
 from memopt.estimators.onnx_wire import SMALL_BYTES
 
 ROOMS = (
-    onnx_ops_control, onnx_ops_index, onnx_ops_math, onnx_ops_microsoft, onnx_ops_nn, onnx_ops_sequence, onnx_ops_shape,
+    onnx_ops_control, onnx_ops_index, onnx_ops_math, onnx_ops_microsoft, onnx_ops_nn, onnx_ops_quantized,
+    onnx_ops_region, onnx_ops_sequence, onnx_ops_shape,
 )  # fmt: skip
 """The modules whose import fills the registry."""
 

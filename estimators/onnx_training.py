@@ -20,7 +20,7 @@ from memopt.estimators.fake_record import FakeRecorder, Target
 from memopt.estimators.fake_training import estimate_training_step
 from memopt.estimators.onnx_graph import Graph, Model, Weight
 from memopt.estimators.onnx_interpret import DTYPES, Env, Run, is_known
-from memopt.estimators.onnx_parameters import FLOATS
+from memopt.estimators.onnx_parameters import FLOATS, INTEGERS
 from memopt.estimators.recording import Recording
 
 DTYPE_POLICIES = ("fp32", "bf16", "amp-bf16", "amp-fp16")
@@ -175,9 +175,13 @@ def record(plan: Plan, *, optimizer: str, dtype: str, target: Target, **settings
     """The recording of a few training steps of `plan`; `settings` as `estimate_training_step` takes them."""
     made = make_optimizer(optimizer, target)
     if not plan.trained:
+        integers = any(w.kind in INTEGERS and len(w.dims) > 1 for w in plan.graph.weights.values())
         raise UsageError(
             "the model has nothing to train",
-            why="none of its floating-point weights is used as one (or they are inputs)",
+            why="its weights are integers: it was quantised for inference"
+            if integers
+            else "none of its floating-point weights is used as one (or they are inputs)",
+            try_="the model before it was quantised" if integers else "",
         )
 
     def build(recorder: FakeRecorder) -> tuple[Callable[[], Tensor], list[Tensor]]:
