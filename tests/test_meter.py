@@ -43,3 +43,12 @@ def test_wrappers_have_no_bytes_of_their_own() -> None:
     assert _bytes_alive() - before == 4000 + 120
     assert _bytes_alive() - before == 4000 + 120, "looking once does not change what is found"
     del wrapper, child, view
+
+
+def test_a_gradient_that_nobody_has_looked_at_counts() -> None:
+    leaf = torch.ones(1000, requires_grad=True)
+    before = _bytes_alive()
+    leaf.mul(2).sum().backward()
+    assert _bytes_alive() - before == 4000
+    leaf.grad = None
+    assert _bytes_alive() - before == 0
