@@ -57,6 +57,10 @@ class Plan:
     loss: str
     notes: list[str] = field(default_factory=list)
     partial: dict[str, str] = field(default_factory=dict)
+    bounded: list[str] = field(default_factory=list)
+    """Where sizes depend on data, each told in a sentence."""
+    least: bool = False
+    """The smallest sizes are taken there, not the largest."""
 
 
 def main_type(trained: Mapping[str, Weight]) -> torch.dtype:
@@ -79,10 +83,12 @@ def without_torch_logs() -> Iterator[None]:
         logger.removeFilter(silent)
 
 
-def fold(model: Model, graph: Graph, trained: Mapping[str, Weight]) -> tuple[Env, Run]:
+def fold(
+    model: Model, graph: Graph, trained: Mapping[str, Weight], *, least: bool = False
+) -> tuple[Env, Run]:
     """Every value of `graph` by name, known ones real and the others fake, without recording anything."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    run = Run(model.opset, mode, main=main_type(trained))
+    run = Run(model.opset, mode, main=main_type(trained), least=least)
     with without_torch_logs(), torch.no_grad(), mode:
         env: Env = {p.name: torch.empty(_whole(p.dims), dtype=_input_type(p.kind)) for p in graph.inputs}
         for name, weight in graph.weights.items():
@@ -204,7 +210,7 @@ class _Step:
     def __init__(self, plan: Plan, recorder: FakeRecorder, dtype: str, target: Target) -> None:
         cast = torch.bfloat16 if dtype == "bf16" else torch.float32
         self.plan, self.recorder, self.target = plan, recorder, target
-        self.run = Run(plan.opset, recorder.fake_mode, main=plan.main, cast=cast)
+        self.run = Run(plan.opset, recorder.fake_mode, main=plan.main, cast=cast, least=plan.least)
         self.run.entering = self._entering
         self.run.make = lambda shape, kind: recorder.fake(shape, kind, category="")
         self.autocast = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}.get(dtype)
