@@ -166,6 +166,17 @@ def arguments() -> argparse.Namespace:
     return parser.parse_known_args()[0]
 
 
+def parse_planning(parser: argparse.ArgumentParser, prove_s: float) -> argparse.Namespace:
+    """The command line of a program that plans and proves; with `--cpu-time` the planner's clock is the processor's, for a busy machine."""
+    parser.add_argument("--time-limit", type=float, default=20.0)
+    parser.add_argument("--prove", type=float, default=prove_s)
+    parser.add_argument("--cpu-time", action="store_true")
+    options, _ = parser.parse_known_args()  # make bench-advise gives all benchmarks the same ARGS
+    if options.cpu_time:
+        time.monotonic = time.process_time
+    return options
+
+
 def load_checker() -> ModuleType:
     """The independent checker of the tests."""
     path = Path(__file__).parents[1] / "tests" / "schedule_checker.py"

@@ -11,12 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 from collections.abc import Callable
 
 import msgspec
 
-from benchmarks.advise import load_checker
+from benchmarks.advise import load_checker, parse_planning
 from benchmarks.graph_families import accumulation, branches, chain, experts, random_dag
 from benchmarks.graphs import lstm, mobilenet, transformer, unet, vgg
 from memopt.advisors.graph import GraphFile, decode_graph
@@ -93,13 +92,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--graphs", default=",".join(SMALL))
     parser.add_argument("--shares", default="80,60,40,20,5")
-    parser.add_argument("--prove", type=float, default=120.0)
-    parser.add_argument("--time-limit", type=float, default=20.0)
-    parser.add_argument("--cpu-time", action="store_true")
-    options, _ = parser.parse_known_args()  # make bench-advise gives all benchmarks the same ARGS
-    if options.cpu_time:
-        time.monotonic = time.process_time
-    return options
+    return parse_planning(parser, prove_s=120.0)
 
 
 if __name__ == "__main__":

@@ -11,11 +11,10 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import time
 
 import msgspec
 
-from benchmarks.advise import DEFAULT_GRAPHS, load_checker, mean, outcome
+from benchmarks.advise import DEFAULT_GRAPHS, load_checker, mean, outcome, parse_planning
 from benchmarks.graphs import GRAPHS
 from memopt.advisors.graph import Graph, decode_graph
 from memopt.advisors.graph_bounds import overhead_bound
@@ -87,13 +86,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--graphs", default=",".join(DEFAULT_GRAPHS))
     parser.add_argument("--budgets", default="50,40,30,20")
     parser.add_argument("--gbps", dest="links", default="12,25,55")
-    parser.add_argument("--time-limit", type=float, default=20.0)
-    parser.add_argument("--prove", type=float, default=5.0)
-    parser.add_argument("--cpu-time", action="store_true")
-    options, _ = parser.parse_known_args()  # make bench-advise gives all benchmarks the same ARGS
-    if options.cpu_time:
-        time.monotonic = time.process_time
-    return options
+    return parse_planning(parser, prove_s=5.0)
 
 
 if __name__ == "__main__":

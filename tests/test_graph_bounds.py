@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,21 +18,9 @@ from memopt.advisors.graph_plan import GRAPH_STRATEGIES, plan_graph, unplanned_p
 from memopt.advisors.graph_problem import GraphProblem
 from memopt.advisors.graph_runs import floor_bytes
 from memopt.errors import BudgetInfeasible
+from tests import schedule_checker as checker
 
 pytest.importorskip("highspy")
-
-
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-checker = load("schedule_checker")
 
 
 def random_graph(seed: int, ops: int) -> dict[str, Any]:

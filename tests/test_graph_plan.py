@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,27 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from benchmarks import graphs as shapes
 from memopt.advisors.graph import Graph, decode_graph
 from memopt.advisors.graph_plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graph_runs import floor_bytes
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, UsageError
-
-
-def load(name: str, path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    import sys
-
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-checker = load("schedule_checker", "schedule_checker.py")
-shapes = load("graph_shapes", "../benchmarks/graphs.py")
+from tests import schedule_checker as checker
 
 
 def graph_of(plain: dict[str, Any]) -> Graph:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from benchmarks import graph_families as families
+from benchmarks import graphs as shapes
 from memopt.advisors.graph import Graph, decode_graph
 from memopt.advisors.graph_auto import at_once
 from memopt.advisors.graph_bounds import overhead_bound
@@ -22,21 +21,7 @@ from memopt.advisors.graph_problem import GraphProblem
 from memopt.advisors.graph_rounds import Outline, classes, graph_of
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible
-
-
-def load(name: str, path: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-checker = load("schedule_checker", "schedule_checker.py")
-shapes = load("graph_shapes", "../benchmarks/graphs.py")
-families = load("graph_families", "../benchmarks/graph_families.py")
+from tests import schedule_checker as checker
 
 
 def accumulation(rounds: int, layers: int) -> dict[str, Any]:
