@@ -47,7 +47,9 @@ def test_wrappers_have_no_bytes_of_their_own() -> None:
 
 def test_a_block_where_one_of_an_earlier_profile_lay_ends_once() -> None:
     """torch's profiler takes it for the earlier one and tells of its end, which the meter sees by itself."""
-    size = 10 * 2**20  # elements: more than glibc keeps, so that the system hands out the same addresses again
+    size = (
+        10 * 2**20
+    )  # elements: more than glibc keeps, so that the system hands out the same addresses again
     first = CpuMeter()
     first.start()
     old = torch.empty(size)
