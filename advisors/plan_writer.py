@@ -100,15 +100,11 @@ class _Writer:
         self.away_from = problem.simulator.away_from(decisions)
         self.packed = sorted((op, slot) for slot, op in enumerate(self.trace.slots.packed_before))
         """(Op that follows, slot), in the order of packing."""
-        self.unpacked_before: dict[int, int] = {}
-        for slot in range(len(self.trace.slots.node)):
-            for op in self.trace.slots.unpacks.row(slot):
-                self.unpacked_before.setdefault(op, slot)
 
     def action(self, candidate: Candidate, decision: Decision) -> Action:
         saved = candidate.saved
         saved_bytes, cost_ms = self._margins(candidate, decision)
-        prefetch = self.unpacked_before.get(decision.prefetch_op) if decision.prefetch_op >= 0 else None
+        prefetch = self.view.first_unpacked.get(decision.prefetch_op) if decision.prefetch_op >= 0 else None
         return Action(
             kind=decision.kind,
             storage=saved.storage,

@@ -216,8 +216,7 @@ class Problem:
     @cached_property
     def triggers(self) -> Ints:
         """Ops before which something is unpacked, in order: the only moments at which a swap-in can be started."""
-        unpacked = self.view.trace.slots.unpacks.items
-        return np.array(sorted({op for op in unpacked if op < self.view.n}), dtype=np.int64)
+        return np.array(sorted(op for op in self.view.first_unpacked if op < self.view.n), dtype=np.int64)
 
     @cached_property
     def floor_bytes(self) -> int:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memopt.cli.advise_words import check_goal, check_graph_words, check_words, parse_share
+from memopt.cli.device_name import DeviceName
 from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer; mod
 @click.option("--budget", "-b", metavar="BYTES", help="Most that may be on the device: 16GB, 16GiB, 60% of the unplanned peak.")  # fmt: skip
 @click.option("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="Where to write the plan.  [default: memopt-SCRIPT.plan.json]")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the file if it exists.")
-@click.option("--device", metavar="NAME", help="Plan for this GPU with modelled times, such as a100-40gb; without --budget for what it has room for.")  # fmt: skip
+@click.option("--device", type=DeviceName(), metavar="NAME", help="Plan for this GPU with modelled times, such as a100-40gb; without --budget for what it has room for.")  # fmt: skip
 @click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="Who plans (memopt strategies lists them); several: a comparison.  [default: auto]")  # fmt: skip
 @click.option("--allow", metavar="KINDS", multiple=True, help=f"Only these kinds of action: {_KINDS}.")
 @click.option("--deny", metavar="KINDS", multiple=True, help="None of these kinds of action.")

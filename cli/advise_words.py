@@ -15,7 +15,6 @@ def check_words(options: dict[str, Any]) -> None:
     """Raise `UsageError` for what was typed wrongly, before any file is looked at."""
     from memopt.advisors.problem import kinds_named
     from memopt.advisors.registry import COUNSELS, find_strategy
-    from memopt.devices import find_device
     from memopt.units import parse_bytes
 
     for name in options["strategies"]:
@@ -26,8 +25,6 @@ def check_words(options: dict[str, Any]) -> None:
         parse_bytes(options["budget"], of_bytes=_ANY_PEAK_BYTES)
     if options["max_overhead"] is not None:
         parse_share(options["max_overhead"])
-    if options["device"] is not None:
-        find_device(options["device"])
 
 
 def parse_share(text: str) -> float:

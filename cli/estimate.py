@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memopt.cli.device_name import DeviceName
 from memopt.errors import BadFile, GateFailed, UsageError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class _Command(click.Command):
 
 
 @click.command(cls=_Command, context_settings={"allow_interspersed_args": False})
-@click.option("--device", default=None, metavar="NAME", help="The device to estimate for, such as a100-40gb or rtx-4090; cpu: a run on this machine.  [default: a100-80gb]")  # fmt: skip
+@click.option("--device", type=DeviceName(), default=None, metavar="NAME", help="The device to estimate for, such as a100-40gb or rtx-4090; cpu: a run on this machine.  [default: a100-80gb]")  # fmt: skip
 @click.option(
     "--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps to follow."
 )

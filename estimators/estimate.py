@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memopt.devices import DeviceSpec, common_gpus, find_device
@@ -56,6 +56,10 @@ class Estimate:
     fits_named: Fit | None = None
     method: str = ""
     """Of an estimate from a profile: `replayed`, `re-traced` or `scaled`."""
+    bounded: list[str] = field(default_factory=list)
+    """Lines on which sizes depend on data, and what was taken there: the answers above are upper bounds."""
+    range_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Then, by answer, what is needed when least is selected there and when most is; without it the least is not known."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -84,9 +88,30 @@ def estimate_recording(
     recording: Recording, spec: DeviceSpec, *, alloc_conf: str = "", partial: bool = False
 ) -> Estimate:
     """The answers for a recorded sequence on the device `spec`."""
-    if recording.target == "cpu":
-        return _on_cpu(recording, spec, partial)
-    return _on_gpu(recording, spec, parse_settings(alloc_conf), partial)
+
+    def answered(each: Recording) -> Estimate:
+        if each.target == "cpu":
+            return _on_cpu(each, spec, partial)
+        return _on_gpu(each, spec, parse_settings(alloc_conf), partial)
+
+    found = answered(recording)
+    if not recording.bounded:
+        return found
+    ranges: dict[str, tuple[int, int]] = {}
+    if recording.least is not None:
+        least, most = _by_answer(answered(recording.least)), _by_answer(found)
+        ranges = {name: (min(least[name], most[name]), most[name]) for name in most}
+    return replace(found, bounded=recording.bounded, range_bytes=ranges)
+
+
+def _by_answer(found: Estimate) -> dict[str, int]:
+    """Bytes by the names that the error bars have."""
+    sizes = {
+        "allocated": found.allocated_bytes,
+        "reserved": found.reserved_bytes,
+        "process": found.process_bytes or 0,
+    }
+    return {name: sizes[name] for name in found.error}
 
 
 def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:

@@ -45,7 +45,7 @@ def _run(request: Request) -> Result:
         request.target,
         capability=request.compute_capability,
         cublas_workspace_bytes=request.cublas_workspace_bytes,
-        guesser=Guesser(frozenset(request.flipped)),
+        guesser=Guesser(frozenset(request.flipped), least=request.least),
     )
     fake_tensors.install(recorder)
     fake_lazy.install(recorder)

@@ -26,13 +26,19 @@ _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent)
 _LIBRARIES = (_TORCH, _HERE, "<frozen", "<string>")
 _DISPATCH = (_HERE, f"{_TORCH}/_dynamo", f"{_TORCH}/_compile.py", f"{_TORCH}/utils/_python_dispatch.py")
 """Frames between an op and whoever called it."""
+FEW = 2
+"""What is selected at least: a batch norm cannot do with one."""
 
 
 class Guesser:
     """Answers data-dependent ops. `flipped` lines get the other truth value (the first guess made the script raise)."""
 
-    def __init__(self, flipped: frozenset[str] = frozenset()) -> None:
+    def __init__(self, flipped: frozenset[str] = frozenset(), *, least: bool = False) -> None:
         self.flipped = flipped
+        self.least = least
+        """Whether sizes that only values could tell are taken as small as they can be, not as large."""
+        self.bounded: dict[str, None] = {}
+        """Where such sizes were taken, each told in a sentence."""
         self.lines: dict[str, str] = {}
         """What was guessed, by `file:line`."""
         self.branches: dict[str, bool] = {}
@@ -84,6 +90,13 @@ class Guesser:
 
     def note(self, where: str, what: str) -> None:
         self.lines.setdefault(where, what)
+
+    def most(self, number: int, what: str) -> int:
+        """`number`, an upper bound that the script's line is noted for; the lower one where the least is asked for."""
+        where = user_line()
+        self.note(where, f"{what} (an upper bound)")
+        self.bounded[f"{where}: {what}" if where else what] = None
+        return min(FEW, number) if self.least else number
 
     def remark(self, text: str) -> None:
         """Something done differently than the script asked; told once."""
@@ -173,8 +186,7 @@ def _nonzero(
 def _selected(guesser: Guesser, mask: torch.Tensor) -> int:
     number = selected(mask)
     if number is None:
-        guesser.note(user_line(), "every element of a mask was taken to be selected (an upper bound)")
-        return mask.numel()
+        return guesser.most(mask.numel(), "every element of a mask was taken to be selected")
     guesser.note(user_line(), "positions were taken to be spread evenly")
     return number
 
@@ -185,18 +197,20 @@ def _masked_select(
     if args[0].shape == args[1].shape:
         number = _selected(guesser, args[1])
     else:
-        guesser.note(user_line(), "every element was taken to be selected (an upper bound)")
         number = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+        number = guesser.most(number, "every element was taken to be selected")
     return (_new(recorder, [number], args[0].dtype),)
+
+
+_DIFFERENT = "all values were taken to be different"
 
 
 def _unique(count_at: int) -> Callable[..., tuple[Any] | None]:
     def rule(
         guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any] | None:
-        guesser.note(user_line(), "all values were taken to be different (an upper bound)")
         values = args[0]
-        index = [values.numel()]
+        index = [guesser.most(values.numel(), _DIFFERENT)]
         return (
             (
                 _new(recorder, index, values.dtype),
@@ -211,13 +225,14 @@ def _unique(count_at: int) -> Callable[..., tuple[Any] | None]:
 def _unique_dim(
     guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
-    guesser.note(user_line(), "all values were taken to be different (an upper bound)")
-    length = [args[0].shape[args[1]]]
+    shape, along = list(args[0].shape), args[1]
+    length = shape[along]
+    count = shape[along] = guesser.most(length, _DIFFERENT)
     return (
         (
-            _new(recorder, list(args[0].shape), args[0].dtype),
-            _new(recorder, length, torch.int64),
-            _new(recorder, length, torch.int64),
+            _new(recorder, shape, args[0].dtype),
+            _new(recorder, [length], torch.int64),
+            _new(recorder, [count], torch.int64),
         ),
     )
 
@@ -249,8 +264,9 @@ def _pack(
     values, lengths, batch_first = args
     batch, longest = values.shape[0 if batch_first else 1], values.shape[1 if batch_first else 0]
     if isinstance(lengths, FakeTensor):
-        guesser.note(user_line(), "every sequence was taken to have full length (an upper bound)")
-        lengths = torch.full((batch,), longest)
+        short = guesser.most(longest, "every sequence was taken to have full length")
+        lengths = torch.full((batch,), short)
+        lengths[:1] = longest
     steps = torch.arange(int(lengths.max()))
     sizes = (lengths.unsqueeze(0) > steps.unsqueeze(1)).sum(1)
     return ((_new(recorder, [int(lengths.sum()), *values.shape[2:]], values.dtype), sizes),)
@@ -263,8 +279,8 @@ def _ctc_loss(
     values, targets, lengths = args[0], args[1], args[3]
     batch = values.shape[1] if values.dim() == 3 else 1
     if isinstance(lengths, FakeTensor):
-        guesser.note(user_line(), "every target was taken to have full length (an upper bound)")
         longest = targets.shape[1] if targets.dim() == 2 else targets.numel() // max(1, batch)
+        longest = guesser.most(longest, "every target was taken to have full length")
     else:
         longest = max((int(n) for n in lengths), default=0)
     loss = _new(recorder, [batch] if values.dim() == 3 else [], values.dtype)

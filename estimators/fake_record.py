@@ -125,6 +125,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             notes=self.guesser.notes(),
             op_count=self.op_count,
             possible_bytes=self.possible_bytes,
+            bounded=list(self.guesser.bounded),
         )
 
     # making tensors

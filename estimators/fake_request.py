@@ -27,6 +27,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 3
     flipped: list[str] = []
     """Lines whose guessed truth value is turned round."""
+    least: bool = False
+    """Sizes that depend on data are taken as small as they can be, not as large."""
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,8 @@ _START = "import sys; sys.path.append({root!r}); from memopt.estimators.fake_chi
 def record_script(request: Request, *, timeout_s: float = 600.0) -> tuple[Recording, bool]:
     """`(recording, partial)` of the script in `request`; partial when it failed after at least one whole step.
 
+    Where sizes depend on data, the script is run twice: with the largest, and with the smallest (`Recording.least`).
+
     Raises `UsageError` when there is no such script and `NotPossibleHere` when it cannot be followed, with its line.
     """
     find_source(Command(tuple(request.argv), request.as_module))
@@ -32,7 +34,7 @@ def record_script(request: Request, *, timeout_s: float = 600.0) -> tuple[Record
         result, output = _run(msgspec.structs.replace(request, flipped=flipped), timeout_s)
         first = first or (result, output)
         if not result.problem:
-            return _noted(result, flipped), False
+            return _with_least(_noted(result, flipped), request, flipped, timeout_s), False
         untried = [line for line in reversed(result.guesses) if line not in flipped]
         if not untried:
             break
@@ -43,6 +45,18 @@ def record_script(request: Request, *, timeout_s: float = 600.0) -> tuple[Record
         note = f"the script failed after {result.steps} optimizer steps: {result.problem.splitlines()[-1]} ({result.line})"
         return replace(result.recording, notes=[*result.recording.notes, note]), True
     raise _failed(result, output)
+
+
+def _with_least(recording: Recording, request: Request, flipped: list[str], timeout_s: float) -> Recording:
+    """With the run of the smallest sizes beside it, where sizes depend on data."""
+    if not recording.bounded:
+        return recording
+    asked = msgspec.structs.replace(request, flipped=flipped, least=True)
+    try:
+        result, _ = _run(asked, timeout_s)
+    except NotPossibleHere:
+        return recording
+    return recording if result.problem else replace(recording, least=result.recording)
 
 
 def _noted(result: Result, flipped: list[str]) -> Recording:

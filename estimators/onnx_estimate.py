@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
 
 from torch import Tensor
 
-from memopt.errors import BadFile, UsageError
+from memopt.errors import BadFile, MemoptError, UsageError
 from memopt.estimators.fake_record import Target
 from memopt.estimators.onnx_folded import assume_batch_norms, folded_batch_norms, lost_dropout, warnings
 from memopt.estimators.onnx_graph import MOST_ELEMENTS, Graph, Model, Weight, read_model
@@ -57,8 +58,12 @@ def plan_training(
     loss: str | None = None,
     faithful: bool = False,
     assume_bn: bool = False,
+    least: bool = False,
 ) -> Plan:
-    """The model at `path` made ready for training: dims fixed, parameters found, fused operators matched."""
+    """The model at `path` made ready for training: dims fixed, parameters found, fused operators matched.
+
+    Sizes that depend on data are the largest possible, or with `least` the smallest.
+    """
     model = read_model(path)
     graph, notes = fix_dims(lower(model), batch_size, dims)
     _only_tensors(graph)
@@ -68,7 +73,7 @@ def plan_training(
         graph, added = assume_batch_norms(graph, suspects)
         graph = without_dead(graph)
         trained = {**{n: w for n, w in trained.items() if n in graph.weights}, **added}
-    values, run = _folded(path, model, graph, trained, notes)
+    values, run = _folded(path, model, graph, trained, notes, least)
     graph, trained = pack(
         graph, trained, {n: tuple(v.shape) for n, v in values.items() if isinstance(v, Tensor)}
     )
@@ -86,14 +91,26 @@ def plan_training(
         )
     trained = {n: w for n, w in trained.items() if n in graph.weights}
     notes += [*lost_dropout(graph), *_remarks(graph, trained, run)]
-    return Plan(graph, trained, known, model.opset, main_type(trained), chosen, notes, dict(run.partial))
+    bounded = [f"{title}: the largest possible output was taken" for title in run.bounded]
+    return Plan(
+        graph,
+        trained,
+        known,
+        model.opset,
+        main_type(trained),
+        chosen,
+        notes,
+        dict(run.partial),
+        bounded,
+        least,
+    )
 
 
 def _folded(
-    path: Path, model: Model, graph: Graph, trained: Mapping[str, Weight], notes: list[str]
+    path: Path, model: Model, graph: Graph, trained: Mapping[str, Weight], notes: list[str], least: bool
 ) -> tuple[Env, Run]:
     try:
-        return fold(model, graph, trained)
+        return fold(model, graph, trained, least=least)
     except Malformed as wrong:
         raise BadFile(
             f"{path} cannot be interpreted", why=str(wrong), try_=f"python -m onnx.checker {path}"
@@ -140,7 +157,8 @@ def _remarks(graph: Graph, trained: Mapping[str, Weight], run: Run) -> list[str]
         for op, why in run.partial.items()
     ]
     said += [
-        f"the size of {op}'s output depends on data: the largest possible one was taken" for op in run.bounded
+        f"the size of {op}'s output depends on data: the largest possible one was taken"
+        for op in dict.fromkeys(run.bounded.values())
     ]
     return said
 
@@ -178,23 +196,34 @@ def record_onnx(
         training.get("loss"),
     )
     check_choices(optimizer, dtype, loss)
-    plan = plan_training(
-        Path(path),
-        batch_size=training.get("batch_size"),
-        dims=training.get("dims") or {},
-        loss=loss,
-        faithful=training.get("faithful", False),
-        assume_bn=training.get("assume_bn", False),
-    )
-    recording = record(
-        plan,
-        optimizer=optimizer,
-        dtype=dtype,
-        target=target,
-        capability=capability,
-        cublas_workspace_bytes=cublas_workspace_bytes,
-        steps=training.get("steps", 3),
-    )
+
+    def planned(*, least: bool) -> Plan:
+        return plan_training(
+            Path(path),
+            batch_size=training.get("batch_size"),
+            dims=training.get("dims") or {},
+            loss=loss,
+            faithful=training.get("faithful", False),
+            assume_bn=training.get("assume_bn", False),
+            least=least,
+        )
+
+    def recorded(plan: Plan) -> Recording:
+        return record(
+            plan,
+            optimizer=optimizer,
+            dtype=dtype,
+            target=target,
+            capability=capability,
+            cublas_workspace_bytes=cublas_workspace_bytes,
+            steps=training.get("steps", 3),
+        )
+
+    plan = planned(least=False)
+    recording = dataclasses.replace(recorded(plan), bounded=plan.bounded)
+    if plan.bounded:
+        with suppress(MemoptError):  # a graph may need more than the least to be selected
+            recording = dataclasses.replace(recording, least=recorded(planned(least=True)))
     return OnnxRecording(
         recording=recording,
         notes=[*plan.notes, *recording.notes],

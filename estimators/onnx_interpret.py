@@ -30,9 +30,12 @@ from memopt.estimators import (
     onnx_ops_math,
     onnx_ops_microsoft,
     onnx_ops_nn,
+    onnx_ops_quantized,
+    onnx_ops_region,
     onnx_ops_sequence,
     onnx_ops_shape,
 )
+from memopt.estimators.fake_guess import FEW
 from memopt.estimators.onnx_fallback import infer_outputs, opaque
 from memopt.estimators.onnx_graph import Graph, Node, Port, Weight
 from memopt.estimators.onnx_lower import reads
@@ -40,7 +43,8 @@ from memopt.estimators.onnx_registry import OPS, Call, Malformed, NeedsValue
 from memopt.estimators.onnx_wire import SMALL_BYTES
 
 ROOMS = (
-    onnx_ops_control, onnx_ops_index, onnx_ops_math, onnx_ops_microsoft, onnx_ops_nn, onnx_ops_sequence, onnx_ops_shape,
+    onnx_ops_control, onnx_ops_index, onnx_ops_math, onnx_ops_microsoft, onnx_ops_nn, onnx_ops_quantized,
+    onnx_ops_region, onnx_ops_sequence, onnx_ops_shape,
 )  # fmt: skip
 """The modules whose import fills the registry."""
 
@@ -81,7 +85,10 @@ class Run:
         *,
         main: torch.dtype = torch.float32,
         cast: torch.dtype | None = None,
+        least: bool = False,
     ) -> None:
+        self.least = least
+        """Whether sizes that depend on data are taken as small as they can be, not as large."""
         self.opset = opset
         self.fake_mode = fake_mode
         self.main = main
@@ -90,7 +97,8 @@ class Run:
         self.exact = False
         self.partial: dict[str, str] = {}
         """Operators that were not really computed -> why."""
-        self.bounded: dict[str, None] = {}
+        self.bounded: dict[str, str] = {}
+        """Nodes whose outputs' sizes depend on data -> their operators."""
         self.steps = 0
         self.entering: Callable[[str], None] | None = None
         """Told the module that each node comes from."""
@@ -116,9 +124,10 @@ class Run:
         with _disable_current_modes():
             return function()
 
-    def bound(self, op: str) -> None:
-        """Note that an output's size depends on data and the largest possible one was taken."""
-        self.bounded[op] = None
+    def bound(self, node: Node, most: int) -> int:
+        """How much of `most` the data is taken to select; noted for `node`."""
+        self.bounded[node.title] = node.op
+        return min(FEW, most) if self.least else most
 
     def constant(self, weight: Weight) -> Tensor:
         """A weight that is not trained: real when its values are known, else fake."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from memopt.errors import BadFile, UsageError
+from memopt.estimators.onnx_fake_quantize import with_fake_quantization
 from memopt.estimators.onnx_graph import Function, Graph, Model, Node, Port, Reference, Weight, subgraphs
 
 MOST_NODES = 500_000
@@ -18,12 +19,12 @@ MOST_DIM = 2**31 - 1
 
 
 def lower(model: Model) -> Graph:
-    """The model's graph without calls of local functions and without Constant nodes."""
+    """The model's graph without calls of local functions and without Constant nodes, quantised pairs joined."""
     _check_size(model)
     inliner = _Inliner(model.functions)
     nodes = inliner.inline(model.graph.nodes, {}, {})
     graph = dataclasses.replace(model.graph, nodes=tuple(nodes))
-    return without_dead(hoist_constants(graph))
+    return without_dead(with_fake_quantization(hoist_constants(graph)))
 
 
 def _check_size(model: Model) -> None:

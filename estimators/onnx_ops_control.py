@@ -158,14 +158,3 @@ def optional(call: Call) -> Any:
 @op("OptionalHasElement")
 def optional_has_element(call: Call) -> Tensor:
     return call.run.real(torch.bool, call.has(0))
-
-
-@op("QuantizeLinear")
-def quantize(call: Call) -> Tensor:
-    kind = call.tensor(2).dtype if call.has(2) else torch.uint8
-    return call.tensor(0).to(kind)
-
-
-@op("DequantizeLinear")
-def dequantize(call: Call) -> Tensor:
-    return call.tensor(0).to(call.tensor(1).dtype)

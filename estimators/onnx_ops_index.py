@@ -84,8 +84,7 @@ def non_zero(call: Call) -> Tensor:
     if call.known[0] is not None:
         known = call.value(0)
         return call.run.outside(lambda: torch.nonzero(known).t().contiguous())
-    call.run.bound("NonZero")
-    return torch.empty(max(x.dim(), 1), x.numel(), dtype=torch.int64)
+    return torch.empty(max(x.dim(), 1), call.run.bound(call.node, x.numel()), dtype=torch.int64)
 
 
 @op("Compress")
@@ -95,18 +94,21 @@ def compress(call: Call) -> Tensor:
     if call.known[1] is not None:
         picked = call.run.outside(lambda: call.value(1).nonzero().reshape(-1))
         return x.reshape(-1)[picked] if axis is None else x.index_select(axis, picked.to(x.device))
-    call.run.bound("Compress")
-    return x.reshape(-1).clone() if axis is None else x.clone()
+    along = 0 if axis is None else positive(axis, x.dim())
+    whole = x.reshape(-1) if axis is None else x
+    return whole.narrow(along, 0, call.run.bound(call.node, whole.shape[along])).clone()
 
 
 @op("Unique")
 def unique(call: Call) -> tuple[Tensor, ...]:
     x = call.tensor(0)
-    call.run.bound("Unique")
     axis = call.attribute("axis")
-    count = x.numel() if axis is None else x.shape[axis]
-    values = x.reshape(-1).clone() if axis is None else x.clone()
-    return values, *(torch.empty(count, dtype=torch.int64) for _ in range(3))
+    along = 0 if axis is None else positive(axis, x.dim())
+    whole = x.reshape(-1) if axis is None else x
+    length = whole.shape[along]
+    count = call.run.bound(call.node, length)
+    values = whole.narrow(along, 0, count).clone()
+    return values, *(torch.empty(n, dtype=torch.int64) for n in (count, length, count))
 
 
 @op("NonMaxSuppression")
@@ -117,5 +119,5 @@ def non_max_suppression(call: Call) -> Tensor:
         if call.has(2) and call.known[2] is not None
         else scores.shape[2]
     )
-    call.run.bound("NonMaxSuppression")
-    return torch.empty(scores.shape[0] * scores.shape[1] * most, 3, dtype=torch.int64)
+    picked = call.run.bound(call.node, scores.shape[0] * scores.shape[1] * most)
+    return torch.empty(picked, 3, dtype=torch.int64)

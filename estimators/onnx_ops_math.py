@@ -289,12 +289,6 @@ def matmul(call: Call) -> Tensor:
     return torch.matmul(a, b)
 
 
-@op("MatMulInteger")
-def matmul_integer(call: Call) -> Tensor:
-    a, b = call.tensor(0), call.tensor(1)
-    return torch.matmul(a.to(torch.int32), b.to(torch.int32))
-
-
 @op("Linear", domain="memopt")
 def linear(call: Call) -> Tensor:
     """MatMul and Add put together again; the weight lies as MatMul reads it, inputs first."""

@@ -17,7 +17,7 @@ _MAX_POOL: dict[int, Any] = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _AVG_POOL = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
 
-def _window(call: Call, x: Tensor, kernel: list[int]) -> tuple[list[int], list[int], list[int]]:
+def sliding_window(call: Call, x: Tensor, kernel: list[int]) -> tuple[list[int], list[int], list[int]]:
     """Strides, dilations and pads (begins, then ends) of a sliding window, `auto_pad` worked out."""
     rank = len(kernel)
     strides = call.numbers("strides") or [1] * rank
@@ -54,7 +54,7 @@ def _spatial(x: Tensor) -> int:
 @op("FusedConv", domain="com.microsoft")
 def conv(call: Call) -> Tensor:
     x, weight = alike([call.tensor(0), call.tensor(1)])
-    strides, dilations, pads = _window(call, x, list(weight.shape[2:]))
+    strides, dilations, pads = sliding_window(call, x, list(weight.shape[2:]))
     x, padding = _even_pads(x, pads, 0.0)
     bias = call.optional(2)
     bias = bias if bias is None else bias.to(x.dtype)
@@ -91,7 +91,7 @@ def conv_transpose(call: Call) -> Tensor:
 def max_pool(call: Call) -> Any:
     x = call.tensor(0)
     kernel = call.numbers("kernel_shape") or []
-    strides, dilations, pads = _window(call, x, kernel)
+    strides, dilations, pads = sliding_window(call, x, kernel)
     x, padding = _even_pads(x, pads, float("-inf"))
     if any(2 * p > k for p, k in zip(padding, kernel, strict=True)):
         x = F.pad(x, [p for v in reversed(padding) for p in (v, v)], value=float("-inf"))
@@ -104,7 +104,7 @@ def max_pool(call: Call) -> Any:
 def average_pool(call: Call) -> Tensor:
     x = call.tensor(0)
     kernel = call.numbers("kernel_shape") or []
-    strides, dilations, pads = _window(call, x, kernel)
+    strides, dilations, pads = sliding_window(call, x, kernel)
     if max(dilations) > 1:
         raise NeedsValue("dilated average pooling")
     x, padding = _even_pads(x, pads, 0.0)

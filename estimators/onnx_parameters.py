@@ -15,6 +15,8 @@ from memopt.estimators.onnx_graph import Graph, Node, Weight, subgraphs
 from memopt.estimators.onnx_lower import captured, reads, without_dead
 
 FLOATS = {1, 10, 11, 16}
+INTEGERS = {2, 3, 21, 22}
+"""Element types of quantised weights, 4-bit ones last."""
 
 MOVERS = {
     "Cast", "CastLike", "Concat", "Expand", "Flatten", "Identity", "Pad", "Reshape", "Slice", "Split", "Squeeze",
@@ -69,7 +71,7 @@ def _visit(
             for root in carried.get(name, ()):
                 if _is_trained(node, index, name, weights[root], carried):
                     found.add(root)
-        if node.op in MOVERS and node.inputs:
+        if (node.op in MOVERS or node.op == "FakeQuantize") and node.inputs:
             moved = node.inputs if node.op == "Concat" else node.inputs[:1]
             roots = frozenset().union(*(carried.get(n, frozenset()) for n in moved))
             if roots and all(n in carried for n in moved):

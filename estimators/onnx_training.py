@@ -20,7 +20,7 @@ from memopt.estimators.fake_record import FakeRecorder, Target
 from memopt.estimators.fake_training import estimate_training_step
 from memopt.estimators.onnx_graph import Graph, Model, Weight
 from memopt.estimators.onnx_interpret import DTYPES, Env, Run, is_known
-from memopt.estimators.onnx_parameters import FLOATS
+from memopt.estimators.onnx_parameters import FLOATS, INTEGERS
 from memopt.estimators.recording import Recording
 
 DTYPE_POLICIES = ("fp32", "bf16", "amp-bf16", "amp-fp16")
@@ -57,6 +57,10 @@ class Plan:
     loss: str
     notes: list[str] = field(default_factory=list)
     partial: dict[str, str] = field(default_factory=dict)
+    bounded: list[str] = field(default_factory=list)
+    """Where sizes depend on data, each told in a sentence."""
+    least: bool = False
+    """The smallest sizes are taken there, not the largest."""
 
 
 def main_type(trained: Mapping[str, Weight]) -> torch.dtype:
@@ -79,10 +83,12 @@ def without_torch_logs() -> Iterator[None]:
         logger.removeFilter(silent)
 
 
-def fold(model: Model, graph: Graph, trained: Mapping[str, Weight]) -> tuple[Env, Run]:
+def fold(
+    model: Model, graph: Graph, trained: Mapping[str, Weight], *, least: bool = False
+) -> tuple[Env, Run]:
     """Every value of `graph` by name, known ones real and the others fake, without recording anything."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    run = Run(model.opset, mode, main=main_type(trained))
+    run = Run(model.opset, mode, main=main_type(trained), least=least)
     with without_torch_logs(), torch.no_grad(), mode:
         env: Env = {p.name: torch.empty(_whole(p.dims), dtype=_input_type(p.kind)) for p in graph.inputs}
         for name, weight in graph.weights.items():
@@ -175,9 +181,13 @@ def record(plan: Plan, *, optimizer: str, dtype: str, target: Target, **settings
     """The recording of a few training steps of `plan`; `settings` as `estimate_training_step` takes them."""
     made = make_optimizer(optimizer, target)
     if not plan.trained:
+        integers = any(w.kind in INTEGERS and len(w.dims) > 1 for w in plan.graph.weights.values())
         raise UsageError(
             "the model has nothing to train",
-            why="none of its floating-point weights is used as one (or they are inputs)",
+            why="its weights are integers: it was quantised for inference"
+            if integers
+            else "none of its floating-point weights is used as one (or they are inputs)",
+            try_="the model before it was quantised" if integers else "",
         )
 
     def build(recorder: FakeRecorder) -> tuple[Callable[[], Tensor], list[Tensor]]:
@@ -200,7 +210,7 @@ class _Step:
     def __init__(self, plan: Plan, recorder: FakeRecorder, dtype: str, target: Target) -> None:
         cast = torch.bfloat16 if dtype == "bf16" else torch.float32
         self.plan, self.recorder, self.target = plan, recorder, target
-        self.run = Run(plan.opset, recorder.fake_mode, main=plan.main, cast=cast)
+        self.run = Run(plan.opset, recorder.fake_mode, main=plan.main, cast=cast, least=plan.least)
         self.run.entering = self._entering
         self.run.make = lambda shape, kind: recorder.fake(shape, kind, category="")
         self.autocast = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}.get(dtype)

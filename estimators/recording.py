@@ -55,6 +55,10 @@ class Recording:
     op_count: int = 0
     possible_bytes: int = 0
     """Most that a library may take inside one op beyond what is recorded, if it picks such a kernel."""
+    bounded: list[str] = field(default_factory=list)
+    """Where sizes depend on data, each told in a sentence: there, the largest were recorded."""
+    least: Recording | None = None
+    """The same run with the smallest sizes there, if it could be followed."""
 
     def allocations(self) -> Iterator[tuple[int, int]]:
         """`(row, bytes)` for an allocation, `(row, -bytes)` for a release; empty storages are left out."""

@@ -135,6 +135,16 @@ class TraceView:
                 found[storage] = self._saved(storage, rows)
         return found
 
+    @cached_property
+    def first_unpacked(self) -> dict[int, int]:
+        """Op -> a slot that is unpacked before it, for the first time: a graph that is kept, or made again, unpacks twice."""
+        found: dict[int, int] = {}
+        for slot in range(len(self.trace.slots.storage)):
+            unpacks = self.trace.slots.unpacks.row(slot)
+            if unpacks:
+                found.setdefault(unpacks[0], slot)
+        return found
+
     def _saved(self, storage: int, rows: list[int]) -> Saved:
         slots = self.trace.slots
         uses = sorted(op for slot in rows for op in slots.unpacks.row(slot))

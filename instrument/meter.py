@@ -90,13 +90,23 @@ def living_storages(device: str) -> list[UntypedStorage]:
     """Every storage on `device` that a Python object holds, each once."""
     found: dict[int, UntypedStorage] = {}
     doubtful: dict[int, UntypedStorage] = {}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch._C.DisableTorchFunctionSubclass():
         warnings.simplefilter("ignore")
         for thing in gc.get_objects():
-            storage = _storage_of(thing, device)
-            if storage is not None:
-                (found if type(thing) in PLAIN_TYPES else doubtful).setdefault(storage._cdata, storage)
+            for each in (thing, _gradient_of(thing)):
+                storage = _storage_of(each, device)
+                if storage is not None:
+                    (found if type(each) in PLAIN_TYPES else doubtful).setdefault(storage._cdata, storage)
     return [*found.values(), *(s for at, s in doubtful.items() if at not in found and _has_bytes(s))]
+
+
+def _gradient_of(thing: object) -> Tensor | None:
+    """Nobody in Python may have looked at it yet: then it is no object of Python's."""
+    try:
+        leaf = issubclass(type(thing), Tensor) and thing.is_leaf and thing.requires_grad  # type: ignore[attr-defined]
+        return thing.grad if leaf else None  # type: ignore[attr-defined]
+    except (NotImplementedError, RuntimeError, TypeError):
+        return None
 
 
 def _has_bytes(storage: UntypedStorage) -> bool:

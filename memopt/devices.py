@@ -77,19 +77,27 @@ def named_devices() -> tuple[DeviceSpec, ...]:
 def find_device(name: str) -> DeviceSpec:
     """The device called `name`, however it is spelt (`A100-40GB`, `NVIDIA A100-SXM4-40GB`, `a100 40gb`).
 
-    A beginning is enough where it fits one device. Raises `UsageError` naming the nearest devices, or all that fit.
+    A beginning, or some of the words, is enough where all that it fits have the same memory and capability: then it is the first of
+    them in the table. Raises `UsageError` naming the nearest devices, or all that fit.
     """
+    return devices_called(name)[0]
+
+
+def devices_called(name: str) -> tuple[DeviceSpec, ...]:
+    """All that `name` may be, the one that it is taken for first; they do not differ in memory. Raises as `find_device` does."""
     wanted = _plain(name)
     by_name = {_plain(text): row for row in named_devices() for text in (row.name, *row.aliases)}
     if wanted in by_name:
-        return by_name[wanted]
-    fitting = {row.name: row for text, row in by_name.items() if wanted and text.startswith(wanted)}
-    if len(fitting) == 1:
-        return next(iter(fitting.values()))
+        return (by_name[wanted],)
+    fitting = tuple(row for row in named_devices() if wanted and _fits(name, row))
+    if len({(row.memory_bytes, row.capability) for row in fitting}) == 1:
+        return fitting
     if fitting:
-        sizes = ", ".join(f"{row.name} ({format_bytes(row.memory_bytes)})" for row in fitting.values())
+        sizes = ", ".join(f"{row.name} ({format_bytes(row.memory_bytes)})" for row in fitting)
         raise UsageError(
-            f"'{name}' may be any of {len(fitting)} devices", why=sizes, try_=" or ".join(sorted(fitting))
+            f"'{name}' may be any of {len(fitting)} devices",
+            why=sizes,
+            try_=" or ".join(sorted(row.name for row in fitting)),
         )
     near = difflib.get_close_matches(wanted, by_name, 8, cutoff=0.4)
     names = list(dict.fromkeys(by_name[text].name for text in near))[:3]
@@ -97,6 +105,14 @@ def find_device(name: str) -> DeviceSpec:
         f"no device is called '{name[:60]}'",
         why="known are " + ", ".join(row.name for row in named_devices()),
         try_=" or ".join(names) if names else "one of these",
+    )
+
+
+def _fits(name: str, row: DeviceSpec) -> bool:
+    """Whether one of the names of `row` begins like `name`, or has all its words."""
+    return any(
+        _plain(text).startswith(_plain(name)) or set(_words(name)) <= set(_words(text))
+        for text in (row.name, *row.aliases)
     )
 
 
@@ -113,9 +129,12 @@ _COMMON = (
 
 def _plain(name: str) -> str:
     """Lower case, without the words and signs that people leave out or put in."""
-    words = re.split(r"[\s_\-]+", name.lower().strip())
+    return "".join(_words(name))
+
+
+def _words(name: str) -> list[str]:
     dropped = {"nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "cuda", "generation"}
-    return "".join(word for word in words if word not in dropped)
+    return [word for word in re.split(r"[\s_\-]+", name.lower().strip()) if word and word not in dropped]
 
 
 def _here(row: DeviceSpec) -> DeviceSpec:

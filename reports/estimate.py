@@ -18,6 +18,8 @@ def print_estimate(console: Console, found: Estimate, target: str, *, explain: b
     """Print `found` for the `target` that was asked about."""
     console.print(f"{target} on {found.device}{' (partial)' if found.partial else ''}", style="bold")
     console.print(_answers(found))
+    for line in _bounds(found):
+        console.print(line)
     if found.by_category:
         console.print(_parts(found))
     for line in _fits(found):
@@ -26,10 +28,11 @@ def print_estimate(console: Console, found: Estimate, target: str, *, explain: b
     if explain:
         console.print(_modules(found))
         console.print(_policies(found))
-    for note in found.notes if explain else found.notes[:4]:
+    notes = [note for note in found.notes if note.removesuffix(" (an upper bound)") not in found.bounded]
+    for note in notes if explain else notes[:4]:
         console.print(f"note: {note}")
-    if not explain and len(found.notes) > 4:
-        console.print(f"note: {len(found.notes) - 4} more with --explain")
+    if not explain and len(notes) > 4:
+        console.print(f"note: {len(notes) - 4} more with --explain")
 
 
 def _answers(found: Estimate) -> Table:
@@ -54,7 +57,7 @@ def _answers(found: Estimate) -> Table:
             ),
         ]
     for name, size, key, meaning in rows:
-        table.add_row(name, format_bytes(size), f"±{100 * found.error[key]:.1f} %", meaning)
+        table.add_row(name, format_bytes(size), _bar(found, key), meaning)
     if found.smallest_bytes:
         table.add_row(
             "smallest",
@@ -63,6 +66,30 @@ def _answers(found: Estimate) -> Table:
             "the allocator's least, cached memory given back",
         )
     return table
+
+
+def _bar(found: Estimate, answer: str) -> str:
+    """The error bar; below it reaches down to what is needed when the data selects least."""
+    share = found.error[answer]
+    if not found.bounded:
+        return f"±{100 * share:.1f} %"
+    if answer not in found.range_bytes:
+        return f"less, or +{100 * share:.1f} %"
+    least, most = found.range_bytes[answer]
+    below = 1 - (1 - share) * least / max(most, 1)
+    return f"-{100 * below:.1f} % +{100 * share:.1f} %"
+
+
+def _bounds(found: Estimate) -> list[str]:
+    if not found.bounded:
+        return []
+    least, most = found.range_bytes.get("allocated", (None, found.allocated_bytes))
+    low = "?" if least is None else format_bytes(least)
+    lines = [f"depends on data: allocated {low} to {format_bytes(most)}, by what is selected at"]
+    return lines + [f"  {where}" for where in found.bounded[:_MOST_BOUNDS]]
+
+
+_MOST_BOUNDS = 6
 
 
 def _parts(found: Estimate) -> Table:

@@ -6,8 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
+from memopt.cli.advise import advise
+from memopt.cli.estimate import estimate
 from memopt.devices import common_gpus, find_device, named_devices
 from memopt.errors import UsageError
 
@@ -30,6 +33,9 @@ GIB = 2**30
         ("gh200", "gh200-96gb"),
         ("mi300", "mi300x"),
         ("cpu", "cpu"),
+        ("h100", "h100-80gb-sxm"),
+        ("NVIDIA H100", "h100-80gb-sxm"),
+        ("pcie h100", "h100-80gb-pcie"),
     ],
 )
 def test_names_are_found_however_spelt(spelt: str, name: str) -> None:
@@ -46,11 +52,31 @@ def test_near_names_are_offered(wrong: str, near: str) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_an_ambiguous_name_lists_what_fits() -> None:
+@pytest.mark.parametrize(
+    ("name", "offered"),
+    [
+        ("a100", "a100-40gb or a100-80gb or a100-80gb-pcie"),
+        ("a100-pcie", "a100-40gb or a100-80gb-pcie"),
+        ("v100", "v100-16gb or v100-32gb"),
+    ],
+)
+def test_a_name_of_devices_that_differ_in_memory_lists_them(name: str, offered: str) -> None:
     with pytest.raises(UsageError) as caught:
-        find_device("a100")
-    assert "a100-40gb" in caught.value.try_
-    assert "a100-80gb" in caught.value.try_
+        find_device(name)
+    assert caught.value.try_ == offered
+
+
+@pytest.mark.parametrize("command", [estimate, advise])
+def test_which_of_devices_alike_is_taken_is_said(
+    command: click.Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = next(each for each in command.params if each.name == "device")
+    context = click.Context(command)
+    assert option.type_cast_value(context, "h100") == "h100-80gb-sxm"
+    assert option.type_cast_value(context, "H100-PCIe") == "h100-80gb-pcie"
+    assert capsys.readouterr().err == (
+        "memopt: 'h100' is taken for h100-80gb-sxm; as much memory has h100-80gb-pcie\n"
+    )
 
 
 @pytest.mark.parametrize("wrong", ["", "  ", "-", "x" * 10_000, "nvidia"])

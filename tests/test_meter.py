@@ -47,9 +47,7 @@ def test_wrappers_have_no_bytes_of_their_own() -> None:
 
 def test_a_block_where_one_of_an_earlier_profile_lay_ends_once() -> None:
     """torch's profiler takes it for the earlier one and tells of its end, which the meter sees by itself."""
-    size = (
-        10 * 2**20
-    )  # elements: more than glibc keeps, so that the system hands out the same addresses again
+    size = 10 * 2**20  # elements: more than glibc keeps, so the system hands out the same addresses again
     first = CpuMeter()
     first.start()
     old = torch.empty(size)
@@ -64,3 +62,12 @@ def test_a_block_where_one_of_an_earlier_profile_lay_ends_once() -> None:
     del again
     new = torch.empty(2 * size)
     assert meter.stop() == base - 4 * size + new.nbytes
+
+
+def test_a_gradient_that_nobody_has_looked_at_counts() -> None:
+    leaf = torch.ones(1000, requires_grad=True)
+    before = _bytes_alive()
+    leaf.mul(2).sum().backward()
+    assert _bytes_alive() - before == 4000
+    leaf.grad = None
+    assert _bytes_alive() - before == 0

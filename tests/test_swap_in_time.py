@@ -11,7 +11,8 @@ import torch
 
 from memopt.advisors.problem import Decisions, Problem
 from memopt.enforcers.disk import DiskStore
-from tests.enforced import SWAP, enforced, plan_of, recorded
+from memopt.estimators.decision import Decision
+from tests.enforced import SWAP, enforced, plan_of, problem_of, recorded
 
 
 def deep_net(steps: int) -> list[str]:
@@ -51,3 +52,40 @@ def test_late_copies_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plan_of_the_careless = msgspec.structs.replace(plan, actions=careless)
     _, late = enforced(deep_net, plan_of_the_careless, tmp_path, 4, measure=True)
     assert late.measured_peak_bytes > 1.1 * plan.predicted_peak_bytes
+
+
+def gradient_penalty(steps: int) -> list[str]:
+    """What the first forward saves is unpacked last; what the second saves twice, in the backward that makes a graph and in its own."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss = model(torch.randn(4096, 64)).square().mean()
+        x = torch.randn(4096, 64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        optimizer.zero_grad()
+        (loss + gradient.norm()).backward()
+        optimizer.step()
+    return [loss.item().hex()]
+
+
+def test_a_slot_that_is_unpacked_twice_triggers_the_first_time(tmp_path: Path) -> None:
+    """The copy in would start at the first unpack, long before the prediction has the bytes back."""
+    trace = recorded(gradient_penalty, tmp_path)
+    unpacks = [trace.slots.unpacks.row(slot) for slot in range(len(trace.slots.storage))]
+    _, problem = problem_of(trace)
+    triggers = problem.triggers.tolist()
+    assert triggers == sorted({row[0] for row in unpacks if row})
+    again = {op for row in unpacks for op in row[1:]} - {*triggers}
+    asked = {s: problem.view.saved[s].first_use for s in problem.candidates}
+    assert any(min(again) < use for use in asked.values()), "the loop has what is tested"
+    chosen = {
+        s: Decision(kind="swap", tier="disk", prefetch_op=max(op for op in triggers if op <= use))
+        for s, use in asked.items()
+    }
+    plan = plan_of(trace, lambda _: chosen)
+    places = {
+        (trace.strings[trace.slots.module[slot]], trace.slots.ordinal[slot]): row
+        for slot, row in enumerate(unpacks)
+    }
+    started = [places[a.prefetch.module, a.prefetch.ordinal][0] for a in plan.actions if a.prefetch]
+    assert started == [chosen[a.storage].prefetch_op for a in plan.actions]
