@@ -30,7 +30,7 @@ from memopt.advisors.graph_problem import Answer, GraphProblem, infeasible, plai
 from memopt.advisors.graph_runs import floor_bytes, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graph_scores import SCORES
 from memopt.advisors.graph_search import Search
-from memopt.advisors.graph_segments import Forward, greedy_cuts, runs_keeping, sqrt_cuts
+from memopt.advisors.graph_segments import Forward, cheapest_dropped, greedy_cuts, runs_keeping, sqrt_cuts
 from memopt.advisors.graph_waiting import Waiting
 from memopt.advisors.schedule import FREE, RUN, Step
 from memopt.advisors.schedule_sim import InvalidSchedule
@@ -202,12 +202,12 @@ class AutoPlan:
             self.search.run(self.problem.until, enough)
 
     def _secure(self, until: float) -> None:
-        """A first valid plan from a few segment plans, which cost next to nothing, else from the first online rule that finds one."""
+        """A first valid plan of what is cheap to drop or of a few segments, which cost next to nothing, else from the first online rule that finds one."""
         graph, budget_bytes = self.problem.graph, self.problem.budget_bytes
         forward = Forward(graph)
-        segments = (
-            runs_keeping(forward, keep) for keep in greedy_cuts(forward, 6)[graph.op_count <= LARGE :]
-        )
+        plans = cheapest_dropped(forward) if graph.op_count > LARGE else []
+        plans += greedy_cuts(forward, 6)[graph.op_count <= LARGE :]
+        segments = (runs_keeping(forward, keep) for keep in plans)
         rules = (ruled(graph, budget_bytes, name, until) for name in PORTFOLIO)
         for runs in itertools.chain(segments, rules):
             if runs and peak_of_runs(graph, runs) <= budget_bytes:

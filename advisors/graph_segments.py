@@ -20,6 +20,9 @@ from memopt.advisors.graph_runs import memory_of_runs, peak_of_runs, plain_runs,
 FINEST = 0.5
 """The finest segments have this many times the square root of the ops, on the average, or a hundredth of all bytes if that is less."""
 
+SHARES = (0.125, 0.25, 0.5, 0.75, 1.0)
+"""Of the droppable tensors, for a first plan."""
+
 
 class Forward:
     """The ops up to the unplanned peak, the tensors that are idle across it, and how wide each cut would be."""
@@ -158,6 +161,15 @@ def greedy_cuts(forward: Forward, sweep: int = 24) -> list[set[int]]:
                 filled = 0
         plans.append(forward.crossing(cuts))
     return plans
+
+
+def cheapest_dropped(forward: Forward) -> list[set[int]]:
+    """What is kept when a share of the tensors that can be made again is dropped, those with the least recompute time per byte."""
+    graph = forward.graph
+    found = np.flatnonzero(forward.droppable)
+    price = graph.op_ms[graph.producer[found]] / graph.tensor_bytes[found]
+    ranked: list[int] = found[np.argsort(price, kind="stable")].tolist()
+    return [set(range(graph.tensor_count)).difference(ranked[: int(share * len(ranked))]) for share in SHARES]
 
 
 def best_of(problem: GraphProblem, plans: list[set[int]], forward: Forward) -> Answer:

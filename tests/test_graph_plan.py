@@ -18,6 +18,7 @@ from memopt.advisors.graph_auto import AutoPlan
 from memopt.advisors.graph_plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graph_problem import Answer, GraphProblem
 from memopt.advisors.graph_runs import floor_bytes
+from memopt.advisors.graph_segments import Forward, cheapest_dropped
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, UsageError
 from tests import schedule_checker as checker
@@ -315,3 +316,19 @@ def test_a_refusal_keeps_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
     work = AutoPlan(replace(problems[0], budget_bytes=5, until=now + 0.1, latest=now + 0.15))
     work.plan()
     assert work.last_resort == now + 0.15
+
+
+def test_what_is_dropped_first_is_cheapest_per_byte() -> None:
+    """1 ms for 6, 5 and 4 bytes, then 2 ms for 6 and 5, then 3 for 6 and 2 for 4. The output of f9 is in use at the peak."""
+    plain = chain(10)
+    forward = Forward(graph_of(plain))
+    kept = cheapest_dropped(forward)
+    ids = forward.graph.tensor_ids
+    dropped = [{int(ids[t]) for t in range(len(ids)) if t not in keep} for keep in kept]
+    assert dropped == [
+        {8},
+        {8, 4},
+        {8, 4, 0, 5, 1},
+        {8, 4, 0, 5, 1, 2, 109},
+        {8, 4, 0, 5, 1, 2, 109, 3, 6, 7},
+    ]
