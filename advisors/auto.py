@@ -16,6 +16,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
+from memopt.advisors.alike import alike_plans
 from memopt.advisors.autoswap import Autoswap
 from memopt.advisors.autotm import Autotm
 from memopt.advisors.blockers import infeasible
@@ -218,6 +219,9 @@ class Auto:
         judged: dict[frozenset[int], Plan] = {}
         problem = search.problem
         few = len(problem.candidates) <= _MANY
+        if not few:
+            limited = problem.limited(search.moment(_SHARE_FOR_STARTS))
+            yield from _judged(search, _in_time(alike_plans(limited)), judged)
         quick = _QUICK if len(problem.candidates) <= _MOST_FOR_SQUARES else _QUICK[1:]
         yield from _judged(search, portfolio(search, quick, until=_SHARE_FOR_SEARCH), judged)
         if few:
@@ -310,6 +314,12 @@ def portfolio(search: Search, strategies: Iterable[Strategy], *, until: float) -
         if strategy.allows & search.problem.allow:
             with contextlib.suppress(BudgetInfeasible, OutOfTime, NotPossibleHere):
                 yield strategy.plan(limited)
+
+
+def _in_time(plans: Iterator[Decisions]) -> Iterator[Decisions]:
+    """Those that come before the time is up."""
+    with contextlib.suppress(OutOfTime):
+        yield from plans
 
 
 def programs(search: Search) -> Iterator[Decisions]:

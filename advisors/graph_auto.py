@@ -14,9 +14,12 @@ import itertools
 import logging
 import math
 import time
+from dataclasses import replace
+from importlib.util import find_spec
 
 from memopt.advisors.graph import Graph
 from memopt.advisors.graph_bounds import overhead_bound
+from memopt.advisors.graph_checkmate import build, solve
 from memopt.advisors.graph_engine import Engine, Stuck
 from memopt.advisors.graph_evolve import Evolution
 from memopt.advisors.graph_exact import Proof, Relaxed, Start, prove
@@ -41,7 +44,13 @@ SLOW = 150
 """With fewer iterations than this in a slice, one long search is worth more than several."""
 FEW = 300
 """Above so many ops, one long search is worth more where copies make each move dearer."""
+LAST_RESORT = 4.0
+"""Of the usual time, until a refusal."""
 PROOF = 0.2
+SMALL = 64
+"""HiGHS comes close to the optimum of Checkmate's program for so many ops, in seconds."""
+PROGRAM, PROGRAM_FIRST = 0.5, 0.3
+"""Of the time that is left, for that; where there is no valid plan yet."""
 EFFORT_FOR_PARTS = 3.0
 """Of the usual time for so many ops."""
 SHARE_FOR_PARTS = 0.8
@@ -85,7 +94,8 @@ class AutoPlan:
         """All stages, until the time is up."""
         begin = time.monotonic()
         left = self.problem.until - begin
-        self.last_resort = begin + (3 * left if self.problem.graph.op_count <= LARGE else left)
+        small = self.problem.graph.op_count <= LARGE
+        self.last_resort = min(begin + (LAST_RESORT * left if small else left), self.problem.latest)
         self.bound = overhead_bound(self.problem)
         if self.problem.may_recompute:
             self._secure(begin + (0.1 if self.problem.graph.op_count <= LARGE else 0.3) * left)
@@ -106,8 +116,9 @@ class AutoPlan:
         if self.problem.may_recompute:
             self._evolve_starts(evolution, begin + 0.6 * left, slice_s, STARTS)
         if self.search.best_over:
-            self.search.load_best()
-            self.search.mend(self.last_resort)
+            self._insist(begin)
+        if not self.search.best_over:
+            self._exactly(self.stage_end(PROGRAM))
         if self.search.iterations >= SLOW:
             evolution.run(begin + 0.75 * left, slice_s, enough)
         self._finish(enough)
@@ -128,6 +139,31 @@ class AutoPlan:
         """When the first valid plan was there."""
         if not self.search.best_over:
             self.stats.setdefault("first_s", round(time.monotonic() - begin, 3))
+
+    def _insist(self, begin: float) -> None:
+        """Look for a valid plan until the last resort; improve one for as long as it took to find, within the time limit."""
+        search, now = self.search, time.monotonic()
+        self._exactly(now + PROGRAM_FIRST * (self.last_resort - now))
+        if search.best_over:
+            search.load_best()
+            search.mend(self.last_resort)
+        if not search.best_over:
+            self._note_first(begin)
+            now = time.monotonic()
+            until = min(self.problem.latest, max(self.problem.until, now + (now - begin)))
+            self.problem = replace(self.problem, until=until)
+
+    def _exactly(self, until: float) -> None:
+        """What HiGHS makes of Checkmate's program, where that is small."""
+        search, problem = self.search, self.problem
+        if problem.graph.op_count > SMALL or not problem.may_recompute or not find_spec("highspy"):
+            return
+        start = None if search.best_over else search.best_runs
+        program = build(problem.graph, problem.budget_bytes)
+        runs, _ = solve(replace(problem, until=until), program, start)
+        if runs is not None:
+            search.load(runs)
+            search.polish_all()
 
     def _jointly(self, slice_s: float, enough: float) -> None:
         """Reruns and copies together; plans in which runs wait where there is no other."""

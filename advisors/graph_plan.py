@@ -45,6 +45,10 @@ GRAPH_STRATEGIES: dict[str, Strategy] = {
 """Every strategy that plans a graph, by name."""
 
 
+LIMIT_USED = 0.92
+"""Of a time limit; the rest is for judging and writing."""
+
+
 def plan_graph(
     graph: Graph,
     budget_bytes: int,
@@ -79,7 +83,8 @@ def plan_graph(
         out_gbps=out_gbps,
         in_gbps=in_gbps,
         allow=allow,
-        until=begin + (effort_s(graph, time_limit_s) if strategy == "auto" else 0.92 * time_limit_s),
+        until=begin + (effort_s(graph, time_limit_s) if strategy == "auto" else LIMIT_USED * time_limit_s),
+        latest=begin + LIMIT_USED * time_limit_s,
     )
     schedule = finish(problem, GRAPH_STRATEGIES[strategy](problem), strategy)
     schedule.stats["seconds"] = round(time.monotonic() - begin, 3)
@@ -94,7 +99,7 @@ def default_limit_s(graph: Graph) -> float:
 def effort_s(graph: Graph, time_limit_s: float) -> float:
     """Seconds to search: what is usual for so many ops; what a limit beyond the default grants comes on top."""
     more = max(0.0, time_limit_s - default_limit_s(graph))
-    return min(0.92 * time_limit_s, usual_s(graph.op_count) + more)
+    return min(LIMIT_USED * time_limit_s, usual_s(graph.op_count) + more)
 
 
 def unplanned_peak(graph: Graph) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,8 @@ EVERYTHING = frozenset({RECOMPUTE, SWAP})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphProblem:
-    """A graph, a budget and what is allowed. `until` is the moment (`time.monotonic`) at which to answer."""
+    """A graph, a budget and what is allowed. `until` is the moment (`time.monotonic`) at which to answer; where no plan has been found
+    by then, the search may go on until `latest`."""
 
     graph: Graph
     budget_bytes: int
@@ -30,6 +32,7 @@ class GraphProblem:
     in_gbps: float = 0.0
     allow: frozenset[str] = EVERYTHING
     until: float = field(default_factory=lambda: time.monotonic() + 20.0)
+    latest: float = math.inf
 
     @property
     def may_swap(self) -> bool:

@@ -173,12 +173,15 @@ class Problem:
         key = frozenset(decisions.items())
         found = self._memo.get(key)
         if found is None:
-            if now() > self._deadline:
-                raise OutOfTime
+            self._check_time()
             if len(self._memo) > min(4000, _REMEMBERED_OPS // max(1, self.view.n)):
                 self._memo.clear()
-            found = self._memo[key] = self.simulator.run(decisions)
+            found = self._memo[key] = self.simulator.run(decisions, still_wanted=self._check_time)
         return found
+
+    def _check_time(self) -> None:
+        if now() > self._deadline:
+            raise OutOfTime
 
     def forget(self) -> None:
         """Let go of the timelines that are remembered."""

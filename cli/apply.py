@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--verify", "verify_steps", metavar="N", type=click.IntRange(min=1), help="Run N iterations plain and N enforced and compare them bit for bit; exit 1 on any difference.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Refuse when the script has changed since it was profiled.")
 @click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder for the swap file.  [default: the system's for temporary files]")  # fmt: skip
-@click.option("--no-measure", is_flag=True, help="Do not measure the peak: on a CPU that slows two iterations and takes memory of its own.")  # fmt: skip
+@click.option("--no-measure", is_flag=True, help="Do not measure the peak: on a CPU that slows a few iterations and takes memory of its own.")  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing at the end.")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, metavar="[-- ARGS]...", type=click.UNPROCESSED)

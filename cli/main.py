@@ -58,6 +58,10 @@ def main(args: Sequence[str] | None = None, prog_name: str = "memopt") -> NoRetu
 
 def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
     """Run the command line `args` and return the exit code. A command may return its code, or exit by itself."""
+    if (
+        sys.stderr is None
+    ):  # closed before the start (`2>&-`): words would go to stdout, and the next file would be fd 2
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         code = group.main(args, prog_name, standalone_mode=False)
         if sys.stdout is not None:  # it is None when it was closed before the start (`>&-`)

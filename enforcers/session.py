@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MEASURED = (3, 5)
-"""Iterations in which the bytes are measured on a CPU; their times do not count.
+MEASURED = (3, 5, 8, 11, 14, 17)
+"""Iterations in which the bytes are measured on a CPU; their times do not count. From the third on only until one was like the profiled
+one, as every other is where a script does something each second time.
 
 Never two in a row: the optimizer's own `record_function` is open where iterations end, and one that was opened under a profiler
 writes into freed memory if it is closed under the next."""
@@ -75,6 +76,8 @@ class ApplySession:
         self._updates: OptimizerInBackward | None = None
         self._meter: Meter | None = None
         self._measuring = False
+        self._measured_planned = False
+        """An iteration like the profiled one has been measured."""
         self._resident_bytes = 0
         """Largest resident set before torch's profiler, which measures, took memory of its own."""
         self._peaks: list[int] = []
@@ -274,8 +277,8 @@ class ApplySession:
         plain, self._in_two_threads = self._in_two_threads, False
         if plain:
             self._left_plain += int(count > 1)
-        elif count > 1 and self._hooks is not None:
-            self._compare(engine)
+        elif count > 1 and self._is_as_planned(engine) and self._meter is not None:
+            self._measured_planned = True
         if count > 1 and self._meter is None and not plain:
             self._times_ms.append(milliseconds)
         self._stop_measuring()
@@ -285,7 +288,8 @@ class ApplySession:
         self._frames.new_iteration()
         engine.enter()
         self._look_for_a_longer_round(count)
-        if self._options.measure and count + 1 - self._parts in MEASURED:
+        wanted = MEASURED[:2] if self._measured_planned else MEASURED
+        if self._options.measure and count + 1 - self._parts in wanted:
             self._start_measuring()
 
     def _look_for_a_longer_round(self, count: int) -> None:
@@ -301,14 +305,15 @@ class ApplySession:
             self._times_ms.clear()
             self._others.clear()
 
-    def _compare(self, engine: Engine) -> None:
-        """Is this iteration one like that which was planned for?"""
+    def _is_as_planned(self, engine: Engine) -> bool:
+        """Did this iteration save what the profiled one did? Notes one that did not."""
         plan = self._plan
-        if plan.saved_tensors and (engine.saved_tensors, engine.saved_elements) != (
-            plan.saved_tensors,
-            plan.saved_elements,
-        ):
-            self._others.append(engine.saved_elements / max(1, plan.saved_elements))
+        if self._hooks is None or not plan.saved_tensors:
+            return True
+        if (engine.saved_tensors, engine.saved_elements) == (plan.saved_tensors, plan.saved_elements):
+            return True
+        self._others.append(engine.saved_elements / max(1, plan.saved_elements))
+        return False
 
     def _start_measuring(self) -> None:
         self._resident_bytes = self._resident_bytes or _resident_peak_bytes()

@@ -33,7 +33,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from memopt.estimators import fake_cudnn, fake_onednn  # noqa: F401  they register formulas
-from memopt.estimators.fake_accumulate import adds_in_place
 from memopt.estimators.fake_autocast import CudaAutocast
 from memopt.estimators.fake_blas import BlasWorkspaces
 from memopt.estimators.fake_choices import Overrides, plain_choices
@@ -46,6 +45,7 @@ from memopt.estimators.fake_real import stays_real
 from memopt.estimators.fake_share import note_share
 from memopt.estimators.fake_sparse import note_distinct, sparse_result
 from memopt.estimators.recording import Recording, StorageRow, on_fullest
+from memopt.instrument.accumulate import adds_in_place
 
 Target = Literal["cuda", "cpu"]
 _NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
@@ -355,7 +355,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             sparse = sparse_result(self, func, args, kwargs)
             if sparse is not None:
                 return sparse
-            if func is aten.add.Tensor and self.phase == "backward" and adds_in_place(args, kwargs):
+            meet = func is aten.add.Tensor and self.phase == "backward" and isinstance(args[0], FakeTensor)
+            if meet and adds_in_place(args, kwargs):
                 return args[0].add_(args[1])
             result = _own(func, own, func(*args, **kwargs))
             note_share(func, args, result)

@@ -8,7 +8,7 @@ served (made on the way to another, only if it is not to be made `again`); recor
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heappop, heappush
@@ -110,9 +110,16 @@ class Simulator:
         self._watching_ms = MODE_MS * int((view.phase == 0).sum()) + HOOK_MS * len(view.trace.slots.node)
         self._last: tuple[list[tuple[int, Decision | None]], _Summed] | None = None
 
-    def run(self, decisions: Mapping[int, Decision], *, lanes: bool = False) -> Timeline:
-        """The timeline of a step under `decisions` (storage -> decision)."""
-        summed = self._evaluate(decisions)
+    def run(
+        self,
+        decisions: Mapping[int, Decision],
+        *,
+        lanes: bool = False,
+        still_wanted: Callable[[], None] = lambda: None,
+    ) -> Timeline:
+        """The timeline of a step under `decisions` (storage -> decision). `still_wanted` is called before each replay is looked for, and
+        may raise: where thousands need one another, that takes a minute."""
+        summed = self._evaluate(decisions, still_wanted)
         watching_ms = self._watching_ms if decisions else 0.0
         view, state, added_ms = self.view, summed.state, summed.added_ms
         live = summed.live
@@ -153,14 +160,16 @@ class Simulator:
     def _replays(self) -> Replays:
         return Replays(self.view)
 
-    def _evaluate(self, decisions: Mapping[int, Decision]) -> _Summed:
+    def _evaluate(
+        self, decisions: Mapping[int, Decision], still_wanted: Callable[[], None] = lambda: None
+    ) -> _Summed:
         """All but the copies; the last one is remembered, since placing prefetches asks for it several times."""
         key = [(s, None if d.kind == "swap" else d) for s, d in decisions.items()]
         if self._last is None or self._last[0] != key:
-            self._last = key, self._summed(self._decided(decisions))
+            self._last = key, self._summed(self._decided(decisions, still_wanted))
         return self._last[1]
 
-    def _decided(self, decisions: Mapping[int, Decision]) -> _State:
+    def _decided(self, decisions: Mapping[int, Decision], still_wanted: Callable[[], None]) -> _State:
         state = _State()
         asked: list[Saved] = []
         for storage, decision in decisions.items():
@@ -173,7 +182,7 @@ class Simulator:
                 self._compress(state, saved, decision)
         if asked:
             asked.sort(key=lambda saved: (saved.first_use, saved.order))
-            self._recompute(state, asked, self._replays.standing(decisions))
+            self._recompute(state, asked, self._replays.standing(decisions), still_wanted)
             self._pin(state)
             self._hold_encoded(state, decisions)
         return state
@@ -217,11 +226,14 @@ class Simulator:
             state.added_ms.add(min(op, self.view.n), half_ms)
             state.staging_ms += half_ms
 
-    def _recompute(self, state: _State, asked: list[Saved], standing: int) -> None:
+    def _recompute(
+        self, state: _State, asked: list[Saved], standing: int, still_wanted: Callable[[], None]
+    ) -> None:
         """Makes each of `asked`, in the order in which backward wants them."""
         replays, made = self._replays, set[int]()
         dying: list[tuple[int, int]] = []
         for saved in asked:
+            still_wanted()
             use = saved.first_use
             while dying and dying[0][0] < use:
                 standing &= ~replays.there(heappop(dying)[1])

@@ -7,7 +7,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,8 @@ from memopt.instrument.script_profiler import is_free, on_script, ours, watch
 
 MARK = "memopt::op"
 """`record_function`s of this name divide the events into ops."""
+_FREED = "memopt::freed "
+_ALLOCATION = torch._C._profiler._EventType.Allocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,20 +57,47 @@ def stop_profile(started: Started) -> list[tuple[int, int, int]] | None:
         profile.stop()
     results = profile.profiler.kineto_results
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(results))
-    return memory_events(results.events())
+    return memory_events(results.experimental_event_tree())
 
 
-def memory_events(events: Any) -> list[tuple[int, int, int]]:
-    """(time ns, kind, bytes) in order; kind 0 = an op ended, 1 = allocated or freed, 2 = an op started."""
+def note_freed(size_bytes: int) -> bool:
+    """Write into the profile of this thread that a block which is older has ended now; False where none runs here."""
+    if not torch._C._autograd._profiler_enabled():
+        return False
+    with torch._C._profiler._RecordFunctionFast(f"{_FREED}{size_bytes}"):
+        return True
+
+
+def memory_events(tree: Iterable[Any]) -> list[tuple[int, int, int]]:
+    """(time ns, kind, bytes) in order; kind 0 = an op ended, 1 = allocated or freed, 2 = an op started.
+
+    The end of a block that was not allocated in this profile is no event: its size would be that of whatever lay there in an
+    earlier profile, for the allocator forgets sizes only while a profile runs (ProfiledCPUMemoryReporter).
+    """
     found: list[tuple[int, int, int]] = []
-    for event in events:
-        name = event.name()
-        if name == "[memory]":
-            if event.device_type() == torch._C._autograd.DeviceType.CPU:
-                found.append((event.start_ns(), 1, event.nbytes()))
-        elif name == MARK:
-            found.append((event.start_ns(), 2, 0))
-            found.append((event.start_ns() + event.duration_ns(), 0, 0))
+    blocks: list[tuple[int, int, int]] = []
+    waiting = [*tree]
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag == _ALLOCATION:
+            block = event.extra_fields
+            if block.device.type == "cpu":
+                blocks.append((event.start_time_ns, block.alloc_size, block.ptr))
+        elif event.name == MARK:
+            found.append((event.start_time_ns, 2, 0))
+            found.append((event.end_time_ns, 0, 0))
+        elif event.name.startswith(_FREED):
+            found.append((event.start_time_ns, 1, -int(event.name.removeprefix(_FREED))))
+    known: set[int] = set()
+    for time_ns, size, address in sorted(blocks):
+        if size > 0:
+            known.add(address)
+        elif address not in known:
+            continue
+        else:
+            known.remove(address)
+        found.append((time_ns, 1, size))
     found.sort()
     return found
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
-from memopt.instrument.allocator_events import Started, started_profile, stop_profile
+from memopt.instrument.allocator_events import Started, note_freed, started_profile, stop_profile
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script_profiler import on_script
 
@@ -34,6 +34,7 @@ class CpuMeter:
         self._profile: Started | None = None
         self._base_bytes = 0
         self._ends: list[tuple[int, int, int]] = []
+        """Of blocks that end in another thread, by another clock."""
         self._watch: list[weakref.ref[UntypedStorage]] = []
 
     def start(self) -> None:
@@ -47,7 +48,8 @@ class CpuMeter:
             self._watch.append(weakref.ref(storage, partial(self._ended, size)))
 
     def _ended(self, size_bytes: int, _: weakref.ref[UntypedStorage]) -> None:
-        self._ends.append((time.time_ns(), 1, -size_bytes))
+        if not note_freed(size_bytes):
+            self._ends.append((time.time_ns(), 1, -size_bytes))
 
     def _give_way(self) -> None:
         if self._profile is not None:

@@ -31,21 +31,39 @@ class StopScript(SystemExit):
 
 _stopped: threading.Thread | None = None
 """The thread in which `stop_script` was called, where that was not the main one."""
+_interrupts: int | None = None
+"""The signal that ends the main thread when another one has called `stop_script`; None where the system has none to spare."""
 _UNWINDING_S = 2.0
 """A thread that is still in torch's C++ code when the interpreter ends takes the process down with it."""
 
 
 def stop_script() -> NoReturn:
-    """End the script, from whichever of its threads; the main one is interrupted, as by Ctrl-C, and `run` gives 0."""
+    """End the script, from whichever of its threads; the main one is interrupted wherever it waits, and `run` gives 0."""
     main = threading.main_thread()
     if threading.current_thread() is not main:
         global _stopped
         _stopped = threading.current_thread()
-        if main.ident is not None and hasattr(signal, "pthread_kill"):
-            signal.pthread_kill(main.ident, signal.SIGINT)
+        if main.ident is not None and _interrupts is not None:
+            signal.pthread_kill(main.ident, _interrupts)
         else:
             _thread.interrupt_main()
         raise SystemExit(0)  # of this very type: `threading` shows the traceback of any other
+    raise StopScript(0)
+
+
+def _be_interruptible() -> None:
+    """Give `stop_script` a signal of its own: Ctrl-C may be ignored (`nohup`, a shell's `&`) or be handled by the script."""
+    global _interrupts
+    if not hasattr(signal, "SIGRTMAX") or threading.current_thread() is not threading.main_thread():
+        return
+    for number in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _interrupted)
+            _interrupts = number
+            return
+
+
+def _interrupted(number: int, frame: types.FrameType | None) -> NoReturn:
     raise StopScript(0)
 
 
@@ -121,6 +139,7 @@ def run(command: Command, *, raised: Callable[[BaseException], object] = lambda 
     """
     source = find_source(command)
     main = _prepare(command, source)
+    _be_interruptible()
     try:
         code = compile(source.read_bytes(), str(main.__file__), "exec", dont_inherit=True)
         exec(code, main.__dict__)

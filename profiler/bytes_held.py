@@ -22,7 +22,7 @@ def bytes_per_op(recorder: Recorder, usage: Usage | None, base_bytes: int) -> tu
     for op, (held, most) in enumerate(zip(*seen, strict=True)):
         begin = max(starts[op], base_bytes + held)
         live.append(begin)
-        high.append(max(begin + max(0, most - held), during[op]))
+        high.append(max(begin + max(0, most - held - recorder.added_in_place.get(op, 0)), during[op]))
     return live, high
 
 

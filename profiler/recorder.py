@@ -6,8 +6,10 @@ Nothing that the script owns is kept alive by it: rows hold numbers, never tenso
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from memopt.instrument.accumulate import adds_in_place
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.lines import user_line
@@ -32,6 +35,10 @@ from memopt.instrument.saved import Kept
 from memopt.profiler.clock import OpClock
 from memopt.profiler.rows import BACKWARD, FORWARD, OPTIMIZER, OTHER, OpRow, SlotRow
 from memopt.profiler.storages import StorageRows, describe
+
+_ADD = torch.ops.aten.add.Tensor
+_AROUND_A_MODE = ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
+"""Frames between a dispatch mode and whoever called the op."""
 
 
 class Handle(Kept):
@@ -77,6 +84,10 @@ class Recorder(TorchDispatchMode):
         self._saved_by: dict[int, list[weakref.ref[Handle]]] = {}
         self._node_ops: dict[int, int] = {}
         """Autograd sequence number -> forward op."""
+        self._node_at: dict[int, int] = {}
+        """Op of backward -> autograd sequence number of its node."""
+        self.added_in_place: dict[int, int] = {}
+        """Op of backward that adds to a gradient on its way -> bytes of the sum, which takes no memory of its own in a plain run."""
         self._named_nodes: set[int] = set()
         self._recording = True
         self._most_ops = most_ops
@@ -120,12 +131,18 @@ class Recorder(TorchDispatchMode):
         try:
             self._poll(op - 1)
             row = self._open_row(kind, op, args, kwargs)
+            sums = row.phase == BACKWARD and func is _ADD and self._sums(op, args, kwargs)
         except Exception as error:
-            row = self._unseen(kind, error)
+            row, sums = self._unseen(kind, error), False
         self.ops.append(row)
         out = self._clock.run(op, func, args, kwargs)
         try:
-            self._close_row(row, op, args, kwargs, out)
+            if sums:
+                row.writes.append(self.met.goes_on_in(args[0], out, op))
+                row.shape = describe(out)
+                self.added_in_place[op] = out.untyped_storage().nbytes()
+            else:
+                self._close_row(row, op, args, kwargs, out)
         except Exception as error:
             self._unseen(kind, error)
         return out
@@ -142,7 +159,7 @@ class Recorder(TorchDispatchMode):
     def _open_row(self, kind: OpKind, op: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpRow:
         frame, forward_op, phase = self._frames.current, -1, self._phase()
         if phase == BACKWARD:
-            frame, forward_op = self._backward_place(frame)
+            frame, forward_op = self._backward_place(frame, op)
         else:
             self._node_ops.setdefault(torch._C._autograd._get_sequence_nr() - 1, op)
         statistics = {id(t) for t in updated_statistics(kind, args)}
@@ -170,12 +187,27 @@ class Recorder(TorchDispatchMode):
             return FORWARD
         return OPTIMIZER if self._iterations.in_step else OTHER
 
-    def _backward_place(self, frame: Frame) -> tuple[Frame, int]:
+    def _backward_place(self, frame: Frame, op: int) -> tuple[Frame, int]:
         node = torch._C._current_autograd_node()
+        if node is not None:
+            self._node_at[op] = node._sequence_nr()
         forward_op = self._node_ops.get(node._sequence_nr(), -1) if node is not None else -1
         if forward_op < 0:
             return Frame(frame.key), -1
         return Frame(self.ops[forward_op].module), forward_op
+
+    def _sums(self, op: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Does the engine itself add two gradients that meet? Without a mode to watch it, it adds into the first where nobody else has it."""
+        caller: FrameType | None = sys._getframe(2)
+        while caller is not None and caller.f_code.co_filename.endswith(_AROUND_A_MODE):
+            caller = caller.f_back
+        if caller is not None and caller.f_code.co_name != "_engine_run_backward":
+            return False  # somebody's own backward
+        if not adds_in_place(args, kwargs):
+            return False
+        number = self.met.row_of(args[0])
+        maker = self._node_at.get(self.values[self.storages[number].value][1]) if number >= 0 else None
+        return maker is not None and maker != self._node_at.get(op)
 
     def _close_row(
         self, row: OpRow, op: int, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any

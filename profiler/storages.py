@@ -106,6 +106,16 @@ class StorageRows:
         self._numbers[address] = number
         self._refs[address] = weakref.ref(storage, lambda _: self.forget(address))
 
+    def goes_on_in(self, old: Tensor, new: Tensor, op: int) -> int:
+        """`op` made `new` of `old`, whose bytes it would have written had nobody watched: one row for both. The value that it made."""
+        number, storage = self.row_of(old), new.untyped_storage()
+        self.forget(old.untyped_storage()._cdata)
+        address, row = storage._cdata, self.rows[number]
+        self._numbers[address] = number
+        self._refs[address] = weakref.ref(storage, lambda _: self._died(address))
+        row.value, row.version = self._new_value(number, op, -1), version_of(new)
+        return row.value
+
     def ends(self, number: int) -> None:
         """Nobody will ask for row `number` again."""
         if not self._ended:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memopt.enforcers.verify import digest
-from tests.enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
+from tests.enforced import Loop, any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
 from tests.loops import clamped_in_place
 from tests.test_codecs import CASES, Case, Run, make, same_bits
 
@@ -235,3 +235,28 @@ def test_an_op_that_runs_in_some_steps_only_shifts_nothing(tmp_path: Path) -> No
     assert outcome.divergences == 0
     assert outcome.actions.skipped == 0
     assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+
+
+def _large_at(*large: int) -> Loop:
+    def loop(steps: int) -> list[str]:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(1, steps + 1):
+            loss = model(torch.randn(40_000 if step in large else 1000, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return [loss.item().hex()]
+
+    return loop
+
+
+@pytest.mark.parametrize(("large", "is_found"), [((8,), True), ((11,), True), ((9,), False)])
+def test_the_peak_is_measured_until_an_iteration_was_like_the_profiled_one(
+    large: tuple[int, ...], is_found: bool, tmp_path: Path
+) -> None:
+    """A script that penalises gradients each second time is measured in a step that does."""
+    plan = plan_of(recorded(_large_at(3), tmp_path), everything("recompute"))
+    _, outcome = enforced(_large_at(*large), plan, tmp_path, 12, measure=True)
+    ratio = outcome.measured_peak_bytes / plan.predicted_peak_bytes
+    assert (ratio == pytest.approx(1, abs=0.02)) if is_found else ratio < 0.5

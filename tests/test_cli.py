@@ -279,6 +279,26 @@ def test_stdout_that_takes_nothing(ending: str, code: int) -> None:
     assert ("No space left" in done.stderr) == (code == 1)
 
 
+def test_stderr_that_was_closed(tmp_path: Path) -> None:
+    """As daemons start programs: the profile is made, and nothing else goes to the script's stdout."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "w = torch.ones(1000, requires_grad=True)\n"
+        "optimizer = torch.optim.SGD([w], lr=0.1)\n"
+        "for step in range(4):\n"
+        "    (w * w).sum().backward()\n"
+        "    optimizer.step()\n"
+        "print('trained')\n"
+    )
+    command = f"{sys.executable} -m memopt profile --keep-running {script} 2>&-"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, env=ENV, timeout=120, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert (tmp_path / "memopt-train.profile.json.gz").exists()
+
+
 PAINT = """
 from memopt.cli.console import err, out, say
 import click

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 
 from benchmarks import graphs as shapes
 from memopt.advisors.graph import Graph, decode_graph
+from memopt.advisors.graph_auto import AutoPlan
 from memopt.advisors.graph_plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graph_problem import Answer, GraphProblem
 from memopt.advisors.graph_runs import floor_bytes
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, UsageError
@@ -291,3 +295,23 @@ def test_arguments_that_cannot_be_meant(options: dict[str, Any]) -> None:
     graph = graph_of({"schema": "memopt.graph/1", "tensors": [], "ops": []})
     with pytest.raises(UsageError):
         plan_graph(graph, 100, **options)
+
+
+def test_a_refusal_keeps_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a limit of 60 s, 44 are for the search, and what is left but for 8 % where it has found nothing by then."""
+    plain = chain(12)
+    graph = graph_of(plain)
+    problems: list[GraphProblem] = []
+
+    def noting(problem: GraphProblem) -> Answer:
+        problems.append(problem)
+        raise BudgetInfeasible(problem.budget_bytes, problem.budget_bytes + 1, ())
+
+    monkeypatch.setitem(GRAPH_STRATEGIES, "auto", noting)
+    with pytest.raises(BudgetInfeasible):
+        plan_graph(graph, 30, time_limit_s=60.0)
+    assert problems[0].latest - problems[0].until == pytest.approx(0.92 * 60 - (4 + 60 - 20))
+    now = time.monotonic()
+    work = AutoPlan(replace(problems[0], budget_bytes=5, until=now + 0.1, latest=now + 0.15))
+    work.plan()
+    assert work.last_resort == now + 0.15

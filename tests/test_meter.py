@@ -7,7 +7,7 @@ import gc
 import torch
 from torch import Tensor
 
-from memopt.instrument.meter import living_storages
+from memopt.instrument.meter import CpuMeter, living_storages
 
 
 class Wrapper(Tensor):
@@ -43,6 +43,25 @@ def test_wrappers_have_no_bytes_of_their_own() -> None:
     assert _bytes_alive() - before == 4000 + 120
     assert _bytes_alive() - before == 4000 + 120, "looking once does not change what is found"
     del wrapper, child, view
+
+
+def test_a_block_where_one_of_an_earlier_profile_lay_ends_once() -> None:
+    """torch's profiler takes it for the earlier one and tells of its end, which the meter sees by itself."""
+    size = 10 * 2**20  # elements: more than glibc keeps, so the system hands out the same addresses again
+    first = CpuMeter()
+    first.start()
+    old = torch.empty(size)
+    first.stop()
+    address = old.data_ptr()
+    del old
+    again = torch.empty(size)
+    assert again.data_ptr() == address
+    base = _bytes_alive()
+    meter = CpuMeter()
+    meter.start()
+    del again
+    new = torch.empty(2 * size)
+    assert meter.stop() == base - 4 * size + new.nbytes
 
 
 def test_a_gradient_that_nobody_has_looked_at_counts() -> None:

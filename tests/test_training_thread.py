@@ -19,8 +19,9 @@ from memopt.instrument.training_thread import TrainingThread
 ROOT = Path(__file__).parent.parent
 
 SCRIPT = """
-import queue, threading
+import queue, signal, threading
 import torch
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a shell's background
 told = queue.Queue()
 
 def train(first, steps):

@@ -1,11 +1,10 @@
-"""What autograd does in place on real tensors and not on subclasses of them, which fake tensors are."""
+"""What autograd does in place on real tensors, and not on subclasses of them or while a dispatch mode watches (InputBuffer::accumulate)."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 
 def adds_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -14,7 +13,7 @@ def adds_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if kwargs or len(args) != 2 or torch.is_grad_enabled():
         return False
     old, new = args
-    if not (isinstance(old, FakeTensor) and isinstance(new, torch.Tensor)):
+    if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
         return False
     if old.shape != new.shape or old.dtype != new.dtype or not _dense(old):
         return False
