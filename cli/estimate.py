@@ -247,7 +247,7 @@ def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
 
 
 def _dims(given: tuple[str, ...]) -> dict[str, int]:
-    dims = {}
+    dims: dict[str, int] = {}
     for text in given:
         name, _, size = text.partition("=")
         if not name or not size.isdecimal() or int(size) < 1:
