@@ -24,7 +24,10 @@ class Values:
     def __init__(self, thread: TrainingThread) -> None:
         self._thread = thread
         self._values: dict[int, Value] = {}
-        """Storage address -> the value that it holds now."""
+        """Storage address -> the value that it holds now, of this iteration."""
+        self._older: dict[int, weakref.ref[Value]] = {}
+        """The same of iterations before, for as long as a graph asks for them. To this one they are tensors from before, as to the
+        profile: records that stood on a carried hidden state's value would hold all of the past."""
         self._pins: dict[int, list[weakref.ref[Record]]] = {}
         """Storage address -> records that hold it as a source."""
         self._encoded: dict[int, tuple[weakref.ref[UntypedStorage], int, weakref.ref[Encoded]]] = {}
@@ -74,12 +77,17 @@ class Values:
     def value_in(self, tensor: Tensor, storage: UntypedStorage) -> Value | None:
         """The recorded value that `tensor` shows; None when no op was seen that made it as it is now."""
         value = self._values.get(storage._cdata)
-        if value is None or value.storage is None or value.storage() is not storage:
+        known = value or self._older_value(storage._cdata)
+        if known is None or known.storage is None or known.storage() is not storage:
             return None
-        if version_of(tensor) > value.version:  # written by a kernel that no mode sees
+        if version_of(tensor) > known.version:  # written by a kernel that no mode sees
             self.overwritten([storage])
             return None
         return value
+
+    def _older_value(self, address: int) -> Value | None:
+        reference = self._older.get(address)
+        return reference() if reference is not None else None
 
     def remember(self, record: Record, flat: list[Any], out: Any) -> None:
         """`record` has run, on the arguments `flat`, and gave `out`: its results are values from here on."""
@@ -120,6 +128,9 @@ class Values:
         value = self._values.get(address)
         if value is not None and value.storage is gone:
             del self._values[address]
+        older = self._older_value(address)
+        if older is None or older.storage is gone:
+            self._older.pop(address, None)
 
     def about_to_write(
         self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None
@@ -154,9 +165,10 @@ class Values:
     def overwritten(self, storages: list[UntypedStorage]) -> None:
         """The storages hold other bytes now; their former values have to be made again where they are wanted."""
         for storage in storages:
-            value = self._values.pop(storage._cdata, None)
-            if value is not None:
-                value.storage = None
+            older = self._older.pop(storage._cdata, None)
+            for value in (self._values.pop(storage._cdata, None), older() if older is not None else None):
+                if value is not None:
+                    value.storage = None
 
     def rewritten_unseen(self, tensor: Tensor) -> None:
         """A compiled region has changed `tensor`: what was recorded made another value."""
@@ -165,13 +177,16 @@ class Values:
 
     def will_be_resized(self, storage: UntypedStorage) -> None:
         """Its owner (FSDP) frees or refills `storage`: what needs its present bytes is made now."""
-        if self._thread.is_here and (self._pins or self._values):
+        if self._thread.is_here and (self._pins or self._values or self._older):
             self.source_changes(storage._cdata)
             self.overwritten([storage])
 
     def new_iteration(self) -> None:
         """Forget what ended with the iteration."""
         self._encoded.clear()
+        self._older |= {address: weakref.ref(value) for address, value in self._values.items()}
+        self._values.clear()
+        self._older = {a: ref for a, ref in self._older.items() if ref() is not None}
         self._pins = {
             a: live for a, refs in self._pins.items() if (live := [r for r in refs if r() is not None])
         }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from memopt.enforcers.verify import digest
+from memopt.instrument.meter import living_storages
 from tests.enforced import Loop, any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
 from tests.loops import clamped_in_place
 from tests.test_codecs import CASES, Case, Run, make, same_bits
@@ -260,3 +262,70 @@ def test_the_peak_is_measured_until_an_iteration_was_like_the_profiled_one(
     _, outcome = enforced(_large_at(*large), plan, tmp_path, 12, measure=True)
     ratio = outcome.measured_peak_bytes / plan.predicted_peak_bytes
     assert (ratio == pytest.approx(1, abs=0.02)) if is_found else ratio < 0.5
+
+
+def test_a_carried_state_holds_nothing_of_the_past(tmp_path: Path) -> None:
+    """Its op is recorded in the shorter sequences that follow the profiled one: each state would stand on all those before."""
+    held = []
+
+    def loop(steps: int) -> list[str]:
+        inward, onward = nn.Linear(256, 64), nn.Linear(64, 64)
+        optimizer = torch.optim.SGD([*inward.parameters(), *onward.parameters()], lr=0.01)
+        state, found = torch.zeros(512, 64), []
+        held.clear()
+        for step in range(steps):
+            state, loss = state.detach(), torch.zeros(())
+            for _ in range(6 if step == 2 else 5):
+                given = torch.from_numpy(np.random.rand(512, 256).astype("float32")).clone()
+                state = torch.tanh(inward(given) + onward(state))
+                loss = loss + state.square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(digest(loss))
+            held.append(sum(storage.nbytes() for storage in living_storages("cpu")))
+        return found
+
+    np.random.seed(0)
+    plan = plan_of(recorded(loop, tmp_path), everything("recompute"))
+    np.random.seed(1)
+    plain = seeded(loop, 8)
+    np.random.seed(1)
+    computed, outcome = enforced(loop, plan, tmp_path, 8, measure=True)
+    assert computed == plain
+    assert outcome.actions.done == len(plan.actions) == 5
+    assert max(held[3:]) - held[2] < 512 * 256 * 4, "one input"
+    assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+
+
+def test_what_a_graph_of_the_iteration_before_stands_on_is_overwritten(tmp_path: Path) -> None:
+    """Its backward comes an iteration later, after its source was changed in place: it is made again from what was there before."""
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found, waiting = [], []
+        for step in range(steps):
+            source = torch.randn(1000, 64).mul(2)
+            waiting.append((model(source + 1).mean(), source))
+            del source
+            if step < 3 or len(waiting) > 1:
+                loss, source = waiting.pop(0)
+                if step >= 3:
+                    source.zero_()
+                else:
+                    del source
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                found += [digest(loss), *state_digests(model)]
+        return found
+
+    plain = seeded(loop, 7)
+    plan = plan_of(recorded(loop, tmp_path), everything("recompute"))
+    assert [len(action.records) for action in plan.actions] == [
+        3
+    ]  # random numbers, their double, and one more
+    computed, outcome = enforced(loop, plan, tmp_path, 7)
+    assert computed == plain
+    assert outcome.actions.done == len(plan.actions)
