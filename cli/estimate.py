@@ -247,11 +247,15 @@ def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
 
 
 def _dims(given: tuple[str, ...]) -> dict[str, int]:
-    dims = {}
+    dims: dict[str, int] = {}
     for text in given:
         name, _, size = text.partition("=")
         if not name or not size.isdecimal() or int(size) < 1:
             raise UsageError(f"'--dim {text}' is not understood", try_="--dim seq=512")
+        if dims.get(name, int(size)) != int(size):
+            raise UsageError(
+                f"--dim gives '{name}' two sizes, {dims[name]} and {size}", try_=f"--dim {name}={size}"
+            )
         dims[name] = int(size)
     return dims
 

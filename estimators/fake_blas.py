@@ -24,21 +24,21 @@ HOPPER_BYTES = 32 << 20
 
 
 class BlasWorkspaces:
-    """Takes the workspace at the first product of the script's thread and of autograd's."""
+    """Takes the workspace at the first product of the script's thread and of autograd's, on each GPU."""
 
     def __init__(self, recorder: FakeRecorder, measured_bytes: int | None) -> None:
         self.recorder = recorder
         self.size_bytes = workspace_bytes(recorder.capability) if measured_bytes is None else measured_bytes
-        self.seen: set[bool] = set()
+        self.seen: set[tuple[bool, int]] = set()
 
     def before(self, func: Any) -> None:
         """Call before every op on the device."""
-        if func not in PRODUCTS or len(self.seen) == 2:
+        if func not in PRODUCTS:
             return
         watch = self.recorder.watch
-        in_backward = watch is not None and watch.in_backward
-        if in_backward not in self.seen:
-            self.seen.add(in_backward)
+        handle = watch is not None and watch.in_backward, self.recorder.ordinal
+        if handle not in self.seen:
+            self.seen.add(handle)
             self.recorder.workspace(self.size_bytes, "cuBLAS workspace", forever=True)
 
 

@@ -5,6 +5,7 @@ Tensors stay fake *cpu* tensors for C++; the recorder knows which storages the s
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ _TENSOR: Any = torch.Tensor
 _TORCH: Any = torch
 
 
-CUDA = torch.device("cuda", 0)
+GPU = functools.cache(functools.partial(torch.device, "cuda"))
 CPU = torch.device("cpu")
 
 
@@ -47,7 +48,7 @@ def _whereabouts(recorder: FakeRecorder) -> None:
         real = fake.__get__(self) if isinstance(self, FakeTensor) else plain.__get__(self)
         if recorder.inside or real.type == "meta":
             return real  # type: ignore[no-any-return]
-        return CUDA if recorder.device_of(self) == "cuda" else CPU
+        return GPU(recorder.ordinal_of(self)) if recorder.device_of(self) == "cuda" else CPU
 
     def is_cuda(self: torch.Tensor) -> bool:
         return bool(layout.__get__(self)) if recorder.inside else recorder.device_of(self) == "cuda"
@@ -56,7 +57,7 @@ def _whereabouts(recorder: FakeRecorder) -> None:
         return recorder.device_of(self) == "cpu" or bool(recorder.inside)
 
     def get_device(self: torch.Tensor) -> int:
-        return 0 if recorder.device_of(self) == "cuda" else -1
+        return recorder.ordinal_of(self) if recorder.device_of(self) == "cuda" else -1
 
     kind = torch.Tensor.type
 
@@ -87,22 +88,33 @@ def device_kind(device: Any) -> str:
     return kind if kind in ("cuda", "meta") else "cpu"
 
 
+def ordinal(device: Any) -> int | None:
+    """Which GPU a script asks for; None when it does not say."""
+    if isinstance(device, int):
+        return device
+    return None if device is None else torch.device(device).index
+
+
 def _moves(recorder: FakeRecorder) -> None:
     to = torch.Tensor.to
 
     def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        device, rest = _asked(args, kwargs, recorder)
+        device, which, rest = _asked(args, kwargs, recorder)
         if device is None or device == "meta" or torch._C.TensorBase.device.__get__(self).type == "meta":
             return to(self, *args, **kwargs)
-        if recorder.device_of(self) == device:
+        same = device != "cuda" or which is None or recorder.ordinal_of(self) == which
+        if same and recorder.device_of(self) == device:
             return to(self, **rest) if rest else self
         rest.pop("copy", None)
         rest.setdefault("dtype", self.dtype)
-        with recorder.claiming(device):
+        if not same and self.requires_grad and torch.is_grad_enabled():
+            sent: torch.Tensor = _Sent.apply(self, GPU(which), rest["dtype"])  # type: ignore[no-untyped-call]
+            return sent
+        with recorder.claiming(device, which or 0):
             return to(self, copy=True, **rest)
 
-    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return moved(self, "cuda")
+    def cuda(self: torch.Tensor, device: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return moved(self, "cuda" if device is None else device)
 
     def cpu(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return moved(self, "cpu")
@@ -112,10 +124,23 @@ def _moves(recorder: FakeRecorder) -> None:
     _TENSOR.cpu = cpu
 
 
+class _Sent(torch.autograd.Function):
+    """A copy to another GPU, whose gradient is copied back; to the fake cpu both are one device, and nothing would be."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        ctx.back = x.device, x.dtype
+        return x.to(device, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gradients[0].to(*ctx.back), None, None
+
+
 def _asked(
     args: tuple[Any, ...], kwargs: dict[str, Any], recorder: FakeRecorder
-) -> tuple[str | None, dict[str, Any]]:
-    """`(device or None, the other arguments by name)` of a call of `Tensor.to`."""
+) -> tuple[str | None, int | None, dict[str, Any]]:
+    """`(device or None, which GPU or None, the other arguments by name)` of a call of `Tensor.to`."""
     rest = {
         k: v
         for k, v in kwargs.items()
@@ -123,6 +148,7 @@ def _asked(
     }
     device: Any = kwargs.get("device")
     kind = None if device is None else device_kind(device)
+    which = ordinal(device)
     other = kwargs.get("other")
     flags = 0
     for arg in args:
@@ -134,11 +160,11 @@ def _asked(
             rest["copy" if flags else "non_blocking"] = arg
             flags += 1
         elif arg is not None:
-            kind = device_kind(arg)
+            kind, which = device_kind(arg), ordinal(arg)
     if isinstance(other, torch.Tensor):
         rest.setdefault("dtype", other.dtype)
-        kind = recorder.device_of(other)
-    return kind, rest
+        kind, which = recorder.device_of(other), recorder.ordinal_of(other)
+    return kind, which, rest
 
 
 def _constructors(recorder: FakeRecorder) -> None:
@@ -148,7 +174,7 @@ def _constructors(recorder: FakeRecorder) -> None:
                 device = _default_device()
             result = function(*args, **kwargs)
             if device is not None and device_kind(device) == "cuda":
-                return result if recorder.device_of(result) == "cuda" else _placed(recorder, result)
+                return result if recorder.device_of(result) == "cuda" else _placed(result, device)
             return result
 
         call.__name__ = function.__name__
@@ -162,8 +188,8 @@ def _constructors(recorder: FakeRecorder) -> None:
     ) -> torch.Tensor:
         kwargs.setdefault("dtype", self.dtype)
         result = torch.tensor(data, *args, **kwargs)
-        kind = device_kind(device) if device is not None else recorder.device_of(self)
-        return _placed(recorder, result) if kind == "cuda" else result
+        where = self.device if device is None else device
+        return _placed(result, where) if device_kind(where) == "cuda" else result
 
     _TENSOR.new_tensor = from_data
 
@@ -194,10 +220,10 @@ def _default_device() -> Any:
     return context.device if context is not None else None
 
 
-def _placed(recorder: FakeRecorder, tensor: torch.Tensor) -> torch.Tensor:
+def _placed(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     wants_grad = tensor.requires_grad
     with torch.no_grad():
-        made = tensor.detach().to("cuda")
+        made = tensor.detach().to(device)
     return made.requires_grad_(wants_grad)
 
 

@@ -57,7 +57,7 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
         "ipc_collect": None, "can_device_access_peer": False, "is_current_stream_capturing": False,
         "utilization": 0, "temperature": 40, "power_draw": 100000, "clock_rate": 1000,
         "get_arch_list": ["sm_80", "sm_86", "sm_90"], "_is_in_bad_fork": False,
-        "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
+        "get_allocator_backend": "native", "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
     }  # fmt: skip
     for name, value in answers.items():
         setattr(cuda, name, lambda *args, _value=value, **kwargs: _value)
@@ -68,6 +68,19 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
         range=lambda *a, **k: nullcontext(),
     )
     cuda.amp.common.amp_definitely_not_available = lambda: False
+
+
+_STATISTICS = (
+    *(f"{kind}.{pool}.{what}"
+      for kind in ("allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes",
+                   "inactive_split_bytes", "requested_bytes")
+      for pool in ("all", "large_pool", "small_pool")
+      for what in ("current", "peak", "allocated", "freed")),
+    *(f"{kind}.{what}" for kind in ("oversize_allocations", "oversize_segments")
+      for what in ("current", "peak", "allocated", "freed")),
+    "num_alloc_retries", "num_ooms", "max_split_size", "num_sync_all_streams", "num_device_alloc", "num_device_free",
+)  # fmt: skip
+"""What `torch.cuda.memory_stats()` tells."""
 
 
 def _memory(recorder: FakeRecorder, request: Request) -> None:
@@ -83,12 +96,13 @@ def _memory(recorder: FakeRecorder, request: Request) -> None:
         recorder.peak_bytes = recorder.live_bytes
 
     def stats(*args: Any, **kwargs: Any) -> dict[str, int]:
-        return {
-            "allocated_bytes.all.current": live(), "allocated_bytes.all.peak": peak(),
-            "reserved_bytes.all.current": live(), "reserved_bytes.all.peak": peak(),
-            "active_bytes.all.current": live(), "active_bytes.all.peak": peak(),
-            "num_alloc_retries": 0, "num_ooms": 0,
-        }  # fmt: skip
+        """Every statistic that torch has; those that are not followed are 0."""
+        found = dict.fromkeys(_STATISTICS, 0)
+        for kind in ("allocated", "reserved", "active", "requested"):
+            for pool in ("all", "large_pool"):
+                found[f"{kind}_bytes.{pool}.current"] = live()
+                found[f"{kind}_bytes.{pool}.peak"] = peak()
+        return found
 
     for name in ("memory_allocated", "memory_reserved", "memory_cached"):
         setattr(cuda, name, lambda *args, **kwargs: live())
@@ -101,6 +115,7 @@ def _memory(recorder: FakeRecorder, request: Request) -> None:
         setattr(cuda, name, reset)
     cuda.empty_cache = lambda: recorder.empty_cache()
     cuda.memory_stats = stats
+    cuda.list_gpu_processes = lambda *args: "no processes are running"
     cuda.memory_summary = lambda *args, **kwargs: f"allocated {live()} peak {peak()}"
     cuda.mem_get_info = lambda *args: (
         max(0, request.device_memory_bytes - live()),
@@ -114,6 +129,7 @@ def _memory(recorder: FakeRecorder, request: Request) -> None:
     for name in (
         "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats",
         "reset_peak_memory_stats", "empty_cache", "mem_get_info", "memory_summary", "set_per_process_memory_fraction",
+        "get_allocator_backend", "list_gpu_processes",
     ):  # fmt: skip
         setattr(cuda.memory, name, getattr(cuda, name))
 

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake_absorb import ABSORBING
 from memopt.estimators.fake_experts import EXPERTS
+from memopt.estimators.fake_indexing import gradient_of_index
 from memopt.estimators.fake_share import selected
 
 if TYPE_CHECKING:
@@ -98,6 +99,14 @@ class Guesser:
         self.bounded[f"{where}: {what}" if where else what] = None
         return min(FEW, number) if self.least else number
 
+    def selected(self, mask: torch.Tensor) -> int:
+        """How many elements of a mask are taken to be true."""
+        number = selected(mask)
+        if number is None:
+            return self.most(mask.numel(), "every element of a mask was taken to be selected")
+        self.note(user_line(), "positions were taken to be spread evenly")
+        return number
+
     def remark(self, text: str) -> None:
         """Something done differently than the script asked; told once."""
         self.remarks[text] = None
@@ -180,22 +189,14 @@ def _new(recorder: FakeRecorder, shape: list[int], dtype: torch.dtype) -> torch.
 def _nonzero(
     guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
-    return (_new(recorder, [_selected(guesser, args[0]), args[0].dim()], torch.int64),)
-
-
-def _selected(guesser: Guesser, mask: torch.Tensor) -> int:
-    number = selected(mask)
-    if number is None:
-        return guesser.most(mask.numel(), "every element of a mask was taken to be selected")
-    guesser.note(user_line(), "positions were taken to be spread evenly")
-    return number
+    return (_new(recorder, [guesser.selected(args[0]), args[0].dim()], torch.int64),)
 
 
 def _masked_select(
     guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     if args[0].shape == args[1].shape:
-        number = _selected(guesser, args[1])
+        number = guesser.selected(args[1])
     else:
         number = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
         number = guesser.most(number, "every element was taken to be selected")
@@ -294,6 +295,8 @@ def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
     def rule(
         guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any] | None:
+        if name == "index_put" and gradient_of_index(recorder, args, kwargs):
+            return rule_of_place(guesser, recorder, args, kwargs) or (aten.index_put_(*args, **kwargs),)
         indices = args[1]
         masks = [x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices]
         if not any(masks):
@@ -303,12 +306,13 @@ def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
             if not is_mask:
                 wide.append(index)
             elif isinstance(index, FakeTensor):
-                number = _selected(guesser, index)
+                number = guesser.selected(index)
                 wide += [_new(recorder, [number], torch.int64) for _ in range(index.dim())]
             else:
                 wide += index.nonzero().unbind(1)
         return (op(args[0], wide, *args[2:], **kwargs),)
 
+    rule_of_place = _with_positions("index_put_") if name == "index_put" else rule
     return rule
 
 

@@ -18,6 +18,8 @@ class Ledger:
         self.marks: list[tuple[str, int]] = []
         self.live_bytes = self.peak_bytes = self.possible_bytes = 0
         self.op_count = 0
+        self.ordinal = 0
+        """Which GPU the op being run is on."""
         self.phase = "forward"
         self.where: Callable[[], str] = lambda: ""
 
@@ -32,7 +34,9 @@ class Ledger:
         self.marks.append(("empty_cache", len(self.events)))
 
     def _row(self, size_bytes: int, op: str, category: str = "") -> int:
-        self.rows.append(StorageRow(size_bytes, category, self.phase, self.where(), op, self.op_count))
+        row = StorageRow(size_bytes, category, self.phase, self.where(), op, self.op_count)
+        row.ordinal = self.ordinal
+        self.rows.append(row)
         return len(self.rows) - 1
 
     def workspace(self, size_bytes: int, op: str, *, forever: bool = False) -> None:

@@ -44,7 +44,7 @@ from memopt.estimators.fake_probe import Probes
 from memopt.estimators.fake_real import stays_real
 from memopt.estimators.fake_share import note_share
 from memopt.estimators.fake_sparse import note_distinct, sparse_result
-from memopt.estimators.recording import Recording, StorageRow
+from memopt.estimators.recording import Recording, StorageRow, on_fullest
 from memopt.instrument.accumulate import adds_in_place
 
 Target = Literal["cuda", "cpu"]
@@ -117,7 +117,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         """What was recorded, as plain data. Storages alive now stay allocated in it."""
         with self.paused():
             self.probes.resolve(self.rows)
-        return Recording(
+        whole = Recording(
             target=self.target,
             rows=list(self.rows),
             events=list(self.events),
@@ -127,6 +127,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             possible_bytes=self.possible_bytes,
             bounded=list(self.guesser.bounded),
         )
+        return on_fullest(whole)
 
     # making tensors
 
@@ -145,9 +146,9 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         return torch.nn.Parameter(self.fake(shape, dtype, category="parameter"))
 
     @contextmanager
-    def claiming(self, device: str) -> Any:
+    def claiming(self, device: str, ordinal: int = 0) -> Any:
         """New storages inside lie on `device`, whatever their inputs lie on."""
-        before, self._claim = self._claim, device
+        before, self._claim, self.ordinal = self._claim, device, ordinal
         try:
             yield
         finally:
@@ -170,6 +171,11 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         if self.target == "cpu":
             return "cpu"
         return "cuda" if self._lies_there(tensor) else "cpu"
+
+    def ordinal_of(self, tensor: torch.Tensor) -> int:
+        """Which GPU a tensor on one of them lies on."""
+        row = self.row_of(tensor)
+        return row.ordinal if row is not None else 0
 
     def _lies_there(self, tensor: torch.Tensor) -> bool:
         """Whether the storage under `tensor` is recorded; of a sparse one, that of its values."""
@@ -320,10 +326,15 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         if self.target == "cpu":
             return "cpu", kwargs
         if asked is not None and torch.device(asked).type == "cuda":
+            self.ordinal = torch.device(asked).index or 0
             return "cuda", {**kwargs, "device": torch.device("cpu")}
         if self._claim is not None:
             return self._claim, kwargs
-        return "cuda" if any(map(self._lies_there, tensors)) else "cpu", kwargs
+        there = next((t for t in tensors if self._lies_there(t)), None)
+        if there is None:
+            return "cpu", kwargs
+        self.ordinal = self.ordinal_of(there)
+        return "cuda", kwargs
 
     def _run(
         self,

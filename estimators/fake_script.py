@@ -14,6 +14,7 @@ from memopt.estimators.fake_record import FakeRecorder
 _DDP: Any = torch.nn.parallel.distributed
 _JIT: Any = torch.jit
 _MODULE: Any = torch.nn.Module
+_NN: Any = torch.nn
 _PARALLEL: Any = torch.nn.parallel
 _TORCH: Any = torch
 
@@ -23,6 +24,7 @@ def install(recorder: FakeRecorder) -> None:
     _loaders(recorder)
     _compilers(recorder)
     _distributed(recorder)
+    _data_parallel(recorder)
     _inference_mode()
     _padded_encoders(recorder)
 
@@ -109,6 +111,22 @@ def _distributed(recorder: FakeRecorder) -> None:
 
     _PARALLEL.DistributedDataParallel = DistributedDataParallel
     _DDP.DistributedDataParallel = DistributedDataParallel
+
+
+def _data_parallel(recorder: FakeRecorder) -> None:
+    """`DataParallel` on the one GPU that there is: the module itself."""
+
+    class DataParallel(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            super().__init__()
+            self.module = module
+            self.device_ids = [0]
+            recorder.guesser.remark("DataParallel ran on one GPU, which holds the whole batch")
+
+        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+            return self.module(*inputs, **kwargs)
+
+    _PARALLEL.DataParallel = _NN.DataParallel = DataParallel
 
 
 def _buckets(recorder: FakeRecorder, module: torch.nn.Module) -> list[torch.Tensor]:

@@ -223,6 +223,7 @@ def fix_dims(graph: Graph, batch_size: int | None, dims: Mapping[str, int]) -> t
     fixed_batch = False
     if batch_size is not None:
         names = batch_names(graph) - set(dims)
+        _refuse_two_batches(batch_size, {n: dims[n] for n in batch_names(graph) if n in dims}, names)
         sizes.update(dict.fromkeys(names, batch_size))
         fixed_batch = not names and not (batch_names(graph) & set(dims))
     missing = [
@@ -235,6 +236,16 @@ def fix_dims(graph: Graph, batch_size: int | None, dims: Mapping[str, int]) -> t
         )
     inputs = tuple(_fixed(p, sizes, batch_size if fixed_batch else None, notes) for p in graph.inputs)
     return dataclasses.replace(graph, inputs=inputs), notes
+
+
+def _refuse_two_batches(batch_size: int, given: Mapping[str, int], left: set[str]) -> None:
+    """Raise `UsageError` where every dim that `--batch-size` means has another size by `--dim`."""
+    other = {name: size for name, size in given.items() if size != batch_size}
+    if other and not left:
+        told = ", ".join(f"--dim {name}={size}" for name, size in other.items())
+        raise UsageError(
+            f"--batch-size {batch_size} and {told} contradict each other", try_="one of the two alone"
+        )
 
 
 def _places(places: list[tuple[str, int]]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from memopt.units import format_bytes
 
 
 @dataclass(slots=True)
@@ -18,6 +20,8 @@ class StorageRow:
     op: str
     birth_op: int
     label: str = ""
+    ordinal: int = 0
+    """Which of several GPUs it lies on, as in `cuda:1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,30 @@ class Recording:
             else:
                 live.pop(-event - 1, None)
         return list(live)
+
+
+def on_fullest(recording: Recording) -> Recording:
+    """Of a run on several GPUs what the fullest one holds: rows of the others are empty, and a note tells their peaks."""
+    peaks = {
+        n: _peak_on(recording, n) for n in sorted({row.ordinal for row in recording.rows if row.size_bytes})
+    }
+    if len(peaks) < 2:
+        return recording
+    fullest = max(peaks, key=lambda n: peaks[n])
+    rows = [row if row.ordinal == fullest else replace(row, size_bytes=0) for row in recording.rows]
+    told = ", ".join(f"cuda:{n} {format_bytes(peak)}" for n, peak in peaks.items())
+    note = f"{len(peaks)} GPUs are used ({told} of tensors): what is told is cuda:{fullest}, the fullest"
+    return replace(recording, rows=rows, notes=[note, *recording.notes])
+
+
+def _peak_on(recording: Recording, ordinal: int) -> int:
+    live = most = 0
+    for event in recording.events:
+        row = recording.rows[abs(event) - 1]
+        if row.ordinal == ordinal:
+            live += row.size_bytes if event > 0 else -row.size_bytes
+            most = max(most, live)
+    return most
 
 
 def classify(recording: Recording) -> None:

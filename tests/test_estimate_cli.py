@@ -142,6 +142,8 @@ def test_what_cannot_be_meant(tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"nonsense")
     with pytest.raises(UsageError, match="--dim"):
         run("--dim", "seq", str(tmp_path / "bad.onnx"))
+    with pytest.raises(UsageError, match="gives 'seq' two sizes, 4 and 5"):
+        run("--dim", "seq=4", "--dim", "seq=5", str(tmp_path / "bad.onnx"))
     with pytest.raises(UsageError, match="not understood"):
         run(str(tmp_path / "bad.onnx"), "4")
 

@@ -420,6 +420,13 @@ def test_dims_are_set_by_name_or_by_place(tmp_path: Path) -> None:
     assert any("[3, 5, 8]" in note for note in by_name.notes)
 
 
+def test_two_sizes_for_the_batch_are_refused(tmp_path: Path) -> None:
+    error = refused(saved(two_free(), tmp_path), batch_size=4, dims={"batch": 8, "seq": 5})
+    assert isinstance(error, UsageError)
+    assert error.what == "--batch-size 4 and --dim batch=8 contradict each other"
+    record_onnx(tmp_path / "model.onnx", batch_size=8, dims={"batch": 8, "seq": 5}, target="cpu")
+
+
 def test_an_unknown_dim_names_the_known_ones(tmp_path: Path) -> None:
     error = refused(saved(two_free(), tmp_path), dims={"sequence": 5})
     assert isinstance(error, UsageError)
