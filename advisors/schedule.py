@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from memopt.advisors.graph import Graph
+from memopt.advisors.graphs.graph import Graph
 from memopt.errors import BadFile
 from memopt.files import read_bytes, write_atomic
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from memopt.advisors.graph import Graph
+from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.schedule import FREE, IN, OUT, RUN, Step
 
 UNBOUNDED = 2**62

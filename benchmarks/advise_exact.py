@@ -18,11 +18,11 @@ import msgspec
 from benchmarks.advise import load_checker, parse_planning
 from benchmarks.graph_families import accumulation, branches, chain, experts, random_dag
 from benchmarks.graphs import lstm, mobilenet, transformer, unet, vgg
-from memopt.advisors.graph import GraphFile, decode_graph
-from memopt.advisors.graph_exact import Relaxed, prove
-from memopt.advisors.graph_plan import plan_graph, unplanned_peak
-from memopt.advisors.graph_problem import GraphProblem
-from memopt.advisors.graph_runs import floor_bytes
+from memopt.advisors.graphs.exact import Relaxed, prove
+from memopt.advisors.graphs.graph import GraphFile, decode_graph
+from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
+from memopt.advisors.graphs.problem import GraphProblem
+from memopt.advisors.graphs.runs import floor_bytes
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 

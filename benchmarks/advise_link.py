@@ -1,7 +1,7 @@
 """`python -m benchmarks.advise_link`: what a link to the host saves over recomputation alone, beside what any planner could save at most.
 
 For each graph x budget, `auto` without a link and with one of each bandwidth, judged by `tests/schedule_checker.py`. `bound` is the overhead that
-no plan with that link can undercut (`advisors/graph_linked.py`, `--prove` seconds of HiGHS a point), `possible` the cut that it leaves room for.
+no plan with that link can undercut (`advisors/graphs/linked.py`, `--prove` seconds of HiGHS a point), `possible` the cut that it leaves room for.
 Options: `--graphs a,b`, `--budgets 50,40,30,20`, `--gbps 12,25,55`, `--time-limit 20`, `--prove 5`, `--cpu-time` (count the
 planner's processor time instead of the wall's, for a busy machine).
 """
@@ -16,12 +16,12 @@ import msgspec
 
 from benchmarks.advise import DEFAULT_GRAPHS, load_checker, mean, outcome, parse_planning
 from benchmarks.graphs import GRAPHS
-from memopt.advisors.graph import Graph, decode_graph
-from memopt.advisors.graph_bounds import overhead_bound
-from memopt.advisors.graph_exact import prove
-from memopt.advisors.graph_linked import Linked
-from memopt.advisors.graph_plan import unplanned_peak
-from memopt.advisors.graph_problem import GraphProblem
+from memopt.advisors.graphs.bounds import overhead_bound
+from memopt.advisors.graphs.exact import prove
+from memopt.advisors.graphs.graph import Graph, decode_graph
+from memopt.advisors.graphs.linked import Linked
+from memopt.advisors.graphs.plan import unplanned_peak
+from memopt.advisors.graphs.problem import GraphProblem
 
 Row = tuple[float, float, float]
 """Overhead without the link and with it, and the bound."""

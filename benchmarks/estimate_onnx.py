@@ -35,10 +35,10 @@ from benchmarks.models import (
     token_loss,
     vit,
 )  # fmt: skip
-from memopt.estimators.fake_record import FakeRecorder, Target
-from memopt.estimators.fake_training import estimate_training_step
-from memopt.estimators.onnx_estimate import record_onnx
-from memopt.estimators.onnx_training import make_optimizer
+from memopt.estimators.fake.record import FakeRecorder, Target
+from memopt.estimators.fake.training import estimate_training_step
+from memopt.estimators.onnx.estimate import record_onnx
+from memopt.estimators.onnx.training import make_optimizer
 from memopt.units import format_bytes
 
 OPSETS = (18, 20, 23)

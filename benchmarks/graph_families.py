@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from benchmarks.graph_tape import LAUNCH_MS, Tape, loss
-from memopt.advisors.graph import SCHEMA, GraphFile, OpRow, TensorRow
+from memopt.advisors.graphs.graph import SCHEMA, GraphFile, OpRow, TensorRow
 
 MB = 2**20
 

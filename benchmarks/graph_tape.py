@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memopt.advisors.graph import SCHEMA, GraphFile, OpRow, TensorRow
+from memopt.advisors.graphs.graph import SCHEMA, GraphFile, OpRow, TensorRow
 
 FLOPS_PER_MS = 40e9
 BYTES_PER_MS = 0.8e9

@@ -12,7 +12,7 @@ import msgspec
 
 from benchmarks.graph_families import FAMILIES
 from benchmarks.graph_tape import LAUNCH_MS, Images, Tape, loss
-from memopt.advisors.graph import GraphFile
+from memopt.advisors.graphs.graph import GraphFile
 
 
 def vgg(batch: int = 64) -> GraphFile:

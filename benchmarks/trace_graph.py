@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from memopt.advisors.graph import SCHEMA, GraphFile, OpRow, TensorRow
+from memopt.advisors.graphs.graph import SCHEMA, GraphFile, OpRow, TensorRow
 from memopt.trace import HIDDEN_STATE, PHASES, REPLAYABLE, Trace, load_trace
 
 

@@ -15,7 +15,7 @@ from memopt.files import refuse_overwrite
 from memopt.units import format_bytes, format_ms, parse_bytes
 
 if TYPE_CHECKING:
-    from memopt.advisors.graph import Graph
+    from memopt.advisors.graphs.graph import Graph
     from memopt.advisors.schedule import Schedule
 
 _KINDS = {"recompute": "recompute", "swap": "swap", "swap-host": "swap"}
@@ -47,8 +47,8 @@ def advise_graph(
 
     Raises `BadFile` for a graph that is none, `BudgetInfeasible` when no asked-for strategy meets the budget.
     """
-    from memopt.advisors.graph import read_graph
-    from memopt.advisors.graph_plan import unplanned_peak
+    from memopt.advisors.graphs.graph import read_graph
+    from memopt.advisors.graphs.plan import unplanned_peak
     from memopt.advisors.schedule import write_schedule
 
     kinds = _kinds(allow, deny)
@@ -102,7 +102,7 @@ def _kind(word: str) -> str:
 
 
 def _plan(graph: Graph, budget_bytes: int, name: str, options: dict[str, Any]) -> _Row:
-    from memopt.advisors.graph_plan import plan_graph
+    from memopt.advisors.graphs.plan import plan_graph
 
     begin = time.monotonic()
     try:

@@ -54,7 +54,7 @@ def _terms(row: dict[str, Any]) -> str:
 def listing() -> list[dict[str, Any]]:
     """One entry a strategy: those that plan on profiles, those that advise, then those on plain graphs."""
     from memopt.advisors.buffer_sharing import BufferSharing
-    from memopt.advisors.graph_plan import GRAPH_STRATEGIES
+    from memopt.advisors.graphs.plan import GRAPH_STRATEGIES
     from memopt.advisors.registry import COUNSELS, GRAPH_KINDS, STRATEGIES
 
     rows = [_row(each, enforced=True) for each in STRATEGIES.values()]

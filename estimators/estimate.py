@@ -12,8 +12,8 @@ from memopt.estimators.allocator_replay import AllocatorEvents, replay, smallest
 from memopt.estimators.allocator_settings import AllocatorSettings, parse_settings
 from memopt.estimators.calibrated import Calibration, calibration_of
 from memopt.estimators.error_bars import error_bar
-from memopt.estimators.fake_request import request_on
-from memopt.estimators.fake_run import record_script
+from memopt.estimators.fake.request import request_on
+from memopt.estimators.fake.run import record_script
 from memopt.estimators.recording import Recording
 from memopt.units import format_bytes
 

@@ -15,8 +15,8 @@ from memopt.advisors.advise import advise
 from memopt.advisors.buffer_sharing import BufferSharing, static_layout
 from memopt.advisors.cdma import Cdma
 from memopt.advisors.ctdr import RANK, Ctdr, decomposable
-from memopt.advisors.graph import Graph, decode_graph
-from memopt.advisors.graph_plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.graph import Graph, decode_graph
+from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.in_place import in_place
 from memopt.advisors.max_batch import largest
 from memopt.advisors.megatron import Megatron, Transformer

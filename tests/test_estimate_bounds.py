@@ -11,8 +11,8 @@ from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 
 from memopt.estimators.estimate import Estimate, estimate_script
-from memopt.estimators.fake_guess import FEW
-from memopt.estimators.onnx_estimate import estimate_onnx
+from memopt.estimators.fake.guess import FEW
+from memopt.estimators.onnx.estimate import estimate_onnx
 from memopt.reports.estimate import print_estimate
 
 ROWS, WIDTH = 4096, 64

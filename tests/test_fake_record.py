@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from memopt.estimators.allocator_replay import AllocatorEvents, replay
 from memopt.estimators.allocator_settings import AllocatorSettings
-from memopt.estimators.fake_record import FakeRecorder
-from memopt.estimators.fake_training import estimate_training_step
+from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.training import estimate_training_step
 from memopt.estimators.recording import POLICIES, Recording, StorageRow, classify
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from memopt.advisors.graph import decode_graph
-from memopt.advisors.graph_bounds import overhead_bound
-from memopt.advisors.graph_exact import Relaxed, prove
-from memopt.advisors.graph_linked import Linked
-from memopt.advisors.graph_plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
-from memopt.advisors.graph_problem import GraphProblem
-from memopt.advisors.graph_runs import floor_bytes
+from memopt.advisors.graphs.bounds import overhead_bound
+from memopt.advisors.graphs.exact import Relaxed, prove
+from memopt.advisors.graphs.graph import decode_graph
+from memopt.advisors.graphs.linked import Linked
+from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.problem import GraphProblem
+from memopt.advisors.graphs.runs import floor_bytes
 from memopt.errors import BudgetInfeasible
 from tests import schedule_checker as checker
 

@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import graphs as shapes
-from memopt.advisors.graph import Graph, decode_graph
-from memopt.advisors.graph_auto import AutoPlan
-from memopt.advisors.graph_plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
-from memopt.advisors.graph_problem import Answer, GraphProblem
-from memopt.advisors.graph_runs import floor_bytes
-from memopt.advisors.graph_segments import Forward, cheapest_dropped
+from memopt.advisors.graphs.auto import AutoPlan
+from memopt.advisors.graphs.graph import Graph, decode_graph
+from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.problem import Answer, GraphProblem
+from memopt.advisors.graphs.runs import floor_bytes
+from memopt.advisors.graphs.segments import Forward, cheapest_dropped
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, UsageError
 from tests import schedule_checker as checker
@@ -258,7 +258,7 @@ def test_what_runs_once_is_not_dropped_even_as_a_source(strategy: str) -> None:
 
 
 def test_interrupt_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memopt.advisors.graph_search import Search
+    from memopt.advisors.graphs.search import Search
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt

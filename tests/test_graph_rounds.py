@@ -12,13 +12,13 @@ import pytest
 
 from benchmarks import graph_families as families
 from benchmarks import graphs as shapes
-from memopt.advisors.graph import Graph, decode_graph
-from memopt.advisors.graph_auto import at_once
-from memopt.advisors.graph_bounds import overhead_bound
-from memopt.advisors.graph_folded import fold
-from memopt.advisors.graph_plan import plan_graph, unplanned_peak
-from memopt.advisors.graph_problem import GraphProblem
-from memopt.advisors.graph_rounds import Outline, classes, graph_of
+from memopt.advisors.graphs.auto import at_once
+from memopt.advisors.graphs.bounds import overhead_bound
+from memopt.advisors.graphs.folded import fold
+from memopt.advisors.graphs.graph import Graph, decode_graph
+from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
+from memopt.advisors.graphs.problem import GraphProblem
+from memopt.advisors.graphs.rounds import Outline, classes, graph_of
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible
 from tests import schedule_checker as checker
@@ -175,7 +175,7 @@ def test_one_forward_and_backward_pass_is_not_cut(name: str, share: float) -> No
 
 
 def test_ctrl_c_keeps_a_plan_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memopt.advisors.graph_search import Search
+    from memopt.advisors.graphs.search import Search
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt

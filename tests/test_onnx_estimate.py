@@ -18,9 +18,9 @@ from torch import nn
 
 from benchmarks.estimate_onnx import MODELS, OPSETS, SMALL, export, script_peak_bytes
 from memopt.errors import MemoptError, NotPossibleHere, UsageError
-from memopt.estimators.fake_record import Target
-from memopt.estimators.onnx_estimate import estimate_onnx, plan_training, record_onnx
-from memopt.estimators.onnx_training import OPTIMIZERS
+from memopt.estimators.fake.record import Target
+from memopt.estimators.onnx.estimate import estimate_onnx, plan_training, record_onnx
+from memopt.estimators.onnx.training import OPTIMIZERS
 from memopt.estimators.recording import Recording
 
 FLOAT = TensorProto.FLOAT

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from memopt.errors import BadFile, MemoptError, UsageError
-from memopt.estimators.onnx_estimate import record_onnx
-from memopt.estimators.onnx_graph import read_model
-from memopt.estimators.onnx_lower import lower
-from memopt.estimators.onnx_wire import SMALL_BYTES, skim
+from memopt.estimators.onnx.estimate import record_onnx
+from memopt.estimators.onnx.graph import read_model
+from memopt.estimators.onnx.lower import lower
+from memopt.estimators.onnx.wire import SMALL_BYTES, skim
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 
@@ -346,7 +346,7 @@ def test_functions_that_multiply_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_loop_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memopt.estimators.onnx_interpret.MOST_STEPS", 2000)
+    monkeypatch.setattr("memopt.estimators.onnx.interpret.MOST_STEPS", 2000)
     body = helper.make_graph(
         [helper.make_node("Identity", ["c"], ["going"]), helper.make_node("Relu", ["a"], ["b"])],
         "body",

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from memopt.estimators.onnx_estimate import plan_training, record_onnx
-from memopt.estimators.onnx_graph import Node
+from memopt.estimators.onnx.estimate import plan_training, record_onnx
+from memopt.estimators.onnx.graph import Node
 
 FLOAT = TensorProto.FLOAT
 

@@ -14,9 +14,9 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from memopt.errors import BadFile
-from memopt.estimators.fake_record import FakeRecorder
-from memopt.estimators.fake_training import estimate_training_step
-from memopt.estimators.onnx_estimate import OnnxRecording, record_onnx
+from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.training import estimate_training_step
+from memopt.estimators.onnx.estimate import OnnxRecording, record_onnx
 from tests.onnx_weights import weight
 
 BATCH, LENGTH, WIDTH, HEADS, WORDS = 4, 64, 128, 4, 512

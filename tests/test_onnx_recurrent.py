@@ -13,9 +13,9 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
-from memopt.estimators.fake_record import FakeRecorder
-from memopt.estimators.fake_training import estimate_training_step
-from memopt.estimators.onnx_estimate import plan_training, record_onnx
+from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.training import estimate_training_step
+from memopt.estimators.onnx.estimate import plan_training, record_onnx
 from tests.onnx_weights import weight
 
 LENGTH, BATCH, WIDTH = 40, 16, 128

@@ -11,7 +11,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from memopt.errors import BadFile, UsageError
-from memopt.estimators.onnx_estimate import OnnxRecording, record_onnx
+from memopt.estimators.onnx.estimate import OnnxRecording, record_onnx
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 IMAGE = 2 * 3 * 16 * 16 * 4

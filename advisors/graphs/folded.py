@@ -1,0 +1,146 @@
+"""A plan for a graph from plans for its rounds: each class of parts that are alike is planned once, and its steps are told for every part.
+
+The steps of the parts one after the other are a valid schedule: a part leaves on the device what crosses its end, its copies are back
+by then, and the class was planned beside the most that lies across any of its parts. What no such plan does is to drop
+across a cut what is needed after it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from memopt.advisors.graphs.bounds import overhead_bound
+from memopt.advisors.graphs.problem import Answer, GraphProblem
+from memopt.advisors.graphs.rounds import Outline, Part, classes, graph_of, pays
+from memopt.advisors.graphs.runs import floor_bytes, plain_runs, steps_of_runs
+from memopt.advisors.schedule import RUN, Step
+from memopt.errors import BudgetInfeasible
+
+LEAST_S = 0.4
+"""What a class gets at least, where there are so many that they have to be merged."""
+BOUNDED = 400
+"""With more classes than this no bound is reckoned."""
+
+SLICE = 0.25
+"""Of the time that is left, for each try to find the least peak; one that fails takes up to three times as long."""
+CLOSE = 0.002
+"""The least peak is looked for until it is known so well."""
+HURRIED_S = 0.2
+"""For what is left after Ctrl-C."""
+
+Solve = Callable[[GraphProblem], Answer]
+
+
+@dataclass(slots=True)
+class Folded:
+    """The parts of a graph by class, and what planning them gave."""
+
+    problem: GraphProblem
+    solve_alone: Solve
+    groups: list[list[Part]]
+    """Classes of the parts that do not fit as they are."""
+    fitting: list[Part]
+    steps: dict[int, list[Step]] = field(default_factory=dict)
+    """By where the part begins."""
+    refused: list[tuple[int, GraphProblem]] = field(default_factory=list)
+    """Least peak found, and the problem, of each class for which no plan was."""
+    interrupted: bool = False
+
+    @property
+    def distinct_ops(self) -> int:
+        """Ops that have to be planned."""
+        return sum(group[0].end - group[0].begin for group in self.groups)
+
+    def solve(self, until: float) -> None:
+        """Plan every class, with time by its ops and how often they occur."""
+        weights = [(group[0].end - group[0].begin) * math.sqrt(len(group)) for group in self.groups]
+        for index, group in enumerate(self.groups):
+            left = HURRIED_S if self.interrupted else max(0.0, until - time.monotonic())
+            self._solve(group, time.monotonic() + left * weights[index] / sum(weights[index:]))
+        for part in self.fitting:
+            graph = graph_of(self.problem.graph, [part])
+            self._tell(part, steps_of_runs(graph, plain_runs(graph)))
+
+    def _solve(self, group: list[Part], until: float) -> None:
+        problem = replace(self.problem, graph=graph_of(self.problem.graph, group), until=until)
+        floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
+        if floor > problem.budget_bytes:
+            self.refused.append((group[0].peak_bytes, problem))
+            return
+        try:
+            answer = self.solve_alone(problem)
+        except BudgetInfeasible as failure:
+            self.refused.append((failure.min_peak_bytes, problem))
+            return
+        self.interrupted |= "interrupted" in answer.stats
+        for part in group:
+            self._tell(part, answer.steps)
+
+    def smallest_peak(self, until: float) -> int:
+        """The least budget for which a plan was found for every class that was refused."""
+        smallest = 0
+        for index, (reached, problem) in enumerate(sorted(self.refused, key=lambda item: -item[0])):
+            if reached > smallest:
+                left = (until - time.monotonic()) / (len(self.refused) - index)
+                smallest = max(
+                    smallest, least_peak(problem, reached, self.solve_alone, time.monotonic() + left)
+                )
+        return smallest
+
+    def _tell(self, part: Part, steps: list[Step]) -> None:
+        """The steps of a class for one of its parts; op 0 stands for what was made before."""
+        begin, tensors = part.begin - 1, part.tensors
+        self.steps[part.begin] = [
+            (verb, begin + what if verb == RUN else tensors[what])
+            for verb, what in steps
+            if verb != RUN or what
+        ]
+
+    def answer(self) -> Answer:
+        """The steps of all parts in order."""
+        steps = [step for begin in sorted(self.steps) for step in self.steps[begin]]
+        stats: dict[str, float | int | str] = {"parts": len(self.steps), "classes": len(self.groups)}
+        if self.interrupted:
+            stats["interrupted"] = 1
+        return Answer(steps=steps, overhead_bound=self.overhead_bound(), stats=stats)
+
+    def overhead_bound(self) -> float:
+        """No plan of the whole has less overhead: each part costs at least what it costs when nothing but its own has to fit."""
+        problem, total = self.problem, 0.0
+        if len(self.groups) > BOUNDED or problem.graph.plain_ms <= 0:
+            return 0.0
+        for group in self.groups:
+            graph = graph_of(problem.graph, group, floor=True)
+            total += len(group) * graph.plain_ms * overhead_bound(replace(problem, graph=graph))
+        return total / problem.graph.plain_ms
+
+
+def least_peak(problem: GraphProblem, reached: int, solve: Solve, until: float) -> int:
+    """The least peak of the plans for a few budgets between the floor and `reached`, for which there is a plan."""
+    floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
+    low = max(floor, problem.budget_bytes)
+    while (now := time.monotonic()) < until and reached > low * (1 + CLOSE):
+        trial = replace(problem, budget_bytes=(low + reached) // 2, until=now + SLICE * (until - now))
+        try:
+            reached = min(reached, trial.replay(solve(trial).steps).peak_bytes)
+        except BudgetInfeasible as failure:
+            reached, low = min(reached, failure.min_peak_bytes), trial.budget_bytes
+    return reached
+
+
+def fold(problem: GraphProblem, solve: Solve, budgets: Iterable[int] = ()) -> Folded | None:
+    """The graph in parts; None where it has none, or planning them is no less work. It is cut for its own budget or, where that shows
+    no rounds, for the first of `budgets` that does."""
+    graph, budget_bytes = problem.graph, problem.budget_bytes
+    outline = Outline(graph)
+    most = max(4, int((problem.until - time.monotonic()) / LEAST_S))
+    for cut_for_bytes in (budget_bytes, *budgets):
+        parts = outline.parts(cut_for_bytes)
+        groups = classes(graph, (part for part in parts if part.peak_bytes > budget_bytes), most)
+        if pays(graph, parts, groups):
+            fitting = [part for part in parts if part.peak_bytes <= budget_bytes]
+            return Folded(problem, solve, groups, fitting)
+    return None

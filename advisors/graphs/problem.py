@@ -1,0 +1,107 @@
+"""What every graph strategy gets (a problem) and gives (steps), and the one door through which a plan leaves."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from memopt.advisors.graphs.graph import Graph
+from memopt.advisors.graphs.runs import floor_bytes, plain_runs, steps_of_runs
+from memopt.advisors.schedule import Schedule, Step
+from memopt.advisors.schedule_sim import Outcome, replay
+from memopt.errors import BudgetInfeasible
+from memopt.units import format_bytes
+
+RECOMPUTE = "recompute"
+SWAP = "swap"
+EVERYTHING = frozenset({RECOMPUTE, SWAP})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphProblem:
+    """A graph, a budget and what is allowed. `until` is the moment (`time.monotonic`) at which to answer; where no plan has been found
+    by then, the search may go on until `latest`."""
+
+    graph: Graph
+    budget_bytes: int
+    out_gbps: float = 0.0
+    in_gbps: float = 0.0
+    allow: frozenset[str] = EVERYTHING
+    until: float = field(default_factory=lambda: time.monotonic() + 20.0)
+    latest: float = math.inf
+
+    @property
+    def may_swap(self) -> bool:
+        """Whether there is a link to the host that may be used."""
+        return SWAP in self.allow and self.out_gbps > 0 and self.in_gbps > 0
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether ops may run again."""
+        return RECOMPUTE in self.allow
+
+    def replay(self, steps: list[Step]) -> Outcome:
+        """Judge `steps` under this budget and link."""
+        return replay(self.graph, steps, self.budget_bytes, self.out_gbps, self.in_gbps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Steps that meet the budget, and what the strategy has to tell about its search."""
+
+    steps: list[Step]
+    overhead_bound: float = 0.0
+    stats: dict[str, float | int | str] = field(default_factory=dict)
+
+
+Strategy = Callable[[GraphProblem], Answer]
+"""Gives an answer or raises `BudgetInfeasible` with the smallest peak that it can reach."""
+
+
+def usual_s(op_count: int) -> float:
+    """Seconds of search that are worth their wait: 4 for up to 3,000 ops, 17 for 8,000, 60 for 100,000."""
+    return float(np.interp(op_count, (3000, 8000, 100_000), (4.0, 17.0, 60.0)))
+
+
+def finish(problem: GraphProblem, answer: Answer, strategy: str) -> Schedule:
+    """Judge an answer and make the schedule of it; `InvalidSchedule` here is a bug of the strategy."""
+    outcome = problem.replay(answer.steps)
+    floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
+    return Schedule(
+        graph_name=problem.graph.name,
+        strategy=strategy,
+        budget_bytes=problem.budget_bytes,
+        out_gbps=problem.out_gbps,
+        in_gbps=problem.in_gbps,
+        steps=answer.steps,
+        overhead=outcome.overhead,
+        peak_bytes=outcome.peak_bytes,
+        recompute_ms=outcome.rerun_ms,
+        exposed_ms=outcome.exposed_ms,
+        floor_bytes=floor,
+        overhead_bound=min(answer.overhead_bound, outcome.overhead),
+        stats=answer.stats,
+    )
+
+
+def plain_answer(problem: GraphProblem) -> Answer | None:
+    """The plan that does nothing, when it meets the budget."""
+    steps = steps_of_runs(problem.graph, plain_runs(problem.graph))
+    if replay(problem.graph, steps).peak_bytes <= problem.budget_bytes:
+        return Answer(steps=steps)
+    return None
+
+
+def infeasible(problem: GraphProblem, min_peak_bytes: int) -> BudgetInfeasible:
+    """The error for a strategy whose smallest peak is `min_peak_bytes`."""
+    graph = problem.graph
+    floor, op = floor_bytes(graph, swap=problem.may_swap)
+    where = graph.op_label(op) if op >= 0 else "what must be on the device at the end"
+    blockers = [f"no plan can go below {format_bytes(floor)}: {where}"]
+    if graph.resident_bytes:
+        blockers.append(f"resident tensors take {format_bytes(graph.resident_bytes)}")
+    return BudgetInfeasible(problem.budget_bytes, max(min_peak_bytes, floor), tuple(blockers))

@@ -1,0 +1,291 @@
+"""`torch.cuda`, `torch.accelerator` and autocast's device arguments for a GPU that is not there."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.request import Request
+
+# torch as something to be patched
+_AMP: Any = torch.amp.autocast_mode
+_C: Any = torch._C
+_TORCH: Any = torch
+
+
+def install(recorder: FakeRecorder, request: Request) -> None:
+    """Patch torch in this process, for good."""
+    _queries(recorder, request)
+    _memory(recorder, request)
+    _streams()
+    _random()
+    _accelerator()
+    _autocast()
+
+
+def _queries(recorder: FakeRecorder, request: Request) -> None:
+    cuda: Any = torch.cuda
+    properties = SimpleNamespace(
+        name=request.device,
+        total_memory=request.device_memory_bytes,
+        major=request.compute_capability[0],
+        minor=request.compute_capability[1],
+        multi_processor_count=request.multiprocessors,
+        is_integrated=0,
+        is_multi_gpu_board=0,
+        max_threads_per_multi_processor=2048,
+        warp_size=32,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=101376,
+        shared_memory_per_multiprocessor=102400,
+        L2_cache_size=40 << 20,
+        gcnArchName="",
+        uuid="00000000-0000-0000-0000-000000000000",
+    )
+    cuda._lazy_init = lambda: None
+    cuda._lazy_call = lambda function, **kwargs: None
+    answers = {
+        "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "init": None,
+        "get_device_name": request.device, "get_device_capability": request.compute_capability,
+        "get_device_properties": properties, "is_bf16_supported": request.compute_capability >= (8, 0),
+        "is_tf32_supported": request.compute_capability >= (8, 0), "synchronize": None, "set_device": None,
+        "ipc_collect": None, "can_device_access_peer": False, "is_current_stream_capturing": False,
+        "utilization": 0, "temperature": 40, "power_draw": 100000, "clock_rate": 1000,
+        "get_arch_list": ["sm_80", "sm_86", "sm_90"], "_is_in_bad_fork": False,
+        "get_allocator_backend": "native", "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
+    }  # fmt: skip
+    for name, value in answers.items():
+        setattr(cuda, name, lambda *args, _value=value, **kwargs: _value)
+    cuda.nvtx = SimpleNamespace(
+        range_push=lambda *a: 0,
+        range_pop=lambda: 0,
+        mark=lambda *a: None,
+        range=lambda *a, **k: nullcontext(),
+    )
+    cuda.amp.common.amp_definitely_not_available = lambda: False
+
+
+_STATISTICS = (
+    *(f"{kind}.{pool}.{what}"
+      for kind in ("allocation", "segment", "active", "inactive_split", "allocated_bytes", "reserved_bytes", "active_bytes",
+                   "inactive_split_bytes", "requested_bytes")
+      for pool in ("all", "large_pool", "small_pool")
+      for what in ("current", "peak", "allocated", "freed")),
+    *(f"{kind}.{what}" for kind in ("oversize_allocations", "oversize_segments")
+      for what in ("current", "peak", "allocated", "freed")),
+    "num_alloc_retries", "num_ooms", "max_split_size", "num_sync_all_streams", "num_device_alloc", "num_device_free",
+)  # fmt: skip
+"""What `torch.cuda.memory_stats()` tells."""
+
+
+def _memory(recorder: FakeRecorder, request: Request) -> None:
+    cuda: Any = torch.cuda
+
+    def live() -> int:
+        return recorder.live_bytes
+
+    def peak() -> int:
+        return recorder.peak_bytes
+
+    def reset(*args: Any, **kwargs: Any) -> None:
+        recorder.peak_bytes = recorder.live_bytes
+
+    def stats(*args: Any, **kwargs: Any) -> dict[str, int]:
+        """Every statistic that torch has; those that are not followed are 0."""
+        found = dict.fromkeys(_STATISTICS, 0)
+        for kind in ("allocated", "reserved", "active", "requested"):
+            for pool in ("all", "large_pool"):
+                found[f"{kind}_bytes.{pool}.current"] = live()
+                found[f"{kind}_bytes.{pool}.peak"] = peak()
+        return found
+
+    for name in ("memory_allocated", "memory_reserved", "memory_cached"):
+        setattr(cuda, name, lambda *args, **kwargs: live())
+    for name in ("max_memory_allocated", "max_memory_reserved", "max_memory_cached"):
+        setattr(cuda, name, lambda *args, **kwargs: peak())
+    for name in (
+        "reset_peak_memory_stats", "reset_max_memory_allocated", "reset_max_memory_cached",
+        "reset_accumulated_memory_stats",
+    ):  # fmt: skip
+        setattr(cuda, name, reset)
+    cuda.empty_cache = lambda: recorder.empty_cache()
+    cuda.memory_stats = stats
+    cuda.list_gpu_processes = lambda *args: "no processes are running"
+    cuda.memory_summary = lambda *args, **kwargs: f"allocated {live()} peak {peak()}"
+    cuda.mem_get_info = lambda *args: (
+        max(0, request.device_memory_bytes - live()),
+        request.device_memory_bytes,
+    )
+    cuda.set_per_process_memory_fraction = lambda *args: None
+    cuda.memory_snapshot = lambda *args: []
+    cuda.memory._record_memory_history = lambda *args, **kwargs: None
+    cuda.memory._dump_snapshot = lambda *args, **kwargs: None
+    cuda.memory._snapshot = lambda *args, **kwargs: {"segments": [], "device_traces": []}
+    for name in (
+        "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats",
+        "reset_peak_memory_stats", "empty_cache", "mem_get_info", "memory_summary", "set_per_process_memory_fraction",
+        "get_allocator_backend", "list_gpu_processes",
+    ):  # fmt: skip
+        setattr(cuda.memory, name, getattr(cuda, name))
+
+
+class Stream:
+    """A stream that everything is already done on."""
+
+    cuda_stream = 0
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Event:
+        return event if event is not None else Event()
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        pass
+
+
+class Event:
+    """An event that has happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+
+class _Device:
+    def __init__(self, device: Any = None) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: Any) -> None:
+        pass
+
+
+def _streams() -> None:
+    cuda: Any = torch.cuda
+    only = Stream()
+    cuda.Stream, cuda.Event, cuda.ExternalStream = Stream, Event, Stream
+    cuda.device, cuda.device_of, cuda._DeviceGuard = _Device, _Device, _Device
+    cuda.current_stream = cuda.default_stream = lambda device=None: only
+    cuda.stream = lambda stream: nullcontext(stream)
+    cuda.set_stream = lambda stream: None
+    cuda.StreamContext = lambda stream: nullcontext(stream)
+
+
+def _random() -> None:
+    cuda: Any = torch.cuda
+    state = torch.get_rng_state().clone()
+    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"):
+        setattr(cuda, name, lambda *args, **kwargs: None)
+        setattr(cuda.random, name, getattr(cuda, name))
+    cuda.initial_seed = lambda: 0
+    cuda.get_rng_state = lambda device=None: state.clone()
+    cuda.get_rng_state_all = lambda: [state.clone()]
+    cuda.random.get_rng_state, cuda.random.get_rng_state_all = cuda.get_rng_state, cuda.get_rng_state_all
+
+
+def _accelerator() -> None:
+    accelerator: Any = getattr(torch, "accelerator", None)
+    if accelerator is None:
+        return
+    device = torch.device("cuda", 0)
+    accelerator.is_available = lambda: True
+    accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
+    accelerator.device_count = lambda: 1
+    accelerator.current_device_index = accelerator.current_device_idx = lambda: 0
+    accelerator.set_device_index = accelerator.set_device_idx = lambda index: None
+    accelerator.synchronize = lambda *args: None
+    accelerator.current_stream = lambda *args: torch.cuda.current_stream()
+    accelerator.set_stream = lambda stream: None
+    for name in (
+        "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats",
+        "reset_peak_memory_stats", "empty_cache",
+    ):  # fmt: skip
+        if hasattr(accelerator, name):
+            setattr(accelerator, name, getattr(torch.cuda, name))
+    _C._get_accelerator = lambda *args: device
+
+
+def _autocast() -> None:
+    """Autocast of `cuda` switches the cpu's key on; `fake/autocast.py` makes that key do what CUDA's does."""
+    autocast: Any = torch.amp.autocast_mode.autocast
+    init = autocast.__init__
+    default = {"cuda": torch.float16, "cpu": torch.bfloat16}
+
+    def begin(
+        self: Any, device_type: str, dtype: Any = None, enabled: bool = True, cache_enabled: Any = None
+    ) -> None:
+        kind = torch.device(device_type).type
+        if kind == "cuda":
+            dtype = dtype or default["cuda"]
+        init(
+            self, "cpu" if kind == "cuda" else kind, dtype=dtype, enabled=enabled, cache_enabled=cache_enabled
+        )
+
+    autocast.__init__ = begin
+    enabled, dtype_of, set_enabled, set_dtype = (
+        torch.is_autocast_enabled, torch.get_autocast_dtype, torch.set_autocast_enabled, torch.set_autocast_dtype,
+    )  # fmt: skip
+
+    def is_enabled(device_type: str = "cuda") -> bool:
+        return enabled("cpu" if device_type == "cuda" else device_type)
+
+    def get_dtype(device_type: str) -> torch.dtype:
+        if device_type == "cuda":
+            return dtype_of("cpu") if enabled("cpu") else default["cuda"]
+        return dtype_of(device_type)
+
+    def set_both(device_type: Any, value: Any = None) -> None:
+        if isinstance(device_type, bool):
+            device_type, value = "cuda", device_type
+        set_enabled("cpu" if device_type == "cuda" else device_type, value)
+
+    def set_kind(device_type: str, dtype: torch.dtype) -> None:
+        set_dtype("cpu" if device_type == "cuda" else device_type, dtype)
+
+    _TORCH.is_autocast_enabled = is_enabled
+    _TORCH.get_autocast_dtype = get_dtype
+    _TORCH.get_autocast_gpu_dtype = lambda: get_dtype("cuda")
+    _TORCH.set_autocast_enabled = set_both
+    _TORCH.set_autocast_dtype = set_kind
+    _AMP.is_autocast_available = lambda device_type: True

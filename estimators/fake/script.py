@@ -1,0 +1,168 @@
+"""What a script does besides tensors, made harmless and fast: loaders, compilers, process groups."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from typing import Any
+
+import torch
+
+from memopt.estimators.fake.record import FakeRecorder
+
+# torch as something to be patched
+_DDP: Any = torch.nn.parallel.distributed
+_JIT: Any = torch.jit
+_MODULE: Any = torch.nn.Module
+_NN: Any = torch.nn
+_PARALLEL: Any = torch.nn.parallel
+_TORCH: Any = torch
+
+
+def install(recorder: FakeRecorder) -> None:
+    """Patch torch in this process, for good."""
+    _loaders(recorder)
+    _compilers(recorder)
+    _distributed(recorder)
+    _data_parallel(recorder)
+    _inference_mode()
+    _padded_encoders(recorder)
+
+
+def _loaders(recorder: FakeRecorder) -> None:
+    loader: Any = torch.utils.data.DataLoader
+    init = loader.__init__
+    signature = inspect.signature(init)
+    alone = {
+        "num_workers": 0, "pin_memory": False, "prefetch_factor": None, "persistent_workers": False,
+        "multiprocessing_context": None, "timeout": 0,
+    }  # fmt: skip
+
+    def in_process(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        if bound.arguments.get("num_workers"):
+            recorder.guesser.remark(
+                "DataLoader workers were not started: batches were loaded in the process itself"
+            )
+        for name, value in alone.items():
+            if name in bound.arguments:
+                bound.arguments[name] = value
+        init(*bound.args, **bound.kwargs)
+
+    loader.__init__ = in_process
+
+
+def _compilers(recorder: FakeRecorder) -> None:
+    def eager(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        recorder.guesser.remark(
+            "torch.compile was not applied: the estimate is of the eager run, which a compiled run seldom exceeds"
+        )
+        return model if model is not None else lambda function: function
+
+    def scripted(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        return obj
+
+    _TORCH.compile = eager
+    _MODULE.compile = lambda self, *args, **kwargs: eager(self)
+    _JIT.script = scripted
+    _JIT.trace = scripted
+
+
+def _distributed(recorder: FakeRecorder) -> None:
+    if not torch.distributed.is_available():
+        return
+    import torch.distributed as dist
+
+    init = dist.init_process_group
+
+    def alone(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        rank = int(os.environ.get("RANK", "0"))
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        recorder.guesser.remark(
+            f"the process group is pretended: one process stands for rank {rank} of {size}"
+        )
+        init("fake", rank=rank, world_size=size, store=FakeStore())
+
+    dist.init_process_group = alone
+
+    class DistributedDataParallel(torch.nn.Module):
+        """DDP's memory (the gradient buckets) without its communication."""
+
+        def __init__(
+            self, module: torch.nn.Module, *args: Any, gradient_as_bucket_view: bool = False, **kwargs: Any
+        ) -> None:
+            super().__init__()
+            self.module = module
+            recorder.guesser.remark(
+                "DistributedDataParallel ran in one process, its gradient buckets included"
+            )
+            if not gradient_as_bucket_view:
+                self._buckets = _buckets(recorder, module)
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.module(*args, **kwargs)
+
+        def no_sync(self) -> Any:
+            from contextlib import nullcontext
+
+            return nullcontext()
+
+    _PARALLEL.DistributedDataParallel = DistributedDataParallel
+    _DDP.DistributedDataParallel = DistributedDataParallel
+
+
+def _data_parallel(recorder: FakeRecorder) -> None:
+    """`DataParallel` on the one GPU that there is: the module itself."""
+
+    class DataParallel(torch.nn.Module):
+        def __init__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+            super().__init__()
+            self.module = module
+            self.device_ids = [0]
+            recorder.guesser.remark("DataParallel ran on one GPU, which holds the whole batch")
+
+        def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+            return self.module(*inputs, **kwargs)
+
+    _PARALLEL.DataParallel = _NN.DataParallel = DataParallel
+
+
+def _buckets(recorder: FakeRecorder, module: torch.nn.Module) -> list[torch.Tensor]:
+    sizes: dict[torch.dtype, int] = {}
+    device = recorder.target
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+            device = recorder.device_of(parameter)  # type: ignore[assignment]
+    if device != recorder.target:
+        return []
+    return [recorder.fake((size,), dtype, category="gradient") for dtype, size in sizes.items()]
+
+
+def _inference_mode() -> None:
+    """Inference tensors would hide composite ops from the recorder; `no_grad` takes the same memory."""
+
+    class inference_mode(torch.no_grad):
+        def __new__(cls, mode: Any = True) -> Any:
+            if isinstance(mode, bool):
+                return super().__new__(cls)
+            return cls()(mode)
+
+        def __init__(self, mode: Any = True) -> None:
+            super().__init__()
+
+    _TORCH.inference_mode = inference_mode
+
+
+def _padded_encoders(recorder: FakeRecorder) -> None:
+    """How much of a batch is padding is not known, so `TransformerEncoder` cannot leave it out."""
+
+    def not_aligned(tensor: Any, mask: Any) -> bool:
+        recorder.guesser.remark(
+            "nn.TransformerEncoder evaluates padding too: which of it a nested tensor would leave out is not known"
+        )
+        return False
+
+    _TORCH._nested_tensor_from_mask_left_aligned = not_aligned

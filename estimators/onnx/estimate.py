@@ -1,0 +1,254 @@
+"""What training an ONNX model would take: `model.onnx` -> the recording of a few steps, and what must be said of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
+
+from torch import Tensor
+
+from memopt.errors import BadFile, MemoptError, UsageError
+from memopt.estimators.fake.record import Target
+from memopt.estimators.onnx.folded import assume_batch_norms, folded_batch_norms, lost_dropout, warnings
+from memopt.estimators.onnx.graph import MOST_ELEMENTS, Graph, Model, Weight, read_model
+from memopt.estimators.onnx.interpret import Env, Run
+from memopt.estimators.onnx.lower import fix_dims, lower, without_dead
+from memopt.estimators.onnx.match import match
+from memopt.estimators.onnx.parameters import pack, parameters, twins
+from memopt.estimators.onnx.registry import Malformed
+from memopt.estimators.onnx.training import (
+    Plan,
+    check_choices,
+    choose_loss,
+    fold,
+    known_values,
+    main_type,
+    record,
+)
+from memopt.estimators.recording import Recording
+from memopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from memopt.estimators.estimate import Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxRecording:
+    """The recorded steps of a model's training, and how far they can be trusted."""
+
+    recording: Recording
+    notes: list[str]
+    """What was assumed, matched, guessed or found missing, one sentence each."""
+    partial: bool
+    """Some operators were not really computed; the notes name them."""
+    parameter_count: int
+    node_count: int
+
+
+def plan_training(
+    path: Path,
+    *,
+    batch_size: int | None,
+    dims: Mapping[str, int],
+    loss: str | None = None,
+    faithful: bool = False,
+    assume_bn: bool = False,
+    least: bool = False,
+) -> Plan:
+    """The model at `path` made ready for training: dims fixed, parameters found, fused operators matched.
+
+    Sizes that depend on data are the largest possible, or with `least` the smallest.
+    """
+    model = read_model(path)
+    graph, notes = fix_dims(lower(model), batch_size, dims)
+    _only_tensors(graph)
+    trained = parameters(graph)
+    suspects = folded_batch_norms(graph) if assume_bn else []
+    if suspects:
+        graph, added = assume_batch_norms(graph, suspects)
+        graph = without_dead(graph)
+        trained = {**{n: w for n, w in trained.items() if n in graph.weights}, **added}
+    values, run = _folded(path, model, graph, trained, notes, least)
+    graph, trained = pack(
+        graph, trained, {n: tuple(v.shape) for n, v in values.items() if isinstance(v, Tensor)}
+    )
+    chosen, said = choose_loss([values.get(o) for o in graph.outputs], loss)
+    notes = [*warnings(graph, trained, len(suspects)), *notes, said]
+    known = known_values(graph, values, trained)
+    graph = _without_known(graph, known)
+    if not faithful:
+        matched = match(graph, values, trained, model.producer, model.opset)
+        graph = matched.graph
+        notes += (
+            [f"matched back: {_counted(matched.counts)} (--faithful leaves the graph as it is)"]
+            if matched.counts
+            else []
+        )
+    trained = {n: w for n, w in trained.items() if n in graph.weights}
+    notes += [*lost_dropout(graph), *_remarks(graph, trained, run)]
+    bounded = [f"{title}: the largest possible output was taken" for title in run.bounded]
+    return Plan(
+        graph,
+        trained,
+        known,
+        model.opset,
+        main_type(trained),
+        chosen,
+        notes,
+        dict(run.partial),
+        bounded,
+        least,
+    )
+
+
+def _folded(
+    path: Path, model: Model, graph: Graph, trained: Mapping[str, Weight], notes: list[str], least: bool
+) -> tuple[Env, Run]:
+    try:
+        return fold(model, graph, trained, least=least)
+    except Malformed as wrong:
+        raise BadFile(
+            f"{path} cannot be interpreted", why=str(wrong), try_=f"python -m onnx.checker {path}"
+        ) from wrong
+    except BadFile as error:
+        why = "; ".join([error.why, *notes])
+        raise BadFile(
+            f"{path}: {error.what}", why=why, try_=error.try_ or f"python -m onnx.checker {path}"
+        ) from error
+
+
+def _only_tensors(graph: Graph) -> None:
+    for port in graph.inputs:
+        if not port.is_tensor:
+            raise UsageError(
+                f"the input '{port.name}' is no tensor", why="sequences and maps as inputs are not estimated"
+            )
+        elements = math.prod(d for d in port.dims or () if isinstance(d, int))
+        if elements > MOST_ELEMENTS:
+            raise UsageError(
+                f"the input '{port.name}' would have {elements} elements",
+                try_="a smaller --batch-size or --dim",
+            )
+
+
+def _without_known(graph: Graph, known: Mapping[str, object]) -> Graph:
+    nodes = tuple(n for n in graph.nodes if not all(o in known for o in n.outputs if o))
+    return without_dead(dataclasses.replace(graph, nodes=nodes))
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _remarks(graph: Graph, trained: Mapping[str, Weight], run: Run) -> list[str]:
+    said = []
+    for table, head in twins(graph, trained):
+        size = format_bytes(trained[head].elements * 4)
+        said.append(
+            f"'{table}' and '{head}' are counted as two weights; if the script ties them, {size} of fp32 weight is one too many"
+        )
+    said += [
+        f"partial: {op} was not computed ({why}); its shapes are inferred and its inputs and outputs kept"
+        for op, why in run.partial.items()
+    ]
+    said += [
+        f"the size of {op}'s output depends on data: the largest possible one was taken"
+        for op in dict.fromkeys(run.bounded.values())
+    ]
+    return said
+
+
+class Training(TypedDict, total=False):
+    """How a model would be trained; what is left out is as `record_onnx` has it."""
+
+    batch_size: int | None
+    dims: Mapping[str, int] | None
+    """Free dimensions by name or place."""
+    optimizer: str
+    """`adamw` unless given."""
+    dtype: str
+    """`fp32` unless given."""
+    loss: str | None
+    faithful: bool
+    """Match nothing back to fused operators."""
+    assume_bn: bool
+    steps: int
+    """3 unless given."""
+
+
+def record_onnx(
+    path: Path | str,
+    *,
+    target: Target = "cuda",
+    capability: tuple[int, int] = (8, 0),
+    cublas_workspace_bytes: int | None = None,
+    **training: Unpack[Training],
+) -> OnnxRecording:
+    """The storages that some training steps of the model would allocate and free, without running or reading it."""
+    optimizer, dtype, loss = (
+        training.get("optimizer", "adamw"),
+        training.get("dtype", "fp32"),
+        training.get("loss"),
+    )
+    check_choices(optimizer, dtype, loss)
+
+    def planned(*, least: bool) -> Plan:
+        return plan_training(
+            Path(path),
+            batch_size=training.get("batch_size"),
+            dims=training.get("dims") or {},
+            loss=loss,
+            faithful=training.get("faithful", False),
+            assume_bn=training.get("assume_bn", False),
+            least=least,
+        )
+
+    def recorded(plan: Plan) -> Recording:
+        return record(
+            plan,
+            optimizer=optimizer,
+            dtype=dtype,
+            target=target,
+            capability=capability,
+            cublas_workspace_bytes=cublas_workspace_bytes,
+            steps=training.get("steps", 3),
+        )
+
+    plan = planned(least=False)
+    recording = dataclasses.replace(recorded(plan), bounded=plan.bounded)
+    if plan.bounded:
+        with suppress(MemoptError):  # a graph may need more than the least to be selected
+            recording = dataclasses.replace(recording, least=recorded(planned(least=True)))
+    return OnnxRecording(
+        recording=recording,
+        notes=[*plan.notes, *recording.notes],
+        partial=bool(plan.partial),
+        parameter_count=sum(w.elements for w in plan.trained.values()),
+        node_count=len(plan.graph.nodes),
+    )
+
+
+def estimate_onnx(
+    path: Path | str,
+    *,
+    device: str = "a100-80gb",
+    alloc_conf: str = "",
+    **training: Unpack[Training],
+) -> Estimate:
+    """The peak memory of training the model at `path` on `device`, without running it or reading its weights.
+
+    Raises `UsageError` for dims left free and names that do not exist, `BadFile` for a file that is no usable model.
+    """
+    from memopt.devices import find_device
+    from memopt.estimators.calibrated import on_device
+    from memopt.estimators.estimate import estimate_recording
+
+    spec = find_device(device)
+    made = record_onnx(path, **on_device(spec), **training)
+    found = estimate_recording(made.recording, spec, alloc_conf=alloc_conf, partial=made.partial)
+    return dataclasses.replace(found, notes=list(dict.fromkeys([*made.notes, *found.notes])))
