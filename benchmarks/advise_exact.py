@@ -2,7 +2,7 @@
 
 Small graphs x budgets (`--shares`: per cent of the way from the floor to the unplanned peak), each planned by `auto` and by `checkmate` (the
 integer program of the paper, `--prove` seconds of HiGHS). `bound` is the better of what HiGHS proves with that program and with
-`graph_exact`'s, `gap` what is left below the better plan; a point with at most 1 % counts as proven, and `off` is how many points of
+`graphs/exact.py`'s, `gap` what is left below the better plan; a point with at most 1 % counts as proven, and `off` is how many points of
 overhead `auto` is above that plan. Judged by `tests/schedule_checker.py`. Options: `--graphs a,b`, `--time-limit 20`, `--cpu-time`.
 """
 

@@ -8,7 +8,7 @@ import click
 
 
 class DeviceName(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on only
-    """The table's name of a device, however it was typed; where several have the same memory, the first, said aloud."""
+    """The table's name of a device, however it was typed; what it is taken for where that is not plain, said aloud."""
 
     name = "device"
 
@@ -21,4 +21,6 @@ class DeviceName(click.ParamType):  # type: ignore[type-arg]  # generic from cli
             say(
                 f"'{value}' is taken for {taken.name}; as much memory has {', '.join(row.name for row in others)}"
             )
+        elif not taken.is_called(value):
+            say(f"'{value}' is taken for {taken.name}")
         return taken.name

@@ -56,12 +56,19 @@ def main(args: Sequence[str] | None = None, prog_name: str = "memopt") -> NoRetu
     sys.exit(run(args, prog_name))
 
 
+def _open_stderr() -> None:
+    """It was closed before the start (`2>&-`): words would go to stdout, and the next file that is opened would be descriptor 2."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    if null > 2:
+        os.close(null)
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
 def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
     """Run the command line `args` and return the exit code. A command may return its code, or exit by itself."""
-    if (
-        sys.stderr is None
-    ):  # closed before the start (`2>&-`): words would go to stdout, and the next file would be fd 2
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        _open_stderr()
     try:
         code = group.main(args, prog_name, standalone_mode=False)
         if sys.stdout is not None:  # it is None when it was closed before the start (`>&-`)

@@ -275,13 +275,12 @@ class ApplySession:
         if count == 1:
             engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
         plain, self._in_two_threads = self._in_two_threads, False
-        if plain:
-            self._left_plain += int(count > 1)
-        elif count > 1 and self._is_as_planned(engine) and self._meter is not None:
-            self._measured_planned = True
+        self._left_plain += int(plain and count > 1)
+        as_planned = not plain and count > 1 and self._is_as_planned(engine)
         if count > 1 and self._meter is None and not plain:
             self._times_ms.append(milliseconds)
-        self._stop_measuring()
+        if self._stop_measuring() and as_planned:
+            self._measured_planned = True
         actions = self._plan_slots(engine)
         self._done |= {number for number, taken in engine.done.items() if taken >= actions[number]}
         engine.new_iteration()
@@ -325,12 +324,15 @@ class ApplySession:
     def _plan_slots(self, engine: Engine) -> list[int]:
         return [len(action.slots) for action in engine.actions]
 
-    def _stop_measuring(self) -> None:
-        if self._meter is not None:
-            peak = self._meter.stop()
-            self._meter = None
-            if peak is not None:
-                self._peaks.append(peak)
+    def _stop_measuring(self) -> bool:
+        """True when the peak of an iteration has been measured."""
+        if self._meter is None:
+            return False
+        peak = self._meter.stop()
+        self._meter = None
+        if peak is not None:
+            self._peaks.append(peak)
+        return peak is not None
 
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool

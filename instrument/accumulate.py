@@ -15,7 +15,7 @@ def adds_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     old, new = args
     if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
         return False
-    if old.shape != new.shape or old.dtype != new.dtype or not _dense(old):
+    if old.shape != new.shape or old.dtype != new.dtype or old.layout is not torch.strided or not _dense(old):
         return False
     return _only_holder(old)
 
@@ -24,6 +24,12 @@ def _dense(tensor: torch.Tensor) -> bool:
     return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
+_HOLDERS = 4
+"""Of a gradient in one input buffer only, while a mode looks at the sum: the buffer, the op's stack, Python and whoever counts."""
+
+
 def _only_holder(tensor: torch.Tensor) -> bool:
+    """Two input buffers may hold one gradient (`AddBackward` gives both the same), and a view its base."""
     storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= 2
+    count = getattr(tensor, "_use_count", None)
+    return count is not None and count() <= _HOLDERS and torch._C._storage_Use_Count(storage._cdata) <= 2

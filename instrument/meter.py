@@ -48,7 +48,7 @@ class CpuMeter:
             self._watch.append(weakref.ref(storage, partial(self._ended, size)))
 
     def _ended(self, size_bytes: int, _: weakref.ref[UntypedStorage]) -> None:
-        if not note_freed(size_bytes):
+        if self._profile is not None and not note_freed(size_bytes):
             self._ends.append((time.time_ns(), 1, -size_bytes))
 
     def _give_way(self) -> None:

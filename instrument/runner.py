@@ -43,8 +43,8 @@ def stop_script() -> NoReturn:
     if threading.current_thread() is not main:
         global _stopped
         _stopped = threading.current_thread()
-        if main.ident is not None and _interrupts is not None:
-            signal.pthread_kill(main.ident, _interrupts)
+        if main.ident is not None and hasattr(signal, "pthread_kill"):
+            signal.pthread_kill(main.ident, _interrupts or signal.SIGINT)
         else:
             _thread.interrupt_main()
         raise SystemExit(0)  # of this very type: `threading` shows the traceback of any other
@@ -54,7 +54,11 @@ def stop_script() -> NoReturn:
 def _be_interruptible() -> None:
     """Give `stop_script` a signal of its own: Ctrl-C may be ignored (`nohup`, a shell's `&`) or be handled by the script."""
     global _interrupts
-    if not hasattr(signal, "SIGRTMAX") or threading.current_thread() is not threading.main_thread():
+    if (
+        _interrupts
+        or not hasattr(signal, "SIGRTMAX")
+        or threading.current_thread() is not threading.main_thread()
+    ):
         return
     for number in range(signal.SIGRTMAX, signal.SIGRTMIN, -1):
         if signal.getsignal(number) is signal.SIG_DFL:

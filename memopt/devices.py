@@ -48,6 +48,10 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
         major, _, minor = self.capability.partition(".")
         return int(major), int(minor or 0)
 
+    def is_called(self, name: str) -> bool:
+        """Is `name` one of its names in full, however it is spelt?"""
+        return _plain(name) in {_plain(text) for text in (self.name, *self.aliases)}
+
     def device(self) -> Device:
         """As the planner's Device, marked as modelled."""
         return Device(

@@ -279,7 +279,8 @@ def test_stdout_that_takes_nothing(ending: str, code: int) -> None:
     assert ("No space left" in done.stderr) == (code == 1)
 
 
-def test_stderr_that_was_closed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("closed", "stdout"), [("2>&-", "trained\n"), ("<&- >&- 2>&-", "")])
+def test_stderr_that_was_closed(closed: str, stdout: str, tmp_path: Path) -> None:
     """As daemons start programs: the profile is made, and nothing else goes to the script's stdout."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -291,11 +292,11 @@ def test_stderr_that_was_closed(tmp_path: Path) -> None:
         "    optimizer.step()\n"
         "print('trained')\n"
     )
-    command = f"{sys.executable} -m memopt profile --keep-running {script} 2>&-"
+    command = f"{sys.executable} -m memopt profile --keep-running {script} {closed}"
     done = subprocess.run(
         ["bash", "-c", command], capture_output=True, text=True, env=ENV, timeout=120, cwd=tmp_path
     )
-    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert (done.returncode, done.stdout) == (0, stdout)
     assert (tmp_path / "memopt-train.profile.json.gz").exists()
 
 

@@ -77,6 +77,8 @@ def test_which_of_devices_alike_is_taken_is_said(
     assert capsys.readouterr().err == (
         "memopt: 'h100' is taken for h100-80gb-sxm; as much memory has h100-80gb-pcie\n"
     )
+    assert option.type_cast_value(context, "ada") == "rtx-6000-ada"
+    assert capsys.readouterr().err == "memopt: 'ada' is taken for rtx-6000-ada\n"
 
 
 @pytest.mark.parametrize("wrong", ["", "  ", "-", "x" * 10_000, "nvidia"])

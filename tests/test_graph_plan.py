@@ -313,7 +313,7 @@ def test_a_refusal_keeps_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
         plan_graph(graph, 30, time_limit_s=60.0)
     assert problems[0].latest - problems[0].until == pytest.approx(0.92 * 60 - (4 + 60 - 20))
     now = time.monotonic()
-    work = AutoPlan(replace(problems[0], budget_bytes=5, until=now + 0.1, latest=now + 0.15))
+    work = AutoPlan(replace(problems[0], budget_bytes=5, until=now + 0.5, latest=now + 0.15))
     work.plan()
     assert work.last_resort == now + 0.15
 

@@ -71,3 +71,19 @@ def test_a_gradient_that_nobody_has_looked_at_counts() -> None:
     assert _bytes_alive() - before == 4000
     leaf.grad = None
     assert _bytes_alive() - before == 0
+
+
+def test_a_meter_that_gave_way_says_no_more() -> None:
+    first = CpuMeter()
+    first.start()
+    old = torch.empty(1_000_000)
+    first.stop()
+    first.start()
+    with torch.profiler.profile():
+        assert first.stop() is None, "the script's own profile goes first"
+    base = _bytes_alive()
+    second = CpuMeter()
+    second.start()
+    del old
+    new = torch.empty(3_000_000)
+    assert second.stop() == base - 4_000_000 + new.nbytes

@@ -1,9 +1,9 @@
 """`auto` for graphs: portfolio, then exact-delta large-neighbourhood search over reruns and swaps together, anytime.
 
-1. Every online rule (`graph_scores`), Chen's segments and an offline greedy (evict from the plain sequence by relief per recompute time,
+1. Every online rule (`scores`), Chen's segments and an offline greedy (evict from the plain sequence by relief per recompute time,
    with exact deltas) give starts; the first valid plan is there in milliseconds.
-2. The best start of each family is searched for a while (`graph_search`), then the better one until the time is up or the bound is met.
-3. With a link, reruns are traded for swaps that the two lanes can hide (`graph_lanes`); the plan without swaps stays in hand,
+2. The best start of each family is searched for a while (`search`), then the better one until the time is up or the bound is met.
+3. With a link, reruns are traded for swaps that the two lanes can hide (`lanes`); the plan without swaps stays in hand,
    so a link never makes a plan worse. Ctrl-C keeps the best.
 It is not optimal in general: `overhead_bound` says how far off it can be at most.
 """
@@ -49,6 +49,8 @@ LAST_RESORT = 4.0
 PROOF = 0.2
 SMALL = 64
 """HiGHS comes close to the optimum of Checkmate's program for so many ops, in seconds."""
+LEAST_S = 0.5
+"""HiGHS is not asked for less than that."""
 PROGRAM, PROGRAM_FIRST = 0.5, 0.3
 """Of the time that is left, for that; where there is no valid plan yet."""
 EFFORT_FOR_PARTS = 3.0
@@ -157,6 +159,8 @@ class AutoPlan:
         """What HiGHS makes of Checkmate's program, where that is small."""
         search, problem = self.search, self.problem
         if problem.graph.op_count > SMALL or not problem.may_recompute or not find_spec("highspy"):
+            return
+        if until - time.monotonic() < LEAST_S:
             return
         start = None if search.best_over else search.best_runs
         program = build(problem.graph, problem.budget_bytes)

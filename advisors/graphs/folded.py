@@ -24,8 +24,8 @@ LEAST_S = 0.4
 BOUNDED = 400
 """With more classes than this no bound is reckoned."""
 
-SLICE = 0.25
-"""Of the time that is left, for each try to find the least peak; one that fails takes up to three times as long."""
+SLICE = 0.2
+"""Of the time that is left, for each try to find the least peak; one that fails takes up to four times as long."""
 CLOSE = 0.002
 """The least peak is looked for until it is known so well."""
 HURRIED_S = 0.2

@@ -1,4 +1,4 @@
-"""The linear program of `graph_exact` with a link: no plan of reruns, copies and waits, however mixed, costs less.
+"""The linear program of `exact` with a link: no plan of reruns, copies and waits, however mixed, costs less.
 
 For each tensor, the shares of it that are copied out and back between two moments join the variables. Any schedule gives such
 values, since only this is asked: both lanes have the time between the moments (with its reruns and waits, each ms of which costs one);

@@ -22,7 +22,7 @@ ADDED, REMOVED, MOVED = 0, 1, 2
 class Lives:
     """Runs in slots, liveness and memory. `memory[slot]` has everything on the device; the last entry is the end.
 
-    `credit[slot]` is what copies to the host take away there (set by `graph_lanes`); it is already subtracted from `memory`.
+    `credit[slot]` is what copies to the host take away there (set by `lanes`); it is already subtracted from `memory`.
     """
 
     def __init__(self, graph: Graph, runs: list[int], *, room: int = 3) -> None:

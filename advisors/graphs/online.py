@@ -1,7 +1,7 @@
 """The strategies that are an eviction engine plus a score, as `Strategy` functions.
 
 Papers: DTR (Kirisame et al., ICLR'21: h_DTR, EqClass, Local, and the ablations MSPS, LRU, size); MegEngine's DTR;
-Belady's furthest next use (SwapAdvisor's eviction rule, here with recomputation). See `graph_engine` for what is the same
+Belady's furthest next use (SwapAdvisor's eviction rule, here with recomputation). See `engine` for what is the same
 and what differs. O(evictions x tensors on the device) NumPy work per plan.
 """
 

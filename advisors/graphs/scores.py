@@ -1,4 +1,4 @@
-"""Eviction scores for `graph_engine`: what each online rule would drop first (smallest score).
+"""Eviction scores for `engine`: what each online rule would drop first (smallest score).
 
 `weight` multiplies the score per tensor; the climb in `auto` perturbs it.
 """

@@ -1,4 +1,4 @@
-"""Large-neighbourhood search over run sequences: ruin (take reruns away) and recreate (`graph_moves`), anytime.
+"""Large-neighbourhood search over run sequences: ruin (take reruns away) and recreate (`moves`), anytime.
 
 Moves that raise the cost are accepted as in simulated annealing; which ruin to try next is learnt from what each gained per second.
 """

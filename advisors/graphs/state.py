@@ -1,6 +1,6 @@
 """A run sequence that can be edited in microseconds, with undo: the working copy of the graph planners.
 
-`graph_lives` has the slots, the lives and the memory. Where no slot is empty any more, runs are packed to the left.
+`lives` has the slots, the lives and the memory. Where no slot is empty any more, runs are packed to the left.
 """
 
 from __future__ import annotations

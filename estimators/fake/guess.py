@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake.absorb import ABSORBING
 from memopt.estimators.fake.experts import EXPERTS
-from memopt.estimators.fake.indexing import gradient_of_index
+from memopt.estimators.fake.indexing import fills, gradient_of_index
 from memopt.estimators.fake.share import selected
 
 if TYPE_CHECKING:
@@ -302,11 +302,12 @@ def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
         if not any(masks):
             return None
         wide: list[Any] = []
+        makes_none = name != "index" and fills(args, kwargs)
         for index, is_mask in zip(indices, masks, strict=True):
             if not is_mask:
                 wide.append(index)
             elif isinstance(index, FakeTensor):
-                number = guesser.selected(index)
+                number = index.numel() if makes_none else guesser.selected(index)
                 wide += [_new(recorder, [number], torch.int64) for _ in range(index.dim())]
             else:
                 wide += index.nonzero().unbind(1)

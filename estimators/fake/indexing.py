@@ -38,7 +38,7 @@ def _index(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int] 
 def _put(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int] | None:
     if not _masked(args[1]):
         return None
-    return () if _fills(args, kwargs) else (_mask_bytes(recorder, args[1]),)
+    return () if fills(args, kwargs) else (_mask_bytes(recorder, args[1]),)
 
 
 @hidden("cuda", aten.index_put.default, aten.index_put_.default)
@@ -57,7 +57,7 @@ def _masked(indices: Any) -> bool:
     return any(each is not None and each.dtype in _MASKS for each in indices)
 
 
-def _fills(args: Any, kwargs: Any) -> bool:
+def fills(args: Any, kwargs: Any) -> bool:
     """`canDispatchToMaskedFill`: one number written where a single mask is true."""
     single = sum(each is not None for each in args[1]) == 1
     return single and args[2].numel() == 1 and not _accumulates(args, kwargs)

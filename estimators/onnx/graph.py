@@ -1,6 +1,6 @@
 """An ONNX model as plain frozen data: graphs, nodes, weights as (type, dims), checked before anything is computed.
 
-`read_model` reads no weights (see `onnx_wire`) and opens no external data file, so a path in `external_data` can point
+`read_model` reads no weights (see `wire`) and opens no external data file, so a path in `external_data` can point
 anywhere without harm. Values of tensors up to 64 KiB are kept: shapes, axes and indices are computed with.
 """
 
