@@ -9,13 +9,10 @@ with the same link, or without one, can undercut. `benchmarks.advise_link` compa
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -27,6 +24,7 @@ from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.trace import load_trace
+from tests.schedule_checker import check
 
 SLOW = ("checkmate", "swapadvisor", "autotm")
 DEFAULT_GRAPHS = ("vgg16", "resnet50", "mobilenet", "unet", "densenet121", "transformer12", "lstm60")
@@ -38,7 +36,6 @@ bounds: dict[Point, float] = {}
 def main() -> None:
     """Run the grid and print it."""
     options = arguments()
-    checker = load_checker()
     names = (
         options.strategies.split(",")
         if options.strategies
@@ -60,7 +57,7 @@ def main() -> None:
             seconds = 0.0
             for name in names:
                 begin = time.monotonic()
-                row[name] = outcome(checker, graph, plain, peak * percent // 100, name, options)
+                row[name] = outcome(graph, plain, peak * percent // 100, name, options)
                 if name == "auto":
                     seconds = time.monotonic() - begin
             overheads[title, percent] = row
@@ -79,7 +76,6 @@ RECOMPUTE_ONLY = {
 
 
 def outcome(
-    checker: ModuleType,
     graph: Graph,
     plain: dict[str, Any],
     budget: int,
@@ -98,7 +94,7 @@ def outcome(
         )
     except (BudgetInfeasible, NotPossibleHere):
         return math.inf
-    found: float = checker.check(plain, json.loads(encode_schedule(schedule, graph)))["overhead"]
+    found: float = check(plain, json.loads(encode_schedule(schedule, graph)))["overhead"]
     if name == "auto":
         bounds[graph.name, budget] = schedule.overhead_bound
     return found
@@ -175,18 +171,6 @@ def parse_planning(parser: argparse.ArgumentParser, prove_s: float) -> argparse.
     if options.cpu_time:
         time.monotonic = time.process_time
     return options
-
-
-def load_checker() -> ModuleType:
-    """The independent checker of the tests."""
-    path = Path(__file__).parents[1] / "tests" / "schedule_checker.py"
-    spec = importlib.util.spec_from_file_location("schedule_checker", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["schedule_checker"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from benchmarks.advise import load_checker, parse_planning
+from benchmarks.advise import parse_planning
 from benchmarks.graph_families import accumulation, branches, chain, experts, random_dag
 from benchmarks.graphs import lstm, mobilenet, transformer, unet, vgg
 from memopt.advisors.graphs.exact import Relaxed, prove
@@ -25,6 +25,7 @@ from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere
+from tests.schedule_checker import check
 
 GAP = 0.01
 SMALL: dict[str, Callable[[], GraphFile]] = {
@@ -47,7 +48,6 @@ SMALL: dict[str, Callable[[], GraphFile]] = {
 def main() -> None:
     """Run the grid and print it."""
     options = arguments()
-    check = load_checker().check
     distances: list[float] = []
     print(f"{'graph':>14s}   ops  share checkmate      auto     bound    gap     off")
     for name in options.graphs.split(","):

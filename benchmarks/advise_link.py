@@ -14,7 +14,7 @@ import math
 
 import msgspec
 
-from benchmarks.advise import DEFAULT_GRAPHS, load_checker, mean, outcome, parse_planning
+from benchmarks.advise import DEFAULT_GRAPHS, mean, outcome, parse_planning
 from benchmarks.graphs import GRAPHS
 from memopt.advisors.graphs.bounds import overhead_bound
 from memopt.advisors.graphs.exact import prove
@@ -30,7 +30,6 @@ Row = tuple[float, float, float]
 def main() -> None:
     """Run the grid and print it."""
     options = arguments()
-    checker = load_checker()
     rows: dict[tuple[float, str, int], Row] = {}
     print(f"{'graph':>14s} {'budget':>6s} {'GB/s':>5s} recompute     joint      cut     bound  possible")
     for name in options.graphs.split(","):
@@ -39,10 +38,10 @@ def main() -> None:
         for percent in (int(text) for text in options.budgets.split(",")):
             budget = unplanned_peak(graph) * percent // 100
             options.gbps = 0.0
-            alone = outcome(checker, graph, plain, budget, "auto", options)
+            alone = outcome(graph, plain, budget, "auto", options)
             for gbps in (float(text) for text in options.links.split(",")):
                 options.gbps = gbps
-                joint = outcome(checker, graph, plain, budget, "auto", options)
+                joint = outcome(graph, plain, budget, "auto", options)
                 bound = bound_of(graph, budget, gbps, options.prove) if joint < math.inf else 0.0
                 rows[gbps, name, percent] = alone, joint, bound
                 cells = f"{alone:9.4f} {joint:9.4f} {cut(alone, joint):8.1%} {bound:9.4f} {cut(alone, bound):9.1%}"

@@ -184,9 +184,9 @@ class Values:
     def new_iteration(self) -> None:
         """Forget what ended with the iteration."""
         self._encoded.clear()
-        self._older |= {address: weakref.ref(value) for address, value in self._values.items()}
+        older = self._older | {address: weakref.ref(value) for address, value in self._values.items()}
         self._values.clear()
-        self._older = {a: ref for a, ref in self._older.items() if ref() is not None}
+        self._older = {a: ref for a, ref in older.items() if ref() is not None}
         self._pins = {
             a: live for a, refs in self._pins.items() if (live := [r for r in refs if r() is not None])
         }

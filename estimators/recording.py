@@ -95,11 +95,10 @@ class Recording:
 
 def on_fullest(recording: Recording) -> Recording:
     """Of a run on several GPUs what the fullest one holds: rows of the others are empty, and a note tells their peaks."""
-    peaks = {
-        n: _peak_on(recording, n) for n in sorted({row.ordinal for row in recording.rows if row.size_bytes})
-    }
-    if len(peaks) < 2:
+    used = sorted({row.ordinal for row in recording.rows if row.size_bytes})
+    if len(used) < 2:
         return recording
+    peaks = {n: _peak_on(recording, n) for n in used}
     fullest = max(peaks, key=lambda n: peaks[n])
     rows = [row if row.ordinal == fullest else replace(row, size_bytes=0) for row in recording.rows]
     told = ", ".join(f"cuda:{n} {format_bytes(peak)}" for n, peak in peaks.items())

@@ -100,7 +100,7 @@ class AutoPlan:
         self.last_resort = min(begin + (LAST_RESORT * left if small else left), self.problem.latest)
         self.bound = overhead_bound(self.problem)
         if self.problem.may_recompute:
-            self._secure(begin + (0.1 if self.problem.graph.op_count <= LARGE else 0.3) * left)
+            self._secure(begin + (0.1 if small else 0.3) * left)
         self._note_first(begin)
         self._greedy_start(begin + 0.12 * left)
         self._note_first(begin)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake.absorb import ABSORBING
 from memopt.estimators.fake.experts import EXPERTS
-from memopt.estimators.fake.indexing import fills, gradient_of_index
+from memopt.estimators.fake.indexing import fills, gradient_of_index, is_mask
 from memopt.estimators.fake.share import selected
 
 if TYPE_CHECKING:
@@ -298,13 +298,12 @@ def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
         if name == "index_put" and gradient_of_index(recorder, args, kwargs):
             return rule_of_place(guesser, recorder, args, kwargs) or (aten.index_put_(*args, **kwargs),)
         indices = args[1]
-        masks = [x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices]
-        if not any(masks):
+        if not any(map(is_mask, indices)):
             return None
         wide: list[Any] = []
         makes_none = name != "index" and fills(args, kwargs)
-        for index, is_mask in zip(indices, masks, strict=True):
-            if not is_mask:
+        for index in indices:
+            if not is_mask(index):
                 wide.append(index)
             elif isinstance(index, FakeTensor):
                 number = index.numel() if makes_none else guesser.selected(index)

@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memopt.estimators.fake.hidden import hidden
 
 aten = torch.ops.aten
-_MASKS = (torch.bool, torch.uint8)
 _POSITION = 8
 _SORTED_POSITIONS = 6
 """ATen/native/cuda/Indexing.cu, `index_put_with_sort_kernel`: linear, sorted and original indices, a range, and what CUB's
@@ -24,8 +23,12 @@ radix sort of pairs takes, once the keys and the values again."""
 
 def gradient_of_index(recorder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this `index_put` is autograd's, which writes into the zeros that it made."""
-    accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
-    return bool(accumulate) and recorder.phase == "backward" and not torch.is_grad_enabled()
+    return _accumulates(args, kwargs) and recorder.phase == "backward" and not torch.is_grad_enabled()
+
+
+def is_mask(index: torch.Tensor | None) -> bool:
+    """Whether an index chooses by truth, not by position."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
 @hidden("cpu", aten.index.Tensor)
@@ -54,7 +57,7 @@ def _accumulates(args: Any, kwargs: Any) -> bool:
 
 
 def _masked(indices: Any) -> bool:
-    return any(each is not None and each.dtype in _MASKS for each in indices)
+    return any(map(is_mask, indices))
 
 
 def fills(args: Any, kwargs: Any) -> bool:
@@ -64,13 +67,13 @@ def fills(args: Any, kwargs: Any) -> bool:
 
 
 def _mask_bytes(recorder: Any, indices: Any) -> int:
-    masks = [each for each in indices if each is not None and each.dtype in _MASKS]
+    masks = [each for each in indices if is_mask(each)]
     return sum(_count(recorder, mask) * mask.dim() * _POSITION for mask in masks)
 
 
 def _count(recorder: Any, index: torch.Tensor) -> int:
     """How many elements `index` chooses."""
-    if index.dtype not in _MASKS:
+    if not is_mask(index):
         return index.numel()
     if isinstance(index, FakeTensor):
         return int(recorder.guesser.selected(index))

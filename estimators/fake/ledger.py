@@ -34,9 +34,8 @@ class Ledger:
         self.marks.append(("empty_cache", len(self.events)))
 
     def _row(self, size_bytes: int, op: str, category: str = "") -> int:
-        row = StorageRow(size_bytes, category, self.phase, self.where(), op, self.op_count)
-        row.ordinal = self.ordinal
-        self.rows.append(row)
+        where, at = self.where(), self.op_count
+        self.rows.append(StorageRow(size_bytes, category, self.phase, where, op, at, ordinal=self.ordinal))
         return len(self.rows) - 1
 
     def workspace(self, size_bytes: int, op: str, *, forever: bool = False) -> None:
