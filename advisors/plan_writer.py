@@ -57,6 +57,7 @@ def write_plan(
         else problem.unplanned_peak_bytes,
         plain_step_ms=problem.plain_step_ms,
         predicted_step_ms=timeline.step_ms,
+        base_bytes=trace.base_bytes,
         saved_tensors=len(trace.slots.node),
         saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),
         actions=actions,

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memopt.enforcers.freed_pages import keep_freed_pages
+from memopt.enforcers.measurements import Measurements
 from memopt.instrument.forks import call_around_fork
 from memopt.instrument.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
@@ -27,17 +25,9 @@ if TYPE_CHECKING:
     from memopt.enforcers.swapped import Swapper
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
-    from memopt.instrument.meter import Meter
     from memopt.instrument.saved import SavedTensorHooks
 
 log = logging.getLogger(__name__)
-
-MEASURED = (3, 5, 8, 11, 14, 17)
-"""Iterations in which the bytes are measured on a CPU; their times do not count. From the third on only until one was like the profiled
-one, as every other is where a script does something each second time.
-
-Never two in a row: the optimizer's own `record_function` is open where iterations end, and one that was opened under a profiler
-writes into freed memory if it is closed under the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,19 +64,8 @@ class ApplySession:
         self._hooks: SavedTensorHooks | None = None
         self._swapper: Swapper | None = None
         self._updates: OptimizerInBackward | None = None
-        self._meter: Meter | None = None
-        self._measuring = False
-        self._measured_planned = False
-        """An iteration like the profiled one has been measured."""
-        self._resident_bytes = 0
-        """Largest resident set before torch's profiler, which measures, took memory of its own."""
-        self._peaks: list[int] = []
-        self._times_ms: list[float] = []
+        self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
-        self._parts = 0
-        """Iterations that ended before the last optimizer had joined the round."""
-        self._others: list[float] = []
-        """For each iteration that saved other tensors than the profiled one: how many elements to one of the plan's."""
         self._in_two_threads = False
         """The script trains in another thread since this iteration began."""
         self._left_plain = 0
@@ -167,13 +146,10 @@ class ApplySession:
         return HostStore([action.size_bytes for action in actions if action.tier == "host"])
 
     def _before_fork(self) -> None:
-        """A process forked while torch's profiler is on hangs or crashes in the child."""
-        self._measuring = self._meter is not None
-        self._stop_measuring()
+        self._measurements.pause()
 
     def _after_fork(self) -> None:
-        if self._measuring:
-            self._start_measuring()
+        self._measurements.go_on()
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
@@ -184,7 +160,7 @@ class ApplySession:
         """Call when the script has ended; None in a process that was forked from ours."""
         if os.getpid() != self._pid:
             return None
-        self._stop_measuring()
+        self._measurements.end()
         outcome = self._outcome()
         if self._engine is not None:
             self._engine.stop()
@@ -211,24 +187,21 @@ class ApplySession:
             notes.append(
                 f"{self._left_plain} iterations began to train in another thread and ran without the plan"
             )
-        if self._others:
-            notes.append(
-                f"{len(self._others)} iterations saved other tensors than the profiled one, {min(self._others):.2f} to "
-                f"{max(self._others):.2f} times as many elements; the peak moves with them, and was predicted for the profiled one"
-            )
+        measured = self._measurements
+        notes += measured.notes()
         return Outcome(
             budget_bytes=plan.budget_bytes,
             unplanned_peak_bytes=plan.unplanned_peak_bytes,
             predicted_peak_bytes=plan.predicted_peak_bytes,
-            measured_peak_bytes=max(self._peaks, default=None),
+            measured_peak_bytes=measured.peak_bytes,
             plain_step_ms=plan.plain_step_ms,
             predicted_step_ms=plan.predicted_step_ms,
-            measured_step_ms=median(self._times_ms) if self._times_ms else None,
+            measured_step_ms=measured.step_ms,
             actions=ActionCounts(planned=planned, done=done, skipped=planned - done),
             divergences=engine.divergences if engine is not None else 0,
             steps=self._iterations.count if self._iterations is not None else 0,
-            other_steps=len(self._others),
-            process_peak_bytes=self._resident_bytes or _resident_peak_bytes(),
+            other_steps=measured.other_steps,
+            process_peak_bytes=measured.process_peak_bytes,
             notes=notes,
         )
 
@@ -248,7 +221,7 @@ class ApplySession:
 
     def thread_changed(self) -> None:
         """What was begun in the thread that trained before cannot be ended here; the next iteration is enforced again."""
-        self._meter = None
+        self._measurements.forget_this_iteration()
         self._in_two_threads = True
         if self._frames is not None:
             self._frames.thread_changed()
@@ -276,63 +249,18 @@ class ApplySession:
             engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
         plain, self._in_two_threads = self._in_two_threads, False
         self._left_plain += int(plain and count > 1)
-        as_planned = not plain and count > 1 and self._is_as_planned(engine)
-        if count > 1 and self._meter is None and not plain:
-            self._times_ms.append(milliseconds)
-        if self._stop_measuring() and as_planned:
-            self._measured_planned = True
+        saved = (engine.saved_tensors, engine.saved_elements) if self._hooks is not None else None
+        self._measurements.iteration_ended(count, milliseconds, saved, plain=plain)
         actions = self._plan_slots(engine)
         self._done |= {number for number, taken in engine.done.items() if taken >= actions[number]}
         engine.new_iteration()
         self._frames.new_iteration()
         engine.enter()
-        self._look_for_a_longer_round(count)
-        wanted = MEASURED[:2] if self._measured_planned else MEASURED
-        if self._options.measure and count + 1 - self._parts in wanted:
-            self._start_measuring()
-
-    def _look_for_a_longer_round(self, count: int) -> None:
-        """What was measured so far were parts of iterations, where another optimizer has joined the round only now."""
-        iterations = self._iterations
-        if (
-            iterations is not None
-            and count >= MEASURED[0]
-            and iterations.rounds == 1
-            and iterations.came_late
-        ):
-            self._parts = count - 1
-            self._times_ms.clear()
-            self._others.clear()
-
-    def _is_as_planned(self, engine: Engine) -> bool:
-        """Did this iteration save what the profiled one did? Notes one that did not."""
-        plan = self._plan
-        if self._hooks is None or not plan.saved_tensors:
-            return True
-        if (engine.saved_tensors, engine.saved_elements) == (plan.saved_tensors, plan.saved_elements):
-            return True
-        self._others.append(engine.saved_elements / max(1, plan.saved_elements))
-        return False
-
-    def _start_measuring(self) -> None:
-        self._resident_bytes = self._resident_bytes or _resident_peak_bytes()
-        from memopt.instrument.meter import meter_for
-
-        self._meter = meter_for(self._plan.device.kind)
-        self._meter.start()
+        if self._iterations is not None:
+            self._measurements.iteration_begins(count, self._iterations)
 
     def _plan_slots(self, engine: Engine) -> list[int]:
         return [len(action.slots) for action in engine.actions]
-
-    def _stop_measuring(self) -> bool:
-        """True when the peak of an iteration has been measured."""
-        if self._meter is None:
-            return False
-        peak = self._meter.stop()
-        self._meter = None
-        if peak is not None:
-            self._peaks.append(peak)
-        return peak is not None
 
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
@@ -381,9 +309,3 @@ class ApplySession:
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._updates is not None:
             self._updates.step_ended(optimizer)
-
-
-def _resident_peak_bytes() -> int:
-    """The process's largest resident set so far."""
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

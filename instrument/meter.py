@@ -20,6 +20,9 @@ from memopt.instrument.script_profiler import on_script
 class Meter(Protocol):
     """Between `start` and `stop`: the peak in bytes; None when it could not be measured."""
 
+    base_bytes: int
+    """What there was at the start."""
+
     def start(self) -> None: ...
     def stop(self) -> int | None: ...
 
@@ -32,7 +35,7 @@ class CpuMeter:
 
     def __init__(self) -> None:
         self._profile: Started | None = None
-        self._base_bytes = 0
+        self.base_bytes = 0
         self._ends: list[tuple[int, int, int]] = []
         """Of blocks that end in another thread, by another clock."""
         self._watch: list[weakref.ref[UntypedStorage]] = []
@@ -44,7 +47,7 @@ class CpuMeter:
         on_script(self._give_way)
         for storage in living_storages("cpu"):
             size = storage.nbytes()
-            self._base_bytes += size
+            self.base_bytes += size
             self._watch.append(weakref.ref(storage, partial(self._ended, size)))
 
     def _ended(self, size_bytes: int, _: weakref.ref[UntypedStorage]) -> None:
@@ -64,7 +67,7 @@ class CpuMeter:
         self._profile = None
         if events is None:
             return None
-        held = most = self._base_bytes
+        held = most = self.base_bytes
         for _, _, size in sorted([*events, *self._ends]):
             held += size
             most = max(most, held)
@@ -74,7 +77,10 @@ class CpuMeter:
 class CudaMeter:
     """The caching allocator's own high-water mark. Has not run on a GPU yet (docs/status.md)."""
 
+    base_bytes = 0
+
     def start(self) -> None:
+        self.base_bytes = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
 
     def stop(self) -> int | None:

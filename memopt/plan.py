@@ -117,6 +117,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     predicted_peak_bytes: int
     plain_step_ms: float
     predicted_step_ms: float
+    base_bytes: int = 0
+    """On the device when the profiled iteration began; 0 when not known."""
     saved_tensors: int = 0
     """How many tensors autograd saved in the profiled iteration; 0 when not known."""
     saved_elements: int = 0
@@ -147,7 +149,7 @@ def load_plan(path: Path) -> Plan:
 
 
 def _inconsistency(plan: Plan) -> str:
-    numbers = [plan.budget_bytes, plan.unplanned_peak_bytes, plan.predicted_peak_bytes]
+    numbers = [plan.budget_bytes, plan.unplanned_peak_bytes, plan.predicted_peak_bytes, plan.base_bytes]
     if min(numbers) < 0 or max(numbers) >= 2**62:
         return "a number of bytes is negative or beyond any memory"
     if not all(0 <= time < 1e12 for time in (plan.plain_step_ms, plan.predicted_step_ms)):

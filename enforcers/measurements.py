@@ -1,0 +1,151 @@
+"""What a run under a plan came to: peaks of a few iterations, times of the others, and which were unlike the profiled one."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from statistics import median
+from typing import TYPE_CHECKING
+
+from memopt.plan import Plan
+from memopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from memopt.instrument.iterations import Iterations
+    from memopt.instrument.meter import Meter
+
+MEASURED = (3, 5, 8, 11, 14, 17)
+"""Iterations in which the bytes are measured on a CPU; their times do not count. From the third on only until one was like the profiled
+one, as every other is where a script does something each second time.
+
+Never two in a row: the optimizer's own `record_function` is open where iterations end, and one that was opened under a profiler
+writes into freed memory if it is closed under the next."""
+
+_MORE_AT_THE_START = 0.01
+"""Of the plan's peak: what an iteration has to begin with above the profiled one to be told of."""
+
+
+class Measurements:
+    """Of one run; times are milliseconds, sizes bytes."""
+
+    def __init__(self, plan: Plan, *, peaks: bool) -> None:
+        self._plan = plan
+        self._wanted = peaks
+        self._meter: Meter | None = None
+        self._paused = False
+        self._measured_planned = False
+        """An iteration like the profiled one has been measured."""
+        self._resident_bytes = 0
+        """Largest resident set before torch's profiler, which measures, took memory of its own."""
+        self._peaks: list[tuple[int, int]] = []
+        """(peak, what there was when the iteration began)."""
+        self._times_ms: list[float] = []
+        self._parts = 0
+        """Iterations that ended before the last optimizer had joined the round."""
+        self._others: list[float] = []
+        """For each iteration that saved other tensors than the profiled one: how many elements to one of the plan's."""
+
+    @property
+    def peak_bytes(self) -> int | None:
+        return max(self._peaks)[0] if self._peaks else None
+
+    @property
+    def step_ms(self) -> float | None:
+        return median(self._times_ms) if self._times_ms else None
+
+    @property
+    def other_steps(self) -> int:
+        return len(self._others)
+
+    @property
+    def process_peak_bytes(self) -> int:
+        return self._resident_bytes or _resident_peak_bytes()
+
+    def notes(self) -> list[str]:
+        """Why the measured peak may be another than the predicted one."""
+        found = []
+        if self._others:
+            found.append(
+                f"{len(self._others)} iterations saved other tensors than the profiled one, {min(self._others):.2f} to "
+                f"{max(self._others):.2f} times as many elements; the peak moves with them, and was predicted for the profiled one"
+            )
+        plan = self._plan
+        more = max(self._peaks)[1] - plan.base_bytes if self._peaks and plan.base_bytes else 0
+        if more > _MORE_AT_THE_START * plan.predicted_peak_bytes:
+            found.append(
+                f"the measured iteration began with {format_bytes(more)} more than the profiled one: "
+                "the script has kept that since, and no plan accounts for it"
+            )
+        return found
+
+    # --- the run
+
+    def iteration_ended(
+        self, count: int, milliseconds: float, saved: tuple[int, int] | None, *, plain: bool
+    ) -> None:
+        """Iteration `count` is over; `plain` if it ran without the plan. `saved`: how many tensors autograd saved in it, and their
+        elements; None where nobody counted."""
+        as_planned = not plain and count > 1 and self._is_as_planned(saved)
+        if count > 1 and self._meter is None and not plain:
+            self._times_ms.append(milliseconds)
+        if self._stop() and as_planned:
+            self._measured_planned = True
+
+    def iteration_begins(self, after: int, iterations: Iterations) -> None:
+        """Measure it, if it is one of those, where `after` iterations have ended."""
+        if after >= MEASURED[0] and iterations.rounds == 1 and iterations.came_late:
+            # what was measured so far were parts of iterations: another optimizer has joined the round only now
+            self._parts = after - 1
+            self._times_ms.clear()
+            self._others.clear()
+        turns = MEASURED[:2] if self._measured_planned else MEASURED
+        if self._wanted and after + 1 - self._parts in turns:
+            self._start()
+
+    def forget_this_iteration(self) -> None:
+        """What was begun in another thread cannot be ended in this one."""
+        self._meter = None
+
+    def pause(self) -> None:
+        """A process forked while torch's profiler is on hangs or crashes in the child."""
+        self._paused = self._meter is not None
+        self._stop()
+
+    def go_on(self) -> None:
+        if self._paused:
+            self._start()
+
+    def end(self) -> None:
+        """The script has ended, maybe in an iteration that is measured."""
+        self._stop()
+
+    def _is_as_planned(self, saved: tuple[int, int] | None) -> bool:
+        """Did the iteration save what the profiled one did? Notes one that did not."""
+        plan = self._plan
+        if saved is None or not plan.saved_tensors or saved == (plan.saved_tensors, plan.saved_elements):
+            return True
+        self._others.append(saved[1] / max(1, plan.saved_elements))
+        return False
+
+    def _start(self) -> None:
+        self._resident_bytes = self._resident_bytes or _resident_peak_bytes()
+        from memopt.instrument.meter import meter_for
+
+        self._meter = meter_for(self._plan.device.kind)
+        self._meter.start()
+
+    def _stop(self) -> bool:
+        """True when the peak of an iteration has been measured."""
+        if self._meter is None:
+            return False
+        peak, base = self._meter.stop(), self._meter.base_bytes
+        self._meter = None
+        if peak is not None:
+            self._peaks.append((peak, base))
+        return peak is not None
+
+
+def _resident_peak_bytes() -> int:
+    """The process's largest resident set so far."""
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
