@@ -50,8 +50,8 @@ _KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer"
 )
 @click.option("--graph", metavar="FILE", type=click.Path(path_type=Path), help="Plan a plain graph (memopt.graph/1) instead of a profile.")  # fmt: skip
 @click.option("--schedule", metavar="FILE", type=click.Path(path_type=Path), help="With --graph: where to write the schedule.")  # fmt: skip
-@click.option("--out-gbps", metavar="RATE", type=click.FloatRange(min=0), default=0.0, help="With --graph: link to the host, GB/s.")  # fmt: skip
-@click.option("--in-gbps", metavar="RATE", type=click.FloatRange(min=0), default=0.0, help="With --graph: link from the host, GB/s.")  # fmt: skip
+@click.option("--out-gbps", metavar="RATE", type=click.FloatRange(min=0), help="With --graph: link to the host, GB/s.  [default: as --in-gbps, else no link]")  # fmt: skip
+@click.option("--in-gbps", metavar="RATE", type=click.FloatRange(min=0), help="With --graph: link from the host, GB/s.  [default: as --out-gbps, else no link]")  # fmt: skip
 @click.argument("profile", required=False, type=click.Path(path_type=Path))
 def advise(profile: Path | None, **options: Any) -> int:
     """Find what to swap, recompute or compress so that a script fits a budget.

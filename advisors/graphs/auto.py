@@ -38,7 +38,7 @@ from memopt.errors import BudgetInfeasible
 
 log = logging.getLogger(__name__)
 
-PORTFOLIO = ("msps", "dtr", "dtr-local", "next-use", "dtr-eqclass", "size", "lru", "megengine", "belady")
+PORTFOLIO = ("msps", "dtr", "dtr-local", "next-use", "dtr-eqclass", "size", "lru", "dtr-megengine", "belady")
 STARTS = 3
 SLOW = 150
 """With fewer iterations than this in a slice, one long search is worth more than several."""

@@ -1,4 +1,4 @@
-"""cuBLAS's workspaces: one per thread that multiplies matrices, from the caching allocator, never given back."""
+"""cuBLAS's workspaces: one per thread and stream that multiplies matrices, from the caching allocator, never given back."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ HOPPER_BYTES = 32 << 20
 
 
 class BlasWorkspaces:
-    """Takes the workspace at the first product of the script's thread and of autograd's, on each GPU."""
+    """Takes the workspace at the first product of the script's thread and of autograd's, on each GPU and stream."""
 
     def __init__(self, recorder: FakeRecorder, measured_bytes: int | None) -> None:
         self.recorder = recorder
         self.size_bytes = workspace_bytes(recorder.capability) if measured_bytes is None else measured_bytes
-        self.seen: set[tuple[bool, int]] = set()
+        self.seen: set[tuple[bool, int, int]] = set()
 
     def before(self, func: Any) -> None:
         """Call before every op on the device."""
         if func not in PRODUCTS:
             return
         watch = self.recorder.watch
-        handle = watch is not None and watch.in_backward, self.recorder.ordinal
+        recorder = self.recorder
+        handle = watch is not None and watch.in_backward, recorder.ordinal, recorder.streams.now()
         if handle not in self.seen:
             self.seen.add(handle)
             self.recorder.workspace(self.size_bytes, "cuBLAS workspace", forever=True)

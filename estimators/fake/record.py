@@ -44,6 +44,7 @@ from memopt.estimators.fake.probe import Probes
 from memopt.estimators.fake.real import stays_real
 from memopt.estimators.fake.share import note_share
 from memopt.estimators.fake.sparse import note_distinct, sparse_result
+from memopt.estimators.fake.streams import Streams
 from memopt.estimators.recording import Recording, StorageRow, on_fullest
 from memopt.instrument.accumulate import adds_in_place
 
@@ -83,6 +84,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.guesser = guesser or Guesser()
         self.probes = Probes()
+        self.streams = Streams(self)
+        self.on_stream = self.streams.now
         self.blas = BlasWorkspaces(self, cublas_workspace_bytes)
         self.inside = 0
         self._live: dict[int, tuple[_StorageRef, int]] = {}
@@ -126,6 +129,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             op_count=self.op_count,
             possible_bytes=self.possible_bytes,
             bounded=list(self.guesser.bounded),
+            memory_fraction=self.memory_fraction,
         )
         return on_fullest(whole)
 
