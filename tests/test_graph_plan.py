@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import graphs as shapes
-from memopt.advisors.graphs.auto import AutoPlan
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes
 from memopt.advisors.graphs.segments import Forward, cheapest_dropped
+from memopt.advisors.graphs.stages import AutoPlan
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 from tests import schedule_checker as checker
@@ -191,12 +191,13 @@ def test_a_swapped_tensor_is_back_for_the_rerun_that_reads_it() -> None:
     assert plan_and_check(plain, 10, time_limit_s=0.5, **link) == pytest.approx(1 / 43)
 
 
-def test_peers_are_tried_even_when_the_time_is_gone() -> None:
-    plain = json.loads(msgspec.json.encode(shapes.GRAPHS["random60"]()))
+@pytest.mark.parametrize(("name", "gbps"), [("random60", 1.0), ("random60", 0.0), ("mobilenet", 0.0)])
+def test_peers_are_tried_even_when_the_time_is_gone(name: str, gbps: float) -> None:
+    plain = json.loads(msgspec.json.encode(shapes.GRAPHS[name]()))
     graph = graph_of(plain)
-    floor, _ = floor_bytes(graph, swap=True)
+    floor, _ = floor_bytes(graph, swap=gbps > 0)
     budget = floor + (unplanned_peak(graph) - floor) // 2
-    link = {"out_gbps": 1.0, "in_gbps": 1.0}
+    link = {"out_gbps": gbps, "in_gbps": gbps}
     hurried = tried(plain, budget, time_limit_s=0.001, **link)
     quick = set(GRAPH_STRATEGIES) - {"auto", "checkmate", "swapadvisor", "autotm"}
     assert hurried <= min(tried(plain, budget, strategy=strategy, **link) for strategy in quick) + 1e-9
@@ -381,9 +382,9 @@ def test_arguments_that_cannot_be_meant(options: dict[str, Any]) -> None:
 
 
 def test_a_refusal_keeps_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a limit of 60 s, 44 are for the search, and what is left but for 8 % where it has found nothing by then."""
-    plain = chain(12)
-    graph = graph_of(plain)
+    """Of a limit of 60 s, 44 are for the search of more than 1,000 ops, and what is left but for 8 % where it has found nothing by then."""
+    graph = graph_of(unit_chain(501))
+    few = graph_of(chain(12))
     problems: list[GraphProblem] = []
 
     def noting(problem: GraphProblem) -> Answer:
@@ -392,10 +393,16 @@ def test_a_refusal_keeps_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setitem(GRAPH_STRATEGIES, "auto", noting)
     with pytest.raises(BudgetInfeasible):
-        plan_graph(graph, 30, time_limit_s=60.0)
+        plan_graph(graph, 400, time_limit_s=60.0)
     assert problems[0].latest - problems[0].until == pytest.approx(0.92 * 60 - (4 + 60 - 20))
+    with pytest.raises(BudgetInfeasible):
+        plan_graph(few, 30, time_limit_s=60.0)
+    assert problems[1].latest == problems[1].until
+    with pytest.raises(BudgetInfeasible):
+        plan_graph(few, 30)
+    assert problems[2].latest - problems[2].until == pytest.approx(0.92 * 20 - 4)
     now = time.monotonic()
-    work = AutoPlan(replace(problems[0], budget_bytes=5, until=now + 0.5, latest=now + 0.15))
+    work = AutoPlan(replace(problems[1], budget_bytes=5, until=now + 0.5, latest=now + 0.15))
     work.plan()
     assert work.last_resort == now + 0.15
 

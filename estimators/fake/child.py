@@ -47,8 +47,7 @@ def _run(request: Request) -> Result:
 
     recorder = FakeRecorder(
         request.target,
-        capability=request.compute_capability,
-        cublas_workspace_bytes=request.cublas_workspace_bytes,
+        hidden=request.hidden,
         guesser=Guesser(frozenset(request.flipped), least=request.least),
     )
     fake_tensors.install(recorder)

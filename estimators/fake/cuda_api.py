@@ -34,8 +34,8 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
     properties = SimpleNamespace(
         name=request.device,
         total_memory=request.device_memory_bytes,
-        major=request.compute_capability[0],
-        minor=request.compute_capability[1],
+        major=recorder.capability[0],
+        minor=recorder.capability[1],
         multi_processor_count=request.multiprocessors,
         is_integrated=0,
         is_multi_gpu_board=0,
@@ -53,9 +53,9 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
     cuda._lazy_call = lambda function, **kwargs: None
     answers = {
         "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "init": None,
-        "get_device_name": request.device, "get_device_capability": request.compute_capability,
-        "get_device_properties": properties, "is_bf16_supported": request.compute_capability >= (8, 0),
-        "is_tf32_supported": request.compute_capability >= (8, 0), "synchronize": None, "set_device": None,
+        "get_device_name": request.device, "get_device_capability": recorder.capability,
+        "get_device_properties": properties, "is_bf16_supported": recorder.capability >= (8, 0),
+        "is_tf32_supported": recorder.capability >= (8, 0), "synchronize": None, "set_device": None,
         "ipc_collect": None, "can_device_access_peer": False, "is_current_stream_capturing": False,
         "utilization": 0, "temperature": 40, "power_draw": 100000, "clock_rate": 1000,
         "get_arch_list": ["sm_80", "sm_86", "sm_90"], "_is_in_bad_fork": False,
