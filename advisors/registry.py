@@ -66,13 +66,16 @@ COUNSELS: dict[str, Counsel] = {
 GRAPH_KINDS: dict[str, frozenset[str]] = (
     dict.fromkeys(
         (
-            "dtr", "dtr-eqclass", "dtr-local", "msps", "lru", "size", "belady", "megengine", "next-use",
-            "sublinear", "sublinear-greedy", "checkmate",
+            "dtr", "dtr-eqclass", "dtr-local", "msps", "lru", "size", "belady", "dtr-megengine", "next-use",
+            "sublinear", "sublinear-greedy", "rotor", "checkmate",
         ),
         frozenset({"recompute"}),
     )
     | dict.fromkeys(
-        ("vdnn", "vdnn++", "modnn", "autoswap", "swapadvisor", "flashneuron", "tflms", "sentinel", "autotm"),
+        (
+            "vdnn", "vdnn-all", "vdnn-conv", "vdnn++", "modnn", "autoswap", "swapadvisor", "flashneuron", "tflms",
+            "sentinel", "autotm",
+        ),
         frozenset({"swap"}),
     )
     | dict.fromkeys(("auto", "superneurons", "capuchin"), frozenset({"recompute", "swap"}))

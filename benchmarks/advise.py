@@ -70,8 +70,8 @@ def main() -> None:
 
 
 RECOMPUTE_ONLY = {
-    "auto", "dtr", "dtr-eqclass", "dtr-local", "msps", "lru", "size", "belady", "megengine", "next-use",
-    "sublinear", "sublinear-greedy", "superneurons", "capuchin",
+    "auto", "dtr", "dtr-eqclass", "dtr-local", "msps", "lru", "size", "belady", "dtr-megengine", "next-use",
+    "sublinear", "sublinear-greedy", "rotor", "superneurons", "capuchin",
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.errors import BudgetInfeasible, UsageError
+from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 from memopt.files import refuse_overwrite
 from memopt.units import format_bytes, format_ms, parse_bytes
 
@@ -26,7 +26,7 @@ class _Row:
     strategy: str
     seconds: float
     schedule: Schedule | None = None
-    failure: BudgetInfeasible | None = None
+    failure: BudgetInfeasible | NotPossibleHere | None = None
 
 
 def advise_graph(
@@ -34,8 +34,8 @@ def advise_graph(
     *,
     budget: str,
     schedule: Path | None = None,
-    out_gbps: float = 0.0,
-    in_gbps: float = 0.0,
+    out_gbps: float | None = None,
+    in_gbps: float | None = None,
     allow: Sequence[str] = (),
     deny: Sequence[str] = (),
     strategies: Sequence[str] = (),
@@ -45,25 +45,26 @@ def advise_graph(
 ) -> int:
     """Plan the graph at `graph_path`, show the outcome, write the best schedule to `schedule`; gives the exit code.
 
-    Raises `BadFile` for a graph that is none, `BudgetInfeasible` when no asked-for strategy meets the budget.
+    A rate that is left out is as the other one; without either there is no link. Raises `BadFile` for a graph that is none and,
+    when only one strategy is asked for, its `BudgetInfeasible` or `NotPossibleHere`.
     """
     from memopt.advisors.graphs.graph import read_graph
-    from memopt.advisors.graphs.plan import unplanned_peak
+    from memopt.advisors.graphs.plan import find_graph_strategy, unplanned_peak
     from memopt.advisors.schedule import write_schedule
 
     kinds = _kinds(allow, deny)
+    names = list(dict.fromkeys(find_graph_strategy(name) for name in strategies or ("auto",)))
     if schedule is not None:
         refuse_overwrite(schedule, force=force)
     graph = read_graph(graph_path)
     peak_bytes = unplanned_peak(graph)
     budget_bytes = parse_bytes(budget, of_bytes=peak_bytes)
     options = {
-        "out_gbps": out_gbps,
-        "in_gbps": in_gbps,
+        **_rates(out_gbps, in_gbps),
         "allow": kinds,
         "time_limit_s": time_limit_s,
     }
-    rows = [_plan(graph, budget_bytes, name, options) for name in strategies or ("auto",)]
+    rows = [_plan(graph, budget_bytes, name, options) for name in names]
     plans = [row.schedule for row in rows if row.schedule is not None]
     best = min(plans, key=lambda plan: plan.overhead) if plans else None
     if best is None and len(rows) == 1:
@@ -74,11 +75,26 @@ def advise_graph(
     else:
         _show(graph, peak_bytes, budget_bytes, rows, best)
     if best is None:
-        return BudgetInfeasible.exit_code
+        return max(row.failure.exit_code for row in rows if row.failure is not None)
     if schedule is not None:
         write_schedule(schedule, best, graph)
         _say_written(schedule)
     return 0
+
+
+def _rates(out_gbps: float | None, in_gbps: float | None) -> dict[str, float]:
+    """Both rates of the link; one that was left out is as the other, which is said."""
+    from memopt.cli.console import say
+
+    known = [rate for rate in (out_gbps, in_gbps) if rate is not None]
+    if len(known) == 1 and known[0]:
+        missing = "--in-gbps" if in_gbps is None else "--out-gbps"
+        say(f"{missing} was left out: the link has {known[0]:g} GB/s both ways")
+    rate = known[0] if known else 0.0
+    return {
+        "out_gbps": rate if out_gbps is None else out_gbps,
+        "in_gbps": rate if in_gbps is None else in_gbps,
+    }
 
 
 def _kinds(allow: Sequence[str], deny: Sequence[str]) -> frozenset[str]:
@@ -107,7 +123,7 @@ def _plan(graph: Graph, budget_bytes: int, name: str, options: dict[str, Any]) -
     begin = time.monotonic()
     try:
         plan = plan_graph(graph, budget_bytes, strategy=name, **options)
-    except BudgetInfeasible as failure:
+    except (BudgetInfeasible, NotPossibleHere) as failure:
         return _Row(strategy=name, seconds=time.monotonic() - begin, failure=failure)
     return _Row(strategy=name, seconds=time.monotonic() - begin, schedule=plan)
 
@@ -129,14 +145,10 @@ def _figures(
 def _row_figures(row: _Row) -> dict[str, Any]:
     plan = row.schedule
     if plan is None:
-        assert row.failure is not None
-        return {
-            "strategy": row.strategy,
-            "feasible": False,
-            "min_peak_bytes": row.failure.min_peak_bytes,
-            "blockers": list(row.failure.blockers),
-            "seconds": round(row.seconds, 3),
-        }
+        failed: dict[str, Any] = {"not_possible_here": _reason(row)}
+        if isinstance(row.failure, BudgetInfeasible):
+            failed = {"min_peak_bytes": row.failure.min_peak_bytes, "blockers": list(row.failure.blockers)}
+        return {"strategy": row.strategy, "feasible": False, **failed, "seconds": round(row.seconds, 3)}
     return {
         "strategy": row.strategy,
         "feasible": True,
@@ -165,16 +177,25 @@ def _show(graph: Graph, peak_bytes: int, budget_bytes: int, rows: list[_Row], be
     )
     columns = ("strategy", "overhead", "peak", "recomputed", "exposed", "reruns", "swaps", "planned in")
     console.print(pairs_table("Plans", columns, [_cells(row) for row in rows]))
+    for row in rows:
+        if isinstance(row.failure, NotPossibleHere):
+            console.print(words(f"{row.strategy} is not possible here: {_reason(row)}"))
     if best is not None:
         console.print(words(_bounds(best)))
+
+
+def _reason(row: _Row) -> str:
+    assert row.failure is not None
+    return "; ".join(text for text in (row.failure.what, row.failure.why) if text)
 
 
 def _cells(row: _Row) -> tuple[str, ...]:
     plan = row.schedule
     if plan is None:
-        assert row.failure is not None
-        smallest = f"not below {format_bytes(row.failure.min_peak_bytes)}"
-        return (row.strategy, "budget not met", smallest, "-", "-", "-", "-", f"{row.seconds:.1f} s")
+        what, peak = "not possible here", "-"
+        if isinstance(row.failure, BudgetInfeasible):
+            what, peak = "budget not met", f"not below {format_bytes(row.failure.min_peak_bytes)}"
+        return (row.strategy, what, peak, "-", "-", "-", "-", f"{row.seconds:.1f} s")
     return (
         row.strategy,
         f"{plan.overhead:.2%}",

@@ -157,7 +157,7 @@ def smallest_that_runs(events: AllocatorEvents, settings: AllocatorSettings) -> 
         outcome = _on_device(events, settings, middle)
         if not outcome.ran:
             low = middle
-        elif settings.garbage_collection_threshold:
+        elif settings.collects:
             high = middle
         else:
             # On a device that holds just the peak it reached, the very same run is repeated.
@@ -166,7 +166,7 @@ def smallest_that_runs(events: AllocatorEvents, settings: AllocatorSettings) -> 
 
 
 def _on_device(events: AllocatorEvents, settings: AllocatorSettings, device_bytes: int) -> AllocatorOutcome:
-    limit_bytes = device_bytes if settings.garbage_collection_threshold else None
+    limit_bytes = device_bytes if settings.collects else None
     return replay(events, settings, limit_bytes, device_bytes=device_bytes)
 
 

@@ -39,11 +39,22 @@ class AllocatorSettings:
     roundup_power2_divisions: tuple[int, ...] = (0,) * DIVISION_INTERVALS
     """For each power of two from 1 MiB up: into how many parts the span to the next one is divided; 0 or 1 is off."""
     garbage_collection_threshold: float = 0.0
-    """Share of the limit above which old cached blocks are given back before a new segment is asked for; 0 is off."""
+    """Share of the limit above which old cached blocks are given back before a new segment is asked for; 0 is off, and so
+    is a limit that no memory fraction set."""
     large_segment_size_bytes: int = 20 * MIB
     """Segment for requests over 1 MiB and below 10 MiB, and the page of large expandable segments (torch >= 2.11)."""
     per_process_memory_fraction: float = 1.0
-    """Share of the device's memory that this process may reserve."""
+    """Share of the device's memory that this process may reserve; 1 is no limit of its own."""
+
+    def limit_bytes(self, memory_bytes: int) -> int | None:
+        """What the process may reserve of a device's `memory_bytes`; None where no fraction was set."""
+        share = self.per_process_memory_fraction
+        return None if share == 1 else int(share * memory_bytes)
+
+    @property
+    def collects(self) -> bool:
+        """Whether garbage is collected: PyTorch does so only where a memory fraction was set."""
+        return self.garbage_collection_threshold > 0 and self.per_process_memory_fraction < 1
 
 
 def parse_settings(text: str) -> AllocatorSettings:

@@ -1,8 +1,13 @@
-"""The largest batch that fits: doubling, then halving the gap."""
+"""The largest batch that fits, exactly: from a first guess up or down, then along the line between what fits and what does not.
+
+What a run needs grows nearly evenly with the batch, so the line finds the border in few estimates; where it does not, the gap is
+halved. That more always needs more is taken for granted: a larger batch that happens to fit above one that does not is not found.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memopt.errors import NotPossibleHere
@@ -14,55 +19,93 @@ if TYPE_CHECKING:
 _MOST = 1 << 20
 _ENOUGH = 32
 """A batch this large that needs no more than a batch of one was not made by the flag."""
+_GROWING = ("activation", "temporary", "input")
 
 
 def largest_batch(
-    estimate: Callable[[int], Estimate], say: Callable[[str], None] = lambda text: None
+    estimate: Callable[[int], Estimate], say: Callable[[str], None] = lambda text: None, start: int = 1
 ) -> tuple[int, Estimate]:
-    """The largest batch size whose estimate fits its named device, with that estimate.
+    """The largest batch size whose estimate fits its named device, with that estimate; `start` is where to look first.
 
     Raises `NotPossibleHere` when not even a batch of one fits, or when the batch size changes nothing.
     """
-    good: tuple[int, Estimate] | None = None
-    size, least_bytes = 1, 0
-    while size <= _MOST:
-        found = _asked(estimate, size, say)
-        if not fits(found):
-            break
-        least_bytes = least_bytes or found.allocated_bytes
-        if size >= _ENOUGH and found.allocated_bytes <= least_bytes:
-            raise NotPossibleHere(
-                f"a batch of {size} needs no more than a batch of 1",
-                why=f"{format_bytes(found.allocated_bytes)} are allocated either way",
-                try_="--batch-arg with the flag that sets the script's batch size, or --device cpu if it never uses a GPU",
-            )
-        good = (size, found)
-        size *= 2
-    if good is None:
+    search = _Search(estimate, say)
+    search.ask(start)
+    while search.high - search.low > 1 and search.low < _MOST:
+        search.ask(search.following())
+        search.refuse_constant()
+    if not search.low:
+        smallest = search.seen[1]
         raise NotPossibleHere(
-            f"a batch of 1 does not fit: it needs {format_bytes(found.process_bytes or found.allocated_bytes)}",
+            f"a batch of 1 does not fit: it needs {format_bytes(smallest.process_bytes or smallest.allocated_bytes)}",
             try_="memopt advise, or a larger --device",
         )
-    if good[0] >= _MOST:
-        return good
-    low, high = good[0], size
-    while high - low > max(1, low // 64):
-        middle = (low + high) // 2
-        found = _asked(estimate, middle, say)
-        if fits(found):
-            low, good = middle, (middle, found)
-        else:
-            high = middle
-    return good
-
-
-def _asked(estimate: Callable[[int], Estimate], size: int, say: Callable[[str], None]) -> Estimate:
-    found = estimate(size)
-    need = found.process_bytes or found.allocated_bytes
-    say(f"batch {size}: {format_bytes(need)}, {'fits' if fits(found) else 'too much'}")
-    return found
+    return search.low, search.seen[search.low]
 
 
 def fits(found: Estimate) -> bool:
     """Does the run fit on the device that was named, if only just?"""
     return found.fits_named is not None and found.fits_named.verdict != "no"
+
+
+def least_bytes(found: Estimate) -> int:
+    """What must fit at the least: the process when cached memory is given back, on a CPU the tensors."""
+    if found.process_bytes is None:
+        return found.allocated_bytes
+    return (found.smallest_bytes or found.reserved_bytes) + found.context_bytes
+
+
+@dataclass(slots=True)
+class _Search:
+    """`low` is the largest batch that was seen to fit, `high` the smallest that was not."""
+
+    estimate: Callable[[int], Estimate]
+    say: Callable[[str], None]
+    seen: dict[int, Estimate] = field(default_factory=dict)
+    low: int = 0
+    high: int = 2 * _MOST
+    slow: int = 0
+    """How often in a row a gap that was known on both sides was not halved."""
+
+    def ask(self, size: int) -> None:
+        before = self.high - self.low
+        found = self.seen[size] = self.estimate(size)
+        good = fits(found)
+        need = found.process_bytes or found.allocated_bytes
+        self.say(f"batch {size}: {format_bytes(need)}, {'fits' if good else 'too much'}")
+        if good:
+            self.low = size
+        else:
+            self.high = size
+        self.slow = self.slow + 1 if before <= _MOST and 2 * (self.high - self.low) > before else 0
+
+    def following(self) -> int:
+        """The batch to try next, between `low` and `high`."""
+        if self.high > _MOST:
+            guess = 2 * self.low if self.low == 1 or len(self.seen) > 1 else self._crossing() + 1
+            return min(max(guess, self.low + 1), 2 * self.low)
+        guess = (self.low + self.high) // 2 if self.slow > 1 else self._crossing()
+        return min(max(guess, self.low + 1, 1), self.high - 1)
+
+    def _crossing(self) -> int:
+        """Where a line through what was seen meets the device's memory."""
+        near = self.low or self.high
+        found = self.seen[near]
+        far = self.seen.get(self.high) if self.low else None
+        if far is not None:
+            slope = (least_bytes(far) - least_bytes(found)) / (self.high - self.low)
+        else:
+            slope = sum(found.by_category.get(name, 0) for name in _GROWING) / near
+        if slope <= 0 or found.fits_named is None:
+            return (self.low + self.high) // 2
+        return near + int((found.fits_named.memory_bytes - least_bytes(found)) // slope)
+
+    def refuse_constant(self) -> None:
+        """Raise where a batch of 1 and a large one were seen to need the same."""
+        one, large = self.seen.get(1), self.seen[self.low] if self.low >= _ENOUGH else None
+        if one is not None and large is not None and large.allocated_bytes <= one.allocated_bytes:
+            raise NotPossibleHere(
+                f"a batch of {self.low} needs no more than a batch of 1",
+                why=f"{format_bytes(large.allocated_bytes)} are allocated either way",
+                try_="--batch-arg with the flag that sets the script's batch size, or --device cpu if it never uses a GPU",
+            )

@@ -46,17 +46,14 @@ class OnDevice(TypedDict):
     """What a fake run must know of the device that it pretends to be on."""
 
     target: Literal["cuda", "cpu"]
-    capability: tuple[int, int]
-    cublas_workspace_bytes: int | None
+    hidden: HiddenMemory | None
 
 
 def on_device(spec: DeviceSpec) -> OnDevice:
-    """`spec` for a fake run; cuBLAS's workspace where a calibration tells it, else the run knows the usual sizes itself."""
+    """`spec` for a fake run, with what a calibration measured there."""
     if spec.kind == "cpu":
-        return OnDevice(target="cpu", capability=(0, 0), cublas_workspace_bytes=None)
-    calibration = calibration_of(spec)
-    measured = calibration.hidden.cublas_workspace().size_bytes if calibration.path else None
-    return OnDevice(target="cuda", capability=spec.capability_pair, cublas_workspace_bytes=measured)
+        return OnDevice(target="cpu", hidden=None)
+    return OnDevice(target="cuda", hidden=calibration_of(spec).hidden)
 
 
 def calibration_of(spec: DeviceSpec) -> Calibration:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memopt.devices import DeviceSpec, common_gpus, find_device
-from memopt.errors import MemoptError
-from memopt.estimators.allocator_replay import AllocatorEvents, replay, smallest_that_runs
+from memopt.errors import MemoptError, UsageError
+from memopt.estimators.allocator_replay import AllocatorEvents, AllocatorOutcome, replay, smallest_that_runs
 from memopt.estimators.allocator_settings import AllocatorSettings, parse_settings
 from memopt.estimators.calibrated import Calibration, calibration_of
 from memopt.estimators.error_bars import error_bar
@@ -85,14 +85,19 @@ def estimate_script(
 
 
 def estimate_recording(
-    recording: Recording, spec: DeviceSpec, *, alloc_conf: str = "", partial: bool = False
+    recording: Recording,
+    spec: DeviceSpec,
+    *,
+    alloc_conf: str = "",
+    partial: bool = False,
+    context_bytes: int | None = None,
 ) -> Estimate:
-    """The answers for a recorded sequence on the device `spec`."""
+    """The answers for a recorded sequence on the device `spec`; `context_bytes` where the CUDA context was measured."""
 
     def answered(each: Recording) -> Estimate:
         if each.target == "cpu":
             return _on_cpu(each, spec, partial)
-        return _on_gpu(each, spec, parse_settings(alloc_conf), partial)
+        return _on_gpu(each, spec, alloc_conf, partial, context_bytes)
 
     found = answered(recording)
     if not recording.bounded:
@@ -141,13 +146,15 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
     )
 
 
-def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings, partial: bool) -> Estimate:
+def _on_gpu(
+    recording: Recording, spec: DeviceSpec, alloc_conf: str, partial: bool, context_bytes: int | None
+) -> Estimate:
     events = AllocatorEvents.of(list(recording.allocations()))
+    settings, settings_note = _settings(recording, alloc_conf)
     calibration = calibration_of(spec)
-    context, uncertainty = _context(calibration)
-    outcome = replay(events, settings, spec.memory_bytes - context)
-    if not outcome.ran:
-        outcome = replay(events, settings)
+    context, uncertainty = _context(calibration) if context_bytes is None else (context_bytes, 0)
+    free = replay(events, settings)
+    outcome, named = _there(events, settings, spec, context, free)
     _, at = recording.peak(512)
     try:
         smallest: int | None = smallest_that_runs(events, settings)
@@ -156,6 +163,7 @@ def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings,
     process = outcome.peak_reserved_bytes + context
     bar = error_bar(recording)
     need = (smallest or outcome.peak_reserved_bytes) + context
+    wanted = free.peak_reserved_bytes + context
     return Estimate(
         target="cuda",
         device=spec.name,
@@ -169,20 +177,69 @@ def _on_gpu(recording: Recording, spec: DeviceSpec, settings: AllocatorSettings,
             "reserved": bar.reserved,
             "process": round((bar.reserved * outcome.peak_reserved_bytes + uncertainty) / max(process, 1), 3),
         },
-        left_out=[*_possible(recording), *_untouched(recording)],
+        left_out=[*_no_context(spec, context), *_possible(recording), *_untouched(recording)],
         partial=partial,
-        notes=[*_unused(outcome.peak_allocated_bytes), *recording.notes, *calibration.notes()],
-        fits=[_fit(each, process, need) for each in common_gpus()],
-        fits_named=_fit(spec, process, need),
+        notes=[
+            *_unused(outcome.peak_allocated_bytes),
+            *settings_note,
+            *recording.notes,
+            *calibration.notes(),
+        ],
+        fits=[_fit(each, settings, context, wanted, need) for each in common_gpus()],
+        fits_named=named,
         **_at_peak(recording, at),
     )
 
 
-def _fit(spec: DeviceSpec, process_bytes: int, least_bytes: int) -> Fit:
-    verdict = (
-        "yes" if process_bytes <= spec.memory_bytes else "tight" if least_bytes <= spec.memory_bytes else "no"
-    )
+def _settings(recording: Recording, alloc_conf: str) -> tuple[AllocatorSettings, list[str]]:
+    """The allocator's settings: those asked for, else the script's own, which a note tells; and its memory fraction."""
+    notes = []
+    try:
+        settings = parse_settings(alloc_conf or recording.alloc_conf)
+        if recording.alloc_conf and not alloc_conf:
+            notes = [f"allocator settings as the script has them: {recording.alloc_conf}"]
+    except UsageError as error:
+        if alloc_conf:
+            raise
+        settings = AllocatorSettings()
+        notes = [f"the script's allocator settings were not followed: {error.what}"]
+    if recording.memory_fraction < 1:
+        settings = replace(settings, per_process_memory_fraction=recording.memory_fraction)
+    return settings, notes
+
+
+def _there(
+    events: AllocatorEvents,
+    settings: AllocatorSettings,
+    spec: DeviceSpec,
+    context_bytes: int,
+    free: AllocatorOutcome,
+) -> tuple[AllocatorOutcome, Fit]:
+    """How the run goes on `spec` itself, whose limits change it where they bind; `free` is the one without limits."""
+    limit, room = settings.limit_bytes(spec.memory_bytes), spec.memory_bytes - context_bytes
+    outcome, verdict = free, "yes"
+    if free.peak_reserved_bytes > min(room, room if limit is None else limit) or settings.collects:
+        bound = replay(events, settings, limit, device_bytes=max(room, 0))
+        verdict = "no" if not bound.ran else "tight" if bound.retries else "yes"
+        outcome = bound if bound.ran else free
+    return outcome, Fit(name=spec.name, memory_bytes=spec.memory_bytes, verdict=verdict)
+
+
+def _fit(
+    spec: DeviceSpec, settings: AllocatorSettings, context_bytes: int, wanted_bytes: int, least_bytes: int
+) -> Fit:
+    limit = settings.limit_bytes(spec.memory_bytes)
+    most = spec.memory_bytes if limit is None else min(spec.memory_bytes, limit + context_bytes)
+    verdict = "yes" if wanted_bytes <= most else "tight" if least_bytes <= most else "no"
     return Fit(name=spec.name, memory_bytes=spec.memory_bytes, verdict=verdict)
+
+
+def _no_context(spec: DeviceSpec, context_bytes: int) -> list[str]:
+    if context_bytes:
+        return []
+    return [
+        f"what the driver's context and kernels take on {spec.name}: no figure is known (memopt calibrate)"
+    ]
 
 
 def _context(calibration: Calibration) -> tuple[int, int]:

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from memopt.devices import DeviceSpec, find_device
 from memopt.errors import MemoptError, NotPossibleHere, UsageError
-from memopt.estimators.batch_search import fits, largest_batch
-from memopt.estimators.estimate import DEFAULT_DEVICE, Estimate, Fit, estimate_recording
+from memopt.estimators.batch_search import largest_batch
+from memopt.estimators.estimate import DEFAULT_DEVICE, Estimate, estimate_recording
 from memopt.estimators.profile_batch import recorded_batch, scaled
 from memopt.estimators.profile_device import on_cuda
 from memopt.estimators.profile_recording import amounts_of, recording_of
@@ -35,7 +35,6 @@ _KIND_ERROR = 0.15
 """CUDA chooses other operators than the CPU that was recorded."""
 _WORKSPACE_ERROR = 0.5
 """Workspaces at the peak, of which nobody knows how they grow."""
-_MOST_RETRACES = 5
 
 
 def estimate_profile(
@@ -164,8 +163,13 @@ class _Asked:
             target="cpu" if on_cpu else "cuda",
             passes=1 if on_cpu or trace.partial else _PASSES,
         )
-        found = estimate_recording(recording, spec, alloc_conf=self._settings(), partial=bool(trace.partial))
-        found = self._with_context(found)
+        found = estimate_recording(
+            recording,
+            spec,
+            alloc_conf=self._settings(),
+            partial=bool(trace.partial),
+            context_bytes=self._measured_context(),
+        )
         if new != batch:
             error += _WORKSPACE_ERROR * found.by_category.get("workspace", 0) / max(found.allocated_bytes, 1)
         exact = on_cpu and self.same_kind and new == batch
@@ -184,24 +188,16 @@ class _Asked:
         recorded = self.trace.device.allocator
         return self.alloc_conf or (recorded if ":" in recorded else "")
 
-    def _with_context(self, found: Estimate) -> Estimate:
-        """With the context as measured, where the profile is of this very device."""
-        device, context = self.trace.device, self.trace.device.context_bytes
-        if found.process_bytes is None or not context or not self.same_kind:
-            return found
+    def _measured_context(self) -> int | None:
+        """Bytes of the context, where the profile is of this very device."""
+        device = self.trace.device
+        if not device.context_bytes or not self.same_kind:
+            return None
         try:
             same = find_device(device.name).name == self.device.name
         except UsageError:
             same = False
-        if not same:
-            return found
-        process = found.reserved_bytes + context
-        fit = found.fits_named
-        if isinstance(fit, Fit):
-            least = (found.smallest_bytes or found.reserved_bytes) + context
-            verdict = "yes" if process <= fit.memory_bytes else "tight" if least <= fit.memory_bytes else "no"
-            fit = replace(fit, verdict=verdict)
-        return replace(found, process_bytes=process, context_bytes=context, fits_named=fit)
+        return device.context_bytes if same else None
 
     def retraced(self, batch: int, new: int) -> Estimate:
         """The script at the batch size `new` on fake tensors. Raises `MemoptError` when that cannot be believed."""
@@ -249,7 +245,7 @@ class _Asked:
         if self.method == "scale":
             return self._named(size, found, say)
         try:
-            size, found = self._checked(batch, size, say)
+            size, found = largest_batch(lambda new: self.retraced(batch, new), say, size)
         except MemoptError as error:
             if self.method == "retrace":
                 raise
@@ -260,53 +256,6 @@ class _Asked:
         text = f"the largest batch that fits is {size}"
         say(text)
         return replace(found, notes=[text, *found.notes])
-
-    def _checked(self, batch: int, size: int, say: Callable[[str], None]) -> tuple[int, Estimate]:
-        """From `size`, by the slope between what was re-traced, to a batch that fits and is within a few percent of the largest."""
-        seen: dict[int, Estimate] = {}
-        low, high = 0, 0
-        for _ in range(_MOST_RETRACES):
-            found = seen[size] = self.retraced(batch, size)
-            good = fits(found)
-            say(
-                f"batch {size} re-traced: {format_bytes(need_bytes(found))}, {'fits' if good else 'too much'}"
-            )
-            low, high = (max(low, size), high) if good else (low, min(high or size, size))
-            following = self._next(seen, low, high)
-            if following in seen or following < 1:
-                break
-            size = following
-        if not low:
-            raise NotPossibleHere("no re-traced batch fitted the device")
-        return low, seen[low]
-
-    def _next(self, seen: dict[int, Estimate], low: int, high: int) -> int:
-        """Where the line through the nearest two re-traces (else through the origin's parameters) meets the device's memory."""
-        points = sorted((size, need_bytes(found)) for size, found in seen.items())
-        (size, need) = points[-1]
-        if len(points) > 1:
-            (other, less) = points[-2]
-            slope = (need - less) / (size - other)
-        else:
-            found = seen[size]
-            slope = (
-                sum(found.by_category.get(name, 0) for name in ("activation", "temporary", "input")) / size
-            )
-        if slope <= 0:
-            return size
-        guess = size + math.floor((self.device.memory_bytes - need) / slope)
-        if high:
-            guess = min(guess, high - 1)
-        if low:
-            guess = max(guess, low)
-            if guess - low <= max(1, low // 64):
-                return low
-        return max(guess, 1)
-
-
-def need_bytes(found: Estimate) -> int:
-    """What must fit: the process, on a CPU the tensors."""
-    return found.process_bytes or found.allocated_bytes
 
 
 def _wider(found: Estimate, error: float) -> dict[str, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -176,21 +177,29 @@ class HiddenMemory:
         read_bytes: int,
         written_bytes: int,
         dtype: str,
-        channels_last: bool,
-        depthwise: bool,
+        weight: Sequence[int] | None,
+        channels_last: bool = False,
+        groups: int = 1,
         allow_tf32: bool = True,
     ) -> Amount:
         """While one cuDNN convolution kernel runs, that reads operands of `read_bytes` (input and weight; for the weight's
-        gradient, input and output gradient) and writes `written_bytes`.
+        gradient, input and output gradient) and writes `written_bytes`; `weight` is the weight's shape, if it is known.
 
-        On tensor cores NCHW operands are first copied to NHWC; in fp32 that pays only where TF32 is at least twice as fast as
-        the plain units (data-center cards: on an RTX 3060 published peaks of VGG and ResNet show no such copies). A
-        depthwise convolution in NCHW is PyTorch's own kernel and needs nothing. All else is small on average; the range is wide, since cuDNN chooses by heuristics.
+        From Ampere on dense kernels run on tensor cores, which read NHWC: NCHW operands may be copied first, into the
+        workspace. Not when they lie so already, nor for 1x1 filters (a matrix product as it lies) or odd numbers of
+        channels. A depthwise convolution in NCHW is PyTorch's own kernel and needs nothing. All else is small on average.
+        Which kernel cuDNN takes cannot be known here, hence the wide range; `memopt calibrate` measures the copies.
         """
-        if depthwise and not channels_last:
+        if groups > 1 and weight is not None and weight[1] == 1 and not channels_last:
             return Amount("conv_workspace", 0, 0, 0, "PyTorch's own depthwise kernel")
         plain = self.amount("conv_plain_workspace")
-        if channels_last or not self._tensor_cores(dtype, allow_tf32):
+        item_bytes = {"float32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 0)
+        if (
+            channels_last
+            or groups > 1
+            or not self._tensor_cores(dtype, allow_tf32)
+            or not _dense(weight, item_bytes)
+        ):
             return plain
         inputs = self.amount("conv_input_copies", read_bytes)
         output = self.amount("conv_output_copy", written_bytes)
@@ -203,9 +212,9 @@ class HiddenMemory:
         )
 
     def _tensor_cores(self, dtype: str, allow_tf32: bool) -> bool:
-        """Does a convolution of `dtype` run on tensor cores?"""
+        """Can a convolution of `dtype` run on tensor cores that read NHWC?"""
         least = {"float16": (7, 0), "bfloat16": (8, 0)}.get(dtype)
-        if dtype == "float32" and allow_tf32 and self.device.tf32_flops >= 2 * self.device.fp32_flops:
+        if dtype == "float32" and allow_tf32:
             least = (8, 0)
         return least is not None and self.device.vendor == "nvidia" and self.device.capability_pair >= least
 
@@ -274,6 +283,14 @@ def efficient_attention_backward(
             HiddenTensor("dq_accum", batch * heads * _up(query_length, 64) * _up(head_dim, 64) * 4)
         )
     return tuple(tensors)
+
+
+def _dense(weight: Sequence[int] | None, item_bytes: int) -> bool:
+    """Whether a filter reads neighbours, and its channels come in pieces of 16 bytes."""
+    if weight is None or not item_bytes:
+        return bool(item_bytes)
+    step = 16 // item_bytes
+    return any(size > 1 for size in weight[2:]) and not weight[0] % step and not weight[1] % step
 
 
 def _up(number: int, step: int) -> int:

@@ -27,8 +27,13 @@ def on_cuda(trace: Trace, amounts: Amounts, spec: DeviceSpec) -> Amounts:
     names = [trace.op_name(op).removeprefix("aten.") for op in range(trace.op_count)]
     has_product = any(name.startswith(_PRODUCTS) for name in names)
     workspaces = _THREADS * hidden.cublas_workspace().size_bytes if has_product else 0
+    bias = hidden.cublaslt_workspace().size_bytes
     work = [
-        _convolution(trace, amounts, op, hidden) if "convolution" in name else 0
+        _convolution(trace, amounts, op, hidden)
+        if "convolution" in name
+        else bias
+        if name.startswith("addmm")
+        else 0
         for op, name in enumerate(names)
     ]
     first_step = next((op for op in range(trace.op_count) if _phase(trace, op) == "optimizer"), None)
@@ -51,17 +56,17 @@ def _convolution(trace: Trace, amounts: Amounts, op: int, hidden: HiddenMemory) 
     """Of one convolution; of the two kernels of a backward the larger one's."""
     read = {trace.values.storage[value] for value in trace.ops.reads.row(op)}
     written = {trace.values.storage[value] for value in trace.ops.writes.row(op)}
-    backward = "backward" in trace.op_name(op)
-    largest = sorted((amounts.storage_bytes[s] for s in read), reverse=True)[: 2 if backward else 3]
+    largest = sorted((amounts.storage_bytes[s] for s in read), reverse=True)[:2]
     weight = next((s for s in read if trace.storages.category[s] == CATEGORIES.index("parameter")), None)
     shape = label_shape(trace.storage_label(weight)) if weight is not None else None
+    shape = shape if shape is not None and len(shape) > 2 else None
     dtypes = [trace.storage_label(s).rpartition(" ")[2] for s in (written or read)]
     amount = hidden.conv_workspace(
         read_bytes=sum(largest),
         written_bytes=max((amounts.storage_bytes[s] for s in written), default=0),
         dtype=_DTYPES.get(dtypes[0], dtypes[0]) if dtypes else "float32",
-        channels_last=False,
-        depthwise=shape is not None and len(shape) > 2 and shape[1] == 1 and shape[0] > 1,
+        weight=shape,
+        groups=shape[0] if shape is not None and shape[1] == 1 else 1,
     )
     return amount.size_bytes
 

@@ -6,6 +6,7 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from memopt.estimators.allocator_replay import EMPTY_CACHE
 from memopt.units import format_bytes
 
 
@@ -22,6 +23,8 @@ class StorageRow:
     label: str = ""
     ordinal: int = 0
     """Which of several GPUs it lies on, as in `cuda:1`."""
+    stream: int = 0
+    """The CUDA stream it was allocated on; a freed block serves that stream only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class Recording:
     rows: list[StorageRow]
     events: list[int]
     marks: list[tuple[str, int]] = field(default_factory=list)
-    """`("backward" | "step", n)`: happened after the first n events."""
+    """`("backward" | "step" | "empty_cache", n)`: happened after the first n events."""
     notes: list[str] = field(default_factory=list)
     """Guesses that the run needed, and what was done differently than the script asked."""
     op_count: int = 0
@@ -63,14 +66,22 @@ class Recording:
     """Where sizes depend on data, each told in a sentence: there, the largest were recorded."""
     least: Recording | None = None
     """The same run with the smallest sizes there, if it could be followed."""
+    alloc_conf: str = ""
+    """Allocator settings that the script's environment or the script itself made."""
+    memory_fraction: float = 1.0
+    """As the script set it for its process."""
 
-    def allocations(self) -> Iterator[tuple[int, int]]:
-        """`(row, bytes)` for an allocation, `(row, -bytes)` for a release; empty storages are left out."""
-        for event in self.events:
+    def allocations(self) -> Iterator[tuple[int, int, int]]:
+        """`(row, bytes, stream)` for an allocation, with `-bytes` for a release, `(EMPTY_CACHE, 0, 0)` where the script
+        empties the cache; empty storages are left out."""
+        emptied = {at for kind, at in self.marks if kind == "empty_cache"}
+        for position, event in enumerate(self.events):
+            if position in emptied:
+                yield EMPTY_CACHE, 0, 0
             row = abs(event) - 1
-            size = self.rows[row].size_bytes
+            size, stream = self.rows[row].size_bytes, self.rows[row].stream
             if size:
-                yield row, size if event > 0 else -size
+                yield row, size if event > 0 else -size, stream
 
     def peak(self, rounding_bytes: int = 1) -> tuple[int, int]:
         """Most bytes live at once when sizes are rounded up, and after how many events."""

@@ -40,6 +40,9 @@ REPLAYABLE = 2
 HIDDEN_STATE = 4
 """Op flag: changes state that its schema does not show (running statistics of batch norm)."""
 
+CACHE_EMPTIED = "cache emptied at "
+"""Begin of a fact's name: so often was the allocator's cache emptied at the line that follows (`train.py:41`)."""
+
 _MOST = 2**62
 
 T = TypeVar("T")

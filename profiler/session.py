@@ -24,7 +24,7 @@ from memopt.profiler.recordings import (
     describe_script,
     tells_of_training,
 )
-from memopt.trace import Trace
+from memopt.trace import CACHE_EMPTIED, Trace
 
 if TYPE_CHECKING:
     import torch
@@ -367,6 +367,8 @@ class ProfileSession:
             "backward_calls": recorder.backward_calls,
             "keep_graph": recorder.keep_graph,
             "create_graph": recorder.create_graph,
+            "grad_calls": recorder.grad_calls,
+            **{f"{CACHE_EMPTIED}{line}": count for line, count in recorder.cache_emptied.items()},
             "iterations_seen": self.iterations_seen,
             "boundary_is_backward": int(
                 self._iterations is not None and self._iterations.boundary == "backward"

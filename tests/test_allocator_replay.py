@@ -131,13 +131,19 @@ def test_smallest_that_runs_is_below_the_uncapped_peak() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "expandable_segments:True", "garbage_collection_threshold:0.9", "max_split_size_mb:64"]
+    "text",
+    [
+        "",
+        "expandable_segments:True",
+        "garbage_collection_threshold:0.9,per_process_memory_fraction:0.5",
+        "max_split_size_mb:64",
+    ],
 )
 def test_smallest_that_runs_is_a_border(text: str) -> None:
     settings = parse_settings(text)
     events = random_events(400, seed=3)
     smallest = smallest_that_runs(events, settings)
-    limit = smallest if settings.garbage_collection_threshold else None
+    limit = smallest if settings.collects else None
     assert replay(events, settings, limit, device_bytes=smallest).ran
     below = smallest - 2 * MIB
     assert not replay(events, settings, below if limit else None, device_bytes=below).ran

@@ -140,3 +140,58 @@ def test_a_profile_is_estimated_with_it(calibration: Path, monkeypatch: pytest.M
     assert measured.context_bytes == 700 * MIB
     assert measured.context_bytes != plain.context_bytes
     assert str(calibration) in " ".join(measured.notes)
+
+
+CONVOLUTION = """
+import torch
+model = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3, padding=1), torch.nn.Flatten(), torch.nn.Linear(4096, 8)).to(DEVICE)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.randn(4, 8, 16, 16, device=DEVICE, requires_grad=True)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_measured_workspaces_are_in_every_kind_of_estimate(
+    calibration: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memopt.estimators.fake.request import request_on
+    from memopt.estimators.fake.run import record_script
+    from memopt.estimators.profile_device import on_cuda
+    from memopt.estimators.profile_recording import amounts_of
+    from memopt.trace import load_trace
+
+    copies = msgspec.structs.replace(
+        row("conv_input_copies", 0, where="allocated"), value=0.5, low=0.5, high=0.5, unit="factor"
+    )
+    fused = msgspec.structs.replace(row("cublaslt_workspace", 4, where="allocated"), lifetime="op")
+    calibration.write_bytes(msgspec.json.encode(HiddenRows(rows=[copies, fused])))
+    monkeypatch.setenv("MEMOPT_CALIBRATION", str(calibration))
+    x, weight, out = 4 * 8 * 16 * 16 * 4, 16 * 8 * 9 * 4, 4 * 16 * 16 * 16 * 4
+    half = {
+        "convolution": [(x + weight) // 2],
+        "convolution_backward": [(out + weight) // 2, (out + x) // 2],  # one kernel after the other
+        "addmm": [4 * MIB],
+    }
+
+    Path("gpu.py").write_text(CONVOLUTION.replace("DEVICE", '"cuda"'))
+    spec = find_device("h200")
+    recording, _ = record_script(request_on(spec, ["gpu.py"], as_module=False, steps=1))
+    for name, sizes in half.items():
+        found = [
+            r.size_bytes
+            for r in recording.rows
+            if r.op.partition(".")[0] == name and r.category == "workspace"
+        ]
+        assert found == sizes, name
+
+    Path("train.py").write_text(CONVOLUTION.replace("DEVICE", '"cpu"'))
+    with profiler(Path.cwd()) as server:
+        ran = server.memopt("profile", "-o", "cpu.profile", "train.py")
+    assert ran["returncode"] == 0, ran["stderr"]
+    trace = load_trace(Path("cpu.profile"))
+    work = on_cuda(trace, amounts_of(trace), spec).workspace_bytes
+    for name, sizes in half.items():
+        ops = [op for op in range(trace.op_count) if trace.op_name(op).split(".")[1:2] == [name]]
+        assert [work[op] for op in ops] == [max(sizes)], name

@@ -107,10 +107,13 @@ def test_the_largest_batch(canned: list[list[str]]) -> None:
     run("--device", "rtx-3060-12gb", "--max-batch", "--batch-arg=--bs", "train.py", "--bs", "3")
     tried = [int(argv[argv.index("--bs") + 1]) for argv in canned]
     spec = find_device("rtx-3060-12gb")
-    fitting = [
-        n for n in tried if (f := estimate_recording(recording(n), spec).fits_named) and f.verdict != "no"
-    ]
-    assert max(fitting) in range(75, 90)
+
+    def fits(size: int) -> bool:
+        return batch_search.fits(estimate_recording(recording(size), spec))
+
+    largest = max(n for n in tried if fits(n))
+    assert not fits(largest + 1)
+    assert tried == [1, 2, 4, 8, 16, 32, 64, 128, largest, largest + 1]  # the line finds the border at once
     assert all(argv.count("--bs") == 1 for argv in canned)
     with pytest.raises(UsageError, match="batch size"):
         run("--max-batch", "train.py")
@@ -127,6 +130,8 @@ def test_not_even_one_fits() -> None:
         return replace(small, allocated_bytes=small.allocated_bytes + size, fits_named=fits_named)
 
     assert batch_search.largest_batch(growing)[0] == 37
+    assert batch_search.largest_batch(growing, start=30)[0] == 37
+    assert batch_search.largest_batch(growing, start=5000)[0] == 37
     with pytest.raises(NotPossibleHere, match="needs no more than a batch of 1"):
         batch_search.largest_batch(lambda size: small)
 

@@ -7,10 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from memopt.devices import find_device
 from memopt.estimators.allocator_replay import AllocatorEvents, replay
 from memopt.estimators.allocator_settings import AllocatorSettings
 from memopt.estimators.fake.record import FakeRecorder
 from memopt.estimators.fake.training import estimate_training_step
+from memopt.estimators.hidden_memory import HiddenMemory
 from memopt.estimators.recording import POLICIES, Recording, StorageRow, classify
 
 
@@ -90,16 +92,16 @@ def test_attention_on_cuda_never_makes_the_square(dtype: torch.dtype, op: str) -
 
 
 def test_attention_with_an_odd_mask_or_before_ampere() -> None:
-    def ops(capability: tuple[int, int], dtype: torch.dtype) -> str:
-        with FakeRecorder("cuda", capability=capability) as recorder:
+    def ops(device: str, dtype: torch.dtype) -> str:
+        with FakeRecorder("cuda", hidden=HiddenMemory.of(find_device(device))) as recorder:
             q = recorder.fake((2, 4, 128, 64), dtype).requires_grad_()
             F.scaled_dot_product_attention(q, q, q).sum().backward()
             recording = recorder.finish()
         return " ".join(row.op for row in recording.rows)
 
-    assert "flash" in ops((9, 0), torch.float16)
-    assert "efficient" in ops((7, 0), torch.float16)
-    assert "softmax" in ops((7, 0), torch.bfloat16)
+    assert "flash" in ops("h200", torch.float16)
+    assert "efficient" in ops("v100-16gb", torch.float16)
+    assert "softmax" in ops("v100-16gb", torch.bfloat16)
 
 
 def test_autocast_keeps_one_copy_of_a_weight_and_casts_softmax_up() -> None:
@@ -116,8 +118,8 @@ def test_autocast_keeps_one_copy_of_a_weight_and_casts_softmax_up() -> None:
 
 
 def test_cublas_workspaces_one_a_thread() -> None:
-    for capability, size in (((8, 0), 8_519_680), ((9, 0), 32 << 20)):
-        with FakeRecorder("cuda", capability=capability) as recorder:
+    for device, size in (("a100-80gb", 8_519_680), ("h200", 32 << 20)):
+        with FakeRecorder("cuda", hidden=HiddenMemory.of(find_device(device))) as recorder:
             a = recorder.parameter((64, 64))
             for _ in range(2):
                 (a @ a).sum().backward()

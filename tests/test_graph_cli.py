@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memopt.cli.graph_plan import advise_graph
-from memopt.errors import BadFile, BudgetInfeasible, UsageError
+from memopt.errors import BadFile, BudgetInfeasible, NotPossibleHere, UsageError
 
 GRAPH: dict[str, Any] = {
     "schema": "memopt.graph/1",
@@ -95,3 +95,46 @@ def test_no_graph(tmp_path: Path) -> None:
     for name, error in (("x.json", BadFile), ("none.json", UsageError)):
         with pytest.raises(error):
             advise_graph(tmp_path / name, budget="300")
+
+
+def test_a_strategy_that_cannot_plan_graphs_is_a_line_of_the_comparison(
+    graph: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"budget": "300", "time_limit_s": 1}
+    assert advise_graph(graph, strategies=("gist", "msps"), **options) == 0
+    text = capsys.readouterr().out
+    assert "not possible here" in text
+    assert (
+        "gist is not possible here: gist plans profiles only, not plain graphs; which encoding"
+        in " ".join(text.split())
+    )
+    assert "4.00%" in text
+    assert advise_graph(graph, strategies=("gist", "msps", "gist"), as_json=True, **options) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["best"] == "msps"
+    assert [row["feasible"] for row in figures["strategies"]] == [False, True]
+    assert figures["strategies"][0]["not_possible_here"].startswith("gist plans profiles only")
+    with pytest.raises(NotPossibleHere):
+        advise_graph(graph, strategies=("gist",), **options)
+    assert advise_graph(graph, strategies=("gist", "cdma"), **options) == 1
+    assert advise_graph(graph, strategies=("gist", "vdnn"), **options) == 3
+
+
+def test_a_rate_that_is_left_out_is_as_the_other(
+    graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "schedule.json"
+    options: dict[str, Any] = {"budget": "300", "schedule": target, "force": True, "time_limit_s": 1}
+    rates: list[dict[str, float]] = [
+        {"out_gbps": 12},
+        {"in_gbps": 12},
+        {"out_gbps": 12, "in_gbps": 12},
+        {"out_gbps": 12, "in_gbps": 0},
+        {},
+    ]
+    for given, written in zip(rates, ((12, 12), (12, 12), (12, 12), (12, 0), (0, 0)), strict=True):
+        assert advise_graph(graph, **given, **options) == 0
+        schedule = json.loads(target.read_text())
+        assert (schedule["out_gbps"], schedule["in_gbps"]) == written
+        said = "was left out: the link has 12 GB/s both ways" in capsys.readouterr().err
+        assert said == (len(given) == 1)

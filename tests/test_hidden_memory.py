@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -127,24 +128,25 @@ def test_senseless_calibrations_are_refused(tmp_path: Path, text: bytes) -> None
         load_rows(path)
 
 
-def test_conv_workspace_is_the_copies_to_nhwc() -> None:
-    shape = {"read_bytes": 100 * MIB, "written_bytes": 50 * MIB, "dtype": "float32"}
-    ampere = hidden("a100-40gb")
-    nchw = ampere.conv_workspace(**shape, channels_last=False, depthwise=False)  # type: ignore[arg-type]
-    assert (nchw.low_bytes, nchw.size_bytes) == (0, 100 * MIB)
-    assert nchw.high_bytes == 150 * MIB + 32 * MIB
-    last = ampere.conv_workspace(**shape, channels_last=True, depthwise=False)  # type: ignore[arg-type]
-    assert last.size_bytes == MIB
-    own = ampere.conv_workspace(**shape, channels_last=False, depthwise=True)  # type: ignore[arg-type]
-    assert own.high_bytes == 0
-    turing = hidden("t4").conv_workspace(**shape, channels_last=False, depthwise=False)  # type: ignore[arg-type]
-    assert turing.size_bytes == MIB
-    consumer = hidden("rtx-3060-12gb")
-    assert consumer.conv_workspace(**shape, channels_last=False, depthwise=False).size_bytes == MIB  # type: ignore[arg-type]
-    half = shape | {"dtype": "float16"}
-    assert consumer.conv_workspace(**half, channels_last=False, depthwise=False).size_bytes == 100 * MIB  # type: ignore[arg-type]
-    exact = ampere.conv_workspace(**shape, channels_last=False, depthwise=False, allow_tf32=False)  # type: ignore[arg-type]
-    assert exact.size_bytes == MIB
+def test_conv_workspace_may_be_the_copies_to_nhwc() -> None:
+    shape: dict[str, Any] = {"read_bytes": 100 * MIB, "written_bytes": 50 * MIB, "dtype": "float32", "weight": (64, 64, 3, 3)}  # fmt: skip
+
+    def range_mib(device: str, **changed: Any) -> tuple[int, int, int]:
+        found = hidden(device).conv_workspace(**(shape | changed))
+        return found.low_bytes // MIB, found.size_bytes // MIB, found.high_bytes // MIB
+
+    copies, plain, none = (0, 0, 100 + 50 + 32), (0, 0, 32), (0, 0, 0)
+    assert range_mib("a100-40gb") == range_mib("rtx-3060-12gb") == copies
+    assert range_mib("rtx-3060-12gb", dtype="float16") == copies
+    assert range_mib("a100-40gb", weight=None) == copies
+    assert range_mib("a100-40gb", channels_last=True) == plain
+    assert range_mib("a100-40gb", groups=4) == plain
+    assert range_mib("a100-40gb", weight=(64, 64, 1, 1)) == plain
+    assert range_mib("a100-40gb", weight=(64, 3, 7, 7)) == plain  # 3 channels of 4 bytes are no 16
+    assert range_mib("a100-40gb", allow_tf32=False) == plain
+    assert range_mib("a100-40gb", dtype="float64") == plain
+    assert range_mib("t4") == plain
+    assert range_mib("a100-40gb", groups=64, weight=(64, 1, 3, 3)) == none
 
 
 def test_flash_backward_by_hand() -> None:

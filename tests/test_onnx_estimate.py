@@ -134,6 +134,40 @@ def test_a_network_that_never_had_batch_norm_is_not_suspected(tmp_path: Path) ->
     )
 
 
+@pytest.mark.parametrize(
+    ("nodes", "suspected"),
+    [
+        # A network of convolutions before a transformer's norm, and a single convolution.
+        (["Conv k onnx::Conv_1 onnx::Conv_2 a", "Relu a b", "Flatten b f"], 1),
+        (["Conv k 0.weight 0.bias a", "Relu a b", "Flatten b f"], 0),
+        (["Conv k fused_k fused_b a", "Sigmoid a s", "Mul a s b", "Flatten b f"], 1),
+        # Patches, and a convolution before a norm: nothing was ever there.
+        (["Conv k onnx::Conv_1 onnx::Conv_2 a", "Flatten a f"], 0),
+        (["Conv k onnx::Conv_1 onnx::Conv_2 a", "Transpose a b", "Flatten b f"], 0),
+        # Without a bias nothing was folded.
+        (["Conv k onnx::Conv_1 _ a", "Relu a b", "Flatten b f"], 0),
+    ],
+)
+def test_batch_norm_folded_beside_other_norms(tmp_path: Path, nodes: list[str], suspected: int) -> None:
+    made, weights = [], [weight("n.weight", 1024), weight("n.bias", 1024)]
+    for number, text in enumerate(nodes):
+        op, *names = text.split()
+        if op == "Conv":
+            _, kernel, bias, out = names
+            weights += [weight(kernel, 4, 3, 1, 1)] + [weight(bias, 4)] * (bias != "_")
+            names = ["x", kernel, *([bias] if bias != "_" else []), out]
+        made.append(helper.make_node(op, names[:-1], names[-1:], name=f"n{number}"))
+    norm = helper.make_node("LayerNormalization", ["f", "n.weight", "n.bias"], ["y"])
+    path = save(tmp_path / "m.onnx", [*made, norm], weights, [2, 3, 16, 16])
+    said = [note for note in record_onnx(path, target="cpu").notes if "batch norm" in note]
+    assert len(said) == suspected
+    assert all(note.startswith(f"batch norm was folded into {suspected} conv") for note in said)
+    assert all("it seems" in note for note in said)
+    assumed = record_onnx(path, target="cpu", assume_bn=True)
+    told = f"a batch norm was assumed after {suspected} convolutions (--assume-bn)"
+    assert (told in assumed.notes) == bool(suspected)
+
+
 # exact numbers
 
 

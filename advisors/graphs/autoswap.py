@@ -27,7 +27,7 @@ def autoswap(problem: GraphProblem) -> Answer:
 def pick(problem: GraphProblem, runs: list[int], score: str) -> list[Trip]:
     """Trips in order of their score until the budget holds."""
     candidates = idle_trips(
-        problem.graph, runs, least_bytes=max(1, int(problem.graph.tensor_bytes.max()) // 1000)
+        problem.graph, runs, least_bytes=max(1, int(problem.graph.tensor_bytes.max(initial=0)) // 1000)
     )
     walk = Walk(problem, runs, [])
     memory = walk.memory

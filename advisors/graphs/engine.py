@@ -90,6 +90,14 @@ class Engine:
         self.runs: list[int] = []
         self.smallest_stuck = 0
 
+    def count_time(self, op_cost: list[float]) -> None:
+        """Take `op_cost`, one number an op, for the ops' times."""
+        self.most_rerun_ms *= sum(op_cost) / (self.graph.plain_ms or 1.0)
+        self.ms = op_cost
+        self.cost_column = np.array(
+            [op_cost[maker] if maker >= 0 else 0.0 for maker in self.maker], dtype=np.float64
+        )
+
     def plan(self) -> list[int]:
         """The run sequence; raises `Stuck`."""
         self.score.start(self)

@@ -20,7 +20,7 @@ WORDS = {
     "lru": "least recently used first",
     "size": "largest first",
     "belady": "furthest next use first",
-    "megengine": "MegEngine's DTR score, without addresses",
+    "dtr-megengine": "MegEngine's DTR score, in bytes touched instead of time, without addresses",
     "next-use": "memory saved per second over the distance to the next use (known beforehand)",
 }
 

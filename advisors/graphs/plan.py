@@ -14,25 +14,38 @@ from memopt.advisors.graphs.flashneuron import flashneuron, tflms
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.modnn import modnn
 from memopt.advisors.graphs.online import ONLINE
-from memopt.advisors.graphs.problem import EVERYTHING, GraphProblem, Strategy, finish, usual_s
+from memopt.advisors.graphs.problem import (
+    EVERYTHING,
+    Answer,
+    GraphProblem,
+    Strategy,
+    finish,
+    infeasible,
+    usual_s,
+)
+from memopt.advisors.graphs.rotor import rotor
 from memopt.advisors.graphs.runs import peak_of_runs, plain_runs
 from memopt.advisors.graphs.segments import sublinear_greedy, sublinear_sqrt
 from memopt.advisors.graphs.sentinel import sentinel
+from memopt.advisors.graphs.starts import FEW
 from memopt.advisors.graphs.superneurons import superneurons
 from memopt.advisors.graphs.swapadvisor import swapadvisor
-from memopt.advisors.graphs.vdnn import vdnn, vdnn_plus
+from memopt.advisors.graphs.vdnn import vdnn, vdnn_all, vdnn_conv, vdnn_plus
 from memopt.advisors.schedule import Schedule
-from memopt.errors import UsageError
+from memopt.errors import NotPossibleHere, UsageError
 
 GRAPH_STRATEGIES: dict[str, Strategy] = {
     "auto": auto,
     **ONLINE,
     "sublinear": sublinear_sqrt,
     "sublinear-greedy": sublinear_greedy,
+    "rotor": rotor,
     "checkmate": checkmate,
     "superneurons": superneurons,
     "capuchin": capuchin,
     "vdnn": vdnn,
+    "vdnn-all": vdnn_all,
+    "vdnn-conv": vdnn_conv,
     "vdnn++": vdnn_plus,
     "modnn": modnn,
     "autoswap": autoswap,
@@ -44,6 +57,17 @@ GRAPH_STRATEGIES: dict[str, Strategy] = {
 }
 """Every strategy that plans a graph, by name."""
 
+OTHER_NAMES = {"megengine": "dtr-megengine", "vdnn-dyn": "vdnn"}
+
+FOR_PROFILES = {
+    "gist": "which encoding a tensor bears depends on the ops that read it and on its values",
+    "cdma": "how far a copy can be compressed depends on the values",
+    "zero-offload": "it tells parameters, gradients and optimizer state apart",
+    "ctdr": "it changes the layers of the model",
+    "megatron": "it reckons from the shapes of a transformer",
+    "buffer-sharing": "it lays storages out in one address space, and a schedule has no addresses",
+}
+"""Strategies that plan profiles only, and what a plain graph lacks for them."""
 
 LIMIT_USED = 0.92
 """Of a time limit; the rest is for judging and writing."""
@@ -61,10 +85,10 @@ def plan_graph(
 ) -> Schedule:
     """The schedule that `strategy` makes of `graph` under `budget_bytes`, replayed and found valid.
 
-    Raises `BudgetInfeasible` with the smallest peak that the strategy reached, `UsageError` for arguments that cannot be meant.
+    Raises `BudgetInfeasible` with the smallest peak that the strategy reached, `NotPossibleHere` where it cannot plan such a graph or needs
+    a solver that is not installed, `UsageError` for arguments that cannot be meant.
     """
-    if strategy not in GRAPH_STRATEGIES:
-        raise UsageError(f"there is no graph strategy '{strategy}'", try_=", ".join(GRAPH_STRATEGIES))
+    strategy = find_graph_strategy(strategy)
     if not allow <= EVERYTHING:
         raise UsageError(
             f"cannot allow {', '.join(sorted(allow - EVERYTHING))}", try_=", ".join(sorted(EVERYTHING))
@@ -72,10 +96,17 @@ def plan_graph(
     for name, rate in (("--out-gbps", out_gbps), ("--in-gbps", in_gbps)):
         if not (math.isfinite(rate) and 0 <= rate <= 1e6):
             raise UsageError(f"{name} {rate} is not a usable bandwidth", try_="a number of GB/s, such as 12")
+    effort = usual_s(graph.op_count) if time_limit_s is None else effort_s(graph, time_limit_s)
     if time_limit_s is None:
         time_limit_s = default_limit_s(graph)
     if not time_limit_s > 0:
         raise UsageError(f"--time-limit {time_limit_s} is not a usable time", try_="seconds, such as 20")
+    if strategy in FOR_PROFILES:
+        raise NotPossibleHere(
+            f"{strategy} plans profiles only, not plain graphs",
+            why=FOR_PROFILES[strategy],
+            try_="--strategy auto",
+        )
     begin = time.monotonic()
     problem = GraphProblem(
         graph=graph,
@@ -83,12 +114,28 @@ def plan_graph(
         out_gbps=out_gbps,
         in_gbps=in_gbps,
         allow=allow,
-        until=begin + (effort_s(graph, time_limit_s) if strategy == "auto" else LIMIT_USED * time_limit_s),
+        until=begin + (effort if strategy == "auto" else LIMIT_USED * time_limit_s),
         latest=begin + LIMIT_USED * time_limit_s,
     )
-    schedule = finish(problem, GRAPH_STRATEGIES[strategy](problem), strategy)
+    plan = GRAPH_STRATEGIES[strategy] if graph.op_count else nothing_to_run
+    schedule = finish(problem, plan(problem), strategy)
     schedule.stats["seconds"] = round(time.monotonic() - begin, 3)
     return schedule
+
+
+def nothing_to_run(problem: GraphProblem) -> Answer:
+    """The empty plan of a graph without ops."""
+    if problem.graph.resident_bytes > problem.budget_bytes:
+        raise infeasible(problem, problem.graph.resident_bytes)
+    return Answer(steps=[])
+
+
+def find_graph_strategy(name: str) -> str:
+    """What the strategy called `name` is called here. Raises `UsageError` when there is none."""
+    name = OTHER_NAMES.get(name, name)
+    if name not in GRAPH_STRATEGIES and name not in FOR_PROFILES:
+        raise UsageError(f"there is no graph strategy '{name[:60]}'", try_=", ".join(GRAPH_STRATEGIES))
+    return name
 
 
 def default_limit_s(graph: Graph) -> float:
@@ -97,7 +144,10 @@ def default_limit_s(graph: Graph) -> float:
 
 
 def effort_s(graph: Graph, time_limit_s: float) -> float:
-    """Seconds to search: what is usual for so many ops; what a limit beyond the default grants comes on top."""
+    """Seconds to search within a limit: all of it on a graph of few ops; else what is usual for so many, and what the limit grants beyond
+    the default on top."""
+    if graph.op_count <= FEW:
+        return LIMIT_USED * time_limit_s
     more = max(0.0, time_limit_s - default_limit_s(graph))
     return min(LIMIT_USED * time_limit_s, usual_s(graph.op_count) + more)
 

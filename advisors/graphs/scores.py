@@ -239,10 +239,19 @@ class EqClass(Neighbours):
 
 
 class MegEngine(EqClass):
-    """MegEngine: (neighbour cost + 1e-3) x 1.0001^recomputes / (MiB x (age + 1e-3)); free neighbours in the address space are not modelled."""
+    """MegEngine: (neighbour cost + 1e-3) x 1.0001^recomputes / (MiB x (age + 1e-3)), cost and age in bytes touched / 1e8, as it never measures.
+
+    Tensors below 1 MiB stay, or below 1/500 of all bytes where that is less, so that small graphs are planned too. Free neighbours in
+    the address space are not modelled: a graph has no addresses.
+    """
 
     def start(self, engine: Engine) -> None:
         """No tensor was recomputed yet."""
+        graph, size = engine.graph, engine.size
+        touched = zip(graph.reads, graph.resident_reads, graph.writes, strict=True)
+        engine.count_time([sum(size[tensor] for tensor in sum(tensors, ())) / 1e8 for tensors in touched])
+        least = min(2**20, sum(size) // 500)
+        engine.may_go = [may and size[tensor] >= least for tensor, may in enumerate(engine.may_go)]
         super().start(engine)
         self.times: FloatColumn = np.zeros(engine.graph.tensor_count)
 
@@ -280,6 +289,6 @@ SCORES: dict[str, type[PlainScore]] = {
     "lru": Lru,
     "size": LargestFirst,
     "belady": Belady,
-    "megengine": MegEngine,
+    "dtr-megengine": MegEngine,
     "next-use": NextUse,
 }

@@ -172,16 +172,15 @@ def cheapest_dropped(forward: Forward) -> list[set[int]]:
     return [set(range(graph.tensor_count)).difference(ranked[: int(share * len(ranked))]) for share in SHARES]
 
 
-def best_of(problem: GraphProblem, plans: list[set[int]], forward: Forward) -> Answer:
-    """The cheapest plan that meets the budget; `BudgetInfeasible` with the smallest peak of them all."""
+def best_of(problem: GraphProblem, plans: Iterable[list[int]]) -> Answer:
+    """The cheapest of some run sequences that meets the budget; `BudgetInfeasible` with the smallest peak of them all."""
     plain = plain_answer(problem)
     if plain is not None:
         return plain
     graph = problem.graph
     smallest = peak_of_runs(graph, plain_runs(graph))
     best: tuple[float, list[int]] | None = None
-    for keep in plans if problem.may_recompute else ():
-        runs = runs_keeping(forward, keep)
+    for runs in plans if problem.may_recompute else ():
         peak = peak_of_runs(graph, runs)
         smallest = min(smallest, peak)
         cost = rerun_ms(graph, runs)
@@ -195,10 +194,10 @@ def best_of(problem: GraphProblem, plans: list[set[int]], forward: Forward) -> A
 def sublinear_sqrt(problem: GraphProblem) -> Answer:
     """Chen's sqrt(n) rule."""
     forward = Forward(problem.graph)
-    return best_of(problem, sqrt_cuts(forward), forward)
+    return best_of(problem, (runs_keeping(forward, keep) for keep in sqrt_cuts(forward)))
 
 
 def sublinear_greedy(problem: GraphProblem) -> Answer:
     """Chen's greedy segments, best of a sweep."""
     forward = Forward(problem.graph)
-    return best_of(problem, greedy_cuts(forward), forward)
+    return best_of(problem, (runs_keeping(forward, keep) for keep in greedy_cuts(forward)))

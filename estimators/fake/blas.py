@@ -1,11 +1,17 @@
-"""cuBLAS's workspaces: one per thread that multiplies matrices, from the caching allocator, never given back."""
+"""cuBLAS's workspaces: one per thread and stream that multiplies matrices, from the caching allocator, never given back."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from memopt.errors import UsageError
+from memopt.estimators.fake.hidden import hidden
+from memopt.estimators.hidden_memory import HiddenMemory
 
 if TYPE_CHECKING:
     from memopt.estimators.fake.record import FakeRecorder
@@ -18,34 +24,35 @@ PRODUCTS = frozenset(
     )
 )  # fmt: skip
 
-DEFAULT_BYTES = 8_519_680
-"""`:4096:2:16:8`, in ATen/cuda/CublasHandlePool.cpp."""
-HOPPER_BYTES = 32 << 20
-
 
 class BlasWorkspaces:
-    """Takes the workspace at the first product of the script's thread and of autograd's, on each GPU."""
+    """Takes the workspace at the first product of the script's thread and of autograd's, on each GPU and stream."""
 
-    def __init__(self, recorder: FakeRecorder, measured_bytes: int | None) -> None:
+    def __init__(self, recorder: FakeRecorder) -> None:
         self.recorder = recorder
-        self.size_bytes = workspace_bytes(recorder.capability) if measured_bytes is None else measured_bytes
-        self.seen: set[tuple[bool, int]] = set()
+        self.seen: set[tuple[bool, int, int]] = set()
 
     def before(self, func: Any) -> None:
         """Call before every op on the device."""
         if func not in PRODUCTS:
             return
         watch = self.recorder.watch
-        handle = watch is not None and watch.in_backward, self.recorder.ordinal
+        recorder = self.recorder
+        handle = watch is not None and watch.in_backward, recorder.ordinal, recorder.streams.now()
         if handle not in self.seen:
             self.seen.add(handle)
-            self.recorder.workspace(self.size_bytes, "cuBLAS workspace", forever=True)
+            recorder.workspace(workspace_bytes(recorder.hidden), "cuBLAS workspace", forever=True)
 
 
-def workspace_bytes(capability: tuple[int, int]) -> int:
-    """What cuBLAS gets per thread; CUBLAS_WORKSPACE_CONFIG (`:KiB:count...`) overrides it."""
-    given = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-    numbers = [int(part) for part in given.split(":") if part.isdecimal()]
-    if numbers and len(numbers) % 2 == 0:
-        return sum(size * count for size, count in zip(numbers[::2], numbers[1::2], strict=True)) << 10
-    return HOPPER_BYTES if capability == (9, 0) else DEFAULT_BYTES
+def workspace_bytes(memory: HiddenMemory) -> int:
+    """What cuBLAS gets; CUBLAS_WORKSPACE_CONFIG overrides it where it can be read, as scripts may set it late."""
+    with suppress(UsageError):
+        return memory.cublas_workspace(os.environ.get("CUBLAS_WORKSPACE_CONFIG")).size_bytes
+    return memory.cublas_workspace().size_bytes
+
+
+@hidden("cuda", aten.addmm.default, aten._addmm_activation.default)
+def _fused_bias(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
+    """ATen/native/cuda/Blas.cpp: cuBLASLt adds a bias that is a vector, with a workspace of its own up to torch 2.6."""
+    size = recorder.hidden.cublaslt_workspace().size_bytes
+    return (size,) if size and args[0].dim() == 1 else ()

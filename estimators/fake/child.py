@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,7 @@ def _run(request: Request) -> Result:
 
     recorder = FakeRecorder(
         request.target,
-        capability=request.compute_capability,
-        cublas_workspace_bytes=request.cublas_workspace_bytes,
+        hidden=request.hidden,
         guesser=Guesser(frozenset(request.flipped), least=request.least),
     )
     fake_tensors.install(recorder)
@@ -75,6 +75,7 @@ def _run(request: Request) -> Result:
         watch.mark_gradients()
         recording = recorder.finish()
     classify(recording)
+    recording = replace(recording, alloc_conf=recorder.alloc_conf or _settings())
     return Result(
         recording=recording,
         problem=problem,
@@ -129,6 +130,11 @@ def _execute(request: Request) -> None:
     main = _prepare(command, source)
     code = compile(source.read_bytes(), str(source), "exec", dont_inherit=True)
     exec(code, main.__dict__)
+
+
+def _settings() -> str:
+    """The allocator's, as the script's environment has them by now."""
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
 
 
 def _told(error: BaseException) -> tuple[str, str]:

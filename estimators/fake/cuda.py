@@ -77,7 +77,6 @@ def _whereabouts(recorder: FakeRecorder) -> None:
     _TENSOR.type = type_of
     _TENSOR.pin_memory = lambda self, *args: self
     _TENSOR.is_pinned = lambda self, *args: False
-    _TENSOR.record_stream = lambda self, stream: None
 
 
 def device_kind(device: Any) -> str:

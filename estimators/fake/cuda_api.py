@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memopt.estimators.fake import streams
 from memopt.estimators.fake.record import FakeRecorder
 from memopt.estimators.fake.request import Request
 
@@ -21,7 +22,8 @@ def install(recorder: FakeRecorder, request: Request) -> None:
     """Patch torch in this process, for good."""
     _queries(recorder, request)
     _memory(recorder, request)
-    _streams()
+    streams.install(recorder)
+    _devices()
     _random()
     _accelerator()
     _autocast()
@@ -32,8 +34,8 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
     properties = SimpleNamespace(
         name=request.device,
         total_memory=request.device_memory_bytes,
-        major=request.compute_capability[0],
-        minor=request.compute_capability[1],
+        major=recorder.capability[0],
+        minor=recorder.capability[1],
         multi_processor_count=request.multiprocessors,
         is_integrated=0,
         is_multi_gpu_board=0,
@@ -51,9 +53,9 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
     cuda._lazy_call = lambda function, **kwargs: None
     answers = {
         "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "init": None,
-        "get_device_name": request.device, "get_device_capability": request.compute_capability,
-        "get_device_properties": properties, "is_bf16_supported": request.compute_capability >= (8, 0),
-        "is_tf32_supported": request.compute_capability >= (8, 0), "synchronize": None, "set_device": None,
+        "get_device_name": request.device, "get_device_capability": recorder.capability,
+        "get_device_properties": properties, "is_bf16_supported": recorder.capability >= (8, 0),
+        "is_tf32_supported": recorder.capability >= (8, 0), "synchronize": None, "set_device": None,
         "ipc_collect": None, "can_device_access_peer": False, "is_current_stream_capturing": False,
         "utilization": 0, "temperature": 40, "power_draw": 100000, "clock_rate": 1000,
         "get_arch_list": ["sm_80", "sm_86", "sm_90"], "_is_in_bad_fork": False,
@@ -95,6 +97,14 @@ def _memory(recorder: FakeRecorder, request: Request) -> None:
     def reset(*args: Any, **kwargs: Any) -> None:
         recorder.peak_bytes = recorder.live_bytes
 
+    def limit(fraction: float, device: Any = None) -> None:
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"Invalid fraction value: {fraction}. Allowed range: 0~1")
+        recorder.memory_fraction = float(fraction)
+
+    def configure(env: str) -> None:
+        recorder.alloc_conf = env
+
     def stats(*args: Any, **kwargs: Any) -> dict[str, int]:
         """Every statistic that torch has; those that are not followed are 0."""
         found = dict.fromkeys(_STATISTICS, 0)
@@ -121,7 +131,8 @@ def _memory(recorder: FakeRecorder, request: Request) -> None:
         max(0, request.device_memory_bytes - live()),
         request.device_memory_bytes,
     )
-    cuda.set_per_process_memory_fraction = lambda *args: None
+    cuda.set_per_process_memory_fraction = limit
+    cuda.memory._set_allocator_settings = configure
     cuda.memory_snapshot = lambda *args: []
     cuda.memory._record_memory_history = lambda *args, **kwargs: None
     cuda.memory._dump_snapshot = lambda *args, **kwargs: None
@@ -132,40 +143,6 @@ def _memory(recorder: FakeRecorder, request: Request) -> None:
         "get_allocator_backend", "list_gpu_processes",
     ):  # fmt: skip
         setattr(cuda.memory, name, getattr(cuda, name))
-
-
-class Stream:
-    """A stream that everything is already done on."""
-
-    cuda_stream = 0
-    device = torch.device("cuda", 0)
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def is_capturing(self) -> bool:
-        return False
-
-    def synchronize(self) -> None:
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def record_event(self, event: Any = None) -> Event:
-        return event if event is not None else Event()
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        pass
 
 
 class Event:
@@ -201,15 +178,10 @@ class _Device:
         pass
 
 
-def _streams() -> None:
+def _devices() -> None:
     cuda: Any = torch.cuda
-    only = Stream()
-    cuda.Stream, cuda.Event, cuda.ExternalStream = Stream, Event, Stream
+    cuda.Event = Event
     cuda.device, cuda.device_of, cuda._DeviceGuard = _Device, _Device, _Device
-    cuda.current_stream = cuda.default_stream = lambda device=None: only
-    cuda.stream = lambda stream: nullcontext(stream)
-    cuda.set_stream = lambda stream: None
-    cuda.StreamContext = lambda stream: nullcontext(stream)
 
 
 def _random() -> None:
@@ -236,7 +208,7 @@ def _accelerator() -> None:
     accelerator.set_device_index = accelerator.set_device_idx = lambda index: None
     accelerator.synchronize = lambda *args: None
     accelerator.current_stream = lambda *args: torch.cuda.current_stream()
-    accelerator.set_stream = lambda stream: None
+    accelerator.set_stream = lambda stream: torch.cuda.set_stream(stream)
     for name in (
         "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats",
         "reset_peak_memory_stats", "empty_cache",

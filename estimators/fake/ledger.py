@@ -18,10 +18,13 @@ class Ledger:
         self.marks: list[tuple[str, int]] = []
         self.live_bytes = self.peak_bytes = self.possible_bytes = 0
         self.op_count = 0
+        self.memory_fraction = 1.0
+        self.alloc_conf = ""
         self.ordinal = 0
         """Which GPU the op being run is on."""
         self.phase = "forward"
         self.where: Callable[[], str] = lambda: ""
+        self.on_stream: Callable[[], int] = lambda: 0
 
     def _event(self, event: int) -> None:
         self.events.append(event)
@@ -34,8 +37,10 @@ class Ledger:
         self.marks.append(("empty_cache", len(self.events)))
 
     def _row(self, size_bytes: int, op: str, category: str = "") -> int:
-        where, at = self.where(), self.op_count
-        self.rows.append(StorageRow(size_bytes, category, self.phase, where, op, at, ordinal=self.ordinal))
+        where, at, stream = self.where(), self.op_count, self.on_stream()
+        self.rows.append(
+            StorageRow(size_bytes, category, self.phase, where, op, at, ordinal=self.ordinal, stream=stream)
+        )
         return len(self.rows) - 1
 
     def workspace(self, size_bytes: int, op: str, *, forever: bool = False) -> None:

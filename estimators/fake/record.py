@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from memopt.devices import find_device
 from memopt.estimators.fake import cudnn, onednn  # noqa: F401  they register formulas
 from memopt.estimators.fake.autocast import CudaAutocast
 from memopt.estimators.fake.blas import BlasWorkspaces
@@ -44,6 +45,8 @@ from memopt.estimators.fake.probe import Probes
 from memopt.estimators.fake.real import stays_real
 from memopt.estimators.fake.share import note_share
 from memopt.estimators.fake.sparse import note_distinct, sparse_result
+from memopt.estimators.fake.streams import Streams
+from memopt.estimators.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording, StorageRow, on_fullest
 from memopt.instrument.accumulate import adds_in_place
 
@@ -72,18 +75,20 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self,
         target: Target = "cuda",
         *,
-        capability: tuple[int, int] = (8, 0),
-        cublas_workspace_bytes: int | None = None,
+        hidden: HiddenMemory | None = None,
         guesser: Guesser | None = None,
     ) -> None:
-        """`cublas_workspace_bytes`: for each thread, where it was measured."""
+        """`hidden`: of the GPU that is pretended to be there, an A100 unless given."""
         super().__init__()
         self.target = target
-        self.capability = capability
+        self.hidden = hidden or HiddenMemory.of(find_device("a100-80gb"))
+        self.capability = self.hidden.device.capability_pair
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.guesser = guesser or Guesser()
         self.probes = Probes()
-        self.blas = BlasWorkspaces(self, cublas_workspace_bytes)
+        self.streams = Streams(self)
+        self.on_stream = self.streams.now
+        self.blas = BlasWorkspaces(self)
         self.inside = 0
         self._live: dict[int, tuple[_StorageRef, int]] = {}
         self._claim: str | None = None
@@ -126,6 +131,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             op_count=self.op_count,
             possible_bytes=self.possible_bytes,
             bounded=list(self.guesser.bounded),
+            memory_fraction=self.memory_fraction,
         )
         return on_fullest(whole)
 

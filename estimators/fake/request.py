@@ -8,6 +8,7 @@ import msgspec
 
 from memopt.devices import DeviceSpec
 from memopt.estimators.calibrated import on_device
+from memopt.estimators.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording
 
 
@@ -20,10 +21,9 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     """Name of the pretended GPU."""
     device_memory_bytes: int = 0
-    compute_capability: tuple[int, int] = (8, 0)
     multiprocessors: int = 108
-    cublas_workspace_bytes: int | None = None
-    """Per thread, where it was measured."""
+    hidden: HiddenMemory | None = None
+    """Of that GPU; of an A100 where it is not told."""
     steps: int = 3
     flipped: list[str] = []
     """Lines whose guessed truth value is turned round."""
@@ -52,8 +52,7 @@ def request_on(spec: DeviceSpec, argv: list[str], *, as_module: bool, steps: int
         target=pretended["target"],
         device=spec.title,
         device_memory_bytes=spec.memory_bytes,
-        compute_capability=pretended["capability"],
         multiprocessors=spec.multiprocessors,
-        cublas_workspace_bytes=pretended["cublas_workspace_bytes"],
+        hidden=pretended["hidden"],
         steps=steps,
     )

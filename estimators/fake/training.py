@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memopt.estimators.fake.record import FakeRecorder, Target
+from memopt.estimators.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording, classify
 
 Build = Callable[[FakeRecorder], tuple[Callable[[], torch.Tensor], Iterable[torch.Tensor]]]
@@ -19,14 +20,11 @@ def estimate_training_step(
     make_optimizer: Callable[[list[Any]], torch.optim.Optimizer] | None,
     *,
     target: Target = "cuda",
-    capability: tuple[int, int] = (8, 0),
-    cublas_workspace_bytes: int | None = None,
+    hidden: HiddenMemory | None = None,
     steps: int = 3,
 ) -> Recording:
     """The recording of `steps` training steps: loss, backward, `step()`, `zero_grad()`. No optimizer: forward and backward only."""
-    with FakeRecorder(
-        target, capability=capability, cublas_workspace_bytes=cublas_workspace_bytes
-    ) as recorder:
+    with FakeRecorder(target, hidden=hidden) as recorder:
         loss_fn, found = build(recorder)
         parameters = list(found)
         for parameter in parameters:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from memopt.errors import BadFile, MemoptError, UsageError
 from memopt.estimators.fake.record import Target
+from memopt.estimators.hidden_memory import HiddenMemory
 from memopt.estimators.onnx.folded import assume_batch_norms, folded_batch_norms, lost_dropout, warnings
 from memopt.estimators.onnx.graph import MOST_ELEMENTS, Graph, Model, Weight, read_model
 from memopt.estimators.onnx.interpret import Env, Run
@@ -185,8 +186,7 @@ def record_onnx(
     path: Path | str,
     *,
     target: Target = "cuda",
-    capability: tuple[int, int] = (8, 0),
-    cublas_workspace_bytes: int | None = None,
+    hidden: HiddenMemory | None = None,
     **training: Unpack[Training],
 ) -> OnnxRecording:
     """The storages that some training steps of the model would allocate and free, without running or reading it."""
@@ -214,8 +214,7 @@ def record_onnx(
             optimizer=optimizer,
             dtype=dtype,
             target=target,
-            capability=capability,
-            cublas_workspace_bytes=cublas_workspace_bytes,
+            hidden=hidden,
             steps=training.get("steps", 3),
         )
 

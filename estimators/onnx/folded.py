@@ -18,27 +18,69 @@ _DROPS = {"Attention", "GRU", "Gemm", "LSTM", "Linear", "MatMul"}
 """Where scripts put dropouts: networks with one such layer at most are not suspected of having had any."""
 
 
+_SHAPES = {"Cast", "Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze"}
+_AT_THE_END = {"LogSoftmax", "Resize", "Sigmoid", "Softmax", "Tanh", "Upsample"}
+"""What may stand between a network's last convolution and its output."""
+_ACTIVATIONS = {
+    "Celu", "Clip", "Div", "Elu", "Erf", "Gelu", "HardSigmoid", "HardSwish", "LeakyRelu", "Mish", "PRelu", "Relu", "Selu",
+    "Sigmoid", "Softplus", "Swish", "Tanh",
+}  # fmt: skip
+"""`Div` begins a GELU that was taken apart."""
+
+
 def folded_batch_norms(graph: Graph) -> list[Node]:
     """Convolutions that have, or look as if they had, a batch norm folded into them.
 
-    torch.onnx writes down from which module a node came: a convolution that came from a batch norm is one for certain.
-    Elsewhere, in a graph of several convolutions and no normalisation at all, those are suspected that have no bias (as
-    one writes them before a norm) or one that has not the name which a module gives it (folding leaves such a bias).
+    torch.onnx writes down from which module a node came: a convolution that came from a batch norm is one for certain, and
+    then there are no others. Elsewhere the names tell: folding leaves weight and bias that are not called as a module
+    calls them. Not suspected are convolutions that a norm, a change of shape (patches) or the output follows. In a graph
+    of one convolution, or with norms of its own, an activation must follow one of them, as it does in every network of
+    convolutions and batch norms; in others those without a bias are suspected too, as one writes them before a norm.
     """
     convolutions = [n for n in graph.nodes if n.op in ("Conv", "ConvTranspose") and len(n.inputs) > 1]
-    certain = [n for n in convolutions if "batchnorm" in n.origin.lower()]
-    if certain or len(convolutions) < 2 or any(n.op in _NORMS for n in graph.nodes):
+    certain = [n for n in convolutions if _is_certain(n)]
+    if certain:
         return certain
-    return [n for n in convolutions if not _has_bias(n) or _left_by_folding(n.inputs[1], n.inputs[2])]
+    readers = _readers(graph)
+    plain = len(convolutions) > 1 and not any(n.op in _NORMS for n in graph.nodes)
+    found = [n for n in convolutions if _is_suspect(n, plain) and not _leads_elsewhere(n, graph, readers)]
+    active = any(reader.op in _ACTIVATIONS for n in found for reader in readers.get(n.outputs[0], ()))
+    return found if plain or active else []
 
 
-def _has_bias(node: Node) -> bool:
-    return len(node.inputs) > 2 and bool(node.inputs[2])
+def _is_certain(node: Node) -> bool:
+    return "batchnorm" in node.origin.lower()
 
 
-def _left_by_folding(weight: str, bias: str) -> bool:
-    """Whether the bias has not the name that a module would give it beside its weight."""
+def _is_suspect(node: Node, plain: bool) -> bool:
+    if not (len(node.inputs) > 2 and node.inputs[2]):
+        return plain and not node.origin
+    weight, bias = node.inputs[1:3]
+    if node.origin:  # of a convolution: only a tool that came later can have folded one into it
+        return made_up(weight) and made_up(bias)
     return made_up(bias) or bias != weight.removesuffix("weight") + "bias"
+
+
+def _readers(graph: Graph) -> dict[str, list[Node]]:
+    found: dict[str, list[Node]] = {}
+    for node in graph.nodes:
+        for name in node.inputs:
+            found.setdefault(name, []).append(node)
+    return found
+
+
+def _leads_elsewhere(node: Node, graph: Graph, readers: Mapping[str, list[Node]]) -> bool:
+    """Whether a norm, another shape or the graph's output follows, where no batch norm would have been."""
+    name = node.outputs[0]
+    following = readers.get(name, [])
+    if any(n.op in _NORMS or (n.op in _SHAPES and n.op not in ("Cast", "Identity")) for n in following):
+        return True
+    while name not in graph.outputs:
+        if len(following) != 1 or following[0].op not in _SHAPES | _AT_THE_END:
+            return False
+        name = following[0].outputs[0]
+        following = readers.get(name, [])
+    return True
 
 
 def assume_batch_norms(graph: Graph, convolutions: list[Node]) -> tuple[Graph, dict[str, Weight]]:
@@ -79,8 +121,9 @@ def warnings(graph: Graph, trained: Mapping[str, Weight], assumed: int) -> list[
     if assumed:
         said.append(f"a batch norm was assumed after {assumed} convolutions (--assume-bn)")
     elif suspects:
+        seems = "" if any(map(_is_certain, suspects)) else ", it seems by their names"
         said.append(
-            f"batch norm was folded into {len(suspects)} convolutions when the file was exported: in training each keeps one "
+            f"batch norm was folded into {len(suspects)} convolutions when the file was exported{seems}: in training each keeps one "
             "more activation, so this estimate is too low (--assume-bn adds them; or export with optimize=False in train mode)"
         )
     products = [n for n in graph.nodes if n.op in _DROPS]

@@ -1,0 +1,184 @@
+"""Rotor (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, arXiv 1911.13214) on a plain graph: optimal checkpoints on a chain.
+
+Rule: C(s, t, m), the least time for stages s..t of a chain forth and back in m bytes when what enters s is there, is the less of
+keeping all that stage s saves, F(s) + C(s+1, t, m - saved(s)), and of keeping only what enters a later stage c,
+F(s..c-1) + C(c, t, m - enters(c)) + C(s, c-1, m), over all c: stretches nest. Exact for a chain, for every amount of memory at once in
+`SLOTS` slots, as in the paper. O(stages^3 x slots).
+What differs: a graph need be no chain. Stages end where the fewest bytes pass, all that passes such a place is its checkpoint, what a
+stretch lacks besides is made on demand, and of the optima for falling amounts of memory the first that really fits is taken. The
+"forward pass" is what precedes the unplanned peak (`segments`). Where wide edges pass every place the plan is poor, or there is none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+
+import numpy as np
+
+from memopt.advisors.graphs.graph import FloatColumn, Graph, IntColumn
+from memopt.advisors.graphs.problem import Answer, GraphProblem
+from memopt.advisors.graphs.runs import peak_of_runs
+from memopt.advisors.graphs.segments import Forward, best_of, missing
+
+MOST_STAGES = 40
+SLOTS = 120
+AMOUNTS = 40
+"""Amounts of memory that are tried."""
+
+
+def rotor(problem: GraphProblem) -> Answer:
+    """Rotor (2019): optimal nested checkpoints by dynamic programming, where the graph is nearly a chain."""
+    return best_of(problem, rotor_plans(problem))
+
+
+def rotor_plans(problem: GraphProblem) -> Iterator[list[int]]:
+    """Optimal run sequences for falling amounts of memory, up to the first that meets the budget."""
+    stages = Stages(Forward(problem.graph))
+    if not stages.slots:
+        return
+    table = _Table(stages)
+    last = len(stages.saved) - 1
+    seen = set()
+    for slots in np.unique(np.linspace(0, stages.slots, AMOUNTS).astype(int))[::-1].tolist():
+        cost = float(table.cost[0][last][slots])
+        if time.monotonic() > problem.until or not np.isfinite(cost):
+            return
+        if cost in seen:
+            continue
+        seen.add(cost)
+        runs = _Walk(stages, table).runs(slots)
+        yield runs
+        if peak_of_runs(problem.graph, runs) <= problem.budget_bytes:
+            return
+
+
+class Stages:
+    """The forward pass in stages: what each saves for backward and what enters it, in slots, and its time."""
+
+    def __init__(self, forward: Forward) -> None:
+        graph = forward.graph
+        self.graph: Graph = graph
+        self.forward = forward
+        bounds = np.linspace(0, forward.turn + 1, min(forward.turn + 1, MOST_STAGES) + 1).astype(int).tolist()
+        ends = sorted({a + int(np.argmin(forward.width[a:b])) for a, b in pairwise(bounds)} | {forward.turn})
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        producer: list[int] = graph.producer.tolist()
+        stage_of = np.searchsorted(np.array(ends), np.arange(forward.turn + 1)).tolist() if ends else []
+        self.members: list[list[int]] = [[] for _ in ends]
+        """Tensors of each stage that can be made again, saved for backward or not."""
+        self.wanted: list[tuple[int, ...]] = []
+        """Those of them that backward reads."""
+        replayable = graph.replayable
+        for tensor, maker in enumerate(producer):
+            if 0 <= maker <= forward.turn and replayable[maker]:
+                self.members[stage_of[maker]].append(tensor)
+        for members in self.members:
+            self.wanted.append(tuple(tensor for tensor in members if forward.droppable[tensor]))
+        self.entering = [set(), *(forward.crossing([end]) for end in ends[:-1])]
+        size: list[int] = graph.tensor_bytes.tolist()
+        saved = [sum(size[tensor] for tensor in wanted) for wanted in self.wanted]
+        enters = [
+            sum(size[tensor] for tensor in entering if replayable[producer[tensor]])
+            for entering in self.entering
+        ]
+        unit = max(1.0, sum(saved) / SLOTS)
+        self.saved = [int(-(-each // unit)) for each in saved]
+        self.enters = [int(-(-each // unit)) for each in enters]
+        self.slots = sum(self.saved)
+        self.ms = [
+            float(graph.op_ms[a : b + 1][replayable[a : b + 1]].sum())
+            for a, b in zip(starts, ends, strict=True)
+        ]
+
+
+class _Table:
+    """`cost[s][t]` for each number of slots, and where the stretch is cut: at s all of stage s is kept."""
+
+    def __init__(self, stages: Stages) -> None:
+        count, slots = len(stages.saved), stages.slots
+        nothing = np.zeros(slots + 1)
+        self.cost: list[dict[int, FloatColumn]] = [{} for _ in range(count + 1)]
+        self.cut: list[dict[int, IntColumn]] = [{} for _ in range(count + 1)]
+        for first in range(count - 1, -1, -1):
+            for last in range(first, count):
+                rest = self.cost[first + 1].get(last, nothing)
+                best = stages.ms[first] + _less(rest, stages.saved[first])
+                taken = np.full(slots + 1, first)
+                ms = 0.0
+                for cut in range(first + 1, last + 1):
+                    ms += stages.ms[cut - 1]
+                    trial = ms + _less(self.cost[cut][last], stages.enters[cut]) + self.cost[first][cut - 1]
+                    taken = np.where(trial < best, cut, taken)
+                    best = np.minimum(trial, best)
+                self.cost[first][last], self.cut[first][last] = best, taken
+
+
+def _less(costs: FloatColumn, slots: int) -> FloatColumn:
+    """The costs when `slots` are taken already."""
+    moved = np.full(len(costs), np.inf)
+    if slots < len(costs):
+        moved[slots:] = costs[: len(costs) - slots]
+    return moved
+
+
+class _Walk:
+    """The run sequence of one optimum."""
+
+    def __init__(self, stages: Stages, table: _Table) -> None:
+        self.stages, self.table = stages, table
+        self.graph = graph = stages.graph
+        self.maker: list[int] = graph.producer.tolist()
+        self.following = stages.forward.turn + 1
+        self.sequence = list(range(self.following))
+        self.here = [0 <= maker < self.following for maker in self.maker]
+
+    def runs(self, slots: int) -> list[int]:
+        """First runs in order, and the reruns that the optimum for so many slots asks for."""
+        graph = self.graph
+        self._solve(0, len(self.stages.saved) - 1, slots, fresh=True)
+        while self.following < graph.op_count:
+            self._ask(graph.reads[self.following])
+            self._backward()
+        self._ask(tuple(np.flatnonzero(graph.kept & ~graph.resident).tolist()))
+        return self.sequence
+
+    def _solve(self, first: int, last: int, slots: int, *, fresh: bool) -> None:
+        """Forth and back over some stages; `fresh`: forth is the first runs."""
+        stages = self.stages
+        if first > last:
+            return
+        cut = int(self.table.cut[first][last][slots])
+        if cut == first:
+            if not fresh:
+                self._ask(stages.wanted[first])
+            on = stages.entering[first + 1] if first < last else ()
+            for tensor in stages.members[first]:
+                if tensor not in on and not stages.forward.saved[tensor]:
+                    self.here[tensor] = False
+            self._solve(first + 1, last, slots - stages.saved[first], fresh=fresh)
+            self._backward()
+            return
+        if not fresh:
+            self._ask(tuple(sorted(stages.entering[cut])))
+        for stage in range(first, cut):
+            for tensor in stages.members[stage]:
+                if tensor not in stages.entering[cut] and tensor not in stages.entering[first]:
+                    self.here[tensor] = False
+        self._solve(cut, last, slots - stages.enters[cut], fresh=fresh)
+        for tensor in stages.members[cut - 1]:
+            self.here[tensor] = False
+        self._solve(first, cut - 1, slots, fresh=False)
+
+    def _ask(self, tensors: tuple[int, ...]) -> None:
+        self.sequence.extend(missing(self.graph, tensors, self.here, self.maker))
+
+    def _backward(self) -> None:
+        """Go on as long as all that is read is there."""
+        graph, here = self.graph, self.here
+        while self.following < graph.op_count and all(here[tensor] for tensor in graph.reads[self.following]):
+            self.sequence.append(self.following)
+            for tensor in graph.writes[self.following]:
+                here[tensor] = True
+            self.following += 1
