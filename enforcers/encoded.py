@@ -42,7 +42,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is ordinary memory that a codec may read: no subclass, sparse, quantized, conjugate or fake tensor."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return False
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
+        return False
+    if tensor.device.type == "meta":
         return False
     try:
         held_bytes = tensor.untyped_storage().nbytes()

@@ -100,13 +100,17 @@ def updated_statistics(kind: OpKind, args: tuple[object, ...]) -> tuple[Tensor, 
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Is `tensor` a strided tensor of no subclass, neither conjugate nor negative view, with a storage of its own bytes?"""
+    """Is `tensor` a strided tensor of no subclass, neither conjugate nor negative view, with a storage of its own bytes?
+
+    The zeros of forward-mode differentiation have a storage whose bytes are never allocated.
+    """
     return (
         type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()
+        and not tensor._is_zerotensor()
         and tensor.device.type != "meta"
     )
 

@@ -70,9 +70,9 @@ class StorageRows:
         return number
 
     def _storage_of(self, tensor: Tensor) -> Any:
-        """The tensor's storage on the watched device; None where it has none of its own bytes (sparse, meta, wrappers)."""
+        """The tensor's storage on the watched device; None where it has none of its own bytes (sparse, meta, wrappers, zeros of a tangent)."""
         try:
-            if tensor.device.type != self._device:
+            if tensor.device.type != self._device or tensor._is_zerotensor():
                 return None
             storage = tensor.untyped_storage()
             if type(tensor) not in PLAIN_TYPES and (

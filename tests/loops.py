@@ -549,7 +549,23 @@ def clamped_in_place(steps: int) -> list[str]:
     )
 
 
+def tangents(steps: int) -> list[str]:
+    """A loss on a directional derivative: the tangent of a weight is zeros whose bytes are never allocated."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 8))
+    parameters = dict(model.named_parameters())
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        direction = torch.ones_like(x)
+        _, along = torch.func.jvp(
+            lambda z: torch.func.functional_call(model, parameters, (z,)), (x,), (direction,)
+        )
+        return model(x).square().mean() + (along - direction).square().mean()
+
+    return _train(model, lambda: torch.randn(32, 8), loss, steps)
+
+
 LOOPS = [
+    tangents,
     residual_in_place, transformer, tied_weights, autocast_with_accumulation, backward_inside_autocast, retained_graph,
     gradient_penalty, checkpointed, custom_function, two_optimizers, lbfgs, without_optimizer, lengths_that_change,
     evaluation_between, odd_ops, written_by_slices, recurrent, pools_and_pads, frozen_backbone, thawing_backbone,
