@@ -81,6 +81,15 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     python: str = ""
     torch: str = ""
 
+    @property
+    def problem(self) -> str:
+        """Why nothing could be run from this; empty where something could."""
+        if not self.argv or not self.argv[0]:
+            return "it names no script"
+        if any("\0" in word for word in (self.cwd, *self.argv)):
+            return "a zero byte is in the script's name, its arguments or its folder"
+        return ""
+
 
 class Ops(msgspec.Struct, frozen=True, kw_only=True):
     """One row an op. Strings are indices into `Trace.strings`."""
@@ -263,6 +272,7 @@ def _inconsistency(trace: Trace) -> str:
         or _bad_ranges(trace)
         or _bad_updates(trace)
         or _bad_numbers(trace)
+        or trace.script.problem
     )
 
 

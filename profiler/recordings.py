@@ -130,13 +130,11 @@ class Recordings:
     def _clock(self, with_bytes: bool) -> OpClock:
         from memopt.profiler.clock import CpuClock, CudaClock, TimeOnly
 
-        if not with_bytes:
-            return TimeOnly()
-        if self.device == "cuda":
+        if self.device == "cuda" and (with_bytes or self.result is not None):
             import torch
 
             return CudaClock(torch.cuda.current_device())
-        return CpuClock()
+        return CpuClock() if with_bytes else TimeOnly()
 
     def end(self) -> None:
         """The iteration has ended, or the script."""

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import graphs as shapes
+from memopt.advisors.graphs import rounding
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem
@@ -222,6 +223,22 @@ def test_checkmate_and_auto_agree_on_a_small_graph() -> None:
         best = plan_graph(graph, budget, strategy="checkmate", time_limit_s=10)
         assert best.overhead - best.overhead_bound < 0.01
         assert plan_and_check(plain, budget, time_limit_s=1) <= best.overhead + 0.005
+
+
+def test_checkmate_rounds_its_relaxation_where_the_graph_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 120 activations, 1 byte and 1 ms each, at least 61 must go in 60 bytes, and each costs a rerun."""
+    pytest.importorskip("highspy")
+    plain = unit_chain(120)
+    graph = graph_of(plain)
+    assert unplanned_peak(graph) == 121
+    best = plan_graph(graph, 60, strategy="checkmate", time_limit_s=60)
+    assert 61 <= best.recompute_ms < 2 * 61
+    assert 61 - 1e-3 <= best.overhead_bound * graph.plain_ms <= best.recompute_ms
+    with pytest.raises(BudgetInfeasible):
+        plan_graph(graph, 2, strategy="checkmate", time_limit_s=1)
+    monkeypatch.setattr(rounding, "MOST_OPS", 200)
+    with pytest.raises(NotPossibleHere, match="240 ops are too many"):
+        plan_graph(graph, 60, strategy="checkmate")
 
 
 def chain(length: int) -> dict[str, Any]:

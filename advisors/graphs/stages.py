@@ -6,6 +6,7 @@ A first valid plan, the offline greedy, the bound, then with or without a link w
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from importlib.util import find_spec
@@ -165,7 +166,7 @@ class AutoPlan:
     def _jointly(self, slice_s: float, enough: float) -> None:
         """Reruns and copies together; plans in which runs wait where there is no other."""
         search, problem = self.search, self.problem
-        if problem.may_recompute and not search.best_over:
+        if problem.may_recompute:
             self._starts(self.stage_end(0.2))
             if not search.best_over:
                 self._exactly(self.stage_end(0.2))
@@ -227,7 +228,9 @@ class AutoPlan:
         """The best few polished plans: of what was found so far, the proof's, the online rules' and the segments'."""
         search = self.search
         found = [(search.best_over, search.best_cost, (search.best_runs, search.best_swaps))]
-        for number, runs in enumerate(starts(self.problem, self.stage_end(0.15 if search.lanes else 0.3))):
+        most_ms = math.inf if search.best_over else search.best_cost
+        until_starts = self.stage_end(0.15 if search.lanes else 0.3)
+        for number, runs in enumerate(starts(self.problem, until_starts, most_ms)):
             if number and time.monotonic() > until:
                 break
             search.load(runs)
