@@ -12,7 +12,7 @@ from memopt.advisors.modnn import Modnn
 from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.advisors.registry import STRATEGIES
 from memopt.advisors.sublinear import sublinear_plans
-from memopt.advisors.superneurons import Superneurons
+from memopt.advisors.superneurons import Superneurons, largest_layer_bytes
 from memopt.advisors.swapadvisor import belady
 from memopt.advisors.vdnn import Vdnn, vdnn_plan
 from memopt.device import Device
@@ -130,6 +130,30 @@ def test_superneurons_recomputes_between_checkpoints() -> None:
     # storages 3, 5, 7, ... are the cheap activations (odd layers); the last is used at once
     assert {s for s, d in decisions.items() if d.kind == "recompute"} == {3, 5, 7, 9, 11}
     assert all(s % 2 == 0 for s, d in decisions.items() if d.kind == "swap")
+
+
+def test_superneurons_remakes_a_large_segment_for_each_use() -> None:
+    """Backward ops read the 4 MiB that they saved and write 1 MiB; two activations between convolutions are more than that."""
+    one_each, two_each = (
+        [
+            Layer(
+                4 * MIB,
+                10.0 if i % every == 0 else 1.0,
+                (i - 1,),
+                op="aten.convolution.default" if i % every == 0 else "aten.exp.default",
+                grad=MIB,
+            )
+            for i in range(12)
+        ]
+        for every in (2, 3)
+    )
+    problem = problem_of(build(one_each, device=GPU), 0.6)
+    assert largest_layer_bytes(problem) == 5 * MIB
+    assert {d.again for d in Superneurons().plan(problem).values() if d.kind == "recompute"} == {False}
+    problem = problem_of(build(two_each, device=GPU), 0.6)
+    again = {s: d.again for s, d in Superneurons().plan(problem).items() if d.kind == "recompute"}
+    # layer i makes storage 2 + i; the last layer's output is used at once, so its segment is one activation
+    assert again == {3: True, 4: True, 6: True, 7: True, 9: True, 10: True, 12: False}
 
 
 def test_capuchin_swaps_what_hides_first_and_then_recomputes() -> None:
