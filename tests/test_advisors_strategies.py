@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from memopt.advisors.advise import advise
 from memopt.advisors.capuchin import capuchin_picks
-from memopt.advisors.dtr import Dtr
+from memopt.advisors.dtr import Dtr, Evictions
 from memopt.advisors.flashneuron import Flashneuron
 from memopt.advisors.modnn import Modnn
 from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, Problem
@@ -209,6 +210,35 @@ def test_dtr_prefers_cheap_large_and_stale() -> None:
     problem = problem_of(net(), 0.93, frozenset({"recompute"}))
     assert set(Dtr().plan(problem)) <= {3, 5, 7, 9, 11}
     assert set(Dtr("local").plan(problem)) <= {3, 5, 7, 9, 11}
+
+
+def test_dtr_counts_evicted_ancestors_and_descendants() -> None:
+    """A chain of 1, 2, 4, 8 and 16 ms: with layers 1 and 3 evicted, layer 2 stands between 2 and 8 ms."""
+    layers = [Layer(4 * MIB, float(2**i), (i - 1,)) for i in range(6)]
+    problem = problem_of(build(layers), 0.5, frozenset({"recompute"}))
+    costs = {}
+    for variant in ("", "eqclass", "local"):
+        walk = Evictions(problem, variant)
+        for number in (1, 3):
+            walk.evict(walk.candidates[number])
+        walk.clock = 1000.0
+        score = walk.score(np.array([2]))[0]
+        costs[variant] = score * 4 * MIB * (1000.0 - walk.last_access[2])
+    assert costs == pytest.approx({"": 2 + 4 + 8, "eqclass": 2 + 4 + 8, "local": 4})
+
+
+def test_megengine_leaves_what_is_small() -> None:
+    """Below 1 MiB nothing is evicted where that is less than 1/500 of all."""
+    layers = [Layer(size, 1.0, (i - 1,)) for i, size in enumerate([600 * MIB, MIB - 4, MIB, MIB - 4, MIB])]
+    problem = problem_of(build(layers), 0.9, frozenset({"recompute"}))
+    assert may_go(problem, "") == {600 * MIB: True, MIB: True, MIB - 4: True}
+    assert may_go(problem, "megengine") == {600 * MIB: True, MIB: True, MIB - 4: False}
+
+
+def may_go(problem: Problem, variant: str) -> dict[int, bool]:
+    """By size: may candidates of it be evicted?"""
+    walk = Evictions(problem, variant)
+    return {c.saved.size_bytes: may for c, may in zip(walk.candidates, walk.may_go, strict=True)}
 
 
 def test_strategies_go_through_the_python_door() -> None:
