@@ -62,6 +62,7 @@ def at_once(problem: GraphProblem, start: Answer | None = None, exact_until: flo
 
 def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
     """The plans of the parts together; where that is not too long, improved as a whole."""
+    begin = time.monotonic()
     large = problem.graph.op_count > LARGE
     most_s = EFFORT_FOR_PARTS * usual_s(folded.distinct_ops) if large else math.inf
 
@@ -72,6 +73,7 @@ def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
     folded.solve(end())
     if not folded.refused:
         answer = folded.answer()
+        answer.stats["first_s"] = round(time.monotonic() - begin, 3)
         return answer if large or "interrupted" in answer.stats else at_once(problem, answer)
     smallest = folded.smallest_peak(end())
     if problem.budget_bytes < floor:
