@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import msgspec
 
 from memopt.advisors.auto import Auto
+from memopt.advisors.blockers import Floor, lowest_floor
 from memopt.advisors.jointly import plan_jointly
 from memopt.advisors.plan_writer import write_plan
-from memopt.advisors.problem import MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
+from memopt.advisors.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
 from memopt.advisors.registry import find_strategy
 from memopt.advisors.strategy import Strategy
 from memopt.device import Device
@@ -23,6 +24,10 @@ from memopt.units import format_bytes
 
 _LINK_SHARE = {"disk": 0.6, "host": 0.9}
 """Share of a measured link rate that plans count on: a copy that is late costs memory as well as time."""
+
+
+Decided = tuple[Problem, Decisions, tuple[str, ...]]
+"""The problem (of the run as it is, or with the optimizer inside backward), what is decided, and notes for the reader."""
 
 
 def advise(
@@ -49,8 +54,11 @@ class Adviser:
     allow: frozenset[str]
     time_limit_s: float = TIME_LIMIT_S
     profile: str = ""
+    interrupted: bool = False
+    """Did Ctrl-C end a search?"""
     _view: TraceView | None = None
     _moved_view: TraceView | None = None
+    _floor: Floor | None = None
 
     @property
     def unplanned_peak_bytes(self) -> int:
@@ -66,11 +74,18 @@ class Adviser:
 
     def in_backward(self, problem: Problem, *, margin: float = MARGIN) -> Problem | None:
         """`problem` of the run whose optimizer steps inside backward; none where that cannot be, or lowers nothing."""
+        moved = self._moved(problem, margin)
+        if moved is None:
+            return None
+        lower = moved.plain.peak_bytes < problem.plain.peak_bytes or _excess(moved) < _excess(problem)
+        return moved if lower else None
+
+    def _moved(self, problem: Problem, margin: float) -> Problem | None:
         if "optimizer" not in self.allow or why_not(self.trace):
             return None
         if self._moved_view is None:
             self._moved_view = TraceView(in_backward(self.trace))
-        moved = Problem(
+        return Problem(
             self._moved_view,
             Simulator(self._moved_view, problem.device),
             problem.budget_bytes,
@@ -79,8 +94,15 @@ class Adviser:
             time_limit_s=self.time_limit_s,
             instead_of=problem,
         )
-        lower = moved.plain.peak_bytes < problem.plain.peak_bytes or _excess(moved) < _excess(problem)
-        return moved if lower else None
+
+    @property
+    def floor(self) -> Floor:
+        """What no plan can go below, whether the optimizer steps inside backward or not."""
+        if self._floor is None:
+            problem = self.problem(1)
+            moved = self._moved(problem, MARGIN)
+            self._floor = lowest_floor([problem] if moved is None else [problem, moved])
+        return self._floor
 
     def plan(self, budget_bytes: int, strategy: str = "auto") -> Plan:
         """The plan of `strategy`; without actions when the budget is met anyway."""
@@ -92,32 +114,49 @@ class Adviser:
     ) -> Plan:
         return write_plan(problem, decisions, strategy=strategy, profile=self.profile, notes=notes)
 
-    def decide(self, budget_bytes: int, strategy: str = "auto") -> tuple[Problem, Decisions, tuple[str, ...]]:
-        """The problem, what `strategy` decides, and notes for the reader."""
+    def decide(self, budget_bytes: int, strategy: str = "auto") -> Decided:
+        """The problem, what `strategy` decides, and notes for the reader. Raises `BudgetInfeasible`, which tells the floor too."""
         planner = self.strategy(strategy)
         problem = self.problem(budget_bytes)
         if problem.is_met_unplanned:
             peak = format_bytes(problem.unplanned_peak_bytes)
             note = f"nothing to do: the plain run peaks at {peak}, within the budget of {format_bytes(budget_bytes)}"
-            return problem, {}, (note,)
-        notes: tuple[str, ...] = ()
+            return problem, {}, (note, *self._unused())
         try:
-            problem, decisions = self._search(problem, planner)
+            problem, decisions, notes = self._search_to_the_margin(problem, planner)
+        except BudgetInfeasible as error:
+            raise BudgetInfeasible(
+                error.budget_bytes,
+                error.min_peak_bytes,
+                (*error.blockers, self.floor.words),
+                try_=error.try_,
+            ) from None
+        return problem, decisions, (*notes, *_optimality(problem, decisions), *self._unused())
+
+    def _unused(self) -> list[str]:
+        """Kinds that were allowed in vain."""
+        return [why for kind, why in BEYOND_EXACT.items() if kind in self.allow]
+
+    def _search_to_the_margin(self, problem: Problem, planner: Strategy) -> Decided:
+        budget_bytes = problem.budget_bytes
+        try:
+            return *self._search(problem, planner), ()
         except BudgetInfeasible as error:
             if error.min_peak_bytes > budget_bytes:
                 raise
-            # Only the safety margin stood in the way: once more, for the budget itself.
-            problem, decisions = self._search(self.problem(budget_bytes, margin=0.0), planner, margin=0.0)
-            notes = ("the plan leaves no safety margin below the budget",)
-        return problem, decisions, notes + _optimality(problem, decisions)
+        # Only the safety margin stood in the way: once more, for the budget itself.
+        found = self._search(self.problem(budget_bytes, margin=0.0), planner, margin=0.0)
+        return *found, ("the plan leaves no safety margin below the budget",)
 
     def _search(
         self, problem: Problem, planner: Strategy, *, margin: float = MARGIN
     ) -> tuple[Problem, Decisions]:
-        moved = self.in_backward(problem, margin=margin) if isinstance(planner, Auto) else None
-        if moved is None:
+        if not isinstance(planner, Auto):
             return problem, planner.plan(problem)
-        return plan_jointly(moved, self.time_limit_s)
+        moved = self.in_backward(problem, margin=margin)
+        found = (problem, planner.plan(problem)) if moved is None else plan_jointly(planner, moved)
+        self.interrupted |= planner.interrupted
+        return found
 
     def strategy(self, name: str) -> Strategy:
         """The strategy called `name`, with this adviser's time limit. Raises `UsageError`."""

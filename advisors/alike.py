@@ -77,9 +77,10 @@ def _trials(problem: Problem, kind: list[Choice], taken: Decisions) -> Iterator[
     view = problem.view
     away = {candidate.storage for candidate, _ in kind}
     linked = sum(
-        candidate.chain is not None
+        option.kind == "recompute"
+        and candidate.chain is not None
         and any(view.value_storage[value] in away for value in candidate.chain.sources)
-        for candidate, _ in kind
+        for candidate, option in kind
     )
     if linked <= len(kind) // 2:
         yield {candidate.storage: option for candidate, option in kind}

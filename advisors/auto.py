@@ -122,7 +122,7 @@ class Auto:
         """The first plan that fits, whatever it costs; None when none is found within the time limit."""
         kinds = find_kinds(problem.view)
         if kinds:
-            work = ByRounds(problem, kinds, self.time_limit_s, self._within)
+            work = ByRounds(problem, kinds, self.time_limit_s, self.within)
             with contextlib.suppress(BudgetInfeasible):
                 work.unfold(self.first_fitting(work.one_of_each.problem) or {})
             return work.best.decisions if work.best else None
@@ -139,7 +139,7 @@ class Auto:
 
     def _by_rounds(self, problem: Problem, kinds: list[list[Round]]) -> Decisions | None:
         """The plan for one round of each kind, told to all; None where there is none, and the whole is short enough to be searched."""
-        work = ByRounds(problem, kinds, self.time_limit_s, self._within)
+        work = ByRounds(problem, kinds, self.time_limit_s, self.within)
         work.is_over = lambda: self.interrupted
         try:
             if problem.view.n <= _LARGE:
@@ -158,7 +158,7 @@ class Auto:
             return None
         return work.best.decisions
 
-    def _within(self, problem: Problem, seconds: float) -> Decisions:
+    def within(self, problem: Problem, seconds: float) -> Decisions:
         """A plan for another problem; Ctrl-C ends both searches."""
         other = Auto(seconds)
         found = other.plan(problem)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.errors import BudgetInfeasible
 from memopt.timeline import Timeline
-from memopt.trace import CATEGORIES
+from memopt.trace import CATEGORIES, PHASES
 from memopt.units import format_bytes
 
 _STATE = ("parameter", "gradient", "optimizer state", "buffer")
@@ -23,8 +25,31 @@ def infeasible(problem: Problem, decisions: Decisions, who: str = "") -> BudgetI
     if DEFAULT_ALLOW - problem.allow:
         try_ += ", or fewer kinds of action denied"
     found_by = (f"this is the best that {who} finds",) if who else ()
-    floor = (f"no plan can go below {format_bytes(problem.floor_bytes)}",)
-    return BudgetInfeasible(problem.budget_bytes, peak, found_by + blockers + floor, try_=try_)
+    return BudgetInfeasible(problem.budget_bytes, peak, found_by + blockers, try_=try_)
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """What no plan of the allowed kinds can go below, and the op that needs it."""
+
+    bytes: int
+    words: str
+
+
+def lowest_floor(problems: Iterable[Problem]) -> Floor:
+    """The floor of a run that may be any of `problems`."""
+    problem = min(problems, key=lambda each: each.floor_bytes)
+    size, op = problem.floor
+    at = f": {place_of(problem, op)}" if op >= 0 else ""
+    return Floor(size, f"no plan can go below {format_bytes(size)}{at}")
+
+
+def place_of(problem: Problem, op: int) -> str:
+    """`backward of layers.0.conv1 (aten.convolution_backward.default)`."""
+    trace = problem.view.trace
+    where = trace.strings[trace.ops.module[op]].partition("#")[0].lstrip("@") or "the script"
+    phase = PHASES[int(problem.view.phase[op])]
+    return f"{phase if phase != 'other' else 'an op'} of {where} ({trace.op_name(op)})"
 
 
 def peak_blockers(problem: Problem, decisions: Decisions, timeline: Timeline) -> tuple[str, ...]:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import msgspec
-
-from memopt.advisors.advise import Adviser
+from memopt.advisors.advise import Adviser, Decided
 from memopt.errors import BudgetInfeasible
 from memopt.plan import Plan
 
@@ -33,11 +31,13 @@ class Point:
 
 
 def frontier(adviser: Adviser, strategy: str = "auto") -> Iterator[Point]:
-    """Points from 90 % of the unplanned peak down; ends after the first budget that cannot be met."""
+    """Points from 90 % of the unplanned peak down; ends after the first budget that cannot be met, and where Ctrl-C ended a search."""
     unplanned = adviser.unplanned_peak_bytes
     for share in SHARES:
         point = probe(adviser, int(share * unplanned), strategy)
         yield point
+        if adviser.interrupted:
+            return
         if point.plan is None:
             if point.min_peak_bytes < unplanned:
                 yield probe(adviser, int(point.min_peak_bytes * 1.006) + 1, strategy)
@@ -66,21 +66,37 @@ def probe(adviser: Adviser, budget_bytes: int, strategy: str = "auto") -> Point:
     return Point(budget_bytes, plan, plan.predicted_peak_bytes)
 
 
-def lowest_peak(adviser: Adviser, most_overhead: float, strategy: str = "auto") -> Plan:
-    """The plan with the lowest peak found whose step takes at most `1 + most_overhead` times the plain one: bisection on the budget."""
-    high = adviser.unplanned_peak_bytes
-    best = adviser.plan(high, strategy)
+def lowest_peak(adviser: Adviser, most_overhead: float, strategy: str = "auto") -> Decided:
+    """What is decided for the lowest peak found whose step takes at most `1 + most_overhead` times the plain one: bisection on the budget."""
+    high = unplanned = adviser.unplanned_peak_bytes
+    best = adviser.decide(high, strategy)
     low = 0
     for _ in range(_PROBES):
-        point = probe(adviser, (low + high) // 2, strategy)
-        if point.plan is not None and point.overhead <= most_overhead:
-            best, high = point.plan, point.plan.predicted_peak_bytes
-        else:
-            low = max((low + high) // 2, point.min_peak_bytes if point.plan is None else 0)
-        if high - low < 0.004 * adviser.unplanned_peak_bytes:
+        middle = (low + high) // 2
+        try:
+            found = adviser.decide(middle, strategy)
+        except BudgetInfeasible as error:
+            low = max(middle, error.min_peak_bytes)
+        except KeyboardInterrupt:
+            if not _changes_something(best):
+                raise
             break
-    if best.actions:
+        else:
+            problem, decisions, _ = found
+            timeline, plain_ms = problem.run(decisions), problem.plain_step_ms
+            if timeline.step_ms <= (1 + most_overhead) * plain_ms or not plain_ms:
+                best, high = found, timeline.peak_bytes
+            else:
+                low = middle
+        if high - low < 0.004 * unplanned or adviser.interrupted:
+            break
+    if _changes_something(best):
         return best
+    problem, decisions, notes = best
     note = f"no plan was found that lowers the peak for at most {100 * most_overhead:.3g} % of the step"
-    others = [each for each in best.notes if not each.startswith("nothing to do")]
-    return msgspec.structs.replace(best, notes=[note, *others])
+    return problem, decisions, (note, *(each for each in notes if not each.startswith("nothing to do")))
+
+
+def _changes_something(decided: Decided) -> bool:
+    problem, decisions, _ = decided
+    return bool(decisions) or problem.instead_of is not None

@@ -16,31 +16,34 @@ _NEAR = 0.003
 """Share of the step that is not worth another search."""
 
 
-def plan_jointly(moved: Problem, time_limit_s: float) -> tuple[Problem, Decisions]:
-    """The better problem and the decisions for it. Raises `BudgetInfeasible` with the lowest peak of both."""
-    plain = moved.instead_of
+def plan_jointly(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
+    """The better problem and the decisions for it, within `auto`'s time limit. Raises `BudgetInfeasible` with the lowest peak of both."""
+    plain, limit_s = moved.instead_of, auto.time_limit_s
     assert plain is not None
     hopeless = plain.floor_bytes > plain.target_bytes
     try:
-        found = Auto(time_limit_s * (1.0 if hopeless else _SHARE_OF_THE_FIRST)).plan(moved)
+        found = auto.within(moved, limit_s * (1.0 if hopeless else _SHARE_OF_THE_FIRST))
     except BudgetInfeasible as error:
-        return plain, _instead(plain, time_limit_s, error)
+        return plain, _instead(auto, plain, error)
     same = plain.run(found)
     if plain.fits(same) and same.step_ms <= moved.run(found).step_ms:
         return plain, found
     spent_ms = moved.run(found).step_ms - moved.view.trace.step_ms
-    if hopeless or spent_ms <= _NEAR * plain.plain_step_ms:
+    if auto.interrupted or hopeless or spent_ms <= _NEAR * plain.plain_step_ms:
         return moved, found
     try:
-        other = Auto(time_limit_s * (1 - _SHARE_OF_THE_FIRST)).plan(plain)
+        other = auto.within(plain, limit_s * (1 - _SHARE_OF_THE_FIRST))
     except BudgetInfeasible:
+        return moved, found
+    except KeyboardInterrupt:
+        auto.interrupted = True
         return moved, found
     return (plain, other) if plain.run(other).step_ms <= moved.run(found).step_ms else (moved, found)
 
 
-def _instead(plain: Problem, time_limit_s: float, error: BudgetInfeasible) -> Decisions:
+def _instead(auto: Auto, plain: Problem, error: BudgetInfeasible) -> Decisions:
     """A plan for the run as it is, where none was found with the step moved."""
     try:
-        return Auto(time_limit_s * (1 - _SHARE_OF_THE_FIRST)).plan(plain)
+        return auto.within(plain, auto.time_limit_s * (1 - _SHARE_OF_THE_FIRST))
     except BudgetInfeasible as other:
         raise min(error, other, key=lambda each: each.min_peak_bytes) from None

@@ -1,58 +1,19 @@
-"""The rules of `memopt.advisors.lints`: one function each, which yields the storages at stake."""
+"""The rules of `memopt.advisors.lints` about what a model saves: one function each, which yields the storages at stake."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
+from math import prod
 
-from memopt.advisors.lints import Seen, lint
+from memopt.advisors.lints import SavedSlot, Seen, lint
 
 _SIXTEEN_BIT = ("bf16", "fp16")
-_LAST_DIM = 2**64 - 1
-"""A dimension of -1, which autograd's nodes keep unsigned."""
-_MASKING = {("MulBackward0", "other"), ("WhereBackward0", "condition"), ("MaskedFillBackward0", "mask")}
-
-
-@lint(
-    "graph-kept",
-    what="activations are still held by a graph when the iteration ends, though no backward has asked for them",
-    try_="keep loss.item() or output.detach(), not the tensor",
-)
-def graph_kept(seen: Seen) -> Iterable[int]:
-    for storage, saved in seen.view.saved.items():
-        if saved.first_use >= seen.n and saved.release >= seen.n and seen.category(storage) == "activation":
-            yield storage
-
-
-@lint(
-    "evaluation-records-a-graph",
-    what="tensors are saved for a backward that never comes, and thrown away",
-    try_="with torch.no_grad(): around the evaluation",
-)
-def evaluation_records_a_graph(seen: Seen) -> Iterable[int]:
-    for storage, saved in seen.view.saved.items():
-        if saved.first_use >= seen.n and saved.release < seen.n and seen.category(storage) != "input":
-            yield storage
-
-
-@lint(
-    "activation-held-by-the-script",
-    what="activations outlive the backward that used them, because the script holds them as well",
-    try_="do not keep outputs in lists or attributes; .detach() what is only looked at",
-)
-def activation_held(seen: Seen) -> Iterable[int]:
-    found = [
-        storage
-        for storage, saved in seen.view.saved.items()
-        if saved.last_use < seen.n <= saved.release
-        and seen.category(storage) == "activation"
-        and seen.is_inside_a_module(storage)
-        and not seen.is_read_outside_modules(storage)
-    ]
-    # outputs, of which the loss is made outside, stay in the loop's variables until the next step; so may a single other
-    if len(found) > 1 and not seen.differentiates_twice:
-        yield from found
+_MASKS = {("WhereBackward0", "condition"), ("MaskedFillBackward0", "mask")}
+_FACTORS = {("MulBackward0", "other"): 1, ("MulBackward0", "self"): 0}
+"""Slot of a product -> the input of the node that it is."""
+_IN_PLACE = ("relu", "leaky_relu", "elu", "hardswish", "relu6")
 
 
 @lint(
@@ -84,9 +45,8 @@ def _and_what_they_copy(seen: Seen, storages: list[int]) -> list[int]:
 )
 def attention_by_hand(seen: Seen) -> Iterable[int]:
     for slot in seen.slots:
-        square = len(slot.shape) >= 3 and slot.shape[-1] == slot.shape[-2]
-        over_last = seen.attribute(slot, "dim") in (_LAST_DIM, len(slot.shape) - 1, None)
-        if slot.node == "SoftmaxBackward0" and square and over_last and slot.storage in seen.saved_storages:
+        square = slot.shape in seen.attention_shapes and slot.shape[-1] == slot.shape[-2]
+        if slot.node == "SoftmaxBackward0" and square and slot.storage in seen.saved_storages:
             yield slot.storage
 
 
@@ -97,43 +57,55 @@ def attention_by_hand(seen: Seen) -> Iterable[int]:
 )
 def materialised_mask(seen: Seen) -> Iterable[int]:
     for slot in seen.slots:
-        square = len(slot.shape) >= 3 and slot.shape[-1] == slot.shape[-2] > 1
-        if (slot.node, slot.name) in _MASKING and square and slot.dtype == "bool":
-            size = 1
-            for extent in slot.shape:
-                size *= extent
-            if int(seen.view.size[slot.storage]) >= size and slot.storage in seen.saved_storages:
-                yield slot.storage
+        whole = int(seen.view.size[slot.storage]) >= prod(slot.shape)
+        if whole and slot.storage in seen.saved_storages and _is_mask(seen, slot):
+            yield slot.storage
+
+
+def _is_mask(seen: Seen, slot: SavedSlot) -> bool:
+    """Does it mask attention (T x S, or T x T by its shape alone), as bool or as factors that need no gradient?"""
+    of_attention = slot.shape in seen.attention_shapes
+    factor = _FACTORS.get((slot.node, slot.name))
+    if factor is not None and slot.dtype != "bool":
+        grads = seen.needs_grad(slot)
+        constant = len(grads) > factor and not grads[factor]
+        return of_attention and constant and not _is_noise(seen, slot.storage)
+    square = len(slot.shape) >= 3 and slot.shape[-1] == slot.shape[-2] > 1
+    masks = (slot.node, slot.name) in _MASKS or factor is not None
+    return masks and slot.dtype == "bool" and (square or of_attention)
+
+
+def _is_noise(seen: Seen, storage: int) -> bool:
+    return any(seen.names[op] == "bernoulli_" for op in seen.writers(storage))
 
 
 @lint(
-    "gradients-zeroed-in-place",
-    what="gradients are filled with zeros instead of being freed, so they are there during forward",
-    try_="optimizer.zero_grad(), whose default is set_to_none=True",
+    "dropout-noise-in-float",
+    what="dropout keeps its noise as floating point numbers",
+    try_="dropout out of place, whose mask is bool on a GPU; or memopt advise, which holds one bit an element",
 )
-def gradients_zeroed(seen: Seen) -> Iterable[int]:
-    for op, name in enumerate(seen.names):
-        if name in ("zero_", "_foreach_zero_"):
-            for value in seen.view.writes[op]:
-                if seen.category(seen.view.value_storage[value]) == "gradient":
-                    yield seen.view.value_storage[value]
+def float_noise(seen: Seen) -> Iterable[int]:
+    if seen.trace.device.kind == "cpu":
+        return  # the kernel there has no other form
+    for slot in seen.slots:
+        factor = (slot.node, slot.name) in _FACTORS and slot.dtype != "bool"
+        if factor and slot.storage in seen.saved_storages and _is_noise(seen, slot.storage):
+            yield slot.storage
 
 
 @lint(
-    "foreach-optimizer-peak",
-    what="the peak is inside the optimizer's step, made by the temporaries of its foreach form",
-    try_="fused=True, or foreach=False",
+    "out-of-place-at-the-peak",
+    what="the peak is at an activation function that reads a tensor which nobody needs after it",
+    try_="inplace=True, as in nn.ReLU(inplace=True)",
 )
-def foreach_peak(seen: Seen) -> Iterable[int]:
+def out_of_place_at_the_peak(seen: Seen) -> Iterable[int]:
     if not seen.n:
         return
     peak = int(seen.view.high.argmax())
-    if seen.phase(peak) != "optimizer":
-        return
-    for storage in seen.of_category("temporary"):
-        birth = seen.maker(storage)
-        if birth <= peak <= seen.view.death[storage] and seen.made_by(storage).startswith("_foreach"):
-            yield storage
+    if seen.phase(peak) == "forward" and seen.names[peak] in _IN_PLACE:
+        for storage in seen.reads_of(peak):
+            if seen.view.death[storage] == peak and storage not in seen.saved_storages:
+                yield storage
 
 
 @lint(
@@ -155,42 +127,13 @@ def frozen_convolution(seen: Seen) -> Iterable[int]:
 
 
 @lint(
-    "gradient-in-no-optimizer",
-    what="gradients are computed for parameters that no optimizer reads",
-    try_="requires_grad_(False) for them, or give them to the optimizer",
+    "autocast-weight-copies",
+    what="16-bit copies of parameters are saved for backward beside the parameters",
+    try_="memopt advise, which holds none of them; or parameters in bf16",
 )
-def gradient_in_no_optimizer(seen: Seen) -> Iterable[int]:
-    if seen.differentiates_twice or not any(seen.phase(op) == "optimizer" for op in range(seen.n)):
-        return
-    for storage in seen.of_category("gradient"):
-        readers = seen.readers.get(storage, [])
-        made = any(seen.phase(op) == "backward" for op, _ in seen.view.value_times[storage] if op >= 0)
-        if made and not any(seen.phase(op) == "optimizer" for op in readers):
-            yield storage
-
-
-@lint(
-    "input-requires-grad",
-    what="a gradient is computed for the input data",
-    try_="do not call requires_grad_() on a batch whose gradient nobody reads",
-)
-def input_requires_grad(seen: Seen) -> Iterable[int]:
-    if seen.differentiates_twice:
-        return
-    # a leaf that is made in the iteration and gets a gradient is filed as a parameter
-    for storage in seen.of_category("parameter"):
-        if seen.maker(storage) >= 0:
-            yield storage
-    position = {
-        ("ConvolutionBackward0", "input"): 0,
-        ("AddmmBackward0", "mat1"): 1,
-        ("MmBackward0", "self"): 0,
-    }
-    for slot in seen.slots:
-        at = position.get((slot.node, slot.name))
-        grads = seen.needs_grad(slot)
-        if at is not None and len(grads) > at and grads[at] and seen.category(slot.storage) == "input":
-            yield slot.storage
+def weight_copies(seen: Seen) -> Iterable[int]:
+    for copies in _casts(seen).values():
+        yield from copies
 
 
 @lint(
@@ -199,17 +142,21 @@ def input_requires_grad(seen: Seen) -> Iterable[int]:
     try_="one autocast region around all of forward, with its cache enabled",
 )
 def repeated_casts(seen: Seen) -> Iterable[int]:
-    copies: dict[int, list[int]] = defaultdict(list)
-    for storage in seen.saved_storages:
-        if seen.made_by(storage) == "_to_copy":
-            for source in seen.reads_of(seen.maker(storage)):
-                if seen.category(source) == "parameter":
-                    copies[source].append(storage)
-    for made in copies.values():
-        made.sort(key=seen.maker)
-        for earlier, later in pairwise(made):
+    for copies in _casts(seen).values():
+        for earlier, later in pairwise(copies):
             if seen.view.death[earlier] >= seen.maker(later):
                 yield later
+
+
+def _casts(seen: Seen) -> dict[int, list[int]]:
+    """Parameter -> the saved 16-bit copies of it, in the order in which they were made."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for storage in sorted(seen.saved_storages, key=seen.maker):
+        if seen.made_by(storage) == "_to_copy" and seen.dtype(storage) in _SIXTEEN_BIT:
+            for source in seen.reads_of(seen.maker(storage)):
+                if seen.category(source) == "parameter":
+                    found[source].append(storage)
+    return found
 
 
 @lint(
@@ -249,18 +196,6 @@ def saved_twice(seen: Seen) -> Iterable[int]:
                 continue
             if seen.layouts(saved.storage) & seen.layouts(storage):
                 yield storage
-
-
-@lint(
-    "graph-retained",
-    what="the graph is kept after backward, with all that it has saved",
-    try_="one backward over the sum of the losses, without retain_graph=True",
-)
-def graph_retained(seen: Seen) -> Iterable[int]:
-    if seen.trace.facts.get("keep_graph", 0) > 0 and not seen.differentiates_twice:
-        for slot in seen.slots:
-            if len(slot.uses) > 1 and slot.storage in seen.saved_storages:
-                yield slot.storage
 
 
 @lint(
@@ -346,15 +281,3 @@ def growing_cat(seen: Seen) -> Iterable[int]:
 
 def _only_read_by(seen: Seen, storage: int, name: str) -> bool:
     return all(seen.names[op] == name for op in seen.readers.get(storage, []) if seen.phase(op) == "forward")
-
-
-@lint(
-    "parameters-never-used",
-    what="parameters are on the device that no op of the iteration reads",
-    try_="delete what the model does not use, or leave it on the CPU",
-)
-def parameters_never_used(seen: Seen) -> Iterable[int]:
-    for storage in seen.of_category("parameter"):
-        stays = seen.maker(storage) < 0 and seen.view.death[storage] >= seen.n
-        if stays and not seen.readers.get(storage) and len(seen.view.value_times[storage]) <= 1:
-            yield storage

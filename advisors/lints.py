@@ -1,7 +1,8 @@
 """Lints: what no plan should have to fix, seen in one profiled iteration, each with its bytes and the line of code.
 
-A rule looks at a trace and names storages (or says how many bytes); what is below a hundredth of the peak is not worth a word.
-The rules are in `lint_rules`; a new one is one function there.
+A rule looks at a trace and names storages; what is below a hundredth of the peak is not worth a word, unless it grows from step to step.
+The rules are in `lint_rules` (what a model saves) and `lint_rules_loop` (what the loop around it does); a new one is one function there.
+Of those in `research/compression.md`, section 6, one is not here: no trace tells how the host's pinned memory is rounded.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from memopt.estimators.trace_view import TraceView
 from memopt.trace import CATEGORIES, PHASES, Trace
 
 LEAST_SHARE = 0.01
+LAST_DIM = 2**64 - 1
+"""A dimension of -1, which autograd's nodes keep unsigned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Lint:
     try_: str
 
 
-Rule = Callable[["Seen"], Iterable[int]]
+Rule = Callable[["Seen"], Iterable[int | str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +40,20 @@ class _Named:
     what: str
     try_: str
     rule: Rule
+    any_size: bool
 
 
 RULES: list[_Named] = []
 
 
-def lint(name: str, *, what: str, try_: str) -> Callable[[Rule], Rule]:
-    """Registers a rule, which yields the storages at stake."""
+def lint(name: str, *, what: str, try_: str, any_size: bool = False) -> Callable[[Rule], Rule]:
+    """Registers a rule, which yields the storages at stake, and lines of code where no storage tells of them.
+
+    `any_size`: what it finds counts however few bytes it is.
+    """
 
     def register(rule: Rule) -> Rule:
-        RULES.append(_Named(name, what, try_, rule))
+        RULES.append(_Named(name, what, try_, rule, any_size))
         return rule
 
     return register
@@ -54,15 +61,19 @@ def lint(name: str, *, what: str, try_: str) -> Callable[[Rule], Rule]:
 
 def find_lints(trace: Trace) -> list[Lint]:
     """The findings in `trace`, the most bytes first."""
-    from memopt.advisors import lint_rules  # noqa: F401
+    from memopt.advisors import lint_rules, lint_rules_loop  # noqa: F401
 
     seen = Seen(TraceView(trace))
     found = []
     for named in RULES:
-        storages = dict.fromkeys(named.rule(seen))
+        at_stake = dict.fromkeys(named.rule(seen))
+        storages = [each for each in at_stake if isinstance(each, int)]
+        lines = [each for each in at_stake if isinstance(each, str)]
         size = sum(int(seen.view.size[s]) for s in storages)
-        if size >= max(1, LEAST_SHARE * trace.peak_bytes):
-            found.append(Lint(named.name, size, seen.line_of(storages), named.what, named.try_))
+        least = 0 if named.any_size else max(1, LEAST_SHARE * trace.peak_bytes)
+        if at_stake and size >= least:
+            line = lines[0] if lines else seen.line_of(storages)
+            found.append(Lint(named.name, size, line, named.what, named.try_))
     return sorted(found, key=lambda each: -each.size_bytes)
 
 
@@ -154,6 +165,10 @@ class Seen:
         rows = self.view.saved[storage].slots
         return {(tuple(slots.shape.row(row)), tuple(slots.stride.row(row))) for row in rows}
 
+    def writers(self, storage: int) -> list[int]:
+        """Ops that wrote the storage."""
+        return [op for op, _ in self.view.value_times[storage] if op >= 0]
+
     def reads_of(self, op: int) -> list[int]:
         """Storages that an op reads."""
         return [self.view.value_storage[value] for value in self.view.reads[op]] if 0 <= op < self.n else []
@@ -175,16 +190,30 @@ class Seen:
         """What the slot's node holds under `name`; None when the trace does not say."""
         return self.view.slot_attributes(slot.slot).get(name)
 
+    @cached_property
+    def attention_shapes(self) -> set[tuple[int, ...]]:
+        """Shapes of what a softmax over the last dimension of three or more gave."""
+        return {
+            slot.shape
+            for slot in self.slots
+            if slot.node == "SoftmaxBackward0"
+            and len(slot.shape) >= 3
+            and self.attribute(slot, "dim") in (LAST_DIM, len(slot.shape) - 1, None)
+        }
+
     def needs_grad(self, slot: SavedSlot) -> list[bool]:
         """Which inputs of the slot's node need a gradient; empty when the trace does not say."""
         found = self.attribute(slot, "needs_input_grad")
         return list(found) if isinstance(found, list) else []
 
     def line_of(self, storages: Iterable[int]) -> str:
-        """The line of code with the most bytes."""
+        """The line of code with the most bytes; `variable outs` for what was made in an earlier iteration."""
         count: Counter[str] = Counter()
         for storage in storages:
             line = self.trace.strings[self.trace.storages.line[storage]]
+            name = self.trace.storage_label(storage).partition(" · ")[0]
+            if not line and name.startswith("variable "):
+                line = name
             if line:
                 count[line] += int(self.view.size[storage])
         return count.most_common(1)[0][0] if count else ""

@@ -1,7 +1,8 @@
 """The largest batch that fits a budget, without a plan and with one.
 
 Other batch sizes than the recorded one are scaled traces (`trace_batch`); what fits without a plan is then checked by running the
-script at that size on fake tensors, where its batch argument is known. Doubling, then halving the gap to 1/64.
+script at that size on fake tensors, where its batch argument is known. Doubling, then halving the gap: to nothing without a
+plan, to a 64th with one, where each size takes a search (`first_that_fails` says what was left untried).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from memopt.trace import Trace
 from memopt.units import format_bytes
 
 _MOST = 1 << 20
+_PLANNED_WITHIN = 1 / 64
 _SHARE_OF_A_PROBE = 0.25
 _MOST_RETRACES = 4
 
@@ -34,6 +36,8 @@ class Largest:
     method: str
     """`recorded`, `scaled` or `re-traced`."""
     plan: Plan | None = None
+    first_that_fails: int = 0
+    """The smallest size found not to fit; 0 where that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,7 @@ class Batches:
 
     def plain(self) -> Largest:
         """The largest batch that fits as it is."""
-        batch = largest(lambda size: self.at(size).peak_bytes <= self.budget_bytes)
+        batch, _ = largest(lambda size: self.at(size).peak_bytes <= self.budget_bytes)
         return self._checked(batch) if batch else Largest(batch=0, peak_bytes=self.at(1).peak_bytes, step_ms=0.0, method="scaled")  # fmt: skip
 
     def _checked(self, batch: int) -> Largest:
@@ -83,7 +87,7 @@ class Batches:
 
     def planned(self) -> Largest:
         """The largest batch for which a plan is found that fits."""
-        batch = largest(self._has_plan)
+        batch, fails = largest(self._has_plan, share=_PLANNED_WITHIN)
         if not batch:
             return Largest(batch=0, peak_bytes=self._smallest(), step_ms=0.0, method="scaled")
         plan = self._adviser(batch, self.time_limit_s).plan(self.budget_bytes, self.strategy)
@@ -93,6 +97,7 @@ class Batches:
             step_ms=plan.predicted_step_ms,
             method="recorded" if batch == self.recorded else "scaled",
             plan=plan,
+            first_that_fails=fails,
         )
 
     def _adviser(self, batch: int, seconds: float) -> Adviser:
@@ -124,16 +129,16 @@ class Batches:
             return error.min_peak_bytes
 
 
-def largest(fits: Callable[[int], bool]) -> int:
-    """The largest batch that fits, within a 64th; 0 when one sample does not."""
+def largest(fits: Callable[[int], bool], *, share: float = 0.0) -> tuple[int, int]:
+    """The largest batch that fits (0 when one sample does not), within `share` of it; and the smallest found that does not."""
     good, size = 0, 1
     while size <= _MOST and fits(size):
         good, size = size, size * 2
     high = size
-    while good and high - good > max(1, good // 64):
+    while good and high - good > max(1, int(good * share)):
         middle = (good + high) // 2
         if fits(middle):
             good = middle
         else:
             high = middle
-    return good
+    return good, high

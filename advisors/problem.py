@@ -22,6 +22,11 @@ Decisions = dict[int, Decision]
 DEFAULT_ALLOW = frozenset({"recompute", "swap-host", "swap-disk", "compress", "optimizer"})
 """Exact, and bit for bit the same run."""
 NAMES = ("recompute", "swap-host", "swap-disk", "compress", "lossy", "optimizer", "model-change")
+BEYOND_EXACT = {
+    "lossy": "--allow lossy changes nothing: memopt has no lossy action, every one of its codecs is exact",
+    "model-change": "--allow model-change changes no plan: only --strategy ctdr speaks of it, as advice",
+}
+"""Kinds that may be allowed, and why no plan has an action of them."""
 MARGIN = 0.005
 """Share of the budget that plans leave free, for what the next run allocates differently."""
 LEAST_GAIN = 0.01
@@ -41,15 +46,12 @@ def usual_limit_s(op_count: int) -> float:
 
 
 def allowed(allow: tuple[str, ...], deny: tuple[str, ...]) -> frozenset[str]:
-    """What is allowed when a person typed `allow` and `deny`: naming a default kind in `allow` excludes the others."""
+    """What is allowed when a person typed `allow` and `deny`: naming an exact kind in `allow` excludes the others.
+
+    `lossy` and `model-change` come on top of the exact ones. No plan uses them (see `BEYOND_EXACT`).
+    """
     given, denied = kinds_named(allow), kinds_named(deny)
-    for name in sorted(given - DEFAULT_ALLOW):
-        raise UsageError(
-            f"no action of the kind '{name}' can be planned on a profile",
-            why="memopt's plans are exact; nothing in this build enforces such an action",
-            try_=f"--allow with some of {', '.join(sorted(DEFAULT_ALLOW))}",
-        )
-    return (given or DEFAULT_ALLOW) - denied
+    return (((given & DEFAULT_ALLOW) or DEFAULT_ALLOW) | given) - denied
 
 
 def kinds_named(texts: tuple[str, ...]) -> frozenset[str]:
@@ -221,9 +223,14 @@ class Problem:
         """Ops before which something is unpacked, in order: the only moments at which a swap-in can be started."""
         return np.array(sorted(op for op in self.view.first_unpacked if op < self.view.n), dtype=np.int64)
 
-    @cached_property
+    @property
     def floor_bytes(self) -> int:
         """No plan goes below: the most that is there at some op when everything that may be away then is away for nothing."""
+        return self.floor[0]
+
+    @cached_property
+    def floor(self) -> tuple[int, int]:
+        """`floor_bytes`, and the op at which they are needed (-1 where there is none)."""
         low = self.plain.high_bytes.copy()
         for candidate in self.movable:
             least = min(option.encoded_bytes for option in candidate.options)
@@ -232,7 +239,8 @@ class Problem:
                 option = candidate.codec.decision
                 for op in range(candidate.saved.first_use, candidate.saved.release + 1):
                     low[op] -= max(0, self.relief_bytes(candidate, option, op))
-        return int(low.max(initial=0))
+        op = int(low.argmax()) if len(low) else -1
+        return (max(0, int(low[op])), op) if op >= 0 else (0, op)
 
     def relief_bytes(self, candidate: Candidate, option: Decision, op: int) -> int:
         """Most that `option` takes off what is on the device at `op`. What is encoded stays so when backward asks for it."""

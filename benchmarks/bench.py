@@ -4,10 +4,11 @@
     python -m benchmarks.bench --models resnet50 gpt2 --budgets 60% --pairs 3
 
 Every figure is of whole runs of `benchmarks/train.py` in processes of their own. Times are medians of the steps after the
-first two; plain and planned runs alternate, and the overhead is the median over pairs. `same` compares every printed loss to the
-last bit. `set` is the largest resident set of the process, everything included. The peak is measured in a run of its own, since
-measuring takes time and memory too. At 100 % the plan is empty: what the hooks alone cost. After budgets that no plan meets comes
-a line at the least one that `advise` names. The last line of a model is what `torch.utils.checkpoint` around every block comes to.
+first two; plain and planned runs take turns, each first in every other pair, and the overhead is the median over pairs. `same`
+compares every loss, and all parameters and buffers at the end, to the last bit. `set` is the largest resident set of the process,
+everything included. The peak is measured in a run of its own, since measuring takes time and memory too. At 100 % the plan is empty:
+what the hooks alone cost. After budgets that no plan meets comes a line at the least one that `advise` names. The last line of a
+model is what `torch.utils.checkpoint` around every block comes to.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ WARMUP = 2
 class Run(NamedTuple):
     """One run of the training script."""
 
-    losses: list[str]
+    results: list[str]
     step_ms: float
     set_bytes: int
 
@@ -62,7 +63,20 @@ def train(command: list[str], folder: Path) -> Run:
     output, set_bytes = execute(command, folder)
     steps = re.findall(r"^step \d+ loss \S+ (\S+) (\S+) s$", output, re.MULTILINE)
     times = [float(seconds) * 1000 for _, seconds in steps[WARMUP:]]
-    return Run([loss for loss, _ in steps], statistics.median(times), set_bytes)
+    digests = re.findall(r"^parameters and buffers (\S+)$", output, re.MULTILINE)
+    return Run([*(loss for loss, _ in steps), *digests], statistics.median(times), set_bytes)
+
+
+def train_in_turn(first: list[str], second: list[str], pairs: int, folder: Path) -> list[tuple[Run, Run]]:
+    """`pairs` runs of either command, each command first in every other pair."""
+    found = []
+    for number in range(pairs):
+        if number % 2:
+            late = train(second, folder)
+            found.append((train(first, folder), late))
+        else:
+            found.append((train(first, folder), train(second, folder)))
+    return found
 
 
 def profile(script: list[str], folder: Path, name: str) -> dict[str, object]:
@@ -89,10 +103,7 @@ def bench_model(name: str, args: argparse.Namespace, folder: Path) -> None:
         print(line_of_budget(name, "".join(least.groups()), script, args, folder), flush=True)
     by_hand = [*script, "--checkpoint"]
     hand_bytes = int(str(profile(by_hand, folder, "hand.json.gz")["peak_bytes"]))
-    pairs = [
-        (train([sys.executable, *script], folder), train([sys.executable, *by_hand], folder))
-        for _ in range(args.pairs)
-    ]
+    pairs = train_in_turn([sys.executable, *script], [sys.executable, *by_hand], args.pairs, folder)
     print(
         f"{name:<13}{'hand':>6}{mib(peak_bytes):>9}{'':>9}{'':>9}{mib(hand_bytes):>9}{hand_bytes / peak_bytes:>7.1%}"
         f"{mib(pairs[0][0].set_bytes):>9}{mib(pairs[0][1].set_bytes):>9}"
@@ -110,13 +121,13 @@ def line_of_budget(name: str, budget: str, script: list[str], args: argparse.Nam
     advise_s = time.perf_counter() - begin
     execute([*MEMOPT, "apply", "plan.json", "--outcome", "outcome.json", "-f", "-q"], folder)
     planned = [*MEMOPT, "apply", "plan.json", "--no-measure"]
-    pairs = [(train([sys.executable, *script], folder), train(planned, folder)) for _ in range(args.pairs)]
+    pairs = train_in_turn([sys.executable, *script], planned, args.pairs, folder)
     outcome = json.loads((folder / "outcome.json").read_text())
     unplanned, measured = outcome["unplanned_peak_bytes"], outcome["measured_peak_bytes"]
     predicted_overhead = outcome["predicted_step_ms"] / outcome["plain_step_ms"] - 1
     return (
         f"{name:<13}{budget:>6}{mib(unplanned):>9}{mib(outcome['budget_bytes']):>9}{mib(outcome['predicted_peak_bytes']):>9}"
-        f"{mib(measured):>9}{measured / unplanned:>7.1%}{mib(pairs[0][0].set_bytes):>9}{mib(pairs[0][1].set_bytes):>9}"
+        f"{mib(measured):>9}{(measured or 0) / unplanned:>7.1%}{mib(pairs[0][0].set_bytes):>9}{mib(pairs[0][1].set_bytes):>9}"
         f"{pairs[0][0].step_ms:>9.0f}{predicted_overhead:>+9.1%}{overhead(pairs):>+8.1%}  {same(pairs):<5}{advise_s:>7.1f}"
     )
 
@@ -127,13 +138,13 @@ def overhead(pairs: list[tuple[Run, Run]]) -> float:
 
 
 def same(pairs: list[tuple[Run, Run]]) -> str:
-    """Whether all losses of all runs are the same bits."""
-    losses = pairs[0][0].losses
-    return "yes" if all(run.losses == losses for pair in pairs for run in pair) else "NO"
+    """Whether all results of all runs are the same bits."""
+    results = pairs[0][0].results
+    return "yes" if all(run.results == results for pair in pairs for run in pair) else "NO"
 
 
-def mib(amount: int) -> str:
-    return f"{amount / 2**20:.0f}"
+def mib(amount: int | None) -> str:
+    return "-" if amount is None else f"{amount / 2**20:.0f}"
 
 
 def main() -> None:
@@ -145,7 +156,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=SCALES, default="bench")
     parser.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--pairs", type=int, default=1)
+    parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--allow", default="", help="kinds of actions, as in memopt advise")
     args = parser.parse_args()
     print(

@@ -6,6 +6,7 @@ python benchmarks/train.py resnet50 --steps 5
 from __future__ import annotations
 
 import argparse
+import hashlib
 import time
 
 import torch
@@ -60,6 +61,15 @@ def main() -> None:
             f"step {step} loss {loss.item():.6f} {loss.item().hex()} {time.perf_counter() - begin:.3f} s",
             flush=True,
         )
+    print(f"parameters and buffers {digest_of(model)}")
+
+
+def digest_of(model: torch.nn.Module) -> str:
+    """Of every bit of its parameters and buffers, in their order."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (*model.parameters(), *model.buffers()):
+        digest.update(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 if __name__ == "__main__":

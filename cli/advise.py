@@ -8,19 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.advise_words import check_goal, check_graph_words, check_words, parse_share
+from memopt.cli.advise_words import check_goal, check_graph_words, check_words, parse_share, with_variant
 from memopt.cli.device_name import DeviceName
-from memopt.errors import BudgetInfeasible, UsageError
+from memopt.errors import BudgetInfeasible, MemoptError, UsageError
 
 if TYPE_CHECKING:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
     from memopt.advisors.lints import Lint
+    from memopt.cli.comparison import Row
     from memopt.plan import Plan
     from memopt.trace import Trace
 
-_KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer; model-change for ctdr"
+_KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer"
 
 
 @click.command()
@@ -29,7 +30,13 @@ _KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer; mod
 @click.option("-f", "--force", is_flag=True, help="Overwrite the file if it exists.")
 @click.option("--device", type=DeviceName(), metavar="NAME", help="Plan for this GPU with modelled times, such as a100-40gb; without --budget for what it has room for.")  # fmt: skip
 @click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="Who plans (memopt strategies lists them); several: a comparison.  [default: auto]")  # fmt: skip
-@click.option("--allow", metavar="KINDS", multiple=True, help=f"Only these kinds of action: {_KINDS}.")
+@click.option("--variant", metavar="NAME", help="With --strategy vdnn: all, conv or dyn; with dtr: eqclass, local or megengine.")  # fmt: skip
+@click.option(
+    "--allow",
+    metavar="KINDS",
+    multiple=True,
+    help=f"Only these kinds of action: {_KINDS}; besides them lossy (no action is) and model-change (ctdr's advice).",
+)
 @click.option("--deny", metavar="KINDS", multiple=True, help="None of these kinds of action.")
 @click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=0.1, max=86400), default=None, metavar="SECONDS", help="How long to search.  [default: 8, more beyond 8,000 ops]")  # fmt: skip
 @click.option("--max-overhead", metavar="SHARE", help="Find the lowest peak that costs at most this much time: 10%.")  # fmt: skip
@@ -51,6 +58,7 @@ def advise(profile: Path | None, **options: Any) -> int:
 
     PROFILE is what memopt profile wrote; left out, the newest one in the current folder is taken.
     """
+    options["strategies"] = with_variant(options["strategies"], options["variant"])
     if options["graph"] is not None:
         return _advise_graph(profile, options)
     check_words(options)
@@ -60,7 +68,7 @@ def advise(profile: Path | None, **options: Any) -> int:
     from memopt.advisors.registry import COUNSELS
 
     path = profile or newest_profile(Path.cwd())
-    if any(name in COUNSELS for name in options["strategies"]):
+    if len(options["strategies"]) == 1 and options["strategies"][0] in COUNSELS:
         from memopt.cli.study import study
 
         return study(path, options)
@@ -136,6 +144,7 @@ class _Advise:
     def __init__(self, path: Path, options: dict[str, Any]) -> None:
         self.path, self.options = path, options
         self.strategies: tuple[str, ...] = options["strategies"] or ("auto",)
+        self.lints: list[Lint] = []
 
     def run(self) -> int:
         from memopt.advisors.advise import Adviser
@@ -156,55 +165,77 @@ class _Advise:
         refuse_overwrite(self.output, force=options["force"])
         limit = options["time_limit_s"] or usual_limit_s(trace.op_count)
         adviser = Adviser(trace, allow, limit, str(self.path))
+        self.lints = [] if trace.partial else find_lints(trace)
         if options["pareto"]:
             return self._pareto(adviser)
-        plan, explanation, table = self._plan(adviser)
-        plan = self._marked(plan, trace)
-        plan.save(self.output)
-        self._print(plan, explanation, table, find_lints(trace))
-        return 0
-
-    def _marked(self, plan: Plan, trace: Trace) -> Plan:
-        """A plan from modelled times says so."""
-        import msgspec
-
-        return (
-            msgspec.structs.replace(plan, notes=[*plan.notes, trace.notes[-1]])
-            if trace.device.modelled
-            else plan
-        )
+        if len(self.strategies) > 1:
+            return self._compare(adviser)
+        try:
+            plan, explanation = self._plan(adviser)
+        except BudgetInfeasible as error:
+            self._print_infeasible(error, adviser, None)
+            raise
+        return self._done(adviser, plan, explanation, None)
 
     def _budget(self, adviser: Adviser) -> int:
         from memopt.units import parse_bytes
 
         return parse_bytes(self.options["budget"], of_bytes=adviser.unplanned_peak_bytes)
 
-    def _plan(self, adviser: Adviser) -> tuple[Plan, Explanation | None, list[Row] | None]:
+    def _plan(self, adviser: Adviser) -> tuple[Plan, Explanation | None]:
         from memopt.advisors.explain import explain, find_storage
         from memopt.advisors.frontier import lowest_peak
 
-        tensor = self.options["explain"]
+        tensor, strategy = self.options["explain"], self.strategies[0]
         if tensor is not None:
             find_storage(adviser.problem(1), tensor)
         if self.options["max_overhead"]:
-            plan = lowest_peak(adviser, parse_share(self.options["max_overhead"]), self.strategies[0])
-            if tensor is not None:
-                problem, decisions, _ = adviser.decide(plan.budget_bytes, self.strategies[0])
-                return plan, explain(problem, decisions, tensor), None
-            return plan, None, None
+            found = lowest_peak(adviser, parse_share(self.options["max_overhead"]), strategy)
+        else:
+            found = adviser.decide(self._budget(adviser), strategy)
+        problem, decisions, notes = found
+        explanation = explain(problem, decisions, tensor) if tensor is not None else None
+        return adviser.write(problem, decisions, strategy, notes), explanation
+
+    def _compare(self, adviser: Adviser) -> int:
+        from memopt.advisors.problem import kinds_named
+        from memopt.cli.comparison import best_of, compare, failure
+
         budget = self._budget(adviser)
-        if len(self.strategies) > 1:
-            rows = compare(adviser, budget, self.strategies)
-            return best_of(rows, budget), None, rows
-        problem, decisions, notes = adviser.decide(budget, self.strategies[0])
-        plan = adviser.write(problem, decisions, self.strategies[0], notes)
-        return plan, explain(problem, decisions, tensor) if tensor is not None else None, None
+        rows = compare(adviser, budget, self.strategies, kinds_named(self.options["allow"]))
+        best = best_of(rows)
+        if best is not None:
+            return self._done(adviser, best, None, rows)
+        error = failure(rows, budget)
+        self._print_infeasible(error, adviser, rows)
+        if error is not None:
+            raise error
+        return 0
+
+    def _done(
+        self, adviser: Adviser, plan: Plan, explanation: Explanation | None, rows: list[Row] | None
+    ) -> int:
+        import msgspec
+
+        from memopt.cli.console import say
+
+        trace = adviser.trace
+        if trace.device.modelled:
+            plan = msgspec.structs.replace(plan, notes=[*plan.notes, trace.notes[-1]])
+        plan.save(self.output)
+        self._print(plan, explanation, rows, adviser)
+        say(f"wrote {self.output}")
+        if plan.actions or plan.script_actions:
+            say(f"next: memopt apply {shlex.quote(str(self.output))}")
+        else:
+            say("next: run the script as it is")
+        return 0
 
     def _print(
-        self, plan: Plan, explanation: Explanation | None, rows: list[Row] | None, lints: list[Lint]
+        self, plan: Plan, explanation: Explanation | None, rows: list[Row] | None, adviser: Adviser
     ) -> None:
         from memopt.cli.advise_tables import explanation_table, lints_table, strategies_table
-        from memopt.cli.console import out, say
+        from memopt.cli.console import out
 
         if self.options["as_json"]:
             import msgspec
@@ -212,31 +243,60 @@ class _Advise:
             from memopt.reports.summary import encode, summarize_plan
 
             figures = summarize_plan(plan, top=self.options["top"]) | {"plan": str(self.output)}
-            figures["lints"] = msgspec.to_builtins(lints)
+            figures |= self._figures(adviser, rows)
             if explanation is not None:
                 figures["explanation"] = msgspec.to_builtins(explanation)
-            if rows is not None:
-                figures["strategies"] = [row.figures() for row in rows]
             click.echo(encode(figures))
-        else:
-            from memopt.reports.terminal import render_plan
+            return
+        from memopt.reports.tables import words
+        from memopt.reports.terminal import render_plan
 
-            if rows is not None:
-                out().print(strategies_table(rows))
-            out().print(render_plan(plan, top=self.options["top"]))
-            if explanation is not None:
-                out().print(explanation_table(explanation, plan))
-            if lints:
-                out().print(lints_table(lints))
-        say(f"wrote {self.output}")
+        if rows is not None:
+            out().print(strategies_table(rows))
+        out().print(render_plan(plan, top=self.options["top"]))
         if plan.actions or plan.script_actions:
-            say(f"next: memopt apply {shlex.quote(str(self.output))}")
-        else:
-            say("next: run the script as it is")
+            out().print(words(f"{adviser.floor.words[:1].upper()}{adviser.floor.words[1:]}."))
+        if explanation is not None:
+            out().print(explanation_table(explanation, plan))
+        if self.lints:
+            out().print(lints_table(self.lints))
+
+    def _figures(self, adviser: Adviser, rows: list[Row] | None) -> dict[str, Any]:
+        """What a program is told whether there is a plan or not."""
+        import msgspec
+
+        figures: dict[str, Any] = {
+            "floor_bytes": adviser.floor.bytes,
+            "floor": adviser.floor.words,
+            "lints": msgspec.to_builtins(self.lints),
+        }
+        if rows is not None:
+            figures["strategies"] = [row.figures() for row in rows]
+        return figures
+
+    def _print_infeasible(self, error: MemoptError | None, adviser: Adviser, rows: list[Row] | None) -> None:
+        """What there is to say beside the error: each strategy's own smallest peak on stdout, the lints on stderr."""
+        from memopt.cli.advise_tables import lints_table, strategies_table
+        from memopt.cli.console import err, out
+
+        if self.options["as_json"]:
+            from memopt.reports.summary import encode
+
+            figures: dict[str, Any] = {"kind": "no plan", "plan": None}
+            if isinstance(error, BudgetInfeasible):
+                figures["budget_bytes"] = error.budget_bytes
+                figures["min_peak_bytes"] = error.min_peak_bytes
+                figures["blockers"] = list(error.blockers)
+            click.echo(encode(figures | self._figures(adviser, rows)))
+            return
+        if rows is not None:
+            out().print(strategies_table(rows))
+        if self.lints:
+            err().print(lints_table(self.lints))
 
     def _pareto(self, adviser: Adviser) -> int:
         from memopt.advisors.frontier import frontier, without_dominated
-        from memopt.cli.advise_tables import pareto_figures, pareto_table
+        from memopt.cli.advise_tables import lints_table, pareto_figures, pareto_table
         from memopt.cli.console import out, progress, say
         from memopt.files import write_atomic
         from memopt.reports.summary import encode
@@ -247,12 +307,14 @@ class _Advise:
                 points.append(point)
                 step(1)
         points = without_dominated(points)
-        figures = pareto_figures(points, adviser.unplanned_peak_bytes)
+        figures = pareto_figures(points, adviser.unplanned_peak_bytes) | self._figures(adviser, None)
         write_atomic(self.output, encode(figures).encode() + b"\n")
         if self.options["as_json"]:
             click.echo(encode(figures))
         else:
             out().print(pareto_table(points, adviser.unplanned_peak_bytes))
+            if self.lints:
+                out().print(lints_table(self.lints))
         say(f"wrote {self.output}")
         return 0
 
@@ -262,46 +324,3 @@ def script_stem(trace: Trace) -> str:
     argv = trace.script.argv
     name = argv[0] if argv else "script"
     return (name.rpartition(".")[2] if trace.script.as_module else Path(name).stem) or "script"
-
-
-class Row:
-    """What one strategy made of the budget."""
-
-    def __init__(self, strategy: str, plan: Plan | None, min_peak_bytes: int, seconds: float) -> None:
-        self.strategy, self.plan, self.min_peak_bytes, self.seconds = strategy, plan, min_peak_bytes, seconds
-
-    def figures(self) -> dict[str, Any]:
-        plan = self.plan
-        return {
-            "strategy": self.strategy,
-            "feasible": plan is not None,
-            "predicted_peak_bytes": plan.predicted_peak_bytes if plan else self.min_peak_bytes,
-            "predicted_step_ms": plan.predicted_step_ms if plan else None,
-            "actions": len(plan.actions) if plan else 0,
-            "seconds": round(self.seconds, 3),
-        }
-
-
-def compare(adviser: Adviser, budget_bytes: int, strategies: tuple[str, ...]) -> list[Row]:
-    """One row a strategy, in the order asked for."""
-    import time
-
-    rows = []
-    for name in dict.fromkeys(strategies):
-        begin = time.monotonic()
-        plan, smallest = None, 0
-        try:
-            plan = adviser.plan(budget_bytes, name)
-        except BudgetInfeasible as error:
-            smallest = error.min_peak_bytes
-        rows.append(Row(name, plan, smallest, time.monotonic() - begin))
-    return rows
-
-
-def best_of(rows: list[Row], budget_bytes: int) -> Plan:
-    """The fastest plan of a comparison. Raises `BudgetInfeasible` when there is none."""
-    plans = [row.plan for row in rows if row.plan is not None]
-    if not plans:
-        nearest = min(rows, key=lambda row: row.min_peak_bytes)
-        raise BudgetInfeasible(budget_bytes, nearest.min_peak_bytes, (f"found by {nearest.strategy}",))
-    return min(plans, key=lambda plan: plan.predicted_step_ms)

@@ -15,40 +15,31 @@ if TYPE_CHECKING:
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
     from memopt.advisors.lints import Lint
-    from memopt.cli.advise import Row
+    from memopt.cli.comparison import Row
     from memopt.plan import Plan
 
 _BAR = 30
 
 
 def strategies_table(rows: list[Row]) -> RenderableType:
-    """Peak, step time and actions of each strategy."""
-    cells = []
-    for row in rows:
-        plan = row.plan
-        if plan is None:
-            cells.append(
-                (
-                    row.strategy,
-                    f"not met: {format_bytes(row.min_peak_bytes)}",
-                    "-",
-                    "-",
-                    "-",
-                    f"{row.seconds:.1f} s",
-                )
-            )
-            continue
-        cells.append(
-            (
-                row.strategy,
-                format_bytes(plan.predicted_peak_bytes),
-                format_ms(plan.predicted_step_ms),
-                _overhead(plan.predicted_step_ms, plan.plain_step_ms),
-                str(len(plan.actions)),
-                f"{row.seconds:.1f} s",
-            )
-        )
-    return pairs_table("Strategies", ("strategy", "peak", "step", "overhead", "actions", "planned in"), cells)
+    """Peak, step time and actions of each strategy; below it, why some are not possible here."""
+    cells = [(row.strategy, *_outcome(row), f"{row.seconds:.1f} s") for row in rows]
+    columns = ("strategy", "peak", "step", "overhead", "actions", "planned in")
+    reasons = [words(f"{row.strategy} is not possible here: {row.why_not}.") for row in rows if row.why_not]
+    return Group(pairs_table("Strategies", columns, cells), *reasons)
+
+
+def _outcome(row: Row) -> tuple[str, str, str, str]:
+    plan = row.plan
+    if plan is not None:
+        step = _overhead(plan.predicted_step_ms, plan.plain_step_ms)
+        peak = format_bytes(plan.predicted_peak_bytes)
+        return peak, format_ms(plan.predicted_step_ms), step, str(len(plan.actions))
+    if row.min_peak_bytes is None:
+        return "not possible here", "-", "-", "-"
+    peak = f"{'' if row.fits else 'not met: '}{format_bytes(row.min_peak_bytes)}"
+    step = format_ms(row.step_ms) if row.step_ms is not None else "-"
+    return peak, step, "-", "advice only" if row.advised else "-"
 
 
 def explanation_table(found: Explanation, plan: Plan) -> RenderableType:

@@ -8,6 +8,8 @@ from typing import Any
 from memopt.errors import UsageError
 
 _ANY_PEAK_BYTES = 2**30
+_OWN = {("vdnn", "dyn")}
+"""Variants that are what the strategy does by itself."""
 _NOT_OF_A_GRAPH = ("output", "device", "max_overhead", "pareto", "max_batch", "batch_arg", "explain")
 
 
@@ -25,6 +27,23 @@ def check_words(options: dict[str, Any]) -> None:
         parse_bytes(options["budget"], of_bytes=_ANY_PEAK_BYTES)
     if options["max_overhead"] is not None:
         parse_share(options["max_overhead"])
+
+
+def with_variant(strategies: tuple[str, ...], variant: str | None) -> tuple[str, ...]:
+    """`vdnn` with `--variant all` is `vdnn-all`; those without that variant stay. Raises `UsageError` when none has it."""
+    if variant is None:
+        return strategies
+    from memopt.advisors.registry import GRAPH_KINDS, STRATEGIES
+
+    named = {name: name if (name, variant) in _OWN else f"{name}-{variant}" for name in strategies}
+    having = {name for name, full in named.items() if full in STRATEGIES or full in GRAPH_KINDS}
+    if not having:
+        raise UsageError(
+            f"no strategy that is asked for has a variant '{variant[:60]}'",
+            why="vdnn has all, conv and dyn; dtr has eqclass, local and megengine; sublinear, on graphs, greedy",
+            try_="--strategy vdnn --variant conv",
+        )
+    return tuple(named[name] if name in having else name for name in strategies)
 
 
 def parse_share(text: str) -> float:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memopt.errors import BadFile, NotPossibleHere, UsageError
+from memopt.cli.device_here import require_device
+from memopt.errors import BadFile, MemoptError, NotPossibleHere, RunFailed, UsageError
 from memopt.plan import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("--outcome", "outcome_path", metavar="FILE", type=click.Path(path_type=Path), help="Write predicted and measured figures there, as JSON; %r in it is the rank.")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the outcome file if it exists.")
-@click.option("--verify", "verify_steps", metavar="N", type=click.IntRange(min=1), help="Run N iterations plain and N enforced and compare them bit for bit; exit 1 on any difference.")  # fmt: skip
+@click.option("--verify", "verify_steps", metavar="N", type=click.IntRange(min=1), help="Run N iterations plain and N enforced and compare them bit for bit; exit 1 on any difference. Measures no peak.")  # fmt: skip
 @click.option("--strict", is_flag=True, help="Refuse when the script has changed since it was profiled.")
 @click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder for the swap file.  [default: the system's for temporary files]")  # fmt: skip
 @click.option("--no-measure", is_flag=True, help="Do not measure the peak: on a CPU that slows a few iterations and takes memory of its own.")  # fmt: skip
@@ -59,12 +60,17 @@ def apply(
     loaded = load_plan(plan_path)
     for said in prepare_run(loaded, os.environ):
         say(said)
+    require_device(
+        loaded.device.kind,
+        f"this plan is for another device: {loaded.device.name or loaded.device.kind}",
+        try_="memopt apply on a machine that has it, or memopt advise without --device for this one",
+    )
     folder = swap_folder(swap_dir)
     command = command_to_run(loaded, args)
     for warning in _doubts(loaded, command, strict=strict):
         say(warning)
     if verify_steps is not None:
-        return _verify(plan_path, command, verify_steps, folder)
+        return _verify(plan_path, command, verify_steps, folder, outcome_path)
     session = ApplySession(loaded, Options(swap_dir=folder, measure=not no_measure))
     return _run(session, command, outcome_path, quiet=quiet)
 
@@ -114,7 +120,7 @@ def _doubts(plan: Plan, command: Command, *, strict: bool) -> list[str]:
 
     doubts = []
     found = hashlib.sha256(find_source(command).read_bytes()).hexdigest()
-    if plan.script.sha256 and found != plan.script.sha256:
+    if found != plan.script.sha256 and (plan.script.sha256 or strict):
         if strict:
             raise UsageError(
                 f"{command.argv[0]} has changed since it was profiled",
@@ -133,27 +139,43 @@ def _doubts(plan: Plan, command: Command, *, strict: bool) -> list[str]:
     return doubts
 
 
-def _verify(plan_path: Path, command: Command, steps: int, swap_dir: Path) -> int:
-    from memopt.cli.console import out, progress
+def _verify(plan_path: Path, command: Command, steps: int, swap_dir: Path, outcome_path: Path | None) -> int:
+    from memopt.cli.console import out, progress, say
     from memopt.enforcers.verify import verify
 
     with progress(f"running {steps} iterations plain and {steps} enforced"):
-        compared = verify(plan_path, list(command.argv), steps, swap_dir)
-    out().print(f"identical: losses, gradients, parameters and buffers of {compared} iterations, bit for bit")
+        verified = verify(plan_path, list(command.argv), steps, swap_dir)
+    same = f"losses, gradients, parameters and buffers of {verified.iterations} iterations, bit for bit"
+    out().print(f"identical: {same}")
+    if verified.outcome is not None and outcome_path is not None:
+        verified.outcome.save(outcome_path)
+    if verified.outcome is not None and verified.outcome.actions.planned:
+        say(f"{verified.outcome.actions.done} of {verified.outcome.actions.planned} actions were taken")
+    if verified.iterations < steps:
+        say(
+            f"the script ended by itself after {verified.iterations} of {steps} iterations, with exit code {verified.exit_code}"
+        )
     return 0
 
 
 def _run(session: ApplySession, command: Command, outcome_path: Path | None, *, quiet: bool) -> int:
+    from memopt.cli.console import say
     from memopt.instrument import runner
     from memopt.instrument.on_import import call_after_import
     from memopt.instrument.signals import before_terminating
+
+    unwritten: list[MemoptError] = []
 
     def end() -> None:
         outcome = session.finished()
         if outcome is None:
             return
         if outcome_path is not None:
-            outcome.save(outcome_path)
+            try:
+                outcome.save(outcome_path)
+            except MemoptError as error:
+                unwritten.append(error)
+                say(str(error))
         if not quiet:
             from memopt.cli.console import err
             from memopt.reports.outcome import render_outcome
@@ -171,6 +193,7 @@ def _run(session: ApplySession, command: Command, outcome_path: Path | None, *, 
     except KeyboardInterrupt:
         end()
         runner.die_of(signal.SIGINT)
-    if os.getpid() == pid:
-        end()
-    return code
+    if os.getpid() != pid:
+        runner.leave_child(code)
+    end()
+    return code or (RunFailed.exit_code if unwritten else 0)

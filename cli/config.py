@@ -82,7 +82,9 @@ def configured_color() -> str:
     choice = (read_table(path) if path else {}).get("color", "auto")
     if choice not in COLORS:
         raise UsageError(
-            f"color = {choice!r} in {path} is not one of {', '.join(COLORS)}", try_='color = "auto"'
+            f"color = {choice!r} in {path} cannot be meant",
+            why=f"it is one of {', '.join(COLORS)}",
+            try_='color = "auto"',
         )
     return str(choice)
 
@@ -108,7 +110,9 @@ def read_table(path: Path) -> dict[str, Any]:
         table = None
     if not isinstance(table, dict):
         raise UsageError(
-            f"[tool.memopt] in {path} is not a table", try_="[tool.memopt] with one option a line"
+            f"[tool.memopt] in {path} is not a table",
+            why=f"it is {table!r}"[:200] if table is not None else "[tool] is none either",
+            try_="[tool.memopt] with one option a line",
         )
     return table
 

@@ -14,7 +14,7 @@ import click
 import memopt
 from memopt.cli.commands import LazyGroup
 from memopt.cli.config import COLORS, configured_color
-from memopt.errors import MemoptError
+from memopt.errors import MemoptError, UsageError
 
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 EPILOG = """\b
@@ -77,7 +77,7 @@ def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
         print(f"memopt: {error}", file=sys.stderr)
         return error.exit_code
     except click.ClickException as error:
-        error.show()
+        print(f"memopt: {_in_three_parts(error)}", file=sys.stderr)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         print("memopt: interrupted", file=sys.stderr)
@@ -95,6 +95,14 @@ def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
         print(f"memopt: {told}", file=sys.stderr)
         return told.exit_code
     return code if isinstance(code, int) else 0
+
+
+def _in_three_parts(error: click.ClickException) -> MemoptError:
+    """What click found wrong with the command line, in the form of our own errors."""
+    context = getattr(error, "ctx", None)
+    if context is None:
+        return UsageError(error.format_message(), try_="memopt --help")
+    return UsageError(error.format_message(), why=context.get_usage(), try_=f"{context.command_path} --help")
 
 
 def _leave_stdout() -> None:

@@ -11,15 +11,18 @@ import click
 from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
+    from memopt.advisors.lints import Lint
     from memopt.advisors.max_batch import Largest
 
 
 def max_batch(path: Path, options: dict[str, Any]) -> int:
     """Search, show both, write the plan for the larger batch; gives the exit code."""
+    from memopt.advisors.lints import find_lints
     from memopt.advisors.max_batch import Batches
     from memopt.advisors.problem import TIME_LIMIT_S, allowed
     from memopt.cli.advise import on_device, room_as_budget, script_stem
-    from memopt.cli.console import say
+    from memopt.cli.advise_tables import lints_table
+    from memopt.cli.console import err, say
     from memopt.files import refuse_overwrite
     from memopt.trace import load_trace
     from memopt.units import parse_bytes
@@ -50,12 +53,15 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
         say=say,
     )
     plain, planned = search.plain(), search.planned()
+    lints = [] if trace.partial else find_lints(trace)
     if planned.plan is None:
+        if lints and not options["as_json"]:
+            err().print(lints_table(lints))
         raise BudgetInfeasible(
             search.budget_bytes, planned.peak_bytes, ("not even a batch of 1 fits, with any plan found",)
         )
     planned.plan.save(output)
-    _print(plain, planned, search.recorded, search.budget_bytes, output, as_json=options["as_json"])
+    _print(plain, planned, search.recorded, search.budget_bytes, output, lints, as_json=options["as_json"])
     say(f"wrote {output}")
     if planned.plan.script.argv == trace.script.argv and planned.batch != search.recorded:
         say(f"the script's arguments do not name the batch: apply the plan at batch {planned.batch}")
@@ -68,9 +74,18 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
 
 
 def _print(
-    plain: Largest, planned: Largest, recorded: int, budget_bytes: int, output: Path, *, as_json: bool
+    plain: Largest,
+    planned: Largest,
+    recorded: int,
+    budget_bytes: int,
+    output: Path,
+    lints: list[Lint],
+    *,
+    as_json: bool,
 ) -> None:
     if as_json:
+        import msgspec
+
         from memopt.reports.summary import encode
 
         figures = {
@@ -80,9 +95,11 @@ def _print(
             "without_plan": _figures(plain),
             "with_plan": _figures(planned),
             "plan": str(output),
+            "lints": msgspec.to_builtins(lints),
         }
         click.echo(encode(figures))
         return
+    from memopt.cli.advise_tables import lints_table
     from memopt.cli.console import out
     from memopt.reports.tables import pairs_table, words
     from memopt.units import format_bytes, format_ms
@@ -101,6 +118,13 @@ def _print(
     columns = ("", "largest batch", "peak", "step", "samples a second", "how it is known")
     out().print(words(f"Within {format_bytes(budget_bytes)}, from a recording at batch {recorded}."))
     out().print(pairs_table("Largest batch", columns, rows))
+    if planned.first_that_fails > planned.batch + 1:
+        untried = f"{planned.batch + 1} to {planned.first_that_fails - 1}"
+        out().print(
+            words(f"With a plan, batches of {untried} were not tried; {planned.first_that_fails} has none.")
+        )
+    if lints:
+        out().print(lints_table(lints))
 
 
 def _figures(found: Largest) -> dict[str, Any]:
@@ -109,4 +133,5 @@ def _figures(found: Largest) -> dict[str, Any]:
         "peak_bytes": found.peak_bytes,
         "step_ms": found.step_ms or None,
         "method": found.method,
+        "first_that_fails": found.first_that_fails or None,
     }

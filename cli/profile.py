@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from memopt.cli.device_here import require_device
 from memopt.cli.ranks import path_of_rank
 from memopt.errors import MemoptError, RunFailed, UsageError
 
@@ -58,7 +59,9 @@ def profile(
     """
     if from_snapshot is not None:
         if script is not None:
-            raise UsageError("--from-snapshot runs nothing", why=f"{script} was given too")
+            raise UsageError(
+                "--from-snapshot runs nothing", why=f"{script} was given too", try_="one of the two"
+            )
         from memopt.cli.profile_snapshot import write_profile
 
         return write_profile(from_snapshot, output, force=force, quiet=quiet)
@@ -69,6 +72,8 @@ def profile(
     from memopt.profiler.recordings import Wanted
     from memopt.profiler.session import ProfileSession
 
+    if device is not None:
+        require_device(device, f"nothing can be recorded on {device}", try_="memopt profile without --device")
     command = Command((script, *args), as_module=as_module)
     path = profile_path(output, command)
     refuse_overwrite(path, force=force)

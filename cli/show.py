@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -12,6 +13,9 @@ from memopt.errors import BadFile
 from memopt.files import read_bytes
 from memopt.plan import Plan, load_plan
 from memopt.trace import Trace, load_trace
+
+if TYPE_CHECKING:
+    from memopt.advisors.lints import Lint
 
 
 @click.command()
@@ -26,11 +30,11 @@ def show(as_json: bool, top: int, file: Path) -> None:
     if as_json:
         from memopt.reports.summary import encode, summarize_plan, summarize_trace
 
-        click.echo(
-            encode(
-                summarize_plan(found, top=top) if isinstance(found, Plan) else summarize_trace(found, top=top)
-            )
-        )
+        if isinstance(found, Plan):
+            figures = summarize_plan(found, top=top)
+        else:
+            figures = summarize_trace(found, top=top) | {"lints": msgspec.to_builtins(_lints(found))}
+        click.echo(encode(figures))
         return
     from memopt.cli.console import out, say
     from memopt.reports.terminal import render_plan, render_trace
@@ -41,14 +45,20 @@ def show(as_json: bool, top: int, file: Path) -> None:
             say(f"next: memopt apply {shlex.quote(str(file))}")
         return
     out().print(render_trace(found, top=top))
-    if not found.partial and found.op_count:
-        from memopt.advisors.lints import find_lints
+    lints = _lints(found)
+    if lints:
         from memopt.cli.advise_tables import lints_table
 
-        lints = find_lints(found)
-        if lints:
-            out().print(lints_table(lints))
+        out().print(lints_table(lints))
+    if not found.partial and found.op_count:
         say(f"next: memopt advise {shlex.quote(str(file))} --budget 80%")
+
+
+def _lints(trace: Trace) -> list[Lint]:
+    """What could be better in the script; a recording that is not whole does not tell."""
+    from memopt.advisors.lints import find_lints
+
+    return [] if trace.partial else find_lints(trace)
 
 
 class _AnySchema(msgspec.Struct):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
@@ -16,10 +16,14 @@ import msgspec
 from memopt.advisors.advice import Advice, Counsel
 from memopt.errors import BudgetInfeasible, UsageError
 
+if TYPE_CHECKING:
+    from memopt.advisors.lints import Lint
+
 
 def study(path: Path, options: dict[str, Any]) -> int:
     """Print what the strategy finds; gives the exit code."""
     from memopt.advisors.advise import Adviser
+    from memopt.advisors.lints import find_lints
     from memopt.advisors.problem import TIME_LIMIT_S, allowed, kinds_named
     from memopt.cli.advise import on_device, room_as_budget, script_stem
     from memopt.files import refuse_overwrite
@@ -42,7 +46,8 @@ def study(path: Path, options: dict[str, Any]) -> int:
     write = bool(options["output"]) or (advice.enforced and met)
     if write and not options["output"]:
         refuse_overwrite(output, force=options["force"])
-    _print(advice, " ".join(trace.script.argv), output if write and met else None, options)
+    lints = [] if trace.partial else find_lints(trace)
+    _print(advice, " ".join(trace.script.argv), output if write and met else None, lints, options)
     if not met:
         raise BudgetInfeasible(
             problem.budget_bytes, advice.peak_bytes, (f"this is what {counsel.name} comes to",)
@@ -56,13 +61,6 @@ def _counsel(options: dict[str, Any]) -> Counsel:
     from memopt.advisors.registry import COUNSELS
 
     names = options["strategies"]
-    if len(names) > 1:
-        others = ", ".join(name for name in names if name in COUNSELS)
-        raise UsageError(
-            f"{others} cannot be compared with other strategies",
-            why="it advises on the run as a whole and plans for no tensor",
-            try_=f"--strategy {names[0]} alone",
-        )
     for name in ("pareto", "max_overhead", "max_batch", "explain"):
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} does not go with --strategy {names[0]}")
@@ -75,7 +73,9 @@ def _budget(options: dict[str, Any], unplanned_bytes: int) -> int:
     return parse_bytes(options["budget"] or "100%", of_bytes=unplanned_bytes)
 
 
-def _print(advice: Advice, script: str, output: Path | None, options: dict[str, Any]) -> None:
+def _print(
+    advice: Advice, script: str, output: Path | None, lints: list[Lint], options: dict[str, Any]
+) -> None:
     if options["as_json"]:
         from memopt.reports.summary import encode
 
@@ -89,13 +89,16 @@ def _print(advice: Advice, script: str, output: Path | None, options: dict[str, 
             "script_actions": msgspec.to_builtins(list(advice.actions)),
             "notes": list(advice.notes),
             "plan": str(output) if output else None,
+            "lints": msgspec.to_builtins(lints),
         }
         click.echo(encode(figures))
         return
-    from memopt.cli.advise_tables import advice_table
+    from memopt.cli.advise_tables import advice_table, lints_table
     from memopt.cli.console import out
 
     out().print(advice_table(advice, script))
+    if lints:
+        out().print(lints_table(lints))
 
 
 def _write(plan: Any, advice: Advice, output: Path) -> None:

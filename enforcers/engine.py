@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from memopt.enforcers.codecs import decode, encode, encode_for
+from memopt.enforcers.codecs import CODECS, decode, encode, encode_for
 from memopt.enforcers.encoded import Encoded, flat_storage
 from memopt.enforcers.flat_call import CallForm, flatten_call
 from memopt.enforcers.handles import Planned, Trigger
@@ -338,7 +338,7 @@ class Engine(TorchDispatchMode):
         storage = tensor.untyped_storage()
         encoded = self.values.encoded_form(storage, tensor._version)
         if encoded is None:
-            encoded = encode(codec, flat_storage(tensor), {})
+            encoded = encode(codec, flat_storage(tensor), {}) if CODECS[codec].of_values else None
             if encoded is not None:
                 self.values.is_encoded(storage, tensor._version, encoded)
         return encoded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -46,6 +47,8 @@ def hold(ref: SlotRef, call: Call | None) -> bool:
     """Was the op that saves `ref` called as the plan says, and do the same inputs need no gradient?"""
     if call is None or call.name != ref.consumer:
         return False
+    if not _is_proven(ref.node, ref.slot, ref.consumer, ref.need):
+        return False
     for name, value in ref.params.items():
         if (
             name not in _OWN
@@ -62,6 +65,14 @@ def hold(ref: SlotRef, call: Call | None) -> bool:
             if isinstance(found, TensorFacts) and found.requires_grad:
                 return False
     return True
+
+
+@cache
+def _is_proven(node: str, slot: str, consumer: str, need: str) -> bool:
+    """Does the table say so of this slot, and is `node` what autograd makes of op `consumer`? A plan may have been edited."""
+    operator = consumer.split(".")[1] if consumer.count(".") else ""
+    is_its_node = node.lower().rpartition("backward")[0] == operator.replace("_", "").lower()
+    return is_its_node and any(row.kind == need for row in SLOT_NEEDS.get(f"{node}.{slot}", ()))
 
 
 def _is_default_stride(given: dict[str, Any], name: str, planned: Any) -> bool:

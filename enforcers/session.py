@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -70,18 +69,15 @@ class ApplySession:
         """The script trains in another thread since this iteration began."""
         self._left_plain = 0
         """Iterations of which that was true, but the first."""
-        self._log_level: Callable[[], None] = lambda: None
         self.notes: list[str] = []
 
     # --- life
 
     def install(self) -> None:
         """Be there when the script imports torch."""
-        self._log_level = quiet_allocator()
-        call_after_import("torch", self._torch_imported)
+        call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
-        self._log_level()
         try:
             self._set_up()
         except Exception as error:
@@ -139,6 +135,10 @@ class ApplySession:
     def _open_tier(self, tier: str, actions: list[Action]) -> SwapTier[Any]:
         if tier == "disk":
             from memopt.enforcers.disk import DiskStore
+            from memopt.enforcers.swap import SwapFailed
+
+            if self._plan.device.kind != "cpu":
+                raise SwapFailed(f"tensors of {self._plan.device.kind} are swapped to host memory only")
 
             return DiskStore(self._options.swap_dir)
         from memopt.enforcers.host import HostStore
@@ -178,6 +178,8 @@ class ApplySession:
         planned = len([action for action in plan.actions if action.kind != "keep"]) + (in_backward > 0)
         done = len(self._done) + (stepped >= in_backward > 0)
         notes = [*self.notes, *self._declined()]
+        if self._swapper is not None:
+            notes += [f"{failure}; what could not be copied was kept" for failure in self._swapper.failures()]
         if stepped < in_backward and self._updates is not None:
             why = "; ".join(self._updates.declined) or "no step came right after a backward call"
             notes.append(f"{stepped} of {in_backward} parameters were stepped inside backward: {why}")
@@ -251,8 +253,10 @@ class ApplySession:
         self._left_plain += int(plain and count > 1)
         saved = (engine.saved_tensors, engine.saved_elements) if self._hooks is not None else None
         self._measurements.iteration_ended(count, milliseconds, saved, plain=plain)
+        failed = self._swapper.failed if self._swapper is not None else {}
+        engine.declined = failed | engine.declined
         actions = self._plan_slots(engine)
-        self._done |= {number for number, taken in engine.done.items() if taken >= actions[number]}
+        self._done |= {n for n, taken in engine.done.items() if taken >= actions[n] and n not in failed}
         engine.new_iteration()
         self._frames.new_iteration()
         engine.enter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -42,10 +41,9 @@ class SwappedStorage:
         self._coming = self._tier.read_async(like, self._storage)
 
     def wait_until_away(self) -> None:
-        """Until the copy is safe; one that failed keeps its storage."""
+        """Until the copy is safe. Raises `SwapFailed` if it failed; the storage is kept then."""
         if not self._home and self._storage is None:
-            with contextlib.suppress(SwapFailed):
-                self._tier.wait(self._ticket)
+            self._tier.wait(self._ticket)
 
     def get(self) -> UntypedStorage:
         """The storage with its bytes; waits for the copy."""
@@ -75,6 +73,8 @@ class Swapper:
         self._tier_of = tier_of_action
         self._swapped: dict[int, weakref.ref[SwappedStorage]] = {}
         self.reason = "there is no place to swap to"
+        self.failed: dict[int, str] = {}
+        """Actions of this iteration whose copies could not be made, and why."""
 
     def swap_out(self, action: int, storage: UntypedStorage) -> SwappedStorage | None:
         """Start to swap `storage` out, or join the swap that another of its slots has started; None: keep it."""
@@ -106,8 +106,11 @@ class Swapper:
         for action in actions:
             reference = self._swapped.get(action)
             content = reference() if reference is not None else None
-            if content is not None:
-                content.wait_until_away()
+            try:
+                if content is not None:
+                    content.wait_until_away()
+            except SwapFailed as error:
+                self.failed[action] = error.what
         self.collect()
 
     def wait_for_all(self) -> None:
@@ -119,7 +122,13 @@ class Swapper:
         for tier in self._tiers.values():
             tier.collect()
 
+    def failures(self) -> list[str]:
+        """What went wrong, in words; what could not be copied was kept."""
+        found = [tier.failure for tier in self._tiers.values() if tier.failure is not None]
+        return [f"{each.what} ({each.why})" if each.why else each.what for each in found]
+
     def new_iteration(self) -> None:
+        self.failed.clear()
         self._swapped.clear()
         self.collect()
 

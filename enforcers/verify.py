@@ -12,12 +12,16 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from memopt.errors import VerifyFailed
 from memopt.instrument.on_import import call_after_import
 from memopt.instrument.runner import Command, run, stop_script
+from memopt.outcome import Outcome
 from memopt.plan import Plan, load_plan
 
 if TYPE_CHECKING:
@@ -26,21 +30,39 @@ if TYPE_CHECKING:
 _BOOTSTRAP = "import sys; sys.path.insert(0, {root!r}); from memopt.enforcers.verify import child; sys.path.remove({root!r}); child()"
 
 
-def verify(plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> int:
-    """Compare `steps` iterations; their number. Raises `VerifyFailed` at the first difference."""
-    plain, code = _run("plain", plan_path, argv, steps, swap_dir)
-    enforced, enforced_code = _run("enforced", plan_path, argv, steps, swap_dir)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """Iterations that were the same bit for bit, and what the plan did in them."""
+
+    iterations: int
+    exit_code: int
+    """Of either run: a script that fails by itself fails twice."""
+    outcome: Outcome | None
+    """None where the script ended by other means than its end."""
+
+
+def verify(plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> Verified:
+    """Compare `steps` iterations. Raises `VerifyFailed` at the first difference, and where there was nothing to compare."""
+    plain, code, _ = _run("plain", plan_path, argv, steps, swap_dir)
+    enforced, enforced_code, outcome = _run("enforced", plan_path, argv, steps, swap_dir)
     if not plain:
         raise VerifyFailed(
             "nothing could be compared",
             why=f"the plain run ended with exit code {code} before an iteration was over",
+            try_="the script by itself, with arguments that make it train",
         )
     difference = _difference(plain, enforced)
     if not difference and code != enforced_code:
         difference = f"the plain run ended with exit code {code}, the enforced one with {enforced_code}"
     if not difference:
-        return len(plain)
-    again, _ = _run("plain", plan_path, argv, steps, swap_dir)
+        if outcome is not None and outcome.actions.planned and not outcome.actions.done:
+            raise VerifyFailed(
+                "nothing was verified: none of the plan's actions was taken",
+                why="; ".join(outcome.notes) or "the script ended before one was due",
+                try_="memopt profile and memopt advise again, for the script as it is now",
+            )
+        return Verified(iterations=len(plain), exit_code=code, outcome=outcome)
+    again, _, _ = _run("plain", plan_path, argv, steps, swap_dir)
     if _difference(plain, again):
         raise VerifyFailed(
             "the runs differ, but so do two plain runs: the script does not repeat by itself",
@@ -56,16 +78,24 @@ def verify(plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> int:
 
 def _run(
     mode: str, plan_path: Path, argv: list[str], steps: int, swap_dir: Path
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[dict[str, Any]], int, Outcome | None]:
+    """Digests of each iteration, the exit code, and what the plan came to."""
     root = str(Path(__file__).resolve().parent.parent)
     package_root = str(Path(root).parent) if Path(root).name == "memopt" else root
     with tempfile.TemporaryDirectory(prefix="memopt-verify-") as folder:
         out = Path(folder) / "digests.jsonl"
+        told = _beside(out)
         words = [str(plan_path.absolute()), mode, str(steps), str(out), str(swap_dir.absolute()), *argv]
         code = _BOOTSTRAP.format(root=package_root)
         done = subprocess.run([sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL, check=False)
         lines = out.read_text().splitlines() if out.exists() else []
-    return [json.loads(line) for line in lines], done.returncode
+        outcome = msgspec.json.decode(told.read_bytes(), type=Outcome) if told.exists() else None
+    return [json.loads(line) for line in lines], done.returncode, outcome
+
+
+def _beside(digests: Path) -> Path:
+    """Where the enforced run writes its outcome."""
+    return digests.with_name("outcome.json")
 
 
 def _difference(a: list[dict[str, Any]], b: list[dict[str, Any]]) -> str:
@@ -95,8 +125,9 @@ def child() -> None:
     call_after_import("torch", _seed)
     os.chdir(plan.script.cwd)
     code = run(command_of(plan, argv))
-    if session is not None:
-        session.finished()
+    outcome = session.finished() if session is not None else None
+    if outcome is not None:
+        outcome.save(_beside(Path(out)))
     sys.exit(code)
 
 

@@ -28,6 +28,12 @@ MODE_MS = 0.005
 HOOK_MS = 0.01
 """Per saved tensor: the hooks that pack and unpack it, while a plan has actions."""
 
+HANDOVER_MS = 0.5
+"""Per copy to or from the disk tier of a CPU: what its threads cost the kernels, which wait for the core and the interpreter's lock that
+such a thread holds. Fitted, with `ONE_CORE`, to the swaps of three examples on two cores; their own time hides behind other ops."""
+ONE_CORE = 2.0
+"""Times as long as the kernels' own copy, on all cores, takes a thread of the tier."""
+
 
 @dataclass(slots=True)
 class _Deltas:
@@ -218,7 +224,9 @@ class Simulator:
     def staging_ms(self, saved: Saved) -> float:
         """What swapping `saved` takes of the compute lane: on a CPU the cores that compute copy to and from the tier's buffers."""
         rate = self.device.copy_bytes_per_s
-        return 2 * saved.size_bytes / rate * 1000 if self.device.kind == "cpu" and rate > 0 else 0.0
+        if self.device.kind != "cpu" or rate <= 0:
+            return 0.0
+        return 2 * (HANDOVER_MS + ONE_CORE * saved.size_bytes / rate * 1000)
 
     def _stage(self, state: _State, saved: Saved) -> None:
         half_ms = self.staging_ms(saved) / 2

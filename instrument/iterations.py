@@ -59,6 +59,8 @@ class Iterations:
         self._began_ns = 0
         self._backwards = 0
         self._depth = 0
+        self.accumulates = True
+        """The last backward call left gradients behind, as `torch.autograd.grad` does not."""
         self._steps_open = 0
         self._stepped_inside = False
         """An optimizer has stepped during the backward call that is running."""
@@ -109,7 +111,7 @@ class Iterations:
         def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._ours():
                 return original(t_outputs, *args, **kwargs)
-            self._before_backward(t_outputs, args)
+            self._before_backward(t_outputs, args, kwargs)
             try:
                 return original(t_outputs, *args, **kwargs)
             finally:
@@ -132,10 +134,11 @@ class Iterations:
             self._listener.thread_changed()
         return self._thread.is_here
 
-    def _before_backward(self, roots: Any, args: tuple[Any, ...]) -> None:
+    def _before_backward(self, roots: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._depth += 1
         if self._depth > 1:
             return
+        self.accumulates = bool(kwargs.get("accumulate_grad", True))
         tensors = tuple(root for root in roots if isinstance(root, torch.Tensor))
         keep_graph = bool(args[1]) if len(args) > 1 else False
         create_graph = bool(args[2]) if len(args) > 2 else False

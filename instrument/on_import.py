@@ -5,27 +5,37 @@ A script may set `OMP_NUM_THREADS` or `CUDA_VISIBLE_DEVICES` before `import torc
 
 from __future__ import annotations
 
+import contextlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 
-def call_after_import(name: str, action: Callable[[], None]) -> None:
-    """Run `action` once, after module `name` has been imported (now, if it has been already)."""
+def call_after_import(
+    name: str,
+    action: Callable[[], None],
+    *,
+    within: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+) -> None:
+    """Run `action` once, after module `name` has been imported `within` a context (now, if it has been already)."""
     if name in sys.modules:
         action()
         return
-    sys.meta_path.insert(0, _Finder(name, action))
+    sys.meta_path.insert(0, _Finder(name, action, within))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, name: str, action: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, action: Callable[[], None], within: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._name = name
         self._action = action
+        self._within = within
 
     def find_spec(
         self,
@@ -38,16 +48,22 @@ class _Finder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._action)
+            spec.loader = _Loader(spec.loader, self._action, self._within)
         return spec
 
 
 class _Loader(importlib.abc.Loader):
     """The module's own loader, then the action."""
 
-    def __init__(self, loader: importlib.abc.Loader, action: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        loader: importlib.abc.Loader,
+        action: Callable[[], None],
+        within: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._loader = loader
         self._action = action
+        self._within = within
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
@@ -59,21 +75,23 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
-        self._loader.exec_module(module)
+        with self._within():
+            self._loader.exec_module(module)
         self._action()
 
 
-def quiet_allocator() -> Callable[[], None]:
-    """Keep torch's C++ warnings about blocks older than the recording off the script's stderr.
+@contextlib.contextmanager
+def quiet_allocator() -> Iterator[None]:
+    """Import torch in this context: its C++ then keeps warnings about blocks older than a recording off the script's stderr.
 
-    torch reads the variable when it is imported; call what is returned after that, so that children do not inherit it.
+    It reads the variable when it is loaded, so no child of the script ever inherits it.
     """
     name = "TORCH_CPP_LOG_LEVEL"
     if name in os.environ:
-        return lambda: None
+        yield
+        return
     os.environ[name] = "ERROR"
-
-    def forget() -> None:
+    try:
+        yield
+    finally:
         os.environ.pop(name, None)
-
-    return forget

@@ -90,21 +90,20 @@ def find_source(command: Command) -> Path:
     if command.as_module:
         return Path(_module_spec(command.argv[0]).origin or "")
     path = Path(command.argv[0])
-    if path.is_dir():
-        path = path / "__main__.py"
-        if not path.is_file():
-            raise UsageError(
-                f"cannot run {command.argv[0]}",
-                why="it is a folder without __main__.py",
-                try_="name the script",
-            )
     try:
+        if path.is_dir():
+            path = path / "__main__.py"
+            if not path.is_file():
+                raise UsageError(
+                    f"cannot run {command.argv[0]}",
+                    why="it is a folder without __main__.py",
+                    try_="name the script",
+                )
         with path.open("rb") as file:
             head = file.read(4096)
-    except OSError as error:
-        raise UsageError(
-            f"cannot run {path}", why=error.strerror or str(error), try_="the path of a Python script"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot run {path}", why=why, try_="the path of a Python script") from error
     if b"\0" in head:
         raise UsageError(
             f"cannot run {path}",

@@ -26,9 +26,14 @@ def refuse_overwrite(path: Path, *, force: bool) -> None:
     """Raise `UsageError` when `path` could not be written: it exists (without `force`), or its folder does not."""
     if path.name == "-":
         raise UsageError("a file cannot be called -", why="nothing is written to stdout", try_="-o FILE")
-    if path.is_dir():
+    try:
+        is_folder, exists = path.is_dir(), path.exists()
+    except (OSError, ValueError) as error:  # too long, a folder that may not be searched, a zero byte
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot write {path}", why=why, try_="-o FILE") from error
+    if is_folder:
         raise UsageError(f"cannot write {path}", why="it is a folder", try_="-o FILE")
-    if path.exists() and not force:
+    if exists and not force:
         raise UsageError(
             f"{path} exists already",
             why="nothing is overwritten unasked",

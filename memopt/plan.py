@@ -20,6 +20,20 @@ ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 OPTIMIZER_IN_BACKWARD: Final = "optimizer in backward"
 """`ScriptAction.what` of the one decision about the optimizer that can be applied."""
 
+NEEDS: Final = ("values", "nothing", "predicate", "pool_index")
+"""What a backward may read of a saved tensor (`estimators.slot_needs`)."""
+
+CODECS: Final = (
+    "nothing",
+    "predicate",
+    "pool_index",
+    "two_valued",
+    "narrow_int",
+    "exact_cast",
+    "zero_bitmap",
+)
+"""How a tensor may be compressed (`enforcers.codecs`)."""
+
 Kind = Literal["keep", "swap", "recompute", "compress", "drop"]
 Tier = Literal["host", "disk"]
 
@@ -154,16 +168,18 @@ def _inconsistency(plan: Plan) -> str:
         return "a number of bytes is negative or beyond any memory"
     if not all(0 <= time < 1e12 for time in (plan.plain_step_ms, plan.predicted_step_ms)):
         return "a time is negative, not finite, or longer than eleven days"
-    if not plan.script.argv:
-        return "it names no script"
+    if plan.script.problem:
+        return plan.script.problem
     for number, action in enumerate(plan.actions):
         problem = _bad_action(action)
         if problem:
             return f"action {number} ({action.kind} {action.label[:60]}): {problem}"
     for each in plan.script_actions:
-        for name in each.variables:
+        for name, value in each.variables.items():
             if name not in ALLOCATOR_VARIABLES or each.kind != "allocator":
                 return f"script action '{each.what[:60]}' sets {name[:40]}, which is no plan's business"
+            if "\0" in value:
+                return f"script action '{each.what[:60]}' sets {name[:40]} to something with a zero byte"
     return ""
 
 
@@ -177,8 +193,17 @@ def _bad_action(action: Action) -> str:
         return "a negative ordinal"
     if action.kind == "swap" and action.tier is None:
         return "a swap names its tier, 'host' or 'disk'"
-    if action.kind == "compress" and not action.codec:
-        return "a compression names its codec"
+    if action.kind in ("compress", "drop"):
+        return _bad_codec(action)
     if action.kind == "recompute" and not action.records:
         return "a recompute names the ops that it records"
+    return ""
+
+
+def _bad_codec(action: Action) -> str:
+    if action.codec not in CODECS:
+        return f"there is no codec '{action.codec[:40]}'"
+    for need in sorted({slot.need for slot in action.slots}):
+        if need not in NEEDS:
+            return f"no backward needs '{need[:40]}' of a tensor"
     return ""

@@ -40,6 +40,12 @@ REPLAYABLE = 2
 HIDDEN_STATE = 4
 """Op flag: changes state that its schema does not show (running statistics of batch norm)."""
 
+CACHE_EMPTIED = "cache emptied at "
+"""Begin of a fact's name: so often was the allocator's cache emptied at the line that follows (`train.py:41`)."""
+
+IN_A_LIST = " (in a list)"
+"""End of the name of a tensor with a graph that a list held when the iteration began."""
+
 _MOST = 2**62
 
 T = TypeVar("T")
@@ -74,6 +80,15 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     """Hash of the script's file."""
     python: str = ""
     torch: str = ""
+
+    @property
+    def problem(self) -> str:
+        """Why nothing could be run from this; empty where something could."""
+        if not self.argv or not self.argv[0]:
+            return "it names no script"
+        if any("\0" in word for word in (self.cwd, *self.argv)):
+            return "a zero byte is in the script's name, its arguments or its folder"
+        return ""
 
 
 class Ops(msgspec.Struct, frozen=True, kw_only=True):
@@ -257,6 +272,7 @@ def _inconsistency(trace: Trace) -> str:
         or _bad_ranges(trace)
         or _bad_updates(trace)
         or _bad_numbers(trace)
+        or trace.script.problem
     )
 
 

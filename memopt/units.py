@@ -29,7 +29,9 @@ def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
     if unit == "%":
         if of_bytes is None:
             raise UsageError(
-                f"'{text}' is a share, but there is no peak here to take it of", try_="bytes, such as 16GB"
+                f"'{text}' cannot be meant here",
+                why="it is a share, and there is no peak to take it of",
+                try_="bytes, such as 16GB",
             )
         amount = number / 100 * of_bytes
     elif unit in _UNITS:

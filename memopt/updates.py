@@ -22,3 +22,5 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True):
     """First op that started after the gradient was whole."""
     old_gradients: list[int] = []
     """Gradients of the iteration before that were still there when this one began."""
+    others_read: int | None = None
+    """So often was the gradient of a tensor read that the optimizer does not step; none where nobody looked."""

@@ -226,11 +226,12 @@ class CudaClock:
 
     def stop(self) -> Usage | None:
         torch.cuda.synchronize(self._device)
+        self.time_us = [begin.elapsed_time(end) * 1000 for begin, end in self._events]
         return Usage(
             live_bytes=self._live,
             high_bytes=self._high,
             inside_bytes=self._high,
             end_bytes=torch.cuda.memory_allocated(self._device) - self._base,
             high_after_bytes=torch.cuda.max_memory_allocated(self._device) - self._base,
-            time_us=[begin.elapsed_time(end) * 1000 for begin, end in self._events],
+            time_us=self.time_us,
         )

@@ -100,6 +100,10 @@ class Recorder(TorchDispatchMode):
         self.backward_calls = 0
         self.keep_graph = 0
         self.create_graph = 0
+        self.grad_calls = 0
+        """Calls of `torch.autograd.grad`."""
+        self.cache_emptied: dict[str, int] = {}
+        """Line of code -> calls of `empty_cache`."""
         self.notes: set[str] = set()
 
     # --- ops
@@ -332,6 +336,7 @@ class Recorder(TorchDispatchMode):
         self.backward_calls += 1
         self.keep_graph += int(keep_graph)
         self.create_graph += int(create_graph)
+        self.grad_calls += int(not self._iterations.accumulates)
         self._poll(len(self.ops) - 1)
 
 

@@ -16,6 +16,7 @@ from memopt.trace import Script
 if TYPE_CHECKING:
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
+    from memopt.profiler.cache_calls import CacheCalls
     from memopt.profiler.clock import OpClock, Usage
     from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.recorder import Recorder
@@ -52,6 +53,13 @@ class Recording:
     clock: OpClock
     iteration: int
     updates: UpdateWatch | None = None
+    cache_calls: CacheCalls | None = None
+
+    def watch_no_more(self) -> Updates | None:
+        """What was found of the optimizer's steps."""
+        if self.cache_calls is not None:
+            self.cache_calls.remove()
+        return self.updates.end() if self.updates is not None else None
 
 
 @dataclass(slots=True)
@@ -87,6 +95,7 @@ class Recordings:
 
     def begin(self, iteration: int, *, with_bytes: bool) -> None:
         """Record from here on."""
+        from memopt.profiler.cache_calls import CacheCalls
         from memopt.profiler.known import device_in_use, tell_all
         from memopt.profiler.updates import watch_updates
 
@@ -101,7 +110,9 @@ class Recordings:
         clock.start()
         recorder.__enter__()  # type: ignore[no-untyped-call]
         watch = watch_updates(recorder, self._iterations) if with_bytes else None
-        self.now = Recording(recorder, clock, iteration, watch)
+        calls = CacheCalls(recorder.cache_emptied)
+        calls.install()
+        self.now = Recording(recorder, clock, iteration, watch, calls)
 
     def _recorder(self, clock: OpClock, most: int) -> Recorder:
         from memopt.profiler.recorder import Recorder
@@ -119,13 +130,11 @@ class Recordings:
     def _clock(self, with_bytes: bool) -> OpClock:
         from memopt.profiler.clock import CpuClock, CudaClock, TimeOnly
 
-        if not with_bytes:
-            return TimeOnly()
-        if self.device == "cuda":
+        if self.device == "cuda" and (with_bytes or self.result is not None):
             import torch
 
             return CudaClock(torch.cuda.current_device())
-        return CpuClock()
+        return CpuClock() if with_bytes else TimeOnly()
 
     def end(self) -> None:
         """The iteration has ended, or the script."""
@@ -137,7 +146,7 @@ class Recordings:
         tell_all(
             now.recorder.met.know_again, self._frames
         )  # parameters and states that this very iteration made
-        updates = now.updates.end() if now.updates is not None else None
+        updates = now.watch_no_more()
         now.recorder.stop()
         usage = now.clock.stop()
         leave(now.recorder)
@@ -159,8 +168,7 @@ class Recordings:
         """Record no more; what was being recorded is lost."""
         if self.now is not None:
             self.now.recorder.stop()
-            if self.now.updates is not None:
-                self.now.updates.end()
+            self.now.watch_no_more()
             self.now = None
 
     def snapshot(self) -> Result:

@@ -24,7 +24,7 @@ from memopt.profiler.recordings import (
     describe_script,
     tells_of_training,
 )
-from memopt.trace import Trace
+from memopt.trace import CACHE_EMPTIED, Trace
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +65,6 @@ class ProfileSession:
         """The iteration that was being recorded when the script ended."""
         self._part: Result | None = None
         """Of what was taken for an iteration, until another optimizer stepped for the first time."""
-        self._log_level: Callable[[], None] = lambda: None
         self.trace: Trace | None = None
         self.failure: MemoptError | None = None
         """What went wrong in memopt itself; the script is not disturbed by it."""
@@ -75,11 +74,9 @@ class ProfileSession:
 
     def install(self) -> None:
         """Be there when the script imports torch."""
-        self._log_level = quiet_allocator()
-        call_after_import("torch", self._torch_imported)
+        call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
-        self._log_level()
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
@@ -95,8 +92,7 @@ class ProfileSession:
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self._hooks.install()
         self._recordings = Recordings(self._wanted, self._frames, self._iterations)
-        if self._wanted.warmup > 0:
-            self._recordings.begin(iteration=1, with_bytes=False)
+        self._recordings.begin(iteration=1, with_bytes=False)
 
     @property
     def _now(self) -> Recording | None:
@@ -248,7 +244,8 @@ class ProfileSession:
             self._plain.add(milliseconds, waited_for=True)
         if self._done and not self._timed and self.trace is not None and not self._worth_timing():
             self._guard(self._time)
-        if self._timed and not self._wanted.keep_running and self._stops < _MOST_STOPS:
+        over = self._timed or self.failure is not None
+        if over and not self._wanted.keep_running and self._stops < _MOST_STOPS:
             self._stops += 1
             stop_script()
 
@@ -265,10 +262,10 @@ class ProfileSession:
             recordings.end()
         elif count > 1:
             self._plain.add(milliseconds, waited_for=False)
-        if count == 1 and recordings.result is not None:
+        if count == 1 and iterations.count > 1 and recordings.result is not None:
             self._part, recordings.result = recordings.result, None
         self._frames.new_iteration()
-        if wanted.warmup <= count < wanted.warmup + wanted.steps:
+        if wanted.warmup <= count and (count < wanted.warmup + wanted.steps or recordings.result is None):
             recordings.begin(iteration=count + 1, with_bytes=recordings.result is None)
         elif count < wanted.warmup and (wanted.offload is not None or recordings.first is None):
             recordings.begin(iteration=count + 1, with_bytes=False)
@@ -370,6 +367,8 @@ class ProfileSession:
             "backward_calls": recorder.backward_calls,
             "keep_graph": recorder.keep_graph,
             "create_graph": recorder.create_graph,
+            "grad_calls": recorder.grad_calls,
+            **{f"{CACHE_EMPTIED}{line}": count for line, count in recorder.cache_emptied.items()},
             "iterations_seen": self.iterations_seen,
             "boundary_is_backward": int(
                 self._iterations is not None and self._iterations.boundary == "backward"

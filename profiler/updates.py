@@ -31,6 +31,7 @@ class UpdateWatch:
         self._rows: dict[int, tuple[int, int, int]] = {}
         """id of a parameter -> (its storage, its gradient's, first op after the gradient was whole)."""
         self._span = 0, 0
+        self._others_read = 0
 
     def begin(self) -> None:
         """Right after the recorder has begun."""
@@ -59,10 +60,12 @@ class UpdateWatch:
         rows = list(self._rows.values())
         if min([*self._old, *(number for row in rows for number in row)], default=0) < 0:
             self._refuse("a parameter or gradient lies on another device")
+        kind = type(optimizer).__name__
         if self._refused:
-            return Updates(optimizer=type(optimizer).__name__, refused=self._refused)
+            return Updates(optimizer=kind, refused=self._refused, others_read=self._others_read)
         return Updates(
-            optimizer=type(optimizer).__name__,
+            optimizer=kind,
+            others_read=self._others_read,
             begin_op=self._span[0],
             end_op=self._span[1],
             parameter=[parameter for parameter, _, _ in rows],
@@ -123,6 +126,9 @@ class UpdateWatch:
     # --- who looks at gradients (Reader)
 
     def read(self, tensor: Tensor, where: str) -> None:
+        optimizer = self._optimizer
+        stepped = optimizer is not None and any(each is tensor for _, each in parameters_of(optimizer))
+        self._others_read += not stepped
         self._refuse(f"the script looks at gradients ({where})")
 
     def set(self, tensor: Tensor) -> None:

@@ -360,14 +360,14 @@ def test_advice_is_written_only_when_asked_and_never_applied(
     assert run(["apply", "c.plan.json"]) == 1
 
 
-def test_advice_stands_alone(folder: Path) -> None:
-    both = ["--strategy", "megatron", "--strategy", "auto", "--budget", "50%"]
-    assert run(["advise", "cpu.profile.json.gz", *both]) == 2
+def test_advice_needs_what_it_speaks_of(folder: Path) -> None:
     assert run(["advise", "cpu.profile.json.gz", "--strategy", "megatron"]) == 1
     assert run(["advise", "cpu.profile.json.gz", "--strategy", "zero-offload", "--deny", "optimizer"]) == 2
 
 
 def test_the_search_for_a_batch() -> None:
-    assert largest(lambda size: size <= 37) == 37
-    assert largest(lambda size: size <= 1000) in range(985, 1001)
-    assert largest(lambda size: False) == 0
+    assert largest(lambda size: size <= 37) == (37, 38)
+    assert largest(lambda size: size <= 1000) == (1000, 1001)
+    # 512 and not 1024, then halves: 768, 896, 960, 992, 1008 (not), 1000: the gap is less than a 64th
+    assert largest(lambda size: size <= 1000, share=1 / 64) == (1000, 1008)
+    assert largest(lambda size: False) == (0, 1)

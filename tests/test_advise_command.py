@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from memopt.advisors.advise import Adviser, Decided
 from memopt.cli.main import run
 from memopt.device import Device
 from memopt.plan import load_plan
@@ -125,6 +126,10 @@ def test_json_is_all_that_is_on_stdout(folder: Path, capsys: pytest.CaptureFixtu
     figures = json.loads(capsys.readouterr().out)
     assert figures["kind"] == "plan"
     assert figures["plan"] == "memopt-train.plan.json"
+    # the parameter, the input, and the outputs of layers 0 and 1 when the second is made
+    assert figures["floor_bytes"] == 1000 + 10 + 2 * 4000
+    assert figures["floor"] == "no plan can go below 8.80 KiB: forward of Net.1 (aten.exp.default)"
+    assert figures["lints"] == []
     assert figures["predicted_peak_bytes"] <= figures["budget_bytes"]
     options = {each["what"]: each for each in figures["explanation"]["alternatives"]}
     assert set(options) == {"keep", "recompute"}
@@ -136,6 +141,7 @@ def test_a_budget_that_cannot_be_met(folder: Path, capsys: pytest.CaptureFixture
     said = capsys.readouterr()
     assert said.out == ""
     assert "cannot be met: the smallest peak found is" in said.err
+    assert "no plan can go below 8.80 KiB: forward of Net.1 (aten.exp.default)" in said.err
     assert "try: a budget of at least" in said.err
     assert not (folder / "memopt-train.plan.json").exists()
 
@@ -145,7 +151,7 @@ def test_a_budget_that_cannot_be_met(folder: Path, capsys: pytest.CaptureFixture
     [
         (), ("--budget", "0"), ("--budget", "-5"), ("--budget", "abc"), ("--budget", "1KB", "--pareto"),
         ("--budget", "70%", "--strategy", "best"), ("--budget", "70%", "--allow", "magic"),
-        ("--budget", "70%", "--allow", "lossy"), ("--max-overhead", "ten"), ("--max-overhead", "-1%"),
+        ("--budget", "70%", "--strategy", "auto", "--variant", "all"), ("--max-overhead", "ten"), ("--max-overhead", "-1%"),
         ("--budget", "70%", "--out-gbps", "3"), ("--budget", "70%", "--explain", "no such tensor"),
         ("--pareto", "--strategy", "auto", "--strategy", "sublinear"), ("--budget", "70%", "--time-limit", "0"),
     ],
@@ -192,6 +198,16 @@ def test_denied_kinds_are_not_planned(folder: Path, capsys: pytest.CaptureFixtur
     assert "fewer kinds of action denied" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["lossy", "model-change"])
+def test_what_is_not_exact_may_be_allowed_and_is_said_to_do_nothing(
+    kind: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert advise("--budget", "70%", "--allow", kind) == 0
+    assert f"Note: --allow {kind} changes n" in capsys.readouterr().out.replace("\n", " ")
+    plan = load_plan(folder / "memopt-train.plan.json")
+    assert {action.kind for action in plan.actions} == {"recompute"}
+
+
 def test_the_overhead_can_be_the_budget(folder: Path, trace: Trace) -> None:
     assert advise("--max-overhead", "10%") == 0
     plan = load_plan(folder / "memopt-train.plan.json")
@@ -199,6 +215,26 @@ def test_the_overhead_can_be_the_budget(folder: Path, trace: Trace) -> None:
     assert plan.predicted_peak_bytes < trace.peak_bytes
     assert advise("--max-overhead", "40%", "-o", "more.json") == 0
     assert load_plan(folder / "more.json").predicted_peak_bytes < plan.predicted_peak_bytes
+
+
+def test_the_plan_for_an_overhead_is_the_one_that_is_explained(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No search runs again for the explanation: what the last one decided is what is written and explained."""
+    searched: list[int] = []
+    decide = Adviser.decide
+
+    def counted(self: Adviser, budget_bytes: int, strategy: str = "auto") -> Decided:
+        searched.append(budget_bytes)
+        return decide(self, budget_bytes, strategy)
+
+    monkeypatch.setattr(Adviser, "decide", counted)
+    assert advise("--max-overhead", "10%", "--explain", "Net.0", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert len(searched) == len(set(searched)), "each budget once"
+    chosen = [each for each in figures["explanation"]["alternatives"] if each["chosen"]]
+    assert [each["peak_bytes"] for each in chosen] == [figures["predicted_peak_bytes"]]
+    assert [each["step_ms"] for each in chosen] == [figures["predicted_step_ms"]]
 
 
 def test_an_overhead_that_buys_nothing_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

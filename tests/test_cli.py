@@ -218,7 +218,7 @@ def test_configuration_lies_under_environment_and_flags(
         ("[tool]\nmemopt = 3", "is not a table"),
         ("tool = 3", "is not a table"),
         ("[tool.memopt\n", "cannot read"),
-        ('[tool.memopt]\ncolor = "red"', "is not one of"),
+        ('[tool.memopt]\ncolor = "red"', "it is one of"),
     ],
 )
 def test_wrong_configuration_is_a_usage_error(

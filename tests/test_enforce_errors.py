@@ -186,7 +186,7 @@ def test_verify_says_identical_and_finds_a_difference(
 
     lines = [{"losses": {"l": "1"}, "gradients": {}, "parameters and buffers": {}}]
     other = [{"losses": {"l": "2"}, "gradients": {}, "parameters and buffers": {}}]
-    runs = iter([(lines, 0), (other, 0), (lines, 0)])
+    runs = iter([(lines, 0, None), (other, 0, None), (lines, 0, None)])
     monkeypatch.setattr(verify, "_run", lambda *words: next(runs))
     with pytest.raises(VerifyFailed, match="differs"):
         verify.verify(Path("p"), [], 1, Path("."))

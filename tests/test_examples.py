@@ -1,5 +1,6 @@
 """The examples train: losses finite, the same twice under one seed, and lower than at the start."""
 
+import json
 import math
 import re
 import subprocess
@@ -8,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.test_apply_cli import ROOT, memopt
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 SMALL = {
@@ -59,3 +61,23 @@ def test_example_trains_and_repeats(script: Path) -> None:
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_example_is_short(script: Path) -> None:
     assert len(script.read_text().splitlines()) <= 100
+
+
+@pytest.mark.parametrize("name", ["char_gpt", "dcgan"])
+def test_an_example_keeps_to_60_percent_of_its_peak_and_to_its_bits(name: str, tmp_path: Path) -> None:
+    """The main job, as a person does it: a script with one optimizer, one with two. How fast a disk is does not matter here."""
+    steps = [str(ROOT / "examples" / f"{name}.py"), "--steps", "6"]
+    for args in (
+        ["profile", "-q", "-o", "p.json.gz", *steps],
+        ["advise", "p.json.gz", "--budget", "60%", "--deny", "swap", "-o", "plan.json"],
+        ["apply", "plan.json", "--outcome", "outcome.json"],
+    ):
+        done = memopt(tmp_path, *args)
+        assert done.returncode == 0, done.stderr
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert outcome["measured_peak_bytes"] <= outcome["budget_bytes"]
+    assert outcome["measured_peak_bytes"] == pytest.approx(outcome["predicted_peak_bytes"], rel=0.03)
+    assert outcome["actions"]["done"] == outcome["actions"]["planned"] > 0
+    verified = memopt(tmp_path, "apply", "plan.json", "--verify", "3")
+    assert verified.returncode == 0, verified.stderr
+    assert "identical" in verified.stdout

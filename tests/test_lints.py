@@ -6,11 +6,15 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Literal
 
+import msgspec
 import pytest
 
 from memopt.advisors.lints import RULES, find_lints
+from memopt.device import Device
 from memopt.trace import load_trace
+from tests.layers_trace import Layer, build
 
 ROOT = Path(__file__).parent.parent
 
@@ -60,12 +64,20 @@ CLEAN = {
     "backward": "",
     "after": "pass",
 }
+DDP = (
+    "import tempfile; net.conv = None; torch.distributed.init_process_group('gloo', init_method='file://' + tempfile.mktemp(), "
+    "rank=0, world_size=1); net = nn.parallel.DistributedDataParallel(net{})"
+)
 FAULTS: dict[str, dict[str, str]] = {
     "graph-kept": {"after": "kept.append(net(x).square().mean())"},
+    "kept-across-iterations": {"after": "kept.append(out)"},
     "evaluation-records-a-graph": {"between": "score = net(x).sum().item()"},
     "activation-held-by-the-script": {"body": "h = h * h.sigmoid(); a = h.exp().tanh(); b = a.sin(); kept[:] = [a, b]; h = b.cos()"},
     "attention-without-sdpa": {"body": "w = (h.view(8, 16, 256) @ h.view(8, 16, 256).transpose(1, 2)).softmax(-1); h = (w @ h.view(8, 16, 256)).view(128, 256)"},
     "materialised-mask": {"body": "m = torch.rand(16, 64, 64) > 0.5; w = torch.zeros(16, 64, 64).add(h.mean()).masked_fill(m, 0.0); h = h + w.sum()"},
+    "autocast-weight-copies": {"init": "self.wide = nn.Linear(256, 1024)", "body": "h = h + F.linear(h.bfloat16(), self.wide.weight.bfloat16()).float().mean()"},
+    "cache-emptied": {"after": "torch.cuda.empty_cache()"},
+    "gradients-copied-into-buckets": {"setup": DDP.format("")},
     "gradients-zeroed-in-place": {"zero": "opt.zero_grad(set_to_none=False)"},
     "foreach-optimizer-peak": {"init": "self.large = nn.Linear(600, 600)", "body": "h = h + self.large.weight.sum()", "optimizer": "AdamW(net.parameters(), foreach=True)"},
     "frozen-layer-saves-its-input": {"setup": "net.conv.weight.requires_grad_(False)", "body": "h = self.conv(h.sin().view(128, 1, 16, 16)).mean(1).reshape(128, 256)"},
@@ -85,6 +97,24 @@ FAULTS: dict[str, dict[str, str]] = {
     "weights-cast-again-and-again": {"body": "w = self.first.weight; c = h.bfloat16(); h = h + sum(F.linear(c, w.bfloat16().t()) for _ in range(8)).float().sum()"},
 }  # fmt: skip
 
+MORE: dict[str, tuple[str, dict[str, str]]] = {
+    "losses": ("kept-across-iterations", {"after": "kept.append(loss)"}),
+    "losses of MSE": ("kept-across-iterations", {"loss": "F.mse_loss(out, torch.randn(128, 16))", "after": "kept.append(out)"}),
+    "in a function": ("kept-across-iterations", {"setup": "def note(what, values=[]): values.append(what)", "after": "note(out)"}),
+    "total": ("kept-across-iterations", {"setup": "total = torch.zeros(())", "after": "total += loss"}),
+    "factors": ("materialised-mask", {"body": "q = h.view(8, 64, 64); k = q[:, :48]; m = torch.tril(torch.ones(8, 64, 48)); w = (q @ k.transpose(1, 2)).softmax(-1) * m; h = (w @ k).view(128, 256)"}),
+    "T x S": ("materialised-mask", {"body": "q = h.view(8, 64, 64); k = q[:, :48]; m = torch.ones(8, 64, 48).tril() == 0; w = (q @ k.transpose(1, 2)).masked_fill(m, -1e9).softmax(-1); h = (w @ k).view(128, 256)"}),
+}  # fmt: skip
+"""Other forms of a fault: a name for the script -> what is found, and its parts."""
+ATTACK = {"zero": "opt.zero_grad(); x.requires_grad_()", "after": "x = x + x.grad.sign()"}
+"""Adversarial training reads the gradient of its input."""
+ASKED = {"between": "z = x.detach().requires_grad_(); g, = torch.autograd.grad(net(z).sum(), z)", "loss": "F.cross_entropy(out, y) + F.cross_entropy(net(x + g.sign()), y)"}  # fmt: skip
+"""So does an attack that asks for it."""
+LAZY = {
+    "setup": "first = second = None",
+    "after": "first, second = (first, second) if step > 0 else (out.sum(), out.mean())",
+}
+"""Two terms that are computed now and then stay in their variables."""
 INNOCENT = {
     "body": "m = h.view(8, 16, 16, 16).softmax(1); h = h + m.square().mean(); parts = h[:, :16]\n"
     "        for k in range(15):\n            parts = torch.cat([parts, (parts[:, :16] + parts[:, -16:]).exp().tanh()], 1)\n        h = parts",
@@ -94,6 +124,20 @@ INNOCENT = {
 """What looks like a fault: a softmax over channels of square maps, a cat whose stages are needed, several outputs in variables."""
 PENALTY = {"between": "z = x.clone().requires_grad_(); g, = torch.autograd.grad(net(z).sum(), z, create_graph=True)", "loss": "F.cross_entropy(out, y) + (g.norm(dim=1) - 1).square().mean()"}  # fmt: skip
 """A gradient penalty, which keeps a graph and needs the gradient of an input."""
+
+
+VIEWS = {"setup": DDP.format(", gradient_as_bucket_view=True")}
+CLEAN_ONES = {
+    "": {},
+    "bucket views": VIEWS,
+    "innocent": INNOCENT,
+    "penalty": PENALTY,
+    "attack": ATTACK,
+    "asked": ASKED,
+    "lazy": LAZY,
+}
+NOT_ON_A_CPU = {"dropout-noise-in-float", "out-of-place-at-the-peak"}
+"""Found in traces made by hand, below."""
 
 
 def profiled(folder: Path, **parts: str) -> list[str]:
@@ -118,13 +162,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     with ThreadPoolExecutor(2) as pool:
         runs = {
             name: pool.submit(profiled, folder / (name or "clean"), **parts)
-            for name, parts in {"": {}, "innocent": INNOCENT, "penalty": PENALTY, **FAULTS}.items()
+            for name, parts in (
+                CLEAN_ONES | FAULTS | {name: parts for name, (_, parts) in MORE.items()}
+            ).items()
         }
     return {name: run.result() for name, run in runs.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["", "innocent", "penalty"])
+@pytest.mark.parametrize("name", CLEAN_ONES)
 def test_a_clean_script_has_none(name: str, found: dict[str, list[str]]) -> None:
     assert found[name] == []
 
@@ -135,9 +181,45 @@ def test_a_fault_is_found(name: str, found: dict[str, list[str]]) -> None:
     assert name in found[name]
 
 
-def test_every_rule_is_tried() -> None:
-    import memopt.advisors.lint_rules  # noqa: F401
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_another_form_of_it_is_found(name: str, found: dict[str, list[str]]) -> None:
+    assert MORE[name][0] in found[name]
 
-    assert {rule.name for rule in RULES} == set(FAULTS)
+
+def test_every_rule_is_tried() -> None:
+    import memopt.advisors.lint_rules
+    import memopt.advisors.lint_rules_loop  # noqa: F401
+
+    assert {rule.name for rule in RULES} == set(FAULTS) | NOT_ON_A_CPU
     assert len(RULES) >= 15
     assert all(rule.what and rule.try_ for rule in RULES)
+
+
+# --- by hand
+
+
+def test_an_activation_function_out_of_place_at_the_peak() -> None:
+    """Layer 1 is saved by nobody and read by the ReLU alone, at which 10 + 1000 + 400 + 4000 + 4000 bytes are there."""
+    layers = [
+        Layer(400, grad=10),
+        Layer(4000, 1.0, (0,), saves=(), op="aten.add.Tensor", grad=10),
+        Layer(4000, 1.0, (1,), op="aten.relu.default", grad=10),
+    ]
+    trace = build(layers)
+    assert trace.peak_bytes == 9410
+    assert [(each.name, each.size_bytes, each.line) for each in find_lints(trace)] == [
+        ("out-of-place-at-the-peak", 4000, "net.py:2")
+    ]
+    read_again = [*layers[:2], Layer(4000, 1.0, (1,), saves=(1, 2), op="aten.relu.default", grad=10)]
+    assert find_lints(build(read_again)) == []
+
+
+@pytest.mark.parametrize(("kind", "found"), [("cuda", ["dropout-noise-in-float"]), ("cpu", [])])
+def test_dropout_noise_in_float(kind: Literal["cpu", "cuda"], found: list[str]) -> None:
+    noise = Layer(4000, saves=(), op="aten.bernoulli_.float")
+    product = Layer(4000, 1.0, (0,), saves=(0,), node="MulBackward0", op="aten.mul.Tensor")
+    trace = build([noise, product], device=Device(kind=kind))
+    slots = msgspec.structs.replace(trace.slots, slot=[len(trace.strings)])
+    trace = msgspec.structs.replace(trace, slots=slots, strings=[*trace.strings, "other"])
+    assert [each.name for each in find_lints(trace)] == found

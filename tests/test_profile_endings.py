@@ -244,3 +244,30 @@ def test_names_expand() -> None:
 
     assert expand("a-%r-%p-100%%-%x", "3") == f"a-3-{os.getpid()}-100%-%x"
     assert expand("%r", "") == "0"
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_without_warmup_the_first_iteration_is_recorded(profile: Profiler, steps: int) -> None:
+    run = profile("ends.py", "end", "4", options=("--warmup", "0", "--steps", str(steps)))
+    assert run.returncode == 0
+    assert (run.trace.partial, run.trace.iteration) == ("", 1)
+    assert run.trace.facts["backward_calls"] == 1
+
+
+def test_one_step_is_enough_without_warmup(profile: Profiler) -> None:
+    run = profile("ends.py", "end", "1", options=("--warmup", "0"))
+    assert (run.trace.partial, run.trace.iteration) == ("", 1)
+
+
+def test_a_name_that_no_file_can_have_is_no_script(tmp_path: Path) -> None:
+    for name in ("a" * 300 + ".py", "a/" * 3000):
+        done = subprocess.run(
+            [sys.executable, "-m", "memopt", "profile", name],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "Traceback" not in done.stderr

@@ -10,315 +10,24 @@ It is not optimal in general: `overhead_bound` says how far off it can be at mos
 
 from __future__ import annotations
 
-import itertools
-import logging
 import math
 import time
-from dataclasses import replace
-from importlib.util import find_spec
 
-from memopt.advisors.graphs.bounds import overhead_bound
-from memopt.advisors.graphs.checkmate import build, solve
-from memopt.advisors.graphs.engine import Engine, Stuck
-from memopt.advisors.graphs.evolve import Evolution
-from memopt.advisors.graphs.exact import Proof, Relaxed, Start, prove
 from memopt.advisors.graphs.folded import Folded, fold, least_peak
-from memopt.advisors.graphs.graph import Graph
-from memopt.advisors.graphs.lanes import Lanes
-from memopt.advisors.graphs.linked import Linked
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer, usual_s
-from memopt.advisors.graphs.runs import floor_bytes, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
-from memopt.advisors.graphs.scores import SCORES
-from memopt.advisors.graphs.search import Search
-from memopt.advisors.graphs.segments import Forward, cheapest_dropped, greedy_cuts, runs_keeping, sqrt_cuts
-from memopt.advisors.graphs.waiting import Waiting
-from memopt.advisors.schedule import FREE, RUN, Step
-from memopt.advisors.schedule_sim import InvalidSchedule
+from memopt.advisors.graphs.runs import floor_bytes, peak_of_runs, plain_runs
+from memopt.advisors.graphs.stages import AutoPlan
+from memopt.advisors.graphs.starts import LARGE
 from memopt.errors import BudgetInfeasible
 
-log = logging.getLogger(__name__)
-
-PORTFOLIO = ("msps", "dtr", "dtr-local", "next-use", "dtr-eqclass", "size", "lru", "dtr-megengine", "belady")
-STARTS = 3
-SLOW = 150
-"""With fewer iterations than this in a slice, one long search is worth more than several."""
-FEW = 300
-"""Above so many ops, one long search is worth more where copies make each move dearer."""
-LAST_RESORT = 4.0
-"""Of the usual time, until a refusal."""
-PROOF = 0.2
-SMALL = 64
-"""HiGHS comes close to the optimum of Checkmate's program for so many ops, in seconds."""
-LEAST_S = 0.5
-"""HiGHS is not asked for less than that."""
-PROGRAM, PROGRAM_FIRST = 0.5, 0.3
-"""Of the time that is left, for that; where there is no valid plan yet."""
 EFFORT_FOR_PARTS = 3.0
 """Of the usual time for so many ops."""
+SMALL_S = 10.0
+"""So long HiGHS may go on with a small graph, where nothing proves the plan and the time limit allows it."""
 SHARE_FOR_PARTS = 0.8
 """Of the time, where the whole is improved afterwards."""
 CUT_FOR = (0.2, 0.5, 0.8)
 """Between the floor and the unplanned peak: larger budgets for which the graph is cut where its own shows no rounds."""
-LARGE = 8000
-"""In graphs with more ops, what planned parts leave to gain is not worth the time."""
-CLOSE = 1e-5
-"""A plan whose overhead is this close to the bound ends the search."""
-LOOSER = 1.25
-GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0))
-"""Noise and breadth of the greedy starts."""
-
-LENT = ((1.0, 0.0), (0.8, 0.3))
-"""How far swaps fill the out lane in the starts that begin with them, and the noise of their choice."""
-
-
-class AutoPlan:
-    """The state of one `auto` run; each stage leaves the best plan so far in `search`."""
-
-    def __init__(self, problem: GraphProblem) -> None:
-        self.problem = problem
-        self.bound = 0.0
-        lanes = Lanes(problem.graph, problem.out_gbps, problem.in_gbps) if problem.may_swap else None
-        self.search = Search(
-            problem.graph,
-            plain_runs(problem.graph),
-            problem.budget_bytes,
-            lanes=lanes,
-            replays=problem.may_recompute,
-        )
-        self.search.deadline = problem.until
-        self.stats: dict[str, float | int | str] = {}
-        self.found: list[tuple[float, list[Step]]] = []
-        """Cost and steps of valid plans that the search does not hold."""
-        self.waiting = Waiting(problem)
-        self.proof = Proof()
-
-    def plan(self) -> None:
-        """All stages, until the time is up."""
-        begin = time.monotonic()
-        left = self.problem.until - begin
-        small = self.problem.graph.op_count <= LARGE
-        self.last_resort = min(begin + (LAST_RESORT * left if small else left), self.problem.latest)
-        self.bound = overhead_bound(self.problem)
-        if self.problem.may_recompute:
-            self._secure(begin + (0.1 if small else 0.3) * left)
-        self._note_first(begin)
-        self._greedy_start(begin + 0.12 * left)
-        self._note_first(begin)
-        if self.problem.may_recompute:
-            self.proof = prove(self.problem, PROOF * left, Linked if self.problem.may_swap else Relaxed)
-            self.bound = max(self.bound, self.proof.bound_ms / max(self.problem.graph.plain_ms, 1e-12))
-        enough = (self.bound + CLOSE) * self.problem.graph.plain_ms
-        slice_s = max(0.25, left / 10)
-        if self.search.lanes:
-            self._jointly(slice_s, enough)
-            return
-        if not self.search.best_over and self.search.best_cost <= enough:
-            return
-        evolution = Evolution(self.search)
-        if self.problem.may_recompute:
-            self._evolve_starts(evolution, begin + 0.6 * left, slice_s, STARTS)
-        if self.search.best_over:
-            self._insist(begin)
-        if not self.search.best_over:
-            self._exactly(self.stage_end(PROGRAM))
-        if self.search.iterations >= SLOW:
-            evolution.run(begin + 0.75 * left, slice_s, enough)
-        self._finish(enough)
-
-    def go_on(self, start: Answer) -> None:
-        """Improve a valid plan with all the time that is left."""
-        self.stats.update(start.stats)
-        self.bound = max(start.overhead_bound, overhead_bound(self.problem))
-        self.found.append(
-            (self.problem.replay(start.steps).overhead * self.problem.graph.plain_ms, start.steps)
-        )
-        if all(verb in (RUN, FREE) for verb, _ in start.steps):
-            self.search.load([op for verb, op in start.steps if verb == RUN])
-            self.search.polish_all()
-            self._finish((self.bound + CLOSE) * self.problem.graph.plain_ms)
-
-    def _note_first(self, begin: float) -> None:
-        """When the first valid plan was there."""
-        if not self.search.best_over:
-            self.stats.setdefault("first_s", round(time.monotonic() - begin, 3))
-
-    def _insist(self, begin: float) -> None:
-        """Look for a valid plan until the last resort; improve one for as long as it took to find, within the time limit."""
-        search, now = self.search, time.monotonic()
-        self._exactly(now + PROGRAM_FIRST * (self.last_resort - now))
-        if search.best_over:
-            search.load_best()
-            search.mend(self.last_resort)
-        if not search.best_over:
-            self._note_first(begin)
-            now = time.monotonic()
-            until = min(self.problem.latest, max(self.problem.until, now + (now - begin)))
-            self.problem = replace(self.problem, until=until)
-
-    def _exactly(self, until: float) -> None:
-        """What HiGHS makes of Checkmate's program, where that is small."""
-        search, problem = self.search, self.problem
-        if problem.graph.op_count > SMALL or not problem.may_recompute or not find_spec("highspy"):
-            return
-        if until - time.monotonic() < LEAST_S:
-            return
-        start = None if search.best_over else search.best_runs
-        program = build(problem.graph, problem.budget_bytes)
-        runs, _ = solve(replace(problem, until=until), program, start)
-        if runs is not None:
-            search.load(runs)
-            search.polish_all()
-
-    def _jointly(self, slice_s: float, enough: float) -> None:
-        """Reruns and copies together; plans in which runs wait where there is no other."""
-        search, problem = self.search, self.problem
-        if problem.may_recompute and not search.best_over:
-            self._starts(self.stage_end(0.2))
-        self._swap(time.monotonic() + slice_s)
-        evolution = Evolution(search)
-        if search.best_over:
-            self.waiting.try_peers(self.stage_end(0.3))
-            if problem.may_recompute:
-                self._evolve_starts(evolution, self.last_resort, slice_s, 1)
-            search.load_best()
-            search.convert(time.monotonic() + slice_s)
-            if search.best_over:
-                self.waiting.climb(problem.until)
-                return
-        best = search.best_cost / max(problem.graph.plain_ms, 1e-12)
-        self.waiting.try_peers(self.stage_end(0.3), best)
-        if problem.graph.op_count <= FEW:
-            evolution.run(self.stage_end(0.7), slice_s, enough)
-        self._finish(enough)
-
-    def _evolve_starts(self, evolution: Evolution, until: float, slice_s: float, most: int) -> None:
-        """Search from each of the best few starts for a while."""
-        for start in self._starts(self.stage_end(0.35))[:most]:
-            if time.monotonic() < until or self.search.best_over:
-                evolution.add(*start, time.monotonic() + slice_s)
-            if self.search.iterations < SLOW and not self.search.best_over:
-                return
-
-    def _finish(self, enough: float) -> None:
-        """One long search from the best plan with all the time that is left."""
-        if time.monotonic() < self.problem.until:
-            self.search.load_best()
-            self.search.run(self.problem.until, enough)
-
-    def _secure(self, until: float) -> None:
-        """A first valid plan of what is cheap to drop or of a few segments, which cost next to nothing, else from the first online rule that finds one."""
-        graph, budget_bytes = self.problem.graph, self.problem.budget_bytes
-        forward = Forward(graph)
-        plans = cheapest_dropped(forward) if graph.op_count > LARGE else []
-        plans += greedy_cuts(forward, 6)[graph.op_count <= LARGE :]
-        segments = (runs_keeping(forward, keep) for keep in plans)
-        rules = (ruled(graph, budget_bytes, name, until) for name in PORTFOLIO)
-        for runs in itertools.chain(segments, rules):
-            if runs and peak_of_runs(graph, runs) <= budget_bytes:
-                self.search.load(runs)
-                self.search.polish_all()
-                return
-            if time.monotonic() > until:
-                return
-
-    def _greedy_start(self, until: float) -> None:
-        """Plans of the offline greedy."""
-        for noise, breadth in GREEDY:
-            self.search.greedy(noise, breadth, self.stage_end(0.1 if self.search.lanes else 0.4))
-            if time.monotonic() > until:
-                return
-
-    def stage_end(self, share: float) -> float:
-        """The moment at which `share` of what is left will be used up."""
-        now = time.monotonic()
-        return now + share * max(0.0, self.problem.until - now)
-
-    def _starts(self, until: float) -> list[Start]:
-        """The best few polished plans: of what was found so far, the proof's, the online rules' and the segments'."""
-        search = self.search
-        found = [(search.best_over, search.best_cost, (search.best_runs, search.best_swaps))]
-        for number, runs in enumerate(starts(self.problem, self.stage_end(0.15 if search.lanes else 0.3))):
-            if number and time.monotonic() > until:
-                break
-            search.load(runs)
-            if not search.overflow():
-                search.polish_all()
-                found.append(self._valued())
-            elif not search.best_over:
-                break
-            else:
-                found.append(self._pressed((runs, frozenset())))
-        found += [self._pressed(start) for start in self.proof.starts]
-        found.sort(key=lambda each: each[:2])
-        valid = sum(not over for over, _, _ in found)
-        return [start for _, _, start in found[: max(1, min(STARTS, valid))]]
-
-    def _pressed(self, start: Start) -> tuple[int, float, Start]:
-        search = self.search
-        search.load(*start)
-        search.polish_all()
-        search.press(self.stage_end(0.1))
-        search.polish_all()
-        return self._valued()
-
-    def _valued(self) -> tuple[int, float, Start]:
-        search = self.search
-        swaps = frozenset(search.lanes.swaps) if search.lanes else frozenset()
-        return search.overflow(), search.state.cost, (search.state.runs(), swaps)
-
-    def _swap(self, until: float) -> None:
-        """Starts with swaps: from the best plan without, and from the plain sequence with swaps first."""
-        search = self.search
-        search.load_best()
-        search.convert(until)
-        for share, noise in LENT:
-            search.lend(share, noise, until)
-            search.convert(until)
-        for noise, breadth in GREEDY[:6]:
-            search.greedy(noise, breadth, until, swap_first=1.0)
-            search.convert(until)
-            if time.monotonic() > until:
-                break
-
-    def answer(self) -> Answer:
-        """The best plan that the judge accepts; raises `BudgetInfeasible` when none was found."""
-        problem, search = self.problem, self.search
-        self.stats["iterations"] = search.iterations
-        found = list(self.found)
-        if self.waiting.best:
-            found.append((self.waiting.best[0] * problem.graph.plain_ms, self.waiting.best[1]))
-        if not search.best_over:
-            found.append((search.best_cost, self._steps()))
-        for _, steps in sorted(found, key=lambda item: item[0]):
-            if self._holds(steps):
-                return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
-        if found:
-            for runs in starts(problem, time.monotonic() + 10):
-                if self._holds(steps := steps_of_runs(problem.graph, runs)):
-                    return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
-        peak = max(min(self.smallest_peak(), self.waiting.smallest_bytes), problem.budget_bytes + 1)
-        raise infeasible(problem, peak)
-
-    def _steps(self) -> list[Step]:
-        search = self.search
-        search.load_best()
-        if search.lanes:
-            return search.lanes.steps(search.state)
-        return steps_of_runs(self.problem.graph, search.best_runs)
-
-    def _holds(self, steps: list[Step]) -> bool:
-        """Whether the judge accepts; a refusal is a bug here, but must not cost the user the plan."""
-        try:
-            self.problem.replay(steps)
-        except InvalidSchedule as refusal:
-            log.error("a plan was thrown away: %s", refusal)
-            return False
-        return True
-
-    def smallest_peak(self) -> int:
-        """Smallest peak reached without meeting the budget."""
-        self.search.load_best()
-        return int(self.search.state.memory.max())
 
 
 def auto(problem: GraphProblem) -> Answer:
@@ -333,16 +42,17 @@ def auto(problem: GraphProblem) -> Answer:
     if folded is not None:
         return by_parts(problem, folded, floor)
     if problem.budget_bytes >= floor:
-        return at_once(problem)
+        return at_once(problem, exact_until=min(problem.latest, time.monotonic() + SMALL_S))
     raise infeasible(problem, least_peak(problem, plain_peak, at_once, problem.until))
 
 
-def at_once(problem: GraphProblem, start: Answer | None = None) -> Answer:
-    """The best plan of the graph as a whole, from `start` or from nothing."""
+def at_once(problem: GraphProblem, start: Answer | None = None, exact_until: float = 0.0) -> Answer:
+    """The best plan of the graph as a whole, from `start` or from nothing; of a small one HiGHS may go on until `exact_until`."""
     work = AutoPlan(problem)
     try:
         if start is None:
             work.plan()
+            work.exactly_until(exact_until)
         else:
             work.go_on(start)
     except KeyboardInterrupt:
@@ -352,6 +62,7 @@ def at_once(problem: GraphProblem, start: Answer | None = None) -> Answer:
 
 def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
     """The plans of the parts together; where that is not too long, improved as a whole."""
+    begin = time.monotonic()
     large = problem.graph.op_count > LARGE
     most_s = EFFORT_FOR_PARTS * usual_s(folded.distinct_ops) if large else math.inf
 
@@ -362,6 +73,7 @@ def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
     folded.solve(end())
     if not folded.refused:
         answer = folded.answer()
+        answer.stats["first_s"] = round(time.monotonic() - begin, 3)
         return answer if large or "interrupted" in answer.stats else at_once(problem, answer)
     smallest = folded.smallest_peak(end())
     if problem.budget_bytes < floor:
@@ -370,35 +82,3 @@ def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
         return at_once(problem)
     except BudgetInfeasible as failure:
         raise infeasible(problem, min(smallest, failure.min_peak_bytes)) from None
-
-
-def starts(problem: GraphProblem, until: float) -> list[list[int]]:
-    """Run sequences of the online rules and of Chen's segments: those that meet the budget, cheapest first; then the others."""
-    graph = problem.graph
-    found: list[tuple[int, float, list[int]]] = []
-    begin = time.monotonic()
-    forward = Forward(graph)
-    for keep in sqrt_cuts(forward) + greedy_cuts(forward):
-        found.append(_valued(graph, problem.budget_bytes, runs_keeping(forward, keep)))
-        if time.monotonic() - begin > 0.3 * (until - begin):
-            break
-    for name in PORTFOLIO:
-        for budget_bytes in (problem.budget_bytes, int(LOOSER * problem.budget_bytes)):
-            if time.monotonic() > until:
-                break
-            if runs := ruled(graph, budget_bytes, name, until):
-                found.append(_valued(graph, problem.budget_bytes, runs))
-                break
-    return [runs for _, _, runs in sorted(found, key=lambda item: item[:2])]
-
-
-def ruled(graph: Graph, budget_bytes: int, name: str, until: float) -> list[int]:
-    """The run sequence of one online rule; empty when it gets stuck."""
-    try:
-        return Engine(graph, budget_bytes, SCORES[name](), until=until).plan()
-    except Stuck:
-        return []
-
-
-def _valued(graph: Graph, budget_bytes: int, runs: list[int]) -> tuple[int, float, list[int]]:
-    return max(0, peak_of_runs(graph, runs) - budget_bytes), rerun_ms(graph, runs), runs

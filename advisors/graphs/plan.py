@@ -27,6 +27,7 @@ from memopt.advisors.graphs.rotor import rotor
 from memopt.advisors.graphs.runs import peak_of_runs, plain_runs
 from memopt.advisors.graphs.segments import sublinear_greedy, sublinear_sqrt
 from memopt.advisors.graphs.sentinel import sentinel
+from memopt.advisors.graphs.starts import FEW
 from memopt.advisors.graphs.superneurons import superneurons
 from memopt.advisors.graphs.swapadvisor import swapadvisor
 from memopt.advisors.graphs.vdnn import vdnn, vdnn_all, vdnn_conv, vdnn_plus
@@ -95,6 +96,7 @@ def plan_graph(
     for name, rate in (("--out-gbps", out_gbps), ("--in-gbps", in_gbps)):
         if not (math.isfinite(rate) and 0 <= rate <= 1e6):
             raise UsageError(f"{name} {rate} is not a usable bandwidth", try_="a number of GB/s, such as 12")
+    effort = usual_s(graph.op_count) if time_limit_s is None else effort_s(graph, time_limit_s)
     if time_limit_s is None:
         time_limit_s = default_limit_s(graph)
     if not time_limit_s > 0:
@@ -112,7 +114,7 @@ def plan_graph(
         out_gbps=out_gbps,
         in_gbps=in_gbps,
         allow=allow,
-        until=begin + (effort_s(graph, time_limit_s) if strategy == "auto" else LIMIT_USED * time_limit_s),
+        until=begin + (effort if strategy == "auto" else LIMIT_USED * time_limit_s),
         latest=begin + LIMIT_USED * time_limit_s,
     )
     plan = GRAPH_STRATEGIES[strategy] if graph.op_count else nothing_to_run
@@ -142,7 +144,10 @@ def default_limit_s(graph: Graph) -> float:
 
 
 def effort_s(graph: Graph, time_limit_s: float) -> float:
-    """Seconds to search: what is usual for so many ops; what a limit beyond the default grants comes on top."""
+    """Seconds to search within a limit: all of it on a graph of few ops; else what is usual for so many, and what the limit grants beyond
+    the default on top."""
+    if graph.op_count <= FEW:
+        return LIMIT_USED * time_limit_s
     more = max(0.0, time_limit_s - default_limit_s(graph))
     return min(LIMIT_USED * time_limit_s, usual_s(graph.op_count) + more)
 

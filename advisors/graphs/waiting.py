@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memopt.advisors.graphs.autoswap import autoswap
+from memopt.advisors.graphs.autotm import autotm
 from memopt.advisors.graphs.bounds import overhead_bound
 from memopt.advisors.graphs.capuchin import capuchin
 from memopt.advisors.graphs.flashneuron import flashneuron, tflms
@@ -28,18 +29,26 @@ from memopt.advisors.graphs.offload import (
 from memopt.advisors.graphs.problem import SWAP, Answer, GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
 from memopt.advisors.graphs.sentinel import sentinel
+from memopt.advisors.graphs.starts import FEW
 from memopt.advisors.graphs.superneurons import superneurons
 from memopt.advisors.graphs.swapadvisor import belady, swapadvisor
 from memopt.advisors.graphs.vdnn import vdnn, vdnn_plus
 from memopt.advisors.schedule import OUT, RUN, Step
-from memopt.errors import BudgetInfeasible
+from memopt.errors import BudgetInfeasible, NotPossibleHere
 
 Peer = Callable[[GraphProblem], Answer]
 JOINT: tuple[Peer, ...] = (superneurons, capuchin)
-SWAP_ONLY: tuple[Peer, ...] = (modnn, autoswap, vdnn, vdnn_plus, flashneuron, tflms, sentinel, swapadvisor)
-
-FEW = 1000
-"""On graphs of so many ops every strategy takes milliseconds."""
+SWAP_ONLY: tuple[Peer, ...] = (
+    modnn,
+    autoswap,
+    vdnn,
+    vdnn_plus,
+    flashneuron,
+    tflms,
+    sentinel,
+    swapadvisor,
+    autotm,
+)
 
 
 class Waiting:
@@ -60,6 +69,8 @@ class Waiting:
                 return
             try:
                 self._note(peer(hurried).steps)
+            except NotPossibleHere:
+                continue
             except BudgetInfeasible as failure:
                 self.smallest_bytes = min(self.smallest_bytes, failure.min_peak_bytes)
 

@@ -1,0 +1,314 @@
+"""One run of `auto` on a graph as a whole, in stages that each leave the best plan so far in hand.
+
+A first valid plan, the offline greedy, the bound, then with or without a link what `auto` tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from dataclasses import replace
+from importlib.util import find_spec
+
+from memopt.advisors.graphs.bounds import overhead_bound
+from memopt.advisors.graphs.checkmate import build, solve
+from memopt.advisors.graphs.evolve import Evolution
+from memopt.advisors.graphs.exact import Proof, Relaxed, Start, prove
+from memopt.advisors.graphs.lanes import Lanes
+from memopt.advisors.graphs.linked import Linked
+from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
+from memopt.advisors.graphs.runs import peak_of_runs, plain_runs, steps_of_runs
+from memopt.advisors.graphs.search import Search
+from memopt.advisors.graphs.starts import LARGE, first_plans, starts
+from memopt.advisors.graphs.waiting import Waiting
+from memopt.advisors.schedule import FREE, RUN, Step
+from memopt.advisors.schedule_sim import InvalidSchedule
+
+log = logging.getLogger(__name__)
+
+STARTS = 3
+SLOW = 150
+"""With fewer iterations than this in a slice, one long search is worth more than several."""
+FEW = 300
+"""Above so many ops, one long search is worth more where copies make each move dearer."""
+LAST_RESORT = 4.0
+"""Of the usual time, until a refusal."""
+PROOF = 0.2
+SMALL = 64
+"""HiGHS comes close to the optimum of Checkmate's program for so many ops, in seconds."""
+LEAST_S = 0.5
+"""HiGHS is not asked for less than that."""
+PROGRAM, PROGRAM_FIRST = 0.5, 0.3
+"""Of the time that is left, for that; where there is no valid plan yet."""
+CLOSE = 1e-5
+"""A plan whose overhead is this close to the bound ends the search."""
+GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0))
+"""Noise and breadth of the greedy starts."""
+
+LENT = ((1.0, 0.0), (0.8, 0.3))
+"""How far swaps fill the out lane in the starts that begin with them, and the noise of their choice."""
+
+
+class AutoPlan:
+    """The state of one `auto` run; each stage leaves the best plan so far in `search`."""
+
+    def __init__(self, problem: GraphProblem) -> None:
+        self.problem = problem
+        self.bound = 0.0
+        lanes = Lanes(problem.graph, problem.out_gbps, problem.in_gbps) if problem.may_swap else None
+        self.search = Search(
+            problem.graph,
+            plain_runs(problem.graph),
+            problem.budget_bytes,
+            lanes=lanes,
+            replays=problem.may_recompute,
+        )
+        self.search.deadline = problem.until
+        self.stats: dict[str, float | int | str] = {}
+        self.found: list[tuple[float, list[Step]]] = []
+        """Cost and steps of valid plans that the search does not hold."""
+        self.waiting = Waiting(problem)
+        self.proof = Proof()
+
+    def plan(self) -> None:
+        """All stages, until the time is up."""
+        begin = time.monotonic()
+        left = self.problem.until - begin
+        small = self.problem.graph.op_count <= LARGE
+        self.last_resort = min(begin + (LAST_RESORT * left if small else left), self.problem.latest)
+        self.bound = overhead_bound(self.problem)
+        if self.problem.may_recompute:
+            self._secure(begin + (0.1 if small else 0.3) * left)
+        self._note_first(begin)
+        self._greedy_start(begin + 0.12 * left)
+        self._note_first(begin)
+        if self.problem.may_recompute:
+            self.proof = prove(self.problem, PROOF * left, Linked if self.problem.may_swap else Relaxed)
+            self.bound = max(self.bound, self.proof.bound_ms / max(self.problem.graph.plain_ms, 1e-12))
+        enough = self.enough()
+        slice_s = max(0.25, left / 10)
+        if self.search.lanes:
+            self._jointly(slice_s, enough)
+            return
+        if not self.search.best_over and self.search.best_cost <= enough:
+            return
+        evolution = Evolution(self.search)
+        if self.problem.may_recompute:
+            self._evolve_starts(evolution, begin + 0.6 * left, slice_s, STARTS)
+        if self.search.best_over:
+            self._insist(begin)
+        if not self.search.best_over:
+            self._exactly(self.stage_end(PROGRAM))
+        enough = self.enough()
+        if self.search.iterations >= SLOW:
+            evolution.run(begin + 0.75 * left, slice_s, enough)
+        self._finish(enough)
+
+    def exactly_until(self, until: float) -> None:
+        """Let HiGHS go on with the whole graph, where it is small and nothing proves the plan."""
+        if not self.search.best_over and self.search.best_cost > self.enough() and not self.search.lanes:
+            self._exactly(until)
+
+    def enough(self) -> float:
+        """Rerun time (ms) of a plan that need not be improved."""
+        return (self.bound + CLOSE) * self.problem.graph.plain_ms
+
+    def go_on(self, start: Answer) -> None:
+        """Improve a valid plan with all the time that is left."""
+        self.stats.update(start.stats)
+        self.bound = max(start.overhead_bound, overhead_bound(self.problem))
+        self.found.append(
+            (self.problem.replay(start.steps).overhead * self.problem.graph.plain_ms, start.steps)
+        )
+        if all(verb in (RUN, FREE) for verb, _ in start.steps):
+            self.search.load([op for verb, op in start.steps if verb == RUN])
+            self.search.polish_all()
+            for runs in starts(self.problem, self.stage_end(PROOF)) if self.problem.may_recompute else ():
+                self.search.load(runs)
+                self.search.polish_all()
+                break
+            self._finish(self.enough())
+
+    def _note_first(self, begin: float) -> None:
+        """When the first valid plan was there."""
+        if not self.search.best_over:
+            self.stats.setdefault("first_s", round(time.monotonic() - begin, 3))
+
+    def _insist(self, begin: float) -> None:
+        """Look for a valid plan until the last resort; improve one for as long as it took to find, within the time limit."""
+        search, now = self.search, time.monotonic()
+        self._exactly(now + PROGRAM_FIRST * (self.last_resort - now))
+        if search.best_over:
+            search.load_best()
+            search.mend(self.last_resort)
+        if not search.best_over:
+            self._note_first(begin)
+            now = time.monotonic()
+            until = min(self.problem.latest, max(self.problem.until, now + (now - begin)))
+            self.problem = replace(self.problem, until=until)
+
+    def _exactly(self, until: float) -> None:
+        """What HiGHS makes of Checkmate's program, where that is small."""
+        search, problem = self.search, self.problem
+        if problem.graph.op_count > SMALL or not problem.may_recompute or not find_spec("highspy"):
+            return
+        if until - time.monotonic() < LEAST_S:
+            return
+        start = None if search.best_over else search.best_runs
+        program = build(problem.graph, problem.budget_bytes)
+        runs, bound_ms = solve(replace(problem, until=until), program, start)
+        self.bound = max(self.bound, bound_ms / max(problem.graph.plain_ms, 1e-12))
+        if runs is not None:
+            search.load(runs)
+            search.polish_all()
+
+    def _jointly(self, slice_s: float, enough: float) -> None:
+        """Reruns and copies together; plans in which runs wait where there is no other."""
+        search, problem = self.search, self.problem
+        if problem.may_recompute:
+            self._starts(self.stage_end(0.2))
+            if not search.best_over:
+                self._exactly(self.stage_end(0.2))
+        self._swap(time.monotonic() + slice_s)
+        evolution = Evolution(search)
+        if search.best_over:
+            self.waiting.try_peers(self.stage_end(0.3))
+            if problem.may_recompute:
+                self._evolve_starts(evolution, self.last_resort, slice_s, 1)
+            search.load_best()
+            search.convert(time.monotonic() + slice_s)
+            if search.best_over:
+                self.waiting.climb(problem.until)
+                return
+        best = search.best_cost / max(problem.graph.plain_ms, 1e-12)
+        self.waiting.try_peers(self.stage_end(0.3), best)
+        if problem.graph.op_count <= FEW:
+            evolution.run(self.stage_end(0.7), slice_s, enough)
+        self._finish(enough)
+
+    def _evolve_starts(self, evolution: Evolution, until: float, slice_s: float, most: int) -> None:
+        """Search from each of the best few starts for a while."""
+        for start in self._starts(self.stage_end(0.35))[:most]:
+            if time.monotonic() < until or self.search.best_over:
+                evolution.add(*start, time.monotonic() + slice_s)
+            if self.search.iterations < SLOW and not self.search.best_over:
+                return
+
+    def _finish(self, enough: float) -> None:
+        """One long search from the best plan with all the time that is left."""
+        if time.monotonic() < self.problem.until:
+            self.search.load_best()
+            self.search.run(self.problem.until, enough)
+
+    def _secure(self, until: float) -> None:
+        """A first valid plan, which costs next to no time, from the first sequence that gives one."""
+        graph, budget_bytes = self.problem.graph, self.problem.budget_bytes
+        for runs in first_plans(self.problem, until):
+            if peak_of_runs(graph, runs) <= budget_bytes:
+                self.search.load(runs)
+                self.search.polish_all()
+                return
+            if time.monotonic() > until:
+                return
+
+    def _greedy_start(self, until: float) -> None:
+        """Plans of the offline greedy."""
+        for noise, breadth in GREEDY:
+            self.search.greedy(noise, breadth, self.stage_end(0.1 if self.search.lanes else 0.4))
+            if time.monotonic() > until:
+                return
+
+    def stage_end(self, share: float) -> float:
+        """The moment at which `share` of what is left will be used up."""
+        now = time.monotonic()
+        return now + share * max(0.0, self.problem.until - now)
+
+    def _starts(self, until: float) -> list[Start]:
+        """The best few polished plans: of what was found so far, the proof's, the online rules' and the segments'."""
+        search = self.search
+        found = [(search.best_over, search.best_cost, (search.best_runs, search.best_swaps))]
+        most_ms = math.inf if search.best_over else search.best_cost
+        until_starts = self.stage_end(0.15 if search.lanes else 0.3)
+        for number, runs in enumerate(starts(self.problem, until_starts, most_ms)):
+            if number and time.monotonic() > until:
+                break
+            search.load(runs)
+            if not search.overflow():
+                search.polish_all()
+                found.append(self._valued())
+            elif not search.best_over:
+                break
+            else:
+                found.append(self._pressed((runs, frozenset())))
+        found += [self._pressed(start) for start in self.proof.starts]
+        found.sort(key=lambda each: each[:2])
+        valid = sum(not over for over, _, _ in found)
+        return [start for _, _, start in found[: max(1, min(STARTS, valid))]]
+
+    def _pressed(self, start: Start) -> tuple[int, float, Start]:
+        search = self.search
+        search.load(*start)
+        search.polish_all()
+        search.press(self.stage_end(0.1))
+        search.polish_all()
+        return self._valued()
+
+    def _valued(self) -> tuple[int, float, Start]:
+        search = self.search
+        swaps = frozenset(search.lanes.swaps) if search.lanes else frozenset()
+        return search.overflow(), search.state.cost, (search.state.runs(), swaps)
+
+    def _swap(self, until: float) -> None:
+        """Starts with swaps: from the best plan without, and from the plain sequence with swaps first."""
+        search = self.search
+        search.load_best()
+        search.convert(until)
+        for share, noise in LENT:
+            search.lend(share, noise, until)
+            search.convert(until)
+        for noise, breadth in GREEDY[:6]:
+            search.greedy(noise, breadth, until, swap_first=1.0)
+            search.convert(until)
+            if time.monotonic() > until:
+                break
+
+    def answer(self) -> Answer:
+        """The best plan that the judge accepts; raises `BudgetInfeasible` when none was found."""
+        problem, search = self.problem, self.search
+        self.stats["iterations"] = search.iterations
+        found = list(self.found)
+        if self.waiting.best:
+            found.append((self.waiting.best[0] * problem.graph.plain_ms, self.waiting.best[1]))
+        if not search.best_over:
+            found.append((search.best_cost, self._steps()))
+        for _, steps in sorted(found, key=lambda item: item[0]):
+            if self._holds(steps):
+                return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
+        if found:
+            for runs in starts(problem, time.monotonic() + 10):
+                if self._holds(steps := steps_of_runs(problem.graph, runs)):
+                    return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
+        peak = max(min(self.smallest_peak(), self.waiting.smallest_bytes), problem.budget_bytes + 1)
+        raise infeasible(problem, peak)
+
+    def _steps(self) -> list[Step]:
+        search = self.search
+        search.load_best()
+        if search.lanes:
+            return search.lanes.steps(search.state)
+        return steps_of_runs(self.problem.graph, search.best_runs)
+
+    def _holds(self, steps: list[Step]) -> bool:
+        """Whether the judge accepts; a refusal is a bug here, but must not cost the user the plan."""
+        try:
+            self.problem.replay(steps)
+        except InvalidSchedule as refusal:
+            log.error("a plan was thrown away: %s", refusal)
+            return False
+        return True
+
+    def smallest_peak(self) -> int:
+        """Smallest peak reached without meeting the budget."""
+        self.search.load_best()
+        return int(self.search.state.memory.max())

@@ -1,0 +1,114 @@
+"""`memopt advise --strategy A --strategy B`: what each makes of the budget, and which plan is taken."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from memopt.errors import BudgetInfeasible, MemoptError, NotPossibleHere, UsageError
+
+if TYPE_CHECKING:
+    from memopt.advisors.advise import Adviser
+    from memopt.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one strategy made of the budget."""
+
+    strategy: str
+    plan: Plan | None = None
+    min_peak_bytes: int | None = None
+    """The lowest peak that it found, where that does not fit; what its advice comes to. None: it was not possible here."""
+    advised: bool = False
+    """It advises on the run as a whole: there is a peak, but no plan."""
+    fits: bool = False
+    step_ms: float | None = None
+    why_not: str = ""
+    """Why it was not possible here."""
+    seconds: float = 0.0
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "strategy": self.strategy,
+            "feasible": self.fits,
+            "predicted_peak_bytes": self.plan.predicted_peak_bytes if self.plan else self.min_peak_bytes,
+            "predicted_step_ms": self.step_ms,
+            "actions": len(self.plan.actions) if self.plan else 0,
+            "advice_only": self.advised,
+            "why_not": self.why_not,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def compare(
+    adviser: Adviser, budget_bytes: int, strategies: tuple[str, ...], named: frozenset[str]
+) -> list[Row]:
+    """One row a strategy, in the order asked for; Ctrl-C ends it with the rows that there are.
+
+    `named`: kinds of action that `--allow` names. Raises `KeyboardInterrupt` where there is no plan by then.
+    """
+    rows: list[Row] = []
+    for name in dict.fromkeys(strategies):
+        begin = time.monotonic()
+        try:
+            row = _row(adviser, budget_bytes, name, named)
+        except KeyboardInterrupt:
+            if not any(each.plan for each in rows):
+                raise
+            adviser.interrupted = True
+            break
+        rows.append(replace(row, seconds=time.monotonic() - begin))
+        if adviser.interrupted:
+            break
+    return rows
+
+
+def _row(adviser: Adviser, budget_bytes: int, name: str, named: frozenset[str]) -> Row:
+    from memopt.advisors.registry import COUNSELS
+
+    try:
+        if name in COUNSELS:
+            return _advice(adviser, budget_bytes, name, named)
+        plan = adviser.plan(budget_bytes, name)
+    except BudgetInfeasible as error:
+        return Row(strategy=name, min_peak_bytes=error.min_peak_bytes)
+    except (NotPossibleHere, UsageError) as error:
+        return Row(strategy=name, why_not=f"{error.what}: {error.why}" if error.why else error.what)
+    return Row(strategy=name, plan=plan, fits=True, step_ms=plan.predicted_step_ms)
+
+
+def _advice(adviser: Adviser, budget_bytes: int, name: str, named: frozenset[str]) -> Row:
+    from memopt.advisors.registry import COUNSELS
+
+    found = COUNSELS[name].study(adviser.problem(budget_bytes), named)
+    step_ms = found.figures.get("step_ms")
+    return Row(
+        strategy=name,
+        min_peak_bytes=found.peak_bytes,
+        advised=True,
+        fits=found.peak_bytes <= budget_bytes,
+        step_ms=float(step_ms) if isinstance(step_ms, (int, float)) else None,
+    )
+
+
+def best_of(rows: list[Row]) -> Plan | None:
+    """The fastest plan of a comparison; None where none plans within the budget."""
+    return min((row.plan for row in rows if row.plan), key=lambda plan: plan.predicted_step_ms, default=None)
+
+
+def failure(rows: list[Row], budget_bytes: int) -> MemoptError | None:
+    """What to end with when no row has a plan; None when nobody else was asked and some advice meets the budget."""
+    advised = [row for row in rows if row.advised]
+    tried = [row for row in rows if row.min_peak_bytes is not None and not row.advised]
+    if not tried and any(row.fits for row in advised):
+        return None
+    nearest = min(tried or advised, key=lambda row: row.min_peak_bytes or 0, default=None)
+    if nearest is None:
+        return NotPossibleHere(
+            "none of these strategies is possible here",
+            why="; ".join(f"{row.strategy}: {row.why_not}" for row in rows),
+            try_="--strategy auto",
+        )
+    return BudgetInfeasible(budget_bytes, nearest.min_peak_bytes or 0, (f"found by {nearest.strategy}",))
