@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable
 
 from memopt.advisors.lints import Seen, lint
-from memopt.trace import CACHE_EMPTIED
+from memopt.trace import CACHE_EMPTIED, IN_A_LIST
 
 
 @lint(
@@ -32,12 +32,15 @@ def kept_across_iterations(seen: Seen) -> Iterable[int]:
         for storage in seen.of_category("activation")
         if seen.maker(storage) < 0 and seen.view.death[storage] >= seen.n
     ]
-    shapes = {storage: seen.trace.storage_label(storage).partition(" · ")[2] for storage in kept}
-    alike = Counter(shapes.values())
-    for storage, shape in shapes.items():
-        # several of one shape are a list that grows; one that is written is a sum (`total += loss`)
-        if alike[shape] > 1 or seen.writers(storage):
-            yield storage
+    by_shape: dict[str, list[int]] = defaultdict(list)
+    for storage in kept:
+        by_shape[seen.trace.storage_label(storage).partition(" · ")[2]].append(storage)
+    for alike in by_shape.values():
+        in_a_list = any(IN_A_LIST in seen.trace.storage_label(storage) for storage in alike)
+        for storage in alike:
+            # a list that grows: what the last step gave is in a variable when this one begins; or a sum, `total += loss`
+            if (in_a_list and len(alike) > 1) or seen.writers(storage):
+                yield storage
 
 
 @lint(

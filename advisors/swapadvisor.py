@@ -3,7 +3,8 @@
 Rule: a chromosome fixes what the deterministic swap planner is free to choose; the planner walks the ops, and whenever memory is
 full evicts the resident tensor whose next use is furthest; fitness is the simulated step time. Population 12, tournament
 selection, uniform crossover, 12 generations: about 140 plans. Differs: the order of the ops is the script's own, so the
-chromosome is a weight on each tensor's distance to its next use; size classes belong to the allocator.
+chromosome is a weight on each tensor's distance to its next use; there is no pool of size classes, since PyTorch's allocator has
+its own; the genetic operators are these few lines, so that planning needs no library more.
 """
 
 from __future__ import annotations

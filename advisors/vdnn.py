@@ -3,7 +3,7 @@
 Rule: `all` offloads the input of every layer, `conv` only those of convolutions. In backward, while a layer runs, the nearest
 earlier offloaded input is fetched; the search stops at the first convolution, which bounds the window to one layer.
 `vdnn` (dyn) takes the first of: nothing, conv, all, that fits. O(n). Differs: vDNN waits at the end of each layer for its
-copy, the simulator and the enforcer only where the bytes or the tensor are needed; kernels are not exchanged for slower,
+copy, the simulator and the enforcer only where the bytes or the tensor are needed (which is never slower than the paper's); kernels are not exchanged for slower,
 leaner ones, since PyTorch chooses them; matrix products count as convolutions, so that nets without any have a `conv`.
 """
 

@@ -2,8 +2,8 @@
 
 Rule: cut the data flow so that forward and backward stay on the device and everything of the size of the optimizer's state leaves
 it: gradients go to the host as backward makes them, the host's fused optimizer steps, the parameters come back. The traffic is
-one gradient and one parameter a step. O(ops). Differs: the master copy has the parameters' type; no delayed update (which would
-change results); parameters come back after the step, where the paper overlaps the two.
+one gradient and one parameter a step; a parameter is on its way back while the host updates the next. O(ops). Differs: the
+master copy has the parameters' type; no delayed update (which would change results).
 Reckoned from the trace and the link, not simulated, and advice only: nothing in memopt moves an optimizer, and a host's
 arithmetic may differ from the device's in the last bits.
 """
@@ -58,7 +58,8 @@ class ZeroOffload:
         moved = sum(int(view.size[s]) for s in gradients)
         # State and parameters are read and written, gradients (as many bytes as parameters) read.
         update_ms = (2 * state + 3 * parameters) / HOST_BYTES_PER_S * 1000
-        back_ms = copy(parameters, swap, out=False)
+        sizes = [int(view.size[s]) for s in range(len(view.size)) if _kind(view, s) == _PARAMETER]
+        back_ms = after_the_updates_ms(sizes, update_ms, lambda size: copy(size, swap, out=False))
         late_ms = max(0.0, copied_ms - backward_ms)
         step_ms = view.trace.step_ms - device_ms + late_ms + update_ms + back_ms
         saved = problem.unplanned_peak_bytes - peak
@@ -73,7 +74,7 @@ class ZeroOffload:
                 ("the step on the device, which goes", format_ms(device_ms)),
                 ("the last gradient is on the host after backward by", format_ms(late_ms)),
                 (f"the step on the host (at {HOST_BYTES_PER_S / 1e9:g} GB/s, assumed)", format_ms(update_ms)),
-                ("parameters come back in", format_ms(back_ms)),
+                ("the last parameter is back after that by", format_ms(back_ms)),
             ),
             figures={
                 "state_bytes": state,
@@ -94,6 +95,18 @@ class ZeroOffload:
                 "reckoned from the trace and the link, not simulated; a host's arithmetic may differ in the last bits",
             ),
         )
+
+
+def after_the_updates_ms(sizes: list[int], update_ms: float, back_ms: Callable[[int], float]) -> float:
+    """How long after the last update the last parameter is back, where each is copied once it is updated and the link is free.
+
+    `sizes`: bytes of the parameters; each takes its share of `update_ms`.
+    """
+    updated = free = 0.0
+    for size in sizes:
+        updated += update_ms * size / sum(sizes)
+        free = max(free, updated) + back_ms(size)
+    return max(0.0, free - update_ms)
 
 
 def _kind(view: TraceView, storage: int) -> int:

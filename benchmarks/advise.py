@@ -3,7 +3,7 @@
 Every plan is judged by `tests/schedule_checker.py`, which shares no code with memopt. Options: `--graphs a,b` (of `benchmarks.graphs`),
 `--budgets 90,80,...,20`, `--strategies x,y`, `--gbps 25`, `--time-limit 20`, `--files graph.json profile.json.gz ...` for graphs and recorded
 iterations of your own, such as those of `memopt profile benchmarks/train.py resnet50 --scale bench`. `bound` is the overhead that no plan
-with the same link, or without one, can undercut. `benchmarks.advise_link` compares links, `benchmarks.advise_exact` optima.
+with the same link, or without one, can undercut. `benchmarks.advise_link` compares links, `benchmarks.advise_exact` optima, `benchmarks.advise_speed` sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.trace import load_trace
 from tests.schedule_checker import check
 
-SLOW = ("checkmate", "swapadvisor", "autotm")
 DEFAULT_GRAPHS = ("vgg16", "resnet50", "mobilenet", "unet", "densenet121", "transformer12", "lstm60")
 Point = tuple[str, int]
 bounds: dict[Point, float] = {}
@@ -36,11 +35,7 @@ bounds: dict[Point, float] = {}
 def main() -> None:
     """Run the grid and print it."""
     options = arguments()
-    names = (
-        options.strategies.split(",")
-        if options.strategies
-        else [n for n in GRAPH_STRATEGIES if n not in SLOW]
-    )
+    names = options.strategies.split(",") if options.strategies else list(GRAPH_STRATEGIES)
     if not options.gbps:
         names = [name for name in names if name in RECOMPUTE_ONLY or options.strategies]
     overheads: dict[Point, dict[str, float]] = {}
@@ -71,7 +66,7 @@ def main() -> None:
 
 RECOMPUTE_ONLY = {
     "auto", "dtr", "dtr-eqclass", "dtr-local", "msps", "lru", "size", "belady", "dtr-megengine", "next-use",
-    "sublinear", "sublinear-greedy", "rotor", "superneurons", "capuchin",
+    "sublinear", "sublinear-greedy", "rotor", "checkmate", "superneurons", "capuchin",
 }  # fmt: skip
 
 

@@ -43,6 +43,9 @@ HIDDEN_STATE = 4
 CACHE_EMPTIED = "cache emptied at "
 """Begin of a fact's name: so often was the allocator's cache emptied at the line that follows (`train.py:41`)."""
 
+IN_A_LIST = " (in a list)"
+"""End of the name of a tensor with a graph that a list held when the iteration began."""
+
 _MOST = 2**62
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable
 from types import FrameType
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from memopt.instrument.frames import Frames
+from memopt.trace import IN_A_LIST
 
 Tell = Callable[[Tensor, str, str], None]
 """(tensor, category, name)"""
@@ -47,11 +49,21 @@ def _tell_all(tell: Tell, frames: Frames, names: dict[int, str]) -> None:
         if id(tensor) in names and tensor.grad is not None:
             tell(tensor.grad, "gradient", f"gradient of {names[id(tensor)]}")
     variables = _variables()
+    in_a_list = _held_by_lists(tensors)
     for tensor in tensors:
         if tensor.is_leaf and tensor.grad is not None:
             tell(tensor.grad, "gradient", f"gradient of {variables.get(id(tensor), 'a leaf')}")
         name = variables.get(id(tensor), LEFT_OVER)
-        tell(tensor, _category(tensor), name)
+        tell(tensor, _category(tensor), f"{name}{IN_A_LIST}" if id(tensor) in in_a_list else name)
+
+
+def _held_by_lists(tensors: list[Tensor]) -> set[int]:
+    """ids of those tensors with a graph that a list holds."""
+    with_graph = {id(tensor): tensor for tensor in tensors if tensor.grad_fn is not None}
+    if not with_graph:
+        return set()
+    lists = [each for each in gc.get_referrers(*with_graph.values()) if type(each) in (list, deque)]
+    return {id(thing) for each in lists if each is not tensors for thing in each} & with_graph.keys()
 
 
 def _category(tensor: Tensor) -> str:

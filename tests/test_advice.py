@@ -22,7 +22,7 @@ from memopt.advisors.max_batch import largest
 from memopt.advisors.megatron import Megatron, Transformer
 from memopt.advisors.problem import DEFAULT_ALLOW, Problem
 from memopt.advisors.registry import COUNSELS, GRAPH_KINDS, STRATEGIES
-from memopt.advisors.zero_offload import HOST_BYTES_PER_S, ZeroOffload
+from memopt.advisors.zero_offload import HOST_BYTES_PER_S, ZeroOffload, after_the_updates_ms
 from memopt.cli.apply import prepare_run
 from memopt.cli.main import run
 from memopt.device import Device
@@ -219,6 +219,13 @@ def test_state_and_gradients_leave_the_device() -> None:
     assert advice.figures["late_ms"] == pytest.approx(400 / 2e9 * 1000)
     assert advice.figures["step_ms"] == pytest.approx(6 - 2 + 400 / 2e6 + update_ms + 4000 / 1e6)
     assert not advice.enforced
+
+
+def test_a_parameter_comes_back_while_the_next_is_updated() -> None:
+    """Updates end at 2, 4 and 8 ms. At 1 ms a byte the copies end at 3, 5 and 10; at 4 ms a byte at 6, 10 and 18."""
+    assert after_the_updates_ms([1, 1, 2], 8.0, lambda size: 1.0 * size) == pytest.approx(2)
+    assert after_the_updates_ms([1, 1, 2], 8.0, lambda size: 4.0 * size) == pytest.approx(10)
+    assert after_the_updates_ms([], 8.0, lambda size: 1.0) == 0
 
 
 def test_there_is_nothing_to_offload_on_a_cpu() -> None:

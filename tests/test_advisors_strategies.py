@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from memopt.advisors.advise import advise
 from memopt.advisors.capuchin import capuchin_picks
-from memopt.advisors.dtr import Dtr
+from memopt.advisors.dtr import Dtr, Evictions
 from memopt.advisors.flashneuron import Flashneuron
 from memopt.advisors.modnn import Modnn
 from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.advisors.registry import STRATEGIES
 from memopt.advisors.sublinear import sublinear_plans
-from memopt.advisors.superneurons import Superneurons
+from memopt.advisors.superneurons import Superneurons, largest_layer_bytes
 from memopt.advisors.swapadvisor import belady
 from memopt.advisors.vdnn import Vdnn, vdnn_plan
 from memopt.device import Device
@@ -132,6 +133,30 @@ def test_superneurons_recomputes_between_checkpoints() -> None:
     assert all(s % 2 == 0 for s, d in decisions.items() if d.kind == "swap")
 
 
+def test_superneurons_remakes_a_large_segment_for_each_use() -> None:
+    """Backward ops read the 4 MiB that they saved and write 1 MiB; two activations between convolutions are more than that."""
+    one_each, two_each = (
+        [
+            Layer(
+                4 * MIB,
+                10.0 if i % every == 0 else 1.0,
+                (i - 1,),
+                op="aten.convolution.default" if i % every == 0 else "aten.exp.default",
+                grad=MIB,
+            )
+            for i in range(12)
+        ]
+        for every in (2, 3)
+    )
+    problem = problem_of(build(one_each, device=GPU), 0.6)
+    assert largest_layer_bytes(problem) == 5 * MIB
+    assert {d.again for d in Superneurons().plan(problem).values() if d.kind == "recompute"} == {False}
+    problem = problem_of(build(two_each, device=GPU), 0.6)
+    again = {s: d.again for s, d in Superneurons().plan(problem).items() if d.kind == "recompute"}
+    # layer i makes storage 2 + i; the last layer's output is used at once, so its segment is one activation
+    assert again == {3: True, 4: True, 6: True, 7: True, 9: True, 10: True, 12: False}
+
+
 def test_capuchin_swaps_what_hides_first_and_then_recomputes() -> None:
     slow = Device(kind="cuda", host_out_bytes_per_s=1e8, host_in_bytes_per_s=1e8)
     problem = problem_of(net(device=slow), 0.2)
@@ -185,6 +210,35 @@ def test_dtr_prefers_cheap_large_and_stale() -> None:
     problem = problem_of(net(), 0.93, frozenset({"recompute"}))
     assert set(Dtr().plan(problem)) <= {3, 5, 7, 9, 11}
     assert set(Dtr("local").plan(problem)) <= {3, 5, 7, 9, 11}
+
+
+def test_dtr_counts_evicted_ancestors_and_descendants() -> None:
+    """A chain of 1, 2, 4, 8 and 16 ms: with layers 1 and 3 evicted, layer 2 stands between 2 and 8 ms."""
+    layers = [Layer(4 * MIB, float(2**i), (i - 1,)) for i in range(6)]
+    problem = problem_of(build(layers), 0.5, frozenset({"recompute"}))
+    costs = {}
+    for variant in ("", "eqclass", "local"):
+        walk = Evictions(problem, variant)
+        for number in (1, 3):
+            walk.evict(walk.candidates[number])
+        walk.clock = 1000.0
+        score = walk.score(np.array([2]))[0]
+        costs[variant] = score * 4 * MIB * (1000.0 - walk.last_access[2])
+    assert costs == pytest.approx({"": 2 + 4 + 8, "eqclass": 2 + 4 + 8, "local": 4})
+
+
+def test_megengine_leaves_what_is_small() -> None:
+    """Below 1 MiB nothing is evicted where that is less than 1/500 of all."""
+    layers = [Layer(size, 1.0, (i - 1,)) for i, size in enumerate([600 * MIB, MIB - 4, MIB, MIB - 4, MIB])]
+    problem = problem_of(build(layers), 0.9, frozenset({"recompute"}))
+    assert may_go(problem, "") == {600 * MIB: True, MIB: True, MIB - 4: True}
+    assert may_go(problem, "megengine") == {600 * MIB: True, MIB: True, MIB - 4: False}
+
+
+def may_go(problem: Problem, variant: str) -> dict[int, bool]:
+    """By size: may candidates of it be evicted?"""
+    walk = Evictions(problem, variant)
+    return {c.saved.size_bytes: may for c, may in zip(walk.candidates, walk.may_go, strict=True)}
 
 
 def test_strategies_go_through_the_python_door() -> None:

@@ -7,9 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from memopt.devices import find_device
 from memopt.estimators.estimate import Estimate, estimate_recording, estimate_script
+from memopt.estimators.fake import child
+from memopt.estimators.fake.record import FakeRecorder
 from memopt.estimators.fake.request import Request
 from memopt.estimators.fake.run import record_script
 from memopt.estimators.recording import Recording, StorageRow
@@ -132,3 +135,31 @@ def test_a_script_tells_its_streams_limits_and_settings(
     assert "allocator settings as the script has them: expandable_segments:True" in found.notes
     # Expandable: pages of 20 MiB, for each stream its own.
     assert found.reserved_bytes % (2 * MIB) == 0
+
+
+@pytest.mark.parametrize(
+    ("turns", "idle", "steps"),
+    [(1, False, [6, 6]), (5, False, [18, 3]), (1, True, [18, 17])],
+    ids=["in turn", "five to one", "one never steps"],
+)
+def test_every_optimizer_is_followed(
+    monkeypatch: pytest.MonkeyPatch, turns: int, idle: bool, steps: list[int]
+) -> None:
+    monkeypatch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)
+    monkeypatch.setattr(child, "_PATIENCE_S", float("inf"))
+    with FakeRecorder("cpu") as recorder:
+        assert recorder.watch is not None
+        child._stop_after(recorder.watch, 3)
+        weights = [recorder.parameter((4, 4)) for _ in range(3)]
+        first, second, third = (torch.optim.SGD([weight], 0.1) for weight in weights)
+        if not idle:
+            del third
+
+        def train() -> None:
+            for _ in range(100):
+                for optimizer in (*[first] * turns, second):
+                    optimizer.step()
+
+        with pytest.raises(child.Enough):
+            train()
+        assert list(recorder.watch.steps.values()) == steps

@@ -13,29 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import graphs as shapes
-from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes
 from memopt.advisors.graphs.segments import Forward, cheapest_dropped
 from memopt.advisors.graphs.stages import AutoPlan
-from memopt.advisors.schedule import encode_schedule
-from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
+from memopt.errors import BudgetInfeasible, UsageError
 from tests import schedule_checker as checker
-
-
-def graph_of(plain: dict[str, Any]) -> Graph:
-    return decode_graph(json.dumps(plain).encode())
-
-
-def plan_and_check(plain: dict[str, Any], budget: int, **options: Any) -> float:
-    graph = graph_of(plain)
-    schedule = plan_graph(graph, budget, **options)
-    written = json.loads(encode_schedule(schedule, graph))
-    found = checker.check(plain, written)
-    assert found["overhead"] == pytest.approx(schedule.overhead, abs=1e-9)
-    assert found["peak_bytes"] == schedule.peak_bytes <= budget
-    return float(found["overhead"])
+from tests.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
 
 
 @st.composite
@@ -122,14 +107,6 @@ def test_auto_against_brute_force(plain: dict[str, Any], share: float) -> None:
         assert overhead <= best / total + 0.005
 
 
-def tried(plain: dict[str, Any], budget: int, **options: Any) -> float:
-    """Checked overhead, or infinity."""
-    try:
-        return plan_and_check(plain, budget, **options)
-    except BudgetInfeasible:
-        return float("inf")
-
-
 @pytest.mark.parametrize(("name", "share"), [("unet", 0.8), ("unet", 0.4), ("mobilenet", 0.5)])
 def test_auto_is_at_least_as_good_as_every_quick_strategy(name: str, share: float) -> None:
     plain = json.loads(msgspec.json.encode(shapes.GRAPHS[name]()))
@@ -213,31 +190,6 @@ def test_swap_alone_may_wait_but_never_reruns() -> None:
     assert schedule.exposed_ms > 0
 
 
-def test_checkmate_and_auto_agree_on_a_small_graph() -> None:
-    pytest.importorskip("highspy")
-    plain = chain(8)
-    graph = graph_of(plain)
-    for share in (0.9, 0.7, 0.55):
-        budget = int(share * unplanned_peak(graph))
-        best = plan_graph(graph, budget, strategy="checkmate", time_limit_s=10)
-        assert best.overhead - best.overhead_bound < 0.01
-        assert plan_and_check(plain, budget, time_limit_s=1) <= best.overhead + 0.005
-
-
-def chain(length: int) -> dict[str, Any]:
-    """A forward chain and its backward: f(i) makes a(i); b(i) reads a(i-1), a(i) and the gradient."""
-    tensors = [{"id": i, "bytes": 4 + i % 3} for i in range(length)]
-    tensors += [{"id": 100 + i, "bytes": 4} for i in range(length)]
-    ops: list[dict[str, Any]] = [
-        {"name": f"f{i}", "ms": 1 + i % 4, "reads": [i - 1] if i else [], "writes": [i]}
-        for i in range(length)
-    ]
-    for i in range(length - 1, -1, -1):
-        reads = [t for t in (i - 1, i) if t >= 0] + ([101 + i] if i + 1 < length else [])
-        ops.append({"name": f"b{i}", "ms": 2, "reads": reads, "writes": [100 + i]})
-    return {"schema": "memopt.graph/1", "name": "chain", "tensors": tensors, "ops": ops, "keep": [100]}
-
-
 def test_chain_numbers() -> None:
     plain = chain(4)
     graph = graph_of(plain)
@@ -270,88 +222,6 @@ def test_interrupt_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = plan_graph(graph, int(0.5 * unplanned_peak(graph)))
     assert schedule.stats["interrupted"] == 1
     assert 0 < schedule.overhead < 0.2
-
-
-DEGENERATE: dict[str, dict[str, Any]] = {
-    "nothing": {"tensors": [], "ops": []},
-    "no tensors": {
-        "tensors": [],
-        "ops": [
-            {"ms": 1, "reads": [], "writes": []},
-            {"ms": 0, "reads": [], "writes": [], "workspace_bytes": 7},
-        ],
-    },
-    "one op": {
-        "tensors": [{"id": 0, "bytes": 5}],
-        "ops": [{"ms": 1, "reads": [], "writes": [0]}],
-        "keep": [0],
-    },
-    "residents only": {"tensors": [{"id": 0, "bytes": 5, "resident": True}], "ops": [], "keep": [0]},
-}
-
-
-@pytest.mark.parametrize("strategy", GRAPH_STRATEGIES)
-@pytest.mark.parametrize("name", [*DEGENERATE, "no bytes", "no time"])
-def test_degenerate_graphs(name: str, strategy: str) -> None:
-    """Each strategy gives a plan or a refusal for graphs that are hardly any, with a link and without."""
-    if name in DEGENERATE:
-        plain = {"schema": "memopt.graph/1", "name": name, **DEGENERATE[name]}
-    else:
-        plain = chain(6)
-        for row in plain["tensors"] if name == "no bytes" else plain["ops"]:
-            row["bytes" if name == "no bytes" else "ms"] = 0
-    peak = unplanned_peak(graph_of(plain))
-    for rate in (0.0, 1.0):
-        options = {"strategy": strategy, "out_gbps": rate, "in_gbps": rate, "time_limit_s": 0.3}
-        assert plan_and_check(plain, peak, **options) == 0
-        for budget in {peak - 1, peak // 2} - {peak}:
-            if budget >= 0:
-                tried(plain, budget, **options)
-
-
-def test_other_names_and_what_only_profiles_have() -> None:
-    plain = chain(8)
-    graph = graph_of(plain)
-    assert plan_graph(graph, 40, strategy="megengine").strategy == "dtr-megengine"
-    assert plan_graph(graph, 43, strategy="vdnn-dyn").strategy == "vdnn"
-    with pytest.raises(NotPossibleHere, match="gist plans profiles only"):
-        plan_graph(graph, 40, strategy="gist")
-
-
-def test_rotor_on_a_chain() -> None:
-    """16 layers of 1 byte and 1 ms, 17 bytes without a plan. A stretch of k layers keeps what enters and what leaves it, so it saves k - 1
-    bytes for k reruns: one byte is 2, eight are two stretches of 5; below, stretches nest, and some layers run a third time."""
-    graph = graph_of(unit_chain(16))
-    assert unplanned_peak(graph) == 17
-    found = {budget: plan_graph(graph, budget, strategy="rotor").recompute_ms for budget in (16, 9, 6)}
-    assert found == {16: 2, 9: 10, 6: 17}
-
-
-def unit_chain(length: int) -> dict[str, Any]:
-    """f(i) makes a(i) from a(i-1); b(i) reads a(i) and the gradient. All take 1 ms and 1 byte."""
-    tensors = [{"id": i, "bytes": 1} for i in range(2 * length)]
-    rows: list[dict[str, Any]] = [
-        {"ms": 1, "reads": [i - 1] if i else [], "writes": [i]} for i in range(length)
-    ]
-    for i in range(length - 1, -1, -1):
-        grad = 2 * length - 1 - i
-        rows.append({"ms": 1, "reads": [i] + ([grad - 1] if i < length - 1 else []), "writes": [grad]})
-    return {"schema": "memopt.graph/1", "tensors": tensors, "ops": rows, "keep": [2 * length - 1]}
-
-
-def test_capuchin_takes_the_cheaper_of_a_swap_that_is_seen_and_a_recomputation() -> None:
-    """At 100 bytes per ms all three swaps hide, at a tenth of a byte none; swaps alone at half a byte are waited for."""
-    plain = chain(8)
-    graph = graph_of(plain)
-    budget = int(0.7 * unplanned_peak(graph))
-    fast = plan_graph(graph, budget, strategy="capuchin", out_gbps=1e-4, in_gbps=1e-4)
-    slow = plan_graph(graph, budget, strategy="capuchin", out_gbps=1e-7, in_gbps=1e-7)
-    only = frozenset({"swap"})
-    waiting = plan_graph(graph, budget, strategy="capuchin", out_gbps=5e-7, in_gbps=5e-7, allow=only)
-    figures = [
-        (plan.swaps, plan.reruns, plan.recompute_ms, plan.exposed_ms) for plan in (fast, slow, waiting)
-    ]
-    assert figures == [(3, 0, 0, 0), (0, 3, 5, 0), (3, 0, 0, pytest.approx(27))]
 
 
 def test_budget_below_the_floor_names_the_op() -> None:

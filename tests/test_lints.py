@@ -100,6 +100,7 @@ FAULTS: dict[str, dict[str, str]] = {
 MORE: dict[str, tuple[str, dict[str, str]]] = {
     "losses": ("kept-across-iterations", {"after": "kept.append(loss)"}),
     "losses of MSE": ("kept-across-iterations", {"loss": "F.mse_loss(out, torch.randn(128, 16))", "after": "kept.append(out)"}),
+    "in a function": ("kept-across-iterations", {"setup": "def note(what, values=[]): values.append(what)", "after": "note(out)"}),
     "total": ("kept-across-iterations", {"setup": "total = torch.zeros(())", "after": "total += loss"}),
     "factors": ("materialised-mask", {"body": "q = h.view(8, 64, 64); k = q[:, :48]; m = torch.tril(torch.ones(8, 64, 48)); w = (q @ k.transpose(1, 2)).softmax(-1) * m; h = (w @ k).view(128, 256)"}),
     "T x S": ("materialised-mask", {"body": "q = h.view(8, 64, 64); k = q[:, :48]; m = torch.ones(8, 64, 48).tril() == 0; w = (q @ k.transpose(1, 2)).masked_fill(m, -1e9).softmax(-1); h = (w @ k).view(128, 256)"}),
@@ -109,6 +110,11 @@ ATTACK = {"zero": "opt.zero_grad(); x.requires_grad_()", "after": "x = x + x.gra
 """Adversarial training reads the gradient of its input."""
 ASKED = {"between": "z = x.detach().requires_grad_(); g, = torch.autograd.grad(net(z).sum(), z)", "loss": "F.cross_entropy(out, y) + F.cross_entropy(net(x + g.sign()), y)"}  # fmt: skip
 """So does an attack that asks for it."""
+LAZY = {
+    "setup": "first = second = None",
+    "after": "first, second = (first, second) if step > 0 else (out.sum(), out.mean())",
+}
+"""Two terms that are computed now and then stay in their variables."""
 INNOCENT = {
     "body": "m = h.view(8, 16, 16, 16).softmax(1); h = h + m.square().mean(); parts = h[:, :16]\n"
     "        for k in range(15):\n            parts = torch.cat([parts, (parts[:, :16] + parts[:, -16:]).exp().tanh()], 1)\n        h = parts",
@@ -128,6 +134,7 @@ CLEAN_ONES = {
     "penalty": PENALTY,
     "attack": ATTACK,
     "asked": ASKED,
+    "lazy": LAZY,
 }
 NOT_ON_A_CPU = {"dropout-noise-in-float", "out-of-place-at-the-peak"}
 """Found in traces made by hand, below."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 from memopt.advisors.graphs.folded import Folded, fold, least_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer, usual_s
@@ -42,17 +43,30 @@ def auto(problem: GraphProblem) -> Answer:
     if folded is not None:
         return by_parts(problem, folded, floor)
     if problem.budget_bytes >= floor:
-        return at_once(problem, exact_until=min(problem.latest, time.monotonic() + SMALL_S))
+        return whole(problem)
     raise infeasible(problem, least_peak(problem, plain_peak, at_once, problem.until))
 
 
-def at_once(problem: GraphProblem, start: Answer | None = None, exact_until: float = 0.0) -> Answer:
-    """The best plan of the graph as a whole, from `start` or from nothing; of a small one HiGHS may go on until `exact_until`."""
+def whole(problem: GraphProblem) -> Answer:
+    """The best plan of a graph that is not cut: the usual time, what lies beyond it while that pays, and HiGHS where the graph is small."""
+    now = time.monotonic()
+    usual = replace(problem, until=min(problem.until, now + usual_s(problem.graph.op_count)))
+    work = AutoPlan(usual)
+    try:
+        work.plan(insist_until=problem.until)
+        work.go_on_while_it_pays(problem.until)
+        work.exactly_until(min(problem.latest, max(problem.until, now + SMALL_S)))
+    except KeyboardInterrupt:
+        work.stats["interrupted"] = 1
+    return work.answer()
+
+
+def at_once(problem: GraphProblem, start: Answer | None = None) -> Answer:
+    """The best plan of the graph as a whole within its time, from `start` or from nothing."""
     work = AutoPlan(problem)
     try:
         if start is None:
             work.plan()
-            work.exactly_until(exact_until)
         else:
             work.go_on(start)
     except KeyboardInterrupt:
@@ -62,6 +76,7 @@ def at_once(problem: GraphProblem, start: Answer | None = None, exact_until: flo
 
 def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
     """The plans of the parts together; where that is not too long, improved as a whole."""
+    begin = time.monotonic()
     large = problem.graph.op_count > LARGE
     most_s = EFFORT_FOR_PARTS * usual_s(folded.distinct_ops) if large else math.inf
 
@@ -72,6 +87,7 @@ def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
     folded.solve(end())
     if not folded.refused:
         answer = folded.answer()
+        answer.stats["first_s"] = round(time.monotonic() - begin, 3)
         return answer if large or "interrupted" in answer.stats else at_once(problem, answer)
     smallest = folded.smallest_peak(end())
     if problem.budget_bytes < floor:

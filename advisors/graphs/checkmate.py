@@ -3,69 +3,37 @@
 Stage t ends with the first run of op t. R[t,i]: op i runs in stage t. S[t,v]: tensor v is on the device when stage t starts.
 F[t,k,v]: v is freed after k in stage t. Minimise the time of all R with i < t, with memory after every possible run within the budget.
 What differs: storages and ops are told apart (an op may write several), runs that cannot serve anything any more have no variable, and the program
-starts from a plan of the greedy search. Exact when HiGHS closes the gap; the dual bound is reported. O(ops^2 x degree) rows: refused above
-`MOST_ROWS`. Within a stage each op runs at most once, as in the paper. Needs `highspy`.
+starts from a plan of the greedy search. Exact when HiGHS closes the gap; the dual bound is reported. O(ops^2 x degree) rows: above `MOST_OPS`
+the paper's approximation takes its place (`rounding`). Within a stage each op runs at most once, as in the paper. Needs `highspy`.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from memopt.advisors.graphs.autotm import new_highs
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
+from memopt.advisors.graphs.program import Program, last_service, new_program
+from memopt.advisors.graphs.rounding import rounded
 from memopt.advisors.graphs.runs import peak_of_runs, plain_runs, steps_of_runs
 from memopt.advisors.graphs.search import Search
-from memopt.errors import NotPossibleHere
 
-MOST_ROWS = 400_000
-
-
-@dataclass(slots=True)
-class Program:
-    """Rows and columns of the program, as they are added."""
-
-    graph: Graph
-    budget_bytes: int
-    cost: list[float] = field(default_factory=list)
-    whole: list[bool] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    most: list[float] = field(default_factory=list)
-    row_upper: list[float] = field(default_factory=list)
-    row_start: list[int] = field(default_factory=lambda: [0])
-    column: list[int] = field(default_factory=list)
-    value: list[float] = field(default_factory=list)
-    runs: dict[tuple[int, int], int] = field(default_factory=dict)
-    stored: dict[tuple[int, int], int] = field(default_factory=dict)
-
-    def variable(self, cost: float, *, whole: bool, low: float = 0.0, most: float = 1.0) -> int:
-        """A new column between `low` and `most`."""
-        self.cost.append(cost)
-        self.whole.append(whole)
-        self.low.append(low)
-        self.most.append(most)
-        return len(self.cost) - 1
-
-    def at_most(self, terms: dict[int, float], upper: float) -> None:
-        """A new row."""
-        self.column.extend(terms)
-        self.value.extend(terms.values())
-        self.row_start.append(len(self.column))
-        self.row_upper.append(upper)
+MOST_OPS = 100
+"""Above, HiGHS does not get beyond its start in a minute."""
 
 
 def checkmate(problem: GraphProblem) -> Answer:
-    """Checkmate (MLSys'20): the optimal recomputation by integer programming (small graphs; needs highspy)."""
+    """Checkmate (MLSys'20): the optimal recomputation by integer programming, from 100 ops on its relaxation rounded (needs highspy)."""
     plain = plain_answer(problem)
     if plain is not None:
         return plain
     graph = problem.graph
     if not problem.may_recompute:
         raise infeasible(problem, peak_of_runs(graph, plain_runs(graph)))
+    if graph.op_count > MOST_OPS:
+        return rounded(problem)
     program = build(graph, problem.budget_bytes)
     search = Search(graph, plain_runs(graph), problem.budget_bytes)
     begin = time.monotonic()
@@ -82,32 +50,9 @@ def checkmate(problem: GraphProblem) -> Answer:
     )
 
 
-def last_service(graph: Graph, end: int | None = None) -> list[int]:
-    """Latest stage in which a run of each op can serve anything; `end` for what is kept (the last stage)."""
-    end = graph.op_count - 1 if end is None else end
-    latest = list(range(graph.op_count))
-    readers: list[list[int]] = [[] for _ in range(graph.tensor_count)]
-    for op, tensors in enumerate(graph.reads):
-        for tensor in tensors:
-            readers[tensor].append(op)
-    kept = (graph.kept & ~graph.resident).tolist()
-    for op in range(graph.op_count - 1, -1, -1):
-        for tensor in graph.writes[op]:
-            if kept[tensor]:
-                latest[op] = end
-            latest[op] = max([latest[op], *(latest[reader] for reader in readers[tensor])])
-    return latest
-
-
 def build(graph: Graph, budget_bytes: int) -> Program:
-    """The program; `NotPossibleHere` when it would be too large."""
+    """The program."""
     count = graph.op_count
-    if count * count * 4 > MOST_ROWS:
-        raise NotPossibleHere(
-            f"{count} ops are too many for Checkmate's integer program",
-            why="it has a variable for every pair of ops",
-            try_="--strategy auto",
-        )
     program = Program(graph, budget_bytes)
     latest = last_service(graph)
     for stage in range(count):
@@ -215,30 +160,6 @@ def solve(problem: GraphProblem, program: Program, start: list[int] | None) -> t
     if peak_of_runs(program.graph, runs) > problem.budget_bytes:
         return start, bound
     return runs, bound
-
-
-def new_program(program: Program, limit_s: float, *, whole: bool = True) -> Any:
-    """A solver that holds the program; with `whole` False, its linear relaxation."""
-    highs = new_highs(limit_s)
-    import highspy
-
-    lp = highspy.HighsLp()
-    columns, rows = len(program.cost), len(program.row_upper)
-    lp.num_col_, lp.num_row_ = columns, rows
-    lp.col_cost_ = np.array(program.cost)
-    lp.col_lower_, lp.col_upper_ = np.array(program.low), np.array(program.most)
-    lp.row_lower_, lp.row_upper_ = np.full(rows, -np.inf), np.array(program.row_upper)
-    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-    lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = columns, rows
-    lp.a_matrix_.start_ = np.array(program.row_start, dtype=np.int32)
-    lp.a_matrix_.index_ = np.array(program.column, dtype=np.int32)
-    lp.a_matrix_.value_ = np.array(program.value)
-    lp.integrality_ = [
-        highspy.HighsVarType.kInteger if whole and each else highspy.HighsVarType.kContinuous
-        for each in program.whole
-    ]
-    highs.passModel(lp)
-    return highs
 
 
 def _warm_start(highs: object, program: Program, runs: list[int]) -> None:

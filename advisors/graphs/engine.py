@@ -17,6 +17,9 @@ import numpy as np
 
 from memopt.advisors.graphs.graph import FloatColumn, Graph, IntColumn
 
+THRASH = 3.0
+"""A rule that reruns for longer than so many iterations is given up."""
+
 
 class Stuck(Exception):
     """The rule cannot go on under this budget: nothing is left to evict, or it recomputes without end."""
@@ -52,7 +55,7 @@ class Engine:
         budget_bytes: int,
         score: Score,
         *,
-        thrash: float = 3.0,
+        thrash: float = THRASH,
         until: float = float("inf"),
     ) -> None:
         self.until = until

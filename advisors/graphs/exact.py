@@ -15,13 +15,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
-from memopt.advisors.graphs.checkmate import Program, last_service, new_program
 from memopt.advisors.graphs.graph import IntColumn
 from memopt.advisors.graphs.lanes import Swap
 from memopt.advisors.graphs.problem import GraphProblem
+from memopt.advisors.graphs.program import Program, last_service, new_program
 from memopt.advisors.graphs.runs import memory_of_runs, plain_runs
 from memopt.advisors.graphs.segments import missing
 
@@ -193,16 +194,21 @@ class Relaxed:
 
     def lower_bound(self, limit_s: float = 10.0) -> float:
         """Least rerun time (ms) of the linear relaxation; 0 when it was not solved in time."""
-        import highspy
+        solved = self.relaxation(limit_s)
+        return float(solved.getInfo().objective_function_value) if solved is not None else 0.0
 
+    def relaxation(self, limit_s: float) -> Any:
+        """The solver with the solution of the linear relaxation; None when there is none, or it was not solved in time."""
         self.build()
         highs = new_program(self.program, limit_s, whole=False)
-        highs.run()
-        solved = highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
-        return float(highs.getInfo().objective_function_value) if solved else 0.0
+        import highspy
 
-    def start(self, values: Sequence[float]) -> Start:
-        """Runs and swaps with which there is on the device after each moment what the solution says; what is missing is made on demand."""
+        highs.run()
+        return highs if highs.getModelStatus() == highspy.HighsModelStatus.kOptimal else None
+
+    def start(self, values: Sequence[float], threshold: float = 0.5) -> Start:
+        """Runs and swaps with which there is on the device after each moment what the solution says, where it says more than `threshold`;
+        what is missing is made on demand."""
         graph = self.graph
         here = [False] * graph.tensor_count
         number = {op: index + 1 for index, op in enumerate(self.moments)}
@@ -217,7 +223,7 @@ class Relaxed:
             for tensor in graph.reads[op]:
                 last_touch[tensor] = op
             for tensor in self.tensors if op in number else ():
-                if not here[tensor] or self._stays(number[op], tensor, values):
+                if not here[tensor] or self._stays(number[op], tensor, values, threshold):
                     continue
                 if self._is_out(number[op], tensor, values):
                     swaps.add((tensor, last_touch[tensor], True))
@@ -226,9 +232,9 @@ class Relaxed:
         kept = tuple(np.flatnonzero(graph.kept & ~graph.resident).tolist())
         return runs + missing(graph, kept, here, self.maker), frozenset(swaps)
 
-    def _stays(self, index: int, tensor: int, values: Sequence[float]) -> bool:
+    def _stays(self, index: int, tensor: int, values: Sequence[float], threshold: float) -> bool:
         variable = self.program.stored.get((index, tensor))
-        return variable is not None and values[variable] > 0.5
+        return variable is not None and values[variable] > threshold
 
     def _is_out(self, index: int, tensor: int, values: Sequence[float]) -> bool:
         """Whether the tensor is on the host at this moment."""

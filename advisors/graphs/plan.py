@@ -144,7 +144,7 @@ def default_limit_s(graph: Graph) -> float:
 
 
 def effort_s(graph: Graph, time_limit_s: float) -> float:
-    """Seconds to search within a limit: all of it on a graph of few ops; else what is usual for so many, and what the limit grants beyond
+    """Seconds to search within a limit: all of it, while that pays, on a graph of few ops; else what is usual for so many, and what the limit grants beyond
     the default on top."""
     if graph.op_count <= FEW:
         return LIMIT_USED * time_limit_s

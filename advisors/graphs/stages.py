@@ -6,6 +6,7 @@ A first valid plan, the offline greedy, the bound, then with or without a link w
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from memopt.advisors.graphs.evolve import Evolution
 from memopt.advisors.graphs.exact import Proof, Relaxed, Start, prove
 from memopt.advisors.graphs.lanes import Lanes
 from memopt.advisors.graphs.linked import Linked
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
+from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, usual_s
 from memopt.advisors.graphs.runs import peak_of_runs, plain_runs, steps_of_runs
 from memopt.advisors.graphs.search import Search
 from memopt.advisors.graphs.starts import LARGE, first_plans, starts
@@ -36,6 +37,8 @@ LAST_RESORT = 4.0
 PROOF = 0.2
 SMALL = 64
 """HiGHS comes close to the optimum of Checkmate's program for so many ops, in seconds."""
+ROUND, GAIN = 0.75, 0.001
+"""What lies beyond the usual time is searched in rounds of that share of it, while each takes away so much of the overhead."""
 LEAST_S = 0.5
 """HiGHS is not asked for less than that."""
 PROGRAM, PROGRAM_FIRST = 0.5, 0.3
@@ -67,15 +70,17 @@ class AutoPlan:
         self.stats: dict[str, float | int | str] = {}
         self.found: list[tuple[float, list[Step]]] = []
         """Cost and steps of valid plans that the search does not hold."""
+        self.evolution = Evolution(self.search)
         self.waiting = Waiting(problem)
         self.proof = Proof()
 
-    def plan(self) -> None:
-        """All stages, until the time is up."""
+    def plan(self, insist_until: float = 0.0) -> None:
+        """All stages, until the time is up; where there is no valid plan then, it is looked for until `insist_until` at least."""
         begin = time.monotonic()
         left = self.problem.until - begin
         small = self.problem.graph.op_count <= LARGE
         self.last_resort = min(begin + (LAST_RESORT * left if small else left), self.problem.latest)
+        self.last_resort = max(self.last_resort, insist_until)
         self.bound = overhead_bound(self.problem)
         if self.problem.may_recompute:
             self._secure(begin + (0.1 if small else 0.3) * left)
@@ -92,7 +97,7 @@ class AutoPlan:
             return
         if not self.search.best_over and self.search.best_cost <= enough:
             return
-        evolution = Evolution(self.search)
+        evolution = self.evolution
         if self.problem.may_recompute:
             self._evolve_starts(evolution, begin + 0.6 * left, slice_s, STARTS)
         if self.search.best_over:
@@ -103,6 +108,19 @@ class AutoPlan:
         if self.search.iterations >= SLOW:
             evolution.run(begin + 0.75 * left, slice_s, enough)
         self._finish(enough)
+
+    def go_on_while_it_pays(self, until: float) -> None:
+        """Rounds of search until one gains next to nothing, or the time is up."""
+        search = self.search
+        search.deadline = until
+        round_s = ROUND * usual_s(self.problem.graph.op_count)
+        while (now := time.monotonic()) < until and not search.best_over and search.best_cost > self.enough():
+            before, stop = search.best_cost, min(until, now + round_s)
+            self.evolution.run(now + 0.7 * (stop - now), round_s / 10, self.enough())
+            search.load_best()
+            search.run(stop, self.enough())
+            if search.best_cost > (1 - GAIN) * before:
+                return
 
     def exactly_until(self, until: float) -> None:
         """Let HiGHS go on with the whole graph, where it is small and nothing proves the plan."""
@@ -165,12 +183,12 @@ class AutoPlan:
     def _jointly(self, slice_s: float, enough: float) -> None:
         """Reruns and copies together; plans in which runs wait where there is no other."""
         search, problem = self.search, self.problem
-        if problem.may_recompute and not search.best_over:
+        if problem.may_recompute:
             self._starts(self.stage_end(0.2))
             if not search.best_over:
                 self._exactly(self.stage_end(0.2))
         self._swap(time.monotonic() + slice_s)
-        evolution = Evolution(search)
+        evolution = self.evolution
         if search.best_over:
             self.waiting.try_peers(self.stage_end(0.3))
             if problem.may_recompute:
@@ -227,7 +245,9 @@ class AutoPlan:
         """The best few polished plans: of what was found so far, the proof's, the online rules' and the segments'."""
         search = self.search
         found = [(search.best_over, search.best_cost, (search.best_runs, search.best_swaps))]
-        for number, runs in enumerate(starts(self.problem, self.stage_end(0.15 if search.lanes else 0.3))):
+        most_ms = math.inf if search.best_over else search.best_cost
+        until_starts = self.stage_end(0.15 if search.lanes else 0.3)
+        for number, runs in enumerate(starts(self.problem, until_starts, most_ms)):
             if number and time.monotonic() > until:
                 break
             search.load(runs)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 
 from memopt.advisors.graphs.capuchin import capuchin
-from memopt.advisors.graphs.engine import Engine, Stuck
+from memopt.advisors.graphs.engine import THRASH, Engine, Stuck
+from memopt.advisors.graphs.exact import MOST_OPS
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import RECOMPUTE, GraphProblem
 from memopt.advisors.graphs.rotor import rotor_plans
+from memopt.advisors.graphs.rounding import rounded_plans
 from memopt.advisors.graphs.runs import peak_of_runs, rerun_ms
 from memopt.advisors.graphs.scores import SCORES
 from memopt.advisors.graphs.segments import (
@@ -37,8 +41,10 @@ FEW = 1000
 LARGE = 8000
 """In graphs with more ops, dropping a share of what is cheap finds a first plan sooner than segments do, and what planned parts leave to
 gain is not worth the time."""
-SEGMENTS = 0.3
+SEGMENTS, ROUNDED = 0.3, 0.7
 """Of the time."""
+BEST_ROUNDED = 6
+"""Rounded relaxations are much alike."""
 
 
 def first_plans(problem: GraphProblem, until: float) -> Iterator[list[int]]:
@@ -52,8 +58,9 @@ def first_plans(problem: GraphProblem, until: float) -> Iterator[list[int]]:
     return (runs for runs in itertools.chain(segments, rules) if runs)
 
 
-def starts(problem: GraphProblem, until: float) -> list[list[int]]:
-    """Run sequences of the strategies that only recompute: those that meet the budget, cheapest first; then the others."""
+def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> list[list[int]]:
+    """Run sequences of the strategies that only recompute: those that meet the budget, cheapest first; then the others. An online rule
+    that reruns for longer than `most_ms`, or than another plan, is given up."""
     graph = problem.graph
     found: list[tuple[int, float, list[int]]] = []
     begin = time.monotonic()
@@ -67,27 +74,39 @@ def starts(problem: GraphProblem, until: float) -> list[list[int]]:
         for budget_bytes in (problem.budget_bytes, int(LOOSER * problem.budget_bytes)):
             if time.monotonic() > until and (not every or budget_bytes > problem.budget_bytes):
                 break
-            if runs := ruled(graph, budget_bytes, name, float("inf") if every else until):
+            most_ms = min([most_ms, *(cost for over, cost, _ in found if not over)])
+            if runs := ruled(graph, budget_bytes, name, math.inf if every else until, most_ms):
                 found.append(_valued(graph, problem.budget_bytes, runs))
                 break
     if every or time.monotonic() < until:
         found.extend(_valued(graph, problem.budget_bytes, runs) for runs in _planned(problem, until))
+    found.extend(_rounded(problem, time.monotonic() + ROUNDED * (until - begin)))
     return [runs for _, _, runs in sorted(found, key=lambda item: item[:2])]
+
+
+def _rounded(problem: GraphProblem, until: float) -> list[tuple[int, float, list[int]]]:
+    """The best of Checkmate's rounded relaxations, where there is a solver and the time."""
+    graph = problem.graph
+    if not find_spec("highspy") or graph.op_count > MOST_OPS or time.monotonic() > until:
+        return []
+    plans = [_valued(graph, problem.budget_bytes, runs) for _, runs in rounded_plans(problem, until)]
+    return sorted(plans, key=lambda item: item[:2])[:BEST_ROUNDED]
 
 
 def _planned(problem: GraphProblem, until: float) -> Iterator[list[int]]:
     """Capuchin's run sequence without copies, and Rotor's for several amounts of memory."""
-    long = float("inf") if problem.graph.op_count <= FEW else until
+    long = math.inf if problem.graph.op_count <= FEW else until
     alone = replace(problem, allow=frozenset({RECOMPUTE}), until=long)
     with contextlib.suppress(BudgetInfeasible):
         yield [what for verb, what in capuchin(alone).steps if verb == RUN]
     yield from rotor_plans(alone)
 
 
-def ruled(graph: Graph, budget_bytes: int, name: str, until: float) -> list[int]:
-    """The run sequence of one online rule; empty when it gets stuck."""
+def ruled(graph: Graph, budget_bytes: int, name: str, until: float, most_ms: float = math.inf) -> list[int]:
+    """The run sequence of one online rule; empty when it gets stuck, or reruns for longer than `most_ms`."""
+    thrash = min(THRASH, 1.01 * most_ms / (graph.plain_ms or 1.0))
     try:
-        return Engine(graph, budget_bytes, SCORES[name](), until=until).plan()
+        return Engine(graph, budget_bytes, SCORES[name](), thrash=thrash, until=until).plan()
     except Stuck:
         return []
 

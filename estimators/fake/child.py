@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from memopt.estimators.fake.request import Request, Result
 
 _PATIENCE_S = 4.0
 """After so much work, steps that are alike are not followed on."""
+
+
+_TURNS = 6
+"""How often one optimizer may step for each step of another: WGAN's critic does five times."""
 
 
 class Enough(BaseException):
@@ -87,15 +92,16 @@ def _run(request: Request) -> Result:
 
 
 def _stop_after(watch: Any, steps: int) -> None:
-    """Stop when the first optimizer that stepped has stepped `steps` times; without an optimizer, count backward calls."""
+    """Stop when the optimizer has stepped `steps` times; of several each twice as often, since such scripts may step twice
+    in an iteration (lazy penalties), or the first one many times more, since some never step. Without one, count backward calls."""
     import torch
 
-    made: list[bool] = []
+    made: weakref.WeakSet[Any] = weakref.WeakSet()
     optimizer: Any = torch.optim.Optimizer
     init = optimizer.__init__
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> None:
-        made.append(True)
+        made.add(self)
         init(self, *args, **kwargs)
 
     optimizer.__init__ = counted
@@ -104,11 +110,14 @@ def _stop_after(watch: Any, steps: int) -> None:
 
     def stepped() -> None:
         done = next(iter(watch.steps.values()), 0)
-        if done >= steps:
+        least = min((watch.steps.get(id(each), 0) for each in made), default=done)
+        wanted = steps if len(made) < 2 else 2 * steps
+        if done >= wanted and (least >= wanted or done >= _TURNS * steps):
             raise Enough
         if done == len(left) + 1:
             left.append(watch.recorder.live_bytes)
-            if done >= 2 and left[-1] == left[-2] and time.process_time() > _PATIENCE_S:
+            alike = done >= 2 and left[-1] == left[-2]
+            if alike and time.process_time() > _PATIENCE_S and (least or done >= steps):
                 watch.recorder.guesser.remark(
                     f"step {done} left memory as step {done - 1} had: no more were followed"
                 )

@@ -1,0 +1,37 @@
+"""Ctrl-C while it is decided whether the optimizer steps inside backward: one search ends, and no other begins."""
+
+from __future__ import annotations
+
+import pytest
+
+from memopt.advisors.auto import Auto
+from memopt.advisors.jointly import plan_jointly
+from memopt.advisors.problem import Decisions, Problem
+from memopt.estimators.decision import RECOMPUTE
+from memopt.estimators.timeline import Simulator
+from memopt.estimators.trace_view import TraceView
+from tests.layers_trace import build, chain
+
+
+class Stub(Auto):
+    """Gives one plan, which costs time and does not fit."""
+
+    def __init__(self, *, interrupted: bool) -> None:
+        super().__init__(1.0)
+        self.ends_by_ctrl_c = interrupted
+        self.searched: list[Problem] = []
+
+    def within(self, problem: Problem, seconds: float) -> Decisions:
+        self.searched.append(problem)
+        self.interrupted = self.ends_by_ctrl_c
+        return {2: RECOMPUTE}
+
+
+@pytest.mark.parametrize(("interrupted", "searches"), [(True, 1), (False, 2)])
+def test_an_interrupted_search_is_the_last(interrupted: bool, searches: int) -> None:
+    view = TraceView(build(chain([400] * 6)))
+    plain = Problem(view, Simulator(view), 2500)
+    moved = Problem(view, Simulator(view), 2500, instead_of=plain)
+    auto = Stub(interrupted=interrupted)
+    assert plan_jointly(auto, moved)[1] == {2: RECOMPUTE}
+    assert [problem is moved for problem in auto.searched] == [True, False][:searches]
