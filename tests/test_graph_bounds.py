@@ -19,6 +19,7 @@ from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes
 from memopt.errors import BudgetInfeasible
 from tests import schedule_checker as checker
+from tests.planned_graphs import unit_chain
 
 pytest.importorskip("highspy")
 
@@ -98,7 +99,7 @@ def test_no_plan_with_a_link_undercuts_the_bounds(seed: int) -> None:
 
 def test_bytes_that_only_the_link_can_take_cost_its_time() -> None:
     """At b(19), 20 ms in, 21 bytes are there for 3: at 1 byte per ms 18 of them leave in time, at half the rate only after 36 ms."""
-    graph = decode_graph(json.dumps(chain(20)).encode())
+    graph = decode_graph(json.dumps(unit_chain(20)).encode())
     problem = GraphProblem(
         graph=graph, budget_bytes=3, out_gbps=1e-6, in_gbps=1e-6, allow=frozenset({"swap"})
     )
@@ -107,21 +108,9 @@ def test_bytes_that_only_the_link_can_take_cost_its_time() -> None:
     assert overhead_bound(slow) * graph.plain_ms == pytest.approx(36 - 20)
 
 
-def chain(length: int) -> dict[str, Any]:
-    """f(i) makes a(i) from a(i-1); b(i) reads a(i) and the gradient. All take 1 ms and 1 byte."""
-    tensors = [{"id": i, "bytes": 1} for i in range(2 * length)]
-    rows: list[dict[str, Any]] = [
-        {"ms": 1, "reads": [i - 1] if i else [], "writes": [i]} for i in range(length)
-    ]
-    for i in range(length - 1, -1, -1):
-        grad = 2 * length - 1 - i
-        rows.append({"ms": 1, "reads": [i] + ([grad - 1] if i < length - 1 else []), "writes": [grad]})
-    return {"schema": "memopt.graph/1", "tensors": tensors, "ops": rows, "keep": [2 * length - 1]}
-
-
 def test_chain_is_solved_and_proved() -> None:
     """Of 20 activations all but 3 must go: at 5 bytes, at the first backward op 3 are there beside a(19) and the gradient."""
-    graph = decode_graph(json.dumps(chain(20)).encode())
+    graph = decode_graph(json.dumps(unit_chain(20)).encode())
     assert unplanned_peak(graph) == 21
     schedule = plan_graph(graph, 12, time_limit_s=2)
     assert schedule.recompute_ms == pytest.approx(9)
