@@ -34,7 +34,12 @@ def frontier(adviser: Adviser, strategy: str = "auto") -> Iterator[Point]:
     """Points from 90 % of the unplanned peak down; ends after the first budget that cannot be met, and where Ctrl-C ended a search."""
     unplanned = adviser.unplanned_peak_bytes
     for share in SHARES:
-        point = probe(adviser, int(share * unplanned), strategy)
+        try:
+            point = probe(adviser, int(share * unplanned), strategy)
+        except KeyboardInterrupt:
+            if share == SHARES[0]:
+                raise
+            return
         yield point
         if adviser.interrupted:
             return

@@ -13,7 +13,7 @@ _SIXTEEN_BIT = ("bf16", "fp16")
 _MASKS = {("WhereBackward0", "condition"), ("MaskedFillBackward0", "mask")}
 _FACTORS = {("MulBackward0", "other"): 1, ("MulBackward0", "self"): 0}
 """Slot of a product -> the input of the node that it is."""
-_IN_PLACE = ("relu", "leaky_relu", "elu", "hardswish", "relu6")
+_IN_PLACE = ("relu", "leaky_relu", "elu", "hardswish", "hardtanh")
 
 
 @lint(

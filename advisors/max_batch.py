@@ -130,10 +130,13 @@ class Batches:
 
 
 def largest(fits: Callable[[int], bool], *, share: float = 0.0) -> tuple[int, int]:
-    """The largest batch that fits (0 when one sample does not), within `share` of it; and the smallest found that does not."""
+    """The largest batch that fits (0 when one sample does not), within `share` of it; and the smallest found that does not
+    (0 where all do that anybody would try)."""
     good, size = 0, 1
     while size <= _MOST and fits(size):
         good, size = size, size * 2
+    if size > _MOST:
+        return good, 0
     high = size
     while good and high - good > max(1, int(good * share)):
         middle = (good + high) // 2

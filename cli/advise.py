@@ -63,7 +63,7 @@ def advise(profile: Path | None, **options: Any) -> int:
         return _advise_graph(profile, options)
     check_words(options)
     for name in ("schedule", "out_gbps", "in_gbps"):
-        if options[name]:
+        if options[name] is not None:
             raise UsageError(f"--{name.replace('_', '-')} goes with --graph", try_="--graph graph.json")
     from memopt.advisors.registry import COUNSELS
 

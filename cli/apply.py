@@ -120,7 +120,13 @@ def _doubts(plan: Plan, command: Command, *, strict: bool) -> list[str]:
 
     doubts = []
     found = hashlib.sha256(find_source(command).read_bytes()).hexdigest()
-    if found != plan.script.sha256 and (plan.script.sha256 or strict):
+    if strict and not plan.script.sha256:
+        raise UsageError(
+            "the plan does not tell which script it was made for",
+            why="its sha256 is empty, and --strict refuses a plan for another script",
+            try_="memopt advise again, or apply without --strict",
+        )
+    if plan.script.sha256 and found != plan.script.sha256:
         if strict:
             raise UsageError(
                 f"{command.argv[0]} has changed since it was profiled",
@@ -147,6 +153,8 @@ def _verify(plan_path: Path, command: Command, steps: int, swap_dir: Path, outco
         verified = verify(plan_path, list(command.argv), steps, swap_dir)
     same = f"losses, gradients, parameters and buffers of {verified.iterations} iterations, bit for bit"
     out().print(f"identical: {same}")
+    if verified.outcome is None:
+        say("what the plan did is not known: the script ended without letting anybody look back")
     if verified.outcome is not None and outcome_path is not None:
         verified.outcome.save(outcome_path)
     if verified.outcome is not None and verified.outcome.actions.planned:

@@ -76,6 +76,9 @@ def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
     except MemoptError as error:
         print(f"memopt: {error}", file=sys.stderr)
         return error.exit_code
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
     except click.ClickException as error:
         print(f"memopt: {_in_three_parts(error)}", file=sys.stderr)
         return error.exit_code

@@ -70,7 +70,7 @@ def hold(ref: SlotRef, call: Call | None) -> bool:
 @cache
 def _is_proven(node: str, slot: str, consumer: str, need: str) -> bool:
     """Does the table say so of this slot, and is `node` what autograd makes of op `consumer`? A plan may have been edited."""
-    operator = consumer.split(".")[1] if consumer.count(".") else ""
+    operator = consumer.split(".")[1].removesuffix("_forward") if consumer.count(".") else ""
     is_its_node = node.lower().rpartition("backward")[0] == operator.replace("_", "").lower()
     return is_its_node and any(row.kind == need for row in SLOT_NEEDS.get(f"{node}.{slot}", ()))
 

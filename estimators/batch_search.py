@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MOST = 1 << 20
 _ENOUGH = 32
-"""A batch this large that needs no more than a batch of one was not made by the flag."""
+"""A batch this large that needs no more than one of half its size was not made by the flag."""
 _GROWING = ("activation", "temporary", "input")
 
 
@@ -64,11 +64,13 @@ class _Search:
     seen: dict[int, Estimate] = field(default_factory=dict)
     low: int = 0
     high: int = 2 * _MOST
+    failed: bool = False
+    """One has not fitted: before that, `high` is only where nobody looks."""
     slow: int = 0
     """How often in a row a gap that was known on both sides was not halved."""
 
     def ask(self, size: int) -> None:
-        before = self.high - self.low
+        between, before = self.failed, self.high - self.low
         found = self.seen[size] = self.estimate(size)
         good = fits(found)
         need = found.process_bytes or found.allocated_bytes
@@ -76,14 +78,14 @@ class _Search:
         if good:
             self.low = size
         else:
-            self.high = size
-        self.slow = self.slow + 1 if before <= _MOST and 2 * (self.high - self.low) > before else 0
+            self.high, self.failed = size, True
+        self.slow = self.slow + 1 if between and 2 * (self.high - self.low) > before else 0
 
     def following(self) -> int:
         """The batch to try next, between `low` and `high`."""
-        if self.high > _MOST:
+        if not self.failed:
             guess = 2 * self.low if self.low == 1 or len(self.seen) > 1 else self._crossing() + 1
-            return min(max(guess, self.low + 1), 2 * self.low)
+            return min(max(guess, self.low + 1), 2 * self.low, _MOST)
         guess = (self.low + self.high) // 2 if self.slow > 1 else self._crossing()
         return min(max(guess, self.low + 1, 1), self.high - 1)
 
@@ -101,11 +103,14 @@ class _Search:
         return near + int((found.fits_named.memory_bytes - least_bytes(found)) // slope)
 
     def refuse_constant(self) -> None:
-        """Raise where a batch of 1 and a large one were seen to need the same."""
-        one, large = self.seen.get(1), self.seen[self.low] if self.low >= _ENOUGH else None
-        if one is not None and large is not None and large.allocated_bytes <= one.allocated_bytes:
+        """Raise where a small batch and a large one were seen to need the same."""
+        small = min(self.seen)
+        if self.low < max(_ENOUGH, 2 * small):
+            return
+        large = self.seen[self.low]
+        if large.allocated_bytes <= self.seen[small].allocated_bytes:
             raise NotPossibleHere(
-                f"a batch of {self.low} needs no more than a batch of 1",
+                f"a batch of {self.low} needs no more than a batch of {small}",
                 why=f"{format_bytes(large.allocated_bytes)} are allocated either way",
                 try_="--batch-arg with the flag that sets the script's batch size, or --device cpu if it never uses a GPU",
             )

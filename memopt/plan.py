@@ -168,6 +168,8 @@ def _inconsistency(plan: Plan) -> str:
         return "a number of bytes is negative or beyond any memory"
     if not all(0 <= time < 1e12 for time in (plan.plain_step_ms, plan.predicted_step_ms)):
         return "a time is negative, not finite, or longer than eleven days"
+    if not plan.script.argv or not plan.script.argv[0]:
+        return "it names no script"
     if plan.script.problem:
         return plan.script.problem
     for number, action in enumerate(plan.actions):

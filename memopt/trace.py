@@ -83,9 +83,7 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def problem(self) -> str:
-        """Why nothing could be run from this; empty where something could."""
-        if not self.argv or not self.argv[0]:
-            return "it names no script"
+        """Why this cannot be meant; empty where it can, be it of no script at all (a snapshot's)."""
         if any("\0" in word for word in (self.cwd, *self.argv)):
             return "a zero byte is in the script's name, its arguments or its folder"
         return ""

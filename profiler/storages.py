@@ -189,7 +189,7 @@ class StorageRows:
             if number is None:
                 continue
             row = self.rows[number]
-            if category in _SURE or (row.found and not row.name and name != LEFT_OVER):
+            if category in _SURE or (row.found and not row.name and not name.startswith(LEFT_OVER)):
                 _name(row, category, name)
 
 

@@ -564,7 +564,19 @@ def tangents(steps: int) -> list[str]:
     return _train(model, lambda: torch.randn(32, 8), loss, steps)
 
 
+def log_likelihood(steps: int) -> list[str]:
+    """The loss alone saves the logarithms, whose values its backward never reads."""
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4), nn.Softmax(1))
+    return _train(
+        model,
+        lambda: torch.randn(64, 16),
+        lambda m, x: F.nll_loss((m(x) + 0.01).log(), torch.arange(64) % 4),
+        steps,
+    )
+
+
 LOOPS = [
+    log_likelihood,
     tangents,
     residual_in_place, transformer, tied_weights, autocast_with_accumulation, backward_inside_autocast, retained_graph,
     gradient_penalty, checkpointed, custom_function, two_optimizers, lbfgs, without_optimizer, lengths_that_change,
