@@ -203,10 +203,10 @@ def ratio(runs: list[Run], plain: list[Run]) -> float:
 def same(runs: list[Run], plain: list[Run]) -> str:
     """How many of the losses of a run, at least, are those of the plain one."""
     equal = min(
-        sum(a == b for a, b in zip(run.losses, other.losses, strict=True))
+        sum(a == b for a, b in zip(run.results, other.results, strict=True))
         for run, other in zip(runs, plain, strict=True)
     )
-    return f"{equal}/{len(plain[0].losses)}"
+    return f"{equal}/{len(plain[0].results)}"
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:

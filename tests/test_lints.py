@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -13,10 +11,8 @@ import pytest
 
 from memopt.advisors.lints import RULES, find_lints
 from memopt.device import Device
-from memopt.trace import load_trace
 from tests.layers_trace import Layer, build
-
-ROOT = Path(__file__).parent.parent
+from tests.profiled import Profiler, profiler
 
 FRAME = """
 import torch, torch.nn as nn, torch.nn.functional as F
@@ -140,51 +136,36 @@ NOT_ON_A_CPU = {"dropout-noise-in-float", "out-of-place-at-the-peak"}
 """Found in traces made by hand, below."""
 
 
-def profiled(folder: Path, **parts: str) -> list[str]:
-    folder.mkdir()
-    (folder / "train.py").write_text(FRAME.format(**(CLEAN | parts)))
-    done = subprocess.run(
-        [sys.executable, "-m", "memopt", "profile", "-o", "t.profile.json.gz", "train.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    return [lint.name for lint in find_lints(load_trace(folder / "t.profile.json.gz"))]
-
-
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Fault -> lints; the profiles are made two at a time."""
-    folder = tmp_path_factory.mktemp("lints")
-    with ThreadPoolExecutor(2) as pool:
-        runs = {
-            name: pool.submit(profiled, folder / (name or "clean"), **parts)
-            for name, parts in (
-                CLEAN_ONES | FAULTS | {name: parts for name, (_, parts) in MORE.items()}
-            ).items()
-        }
-    return {name: run.result() for name, run in runs.items()}
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Profiler]:
+    with profiler(tmp_path_factory.mktemp("lints")) as server:
+        yield server
+
+
+def found_in(profile: Profiler, folder: Path, parts: dict[str, str]) -> list[str]:
+    (folder / "train.py").write_text(FRAME.format(**(CLEAN | parts)))
+    run = profile(str(folder / "train.py"), options=())
+    assert run.returncode == 0, run.stderr
+    return [lint.name for lint in find_lints(run.trace)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLEAN_ONES)
-def test_a_clean_script_has_none(name: str, found: dict[str, list[str]]) -> None:
-    assert found[name] == []
+def test_a_clean_script_has_none(name: str, profile: Profiler, tmp_path: Path) -> None:
+    assert found_in(profile, tmp_path, CLEAN_ONES[name]) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found(name: str, found: dict[str, list[str]]) -> None:
-    assert name in found[name]
+def test_a_fault_is_found(name: str, profile: Profiler, tmp_path: Path) -> None:
+    assert name in found_in(profile, tmp_path, FAULTS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
-def test_another_form_of_it_is_found(name: str, found: dict[str, list[str]]) -> None:
-    assert MORE[name][0] in found[name]
+def test_another_form_of_it_is_found(name: str, profile: Profiler, tmp_path: Path) -> None:
+    of, parts = MORE[name]
+    assert of in found_in(profile, tmp_path, parts)
 
 
 def test_every_rule_is_tried() -> None:
