@@ -170,8 +170,11 @@ class _Advise:
             return self._pareto(adviser)
         if len(self.strategies) > 1:
             return self._compare(adviser)
+        from memopt.cli.console import progress
+
         try:
-            plan, explanation = self._plan(adviser)
+            with progress(f"planning {trace.op_count} ops", short=True):
+                plan, explanation = self._plan(adviser)
         except BudgetInfeasible as error:
             self._print_infeasible(error, adviser, None)
             raise

@@ -37,13 +37,16 @@ def say(text: str) -> None:
 
 
 @contextmanager
-def progress(what: str, total: float | None = None) -> Iterator[Callable[[float], None]]:
+def progress(
+    what: str, total: float | None = None, *, short: bool = False
+) -> Iterator[Callable[[float], None]]:
     """A bar on stderr while the block runs; the block calls the given function with how much more is done.
 
-    Away from a terminal: the one line `memopt: what`.
+    Away from a terminal: the one line `memopt: what`, or nothing where it is `short`.
     """
     if not is_terminal(sys.stderr):
-        say(what)
+        if not short:
+            say(what)
         yield lambda amount: None
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
