@@ -16,6 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from memopt.advisors.graphs.rotor import less_slots
 from memopt.advisors.picks import cheapest_fitting
 from memopt.advisors.problem import Decisions, Problem
 from memopt.advisors.sublinear import Order
@@ -81,13 +82,13 @@ class _Table:
         for at in range(count - 1, -1, -1):
             for case in range(2):
                 entering = enters[at] if case else 0
-                best = _less(self.cost[0][at + 1], saved[at])
+                best = less_slots(self.cost[0][at + 1], saved[at])
                 taken = np.full(self.slots + 1, at)
                 room, ms = entering, 0.0
                 for end in range(at + 1, count + 1):
                     room += saved[end - 1]
                     ms += again_ms[end - 1]
-                    trial = ms + _less(self.cost[1][end], entering)
+                    trial = ms + less_slots(self.cost[1][end], entering)
                     trial[:room] = np.inf
                     taken = np.where(trial < best, end, taken)
                     best = np.minimum(trial, best)
@@ -108,14 +109,6 @@ class _Table:
             found.append((at, end))
             at, case = end, 1
         return found
-
-
-def _less(costs: Floats, slots: int) -> Floats:
-    """The costs when `slots` are taken already."""
-    moved = np.full(len(costs), np.inf)
-    if slots < len(costs):
-        moved[slots:] = costs[: len(costs) - slots]
-    return moved
 
 
 class Stages:

@@ -155,10 +155,12 @@ def _verify(plan_path: Path, command: Command, steps: int, swap_dir: Path, outco
     out().print(f"identical: {same}")
     if verified.outcome is None:
         say("what the plan did is not known: the script ended without letting anybody look back")
-    if verified.outcome is not None and outcome_path is not None:
-        verified.outcome.save(outcome_path)
-    if verified.outcome is not None and verified.outcome.actions.planned:
-        say(f"{verified.outcome.actions.done} of {verified.outcome.actions.planned} actions were taken")
+    else:
+        counts = verified.outcome.actions
+        if outcome_path is not None:
+            verified.outcome.save(outcome_path)
+        if counts.planned:
+            say(f"{counts.done} of {counts.planned} actions were taken")
     if verified.iterations < steps:
         say(
             f"the script ended by itself after {verified.iterations} of {steps} iterations, with exit code {verified.exit_code}"

@@ -12,17 +12,10 @@ _CUDA_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 def require_device(kind: str, what: str, *, try_: str) -> None:
     """Raise `NotPossibleHere`, because of `what`, where there is no device of type `kind` (`cpu`, `cuda`)."""
-    if kind != "cuda" or any(Path(file).exists() for file in _CUDA_FILES) or _nvml_works():
+    if kind != "cuda" or any(Path(file).exists() for file in _CUDA_FILES):
+        return
+    from memopt.cli.doctor import nvidia_driver
+
+    if nvidia_driver()["version"] is not None:
         return
     raise NotPossibleHere(what, why="no driver of a CUDA or ROCm device is to be found here", try_=try_)
-
-
-def _nvml_works() -> bool:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return False
-    pynvml.nvmlShutdown()
-    return True

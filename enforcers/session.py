@@ -112,7 +112,7 @@ class ApplySession:
 
             self._updates = OptimizerInBackward(self._iterations, self._will_change, self._gradient_is_whole)
             self._updates.install()
-        call_around_fork(self._before_fork, self._after_fork, self._forked)
+        call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
 
     def _open_tiers(self, actions: list[Action]) -> Swapper | None:
         from memopt.enforcers.swapped import Swapper
@@ -144,12 +144,6 @@ class ApplySession:
         from memopt.enforcers.host import HostStore
 
         return HostStore([action.size_bytes for action in actions if action.tier == "host"])
-
-    def _before_fork(self) -> None:
-        self._measurements.pause()
-
-    def _after_fork(self) -> None:
-        self._measurements.go_on()
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from memopt.errors import UsageError
+from memopt.errors import UsageError, reason
 
 
 class StopScript(SystemExit):
@@ -101,9 +101,10 @@ def find_source(command: Command) -> Path:
                 )
         with path.open("rb") as file:
             head = file.read(4096)
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        why = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"cannot run {path}", why=why, try_="the path of a Python script") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot run {path}", why=reason(error), try_="the path of a Python script"
+        ) from error
     if b"\0" in head:
         raise UsageError(
             f"cannot run {path}",

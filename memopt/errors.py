@@ -88,3 +88,8 @@ class RunFailed(MemoptError):
     """memopt itself failed around a script that it was running (EX_SOFTWARE)."""
 
     exit_code = 70
+
+
+def reason(error: Exception) -> str:
+    """Why a file could not be used: the system's words where `error` has them (a zero byte in a name is a mere `ValueError`)."""
+    return getattr(error, "strerror", None) or str(error)

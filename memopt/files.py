@@ -11,7 +11,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from memopt.errors import BadFile, UsageError
+from memopt.errors import BadFile, UsageError, reason
 
 MOST_BYTES = 4 * 2**30
 """No profile, plan or graph is larger than this when unpacked; a larger one is refused unread."""
@@ -29,8 +29,7 @@ def refuse_overwrite(path: Path, *, force: bool) -> None:
     try:
         is_folder, exists = path.is_dir(), path.exists()
     except (OSError, ValueError) as error:  # too long, a folder that may not be searched, a zero byte
-        why = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"cannot write {path}", why=why, try_="-o FILE") from error
+        raise UsageError(f"cannot write {path}", why=reason(error), try_="-o FILE") from error
     if is_folder:
         raise UsageError(f"cannot write {path}", why="it is a folder", try_="-o FILE")
     if exists and not force:
@@ -87,9 +86,10 @@ def read_bytes(path: Path, kind: str) -> bytes:
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise OSError(errno.EINVAL, "it is a device or a pipe, not a file")
         raw = path.read_bytes()
-    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
-        why = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"cannot read {kind} {path}", why=why, try_=f"the path of a {kind}") from error
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot read {kind} {path}", why=reason(error), try_=f"the path of a {kind}"
+        ) from error
     if not raw.startswith(_GZIP):
         return raw
     try:

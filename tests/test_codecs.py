@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from memopt import plan
 from memopt.enforcers import bits
 from memopt.enforcers.codecs import CODECS, attributes_of, decode, encode, encode_for, measure_value_codecs
 from memopt.enforcers.encoded import bits_of, cells_of, flat_storage, is_plain, meta_of
@@ -954,3 +955,9 @@ def test_numpy_is_not_what_holds_the_payload():
     assert encoded is not None
     assert encoded.payload[0].untyped_storage().resizable()
     assert not torch.from_numpy(np.zeros(3)).untyped_storage().resizable()
+
+
+def test_a_plan_may_name_what_there_is() -> None:
+    """Plans are read without torch, so the names stand there too."""
+    assert set(plan.CODECS) == set(CODECS)
+    assert set(plan.NEEDS) == {"values"} | {row.kind for rows in SLOT_NEEDS.values() for row in rows}

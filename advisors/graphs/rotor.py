@@ -104,18 +104,20 @@ class _Table:
         for first in range(count - 1, -1, -1):
             for last in range(first, count):
                 rest = self.cost[first + 1].get(last, nothing)
-                best = stages.ms[first] + _less(rest, stages.saved[first])
+                best = stages.ms[first] + less_slots(rest, stages.saved[first])
                 taken = np.full(slots + 1, first)
                 ms = 0.0
                 for cut in range(first + 1, last + 1):
                     ms += stages.ms[cut - 1]
-                    trial = ms + _less(self.cost[cut][last], stages.enters[cut]) + self.cost[first][cut - 1]
+                    trial = (
+                        ms + less_slots(self.cost[cut][last], stages.enters[cut]) + self.cost[first][cut - 1]
+                    )
                     taken = np.where(trial < best, cut, taken)
                     best = np.minimum(trial, best)
                 self.cost[first][last], self.cut[first][last] = best, taken
 
 
-def _less(costs: FloatColumn, slots: int) -> FloatColumn:
+def less_slots(costs: FloatColumn, slots: int) -> FloatColumn:
     """The costs when `slots` are taken already."""
     moved = np.full(len(costs), np.inf)
     if slots < len(costs):
