@@ -138,9 +138,7 @@ def steps_of_part(part: Part, steps: list[Step]) -> list[Step]:
     """The steps of a class for one of its parts; op 0 stands for what was made before."""
     begin, tensors = part.begin - 1, part.tensors
     return [
-        (verb, begin + what if verb == RUN else tensors[what])
-        for verb, what in steps
-        if verb != RUN or what
+        (verb, begin + what if verb == RUN else tensors[what]) for verb, what in steps if verb != RUN or what
     ]
 
 

@@ -29,9 +29,7 @@ class Forward:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.turn = turn = (
-            int(np.argmax(plain_memory(graph)[:-1])) if graph.op_count else 0
-        )
+        self.turn = turn = int(np.argmax(plain_memory(graph)[:-1])) if graph.op_count else 0
         count = graph.tensor_count
         self.last_before = graph.producer.copy()
         self.first_after: IntColumn = np.full(count, -1, dtype=np.int64)
