@@ -19,7 +19,7 @@ from memopt.advisors.graphs.exact import MOST_OPS
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import RECOMPUTE, GraphProblem
 from memopt.advisors.graphs.rotor import rotor_plans
-from memopt.advisors.graphs.rounding import rounded_plans
+from memopt.advisors.graphs.rounding import rounded_starts
 from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, rerun_ms
 from memopt.advisors.graphs.scores import SCORES
 from memopt.advisors.graphs.segments import (
@@ -97,9 +97,11 @@ def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> li
             if runs := ruled(graph, budget_bytes, name, math.inf if every else until, most_ms):
                 found.append(_valued(graph, problem.budget_bytes, runs))
                 break
+            if not every and most_ms < math.inf:
+                break
+    found.extend(_rounded(problem, time.monotonic() + ROUNDED * (until - begin)))
     if every or time.monotonic() < until:
         found.extend(_valued(graph, problem.budget_bytes, runs) for runs in _planned(problem, until))
-    found.extend(_rounded(problem, time.monotonic() + ROUNDED * (until - begin)))
     return [runs for _, _, runs in sorted(found, key=lambda item: item[:2])]
 
 
@@ -108,7 +110,7 @@ def _rounded(problem: GraphProblem, until: float) -> list[tuple[int, float, list
     graph = problem.graph
     if not find_spec("highspy") or graph.op_count > MOST_OPS or time.monotonic() > until:
         return []
-    plans = [_valued(graph, problem.budget_bytes, runs) for _, runs in rounded_plans(problem, until)]
+    plans = [_valued(graph, problem.budget_bytes, runs) for _, (runs, _) in rounded_starts(problem, until)]
     return sorted(plans, key=lambda item: item[:2])[:BEST_ROUNDED]
 
 
