@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from memopt.advisors.graphs.exact import MOST_OPS, SLACK, Relaxed, Start
+from memopt.advisors.graphs.exact import MOST_OPS, SLACK, Relaxed
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
 from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, rerun_ms, steps_of_runs
 from memopt.errors import NotPossibleHere
@@ -42,7 +42,7 @@ def rounded(problem: GraphProblem) -> Answer:
     smallest = int(plain_memory(graph).max())
     bound_ms = 0.0
     best: tuple[float, list[int]] = (math.inf, [])
-    for proved_ms, (runs, _) in rounded_starts(problem, problem.until):
+    for proved_ms, runs in rounded_plans(problem, problem.until):
         bound_ms = max(bound_ms, proved_ms)
         peak_bytes = peak_of_runs(graph, runs)
         smallest = min(smallest, peak_bytes)
@@ -54,10 +54,8 @@ def rounded(problem: GraphProblem) -> Answer:
     return Answer(steps=steps_of_runs(graph, best[1]), overhead_bound=bound)
 
 
-def rounded_starts(
-    problem: GraphProblem, until: float, kind: type[Relaxed] = Relaxed
-) -> Iterator[tuple[float, Start]]:
-    """Time (ms) that any plan needs at least, as far as known, and a run sequence with swaps; those that are soon found first."""
+def rounded_plans(problem: GraphProblem, until: float) -> Iterator[tuple[float, list[int]]]:
+    """Time (ms) that any plan needs at least, as far as known, and a run sequence; those that are soon found first."""
     seen: set[int] = set()
     for sizes in SIZES:
         choices = {len(stages): stages for stages in (stages_of(problem, size) for size in sizes)}
@@ -66,14 +64,14 @@ def rounded_starts(
             left_s = until - time.monotonic()
             if left_s < 0 and (number or seen):
                 return
-            relaxed = kind(replace(problem, budget_bytes=int(share * problem.budget_bytes)), stages)
+            relaxed = Relaxed(replace(problem, budget_bytes=int(share * problem.budget_bytes)), stages)
             solved = relaxed.relaxation(max(LEAST_S, left_s))
             if solved is None:
                 continue
             proved_ms = float(solved.getInfo().objective_function_value) if share == 1.0 else 0.0
             values = solved.getSolution().col_value
             for threshold in THRESHOLDS:
-                yield proved_ms, relaxed.start(values, threshold)
+                yield proved_ms, relaxed.start(values, threshold)[0]
         seen.update(choices)
 
 

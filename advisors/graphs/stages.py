@@ -15,11 +15,10 @@ from importlib.util import find_spec
 from memopt.advisors.graphs.bounds import overhead_bound
 from memopt.advisors.graphs.checkmate import build, solve
 from memopt.advisors.graphs.evolve import Evolution
-from memopt.advisors.graphs.exact import MOST_OPS, Proof, Relaxed, Start, prove
+from memopt.advisors.graphs.exact import Proof, Relaxed, Start, prove
 from memopt.advisors.graphs.lanes import Lanes
 from memopt.advisors.graphs.linked import Linked
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, usual_s
-from memopt.advisors.graphs.rounding import rounded_starts
 from memopt.advisors.graphs.runs import plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graphs.search import Search
 from memopt.advisors.graphs.starts import LARGE, first_plan, starts
@@ -48,7 +47,6 @@ LEAST_S = 0.5
 """HiGHS is not asked for less than that."""
 PROGRAM, PROGRAM_FIRST = 0.5, 0.3
 """Of the time that is left, for that; where there is no valid plan yet."""
-ALONE = 0.0
 CLOSE = 1e-5
 """A plan whose overhead is this close to the bound ends the search."""
 GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0))
@@ -197,13 +195,10 @@ class AutoPlan:
     def _jointly(self, slice_s: float, enough: float) -> None:
         """Reruns and copies together; plans in which runs wait where there is no other."""
         search, problem = self.search, self.problem
-        if problem.may_recompute and ALONE:
-            self._alone(self.stage_end(ALONE))
         if problem.may_recompute:
             self._starts(self.stage_end(0.2))
             if not search.best_over:
                 self._exactly(self.stage_end(0.2))
-            self._round(self.stage_end(0.2))
         self._swap(time.monotonic() + slice_s)
         evolution = self.evolution
         if search.best_over:
@@ -220,24 +215,6 @@ class AutoPlan:
         if problem.graph.op_count <= FEW:
             evolution.run(self.stage_end(0.7), slice_s, enough)
         self._finish(enough)
-
-    def _alone(self, until: float) -> None:
-        """The best plan without copies that is found by then."""
-        alone = AutoPlan(replace(self.problem, out_gbps=0.0, in_gbps=0.0, until=until, latest=until))
-        try:
-            alone.plan()
-        finally:
-            if not alone.search.best_over:
-                self.search.load(alone.search.best_runs)
-                self.search.polish_all()
-
-    def _round(self, until: float) -> None:
-        """Checkmate's rounded relaxations, with copies."""
-        if find_spec("highspy") and self.problem.graph.op_count <= MOST_OPS:
-            for _, start in rounded_starts(self.problem, until, Linked):
-                self._pressed(start)
-                if time.monotonic() > until:
-                    return
 
     def _evolve_starts(self, evolution: Evolution, until: float, slice_s: float, most: int) -> None:
         """Search from each of the best few starts for a while."""

@@ -19,7 +19,7 @@ from memopt.advisors.graphs.exact import MOST_OPS
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import RECOMPUTE, GraphProblem
 from memopt.advisors.graphs.rotor import rotor_plans
-from memopt.advisors.graphs.rounding import rounded_starts
+from memopt.advisors.graphs.rounding import rounded_plans
 from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, rerun_ms
 from memopt.advisors.graphs.scores import SCORES
 from memopt.advisors.graphs.segments import (
@@ -110,7 +110,7 @@ def _rounded(problem: GraphProblem, until: float) -> list[tuple[int, float, list
     graph = problem.graph
     if not find_spec("highspy") or graph.op_count > MOST_OPS or time.monotonic() > until:
         return []
-    plans = [_valued(graph, problem.budget_bytes, runs) for _, (runs, _) in rounded_starts(problem, until)]
+    plans = [_valued(graph, problem.budget_bytes, runs) for _, runs in rounded_plans(problem, until)]
     return sorted(plans, key=lambda item: item[:2])[:BEST_ROUNDED]
 
 
