@@ -9,6 +9,7 @@ import msgspec
 from memopt.advisors.auto import Auto
 from memopt.advisors.blockers import Floor, lowest_floor
 from memopt.advisors.jointly import plan_jointly
+from memopt.advisors.modnn import Modnn
 from memopt.advisors.plan_writer import write_plan
 from memopt.advisors.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
 from memopt.advisors.registry import find_strategy
@@ -125,10 +126,11 @@ class Adviser:
         try:
             problem, decisions, notes = self._search_to_the_margin(problem, planner)
         except BudgetInfeasible as error:
+            without_a_plan = planner.without_a_plan(problem) if isinstance(planner, Modnn) else ()
             raise BudgetInfeasible(
                 error.budget_bytes,
                 error.min_peak_bytes,
-                (*error.blockers, self.floor.words),
+                (*error.blockers, self.floor.words, *without_a_plan),
                 try_=error.try_,
             ) from None
         if not decisions and problem.instead_of is None:

@@ -130,9 +130,10 @@ def _decision(view: TraceView, device: Device, saved: Saved, codec: str, needs: 
         if not (whole and position):
             encoded += predicted_bytes(kind, meta, need.parameters)
             walked += meta.cells * meta.itemsize if kind != "nothing" else 0
-        transient = max(transient, encode_transient_bytes(kind, meta))
+        transient = max(transient, encode_transient_bytes(kind, meta, need.parameters))
         decoded = max(
-            decoded, decoded_bytes(kind, meta, need.parameters) + decode_transient_bytes(kind, meta)
+            decoded,
+            decoded_bytes(kind, meta, need.parameters) + decode_transient_bytes(kind, meta, need.parameters),
         )
     rate = device.copy_bytes_per_s or _DEFAULT_COPY_RATE
     walk_ms = _PASSES[codec] * walked / rate * 1000

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from memopt.cli.device_here import require_device
-from memopt.errors import BadFile, MemoptError, NotPossibleHere, RunFailed, UsageError
+from memopt.errors import BadFile, MemoptError, NotPossibleHere, RunFailed, UsageError, reason
 from memopt.plan import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def command_to_run(plan: Plan, args: tuple[str, ...]) -> Command:
     except OSError as error:
         raise BadFile(
             f"the plan's working directory {plan.script.cwd} cannot be entered",
-            why=error.strerror or str(error),
+            why=reason(error),
             try_="memopt profile in the present directory, then advise again",
         ) from error
     command = Command((plan.script.argv[0], *(args or plan.script.argv[1:])), plan.script.as_module)

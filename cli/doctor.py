@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 import memopt
+from memopt.errors import reason
 from memopt.files import swap_folder
 from memopt.units import format_bytes
 
@@ -177,7 +178,7 @@ def look_at_disk(folder: Path) -> Facts:
             file.write(b"memopt")
         facts["writable"] = True
     except OSError as error:
-        facts["why"] = error.strerror or str(error)
+        facts["why"] = reason(error)
         return facts
     facts["o_direct"], facts["why"] = try_o_direct(folder)
     return facts
@@ -202,7 +203,7 @@ def try_o_direct(folder: Path) -> tuple[bool, str]:
         finally:
             os.close(descriptor)
     except OSError as error:
-        return False, f"O_DIRECT: {error.strerror}"
+        return False, f"O_DIRECT: {reason(error)}"
     finally:
         os.unlink(name)
 

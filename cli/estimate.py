@@ -39,9 +39,7 @@ class _Command(click.Command):
 
 @click.command(cls=_Command, context_settings={"allow_interspersed_args": False})
 @click.option("--device", type=DeviceName(), default=None, metavar="NAME", help="The device to estimate for, such as a100-40gb or rtx-4090; cpu: a run on this machine.  [default: a100-80gb]")  # fmt: skip
-@click.option(
-    "--steps", type=click.IntRange(min=1), default=3, show_default=True, help="Training steps to follow."
-)
+@click.option("--steps", type=click.IntRange(min=1), default=None, metavar="N", help="Training steps to follow.  [default: 3; of a script also what comes after them, while that is quick]")  # fmt: skip
 @click.option("--timeout", type=click.FloatRange(min=1), default=600, show_default=True, metavar="SECONDS", help="Give a script up after so long.")  # fmt: skip
 @click.option("--alloc-conf", default="", metavar="SETTINGS", help="Allocator settings, as PYTORCH_ALLOC_CONF takes them.")  # fmt: skip
 @click.option("--fail-over", metavar="BYTES", default=None, help="Exit with 3 when the process would need more than this.")  # fmt: skip
@@ -219,6 +217,7 @@ def _with_flag(argv: list[str], flag: str, size: int) -> list[str]:
 
 def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
     from memopt.estimators.estimate import DEFAULT_DEVICE
+    from memopt.estimators.fake.request import STEPS
     from memopt.estimators.onnx.estimate import estimate_onnx
 
     def once(batch: int | None) -> Estimate:
@@ -233,7 +232,7 @@ def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
             faithful=options["faithful"],
             assume_bn=options["assume_bn"],
             alloc_conf=options["alloc_conf"],
-            steps=options["steps"],
+            steps=options["steps"] or STEPS,
         )
 
     if not options["max_batch"]:

@@ -2,7 +2,8 @@
 
 Storages are cut into buffer-sized pieces, so that copying one piece overlaps with the disk's work on another, and one large
 storage uses all threads. Reads go before writes: somebody is waiting for them. A read of a ticket whose write is not done is a
-copy from the storage that the ticket still holds. Memory of its own: `threads * PIECE_BYTES`.
+copy from the storage that the ticket still holds. Memory of its own: `threads * PIECE_BYTES`, pinned where the storages are an
+accelerator's: its bytes go through the threads' buffers too (FlashNeuron, FAST 2021, spares them that way, which takes a driver).
 
 Storages are dropped by the thread that calls into the store, never by a worker: allocator events and finalizers stay where the
 script's own are. Call `collect()` now and then; every other method does it too.
@@ -12,10 +13,8 @@ A forked child (a DataLoader worker) closes its copy of the file and can do noth
 
 from __future__ import annotations
 
-import ctypes
 import enum
 import itertools
-import mmap
 import os
 import queue
 import threading
@@ -26,11 +25,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memopt.enforcers.carrier import Carrier, InMemory, OnDevice
 from memopt.enforcers.swap import FreeSpace, SwapFailed
 from memopt.enforcers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
 
 if TYPE_CHECKING:
     import torch
+
+    from memopt.enforcers.accelerator import Accelerator, Event
 
 PIECE_BYTES = 8 << 20
 GROW_BYTES = 64 << 20
@@ -48,10 +50,11 @@ class _State(enum.Enum):
 class Ticket:
     """Bytes that were given to the disk tier. Their place in the file is free again when the ticket is gone."""
 
-    __slots__ = ("__weakref__", "_freed", "nbytes", "offset", "source", "state", "written")
+    __slots__ = ("__weakref__", "_freed", "device", "nbytes", "offset", "source", "state", "written")
 
     def __init__(self, storage: torch.UntypedStorage, freed: deque[tuple[int, int]]) -> None:
         self.nbytes = storage.nbytes()
+        self.device = storage.device
         self.source: torch.UntypedStorage | None = storage
         self.state = _State.HELD
         self.offset: int | None = None
@@ -80,26 +83,27 @@ class _Transfer:
     memory: torch.UntypedStorage | None
     done: Future[None]
     pieces: int
+    ready: Event | None
+    """On an accelerator, the point from which `memory` may be read or filled."""
     error: BaseException | None = None
 
 
-class _PieceBuffer:
-    """Page-aligned memory of one thread."""
-
-    def __init__(self) -> None:
-        self._map = mmap.mmap(-1, PIECE_BYTES)
-        self.view = memoryview(self._map)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-
 class DiskStore:
-    """A swap file in `folder` and the threads that serve it; `reserve_bytes` are asked of the disk at once.
+    """A swap file in `folder` and the threads that serve it; `reserve_bytes` are asked of the disk at once. Storages are those of
+    the host, or of `accelerator`.
 
     Raises `SwapFailed` when there can be no such file there. Where later something fails, `failure` says what; from then on
     `write_async` raises it, tickets that failed hold their storage, and what was written before can still be read.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, threads: int = 4, reserve_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        threads: int = 4,
+        reserve_bytes: int = 0,
+        accelerator: Accelerator | None = None,
+    ) -> None:
         self.folder = Path(folder)
         self.leftover_bytes = remove_leftovers(self.folder)
         self.failure: SwapFailed | None = None
@@ -107,6 +111,7 @@ class DiskStore:
         self.read_bytes = 0
         self.in_memory = is_in_memory(self.folder)
         self._threads = threads
+        self._accelerator = accelerator
         self._pid = os.getpid()
         self._file = SwapFile(self.folder)
         self._space = FreeSpace()
@@ -145,7 +150,7 @@ class DiskStore:
         if self.failure is not None:
             raise self.failure.again()
         ticket = Ticket(storage, self._freed)
-        self._submit(_WRITE, _Transfer(ticket, storage, ticket.written, _pieces(ticket.nbytes)))
+        self._submit(_WRITE, ticket, storage, ticket.written)
         return ticket
 
     def read_async(self, ticket: Ticket, into: torch.UntypedStorage) -> Future[None]:
@@ -156,7 +161,7 @@ class DiskStore:
         if ticket.state is _State.OFF:
             raise ValueError("this ticket was taken back")
         done: Future[None] = Future()
-        self._submit(_READ, _Transfer(ticket, into, done, _pieces(ticket.nbytes)))
+        self._submit(_READ, ticket, into, done)
         return done
 
     def wait(self, ticket: Ticket) -> None:
@@ -206,7 +211,10 @@ class DiskStore:
         if self._file.fd < 0:
             raise SwapFailed("the swap file is closed")
 
-    def _submit(self, kind: int, transfer: _Transfer) -> None:
+    def _submit(self, kind: int, ticket: Ticket, memory: torch.UntypedStorage, done: Future[None]) -> None:
+        here = self._accelerator
+        ready = None if here is None else here.current_stream().record_event()
+        transfer = _Transfer(ticket, memory, done, _pieces(ticket.nbytes), ready)
         if not self._workers:
             self._workers = [
                 threading.Thread(target=self._work, name="memopt-disk", daemon=True)
@@ -218,44 +226,49 @@ class DiskStore:
             self._queue.put((kind, next(self._order), transfer, piece))
 
     def _work(self) -> None:
-        buffer = _PieceBuffer()
+        carrier: Carrier | None = None
         while True:
             kind, _, transfer, piece = self._queue.get()
             if transfer is None:
+                if isinstance(carrier, OnDevice):
+                    carrier.close()
                 return
             try:
+                carrier = carrier or self._new_carrier()
                 if transfer.error is None:
-                    (self._write_piece if kind == _WRITE else self._read_piece)(
-                        transfer, piece * PIECE_BYTES, buffer
-                    )
+                    act = self._write_piece if kind == _WRITE else self._read_piece
+                    act(transfer, piece * PIECE_BYTES, carrier)
             except BaseException as error:  # told through the future, whatever it is
                 transfer.error = _without_frames(error)
             self._finish_piece(kind, transfer)
             del transfer  # or this thread would keep the storage until its next piece
 
-    def _write_piece(self, transfer: _Transfer, start: int, buffer: _PieceBuffer) -> None:
+    def _new_carrier(self) -> Carrier:
+        here = self._accelerator
+        return InMemory(PIECE_BYTES) if here is None else OnDevice(PIECE_BYTES, here)
+
+    def _write_piece(self, transfer: _Transfer, start: int, carrier: Carrier) -> None:
         ticket, memory = transfer.ticket, transfer.memory
         if ticket.state is _State.OFF or memory is None:
             return
         offset = self._place(ticket)
         nbytes = min(PIECE_BYTES, ticket.nbytes - start)
-        ctypes.memmove(buffer.address, memory.data_ptr() + start, nbytes)
-        self._file.write(buffer.view[: -(-nbytes // PAGE_BYTES) * PAGE_BYTES], offset + start)
+        carrier.take(memory, start, nbytes, transfer.ready)
+        self._file.write(carrier.view[: -(-nbytes // PAGE_BYTES) * PAGE_BYTES], offset + start)
 
-    def _read_piece(self, transfer: _Transfer, start: int, buffer: _PieceBuffer) -> None:
+    def _read_piece(self, transfer: _Transfer, start: int, carrier: Carrier) -> None:
         ticket, memory = transfer.ticket, transfer.memory
         assert memory is not None, "only the last piece lets go of it"
-        target = memory.data_ptr() + start
         nbytes = min(PIECE_BYTES, ticket.nbytes - start)
         with self._lock:
             held, state = ticket.source, ticket.state
         if held is not None:
-            ctypes.memmove(target, held.data_ptr() + start, nbytes)
+            carrier.copy(held, memory, start, nbytes, transfer.ready)
             return
         if state is not _State.WRITTEN or ticket.offset is None:
             raise SwapFailed("a swapped tensor was taken back while it was being read")
-        self._file.read(buffer.view[: -(-nbytes // PAGE_BYTES) * PAGE_BYTES], ticket.offset + start)
-        ctypes.memmove(target, buffer.address, nbytes)
+        self._file.read(carrier.view[: -(-nbytes // PAGE_BYTES) * PAGE_BYTES], ticket.offset + start)
+        carrier.put(memory, start, nbytes, transfer.ready)
 
     def _place(self, ticket: Ticket) -> int:
         """The ticket's place in the file, found by the first of its pieces."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from memopt.estimators.codec_sizes import CHUNK_CELLS, GPU_CHUNK_CELLS, TensorMeta
+from memopt.instrument import ops
 
 _BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
@@ -39,12 +40,8 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is ordinary memory that a codec may read: no subclass, sparse, quantized, conjugate or fake tensor."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
-        return False
-    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor():
-        return False
-    if tensor.device.type == "meta":
+    """Whether `tensor` is ordinary memory that a codec may read: a plain tensor whose bytes are there."""
+    if not ops.is_plain(tensor):
         return False
     try:
         held_bytes = tensor.untyped_storage().nbytes()

@@ -7,7 +7,7 @@ Three rules (each broken once by somebody, with silently wrong gradients or no o
 * nothing is pinned on the fly: the plan knows the bytes, so the arena is made once; growing is the exception, and counted.
 
 Every block of pinned memory stays with its ticket until the last copy out of it has ended, so a place is never written while it is
-read. The device work is behind `Accelerator`, which the tests replace. Not yet run on a GPU.
+read. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
+from memopt.enforcers.accelerator import Accelerator, Event, TorchAccelerator, row_of
 from memopt.enforcers.swap import FreeSpace, SwapFailed
 
 if TYPE_CHECKING:
@@ -26,101 +26,6 @@ if TYPE_CHECKING:
 
 BLOCK_BYTES = 512
 GROW_BYTES = 256 << 20
-
-
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def query(self) -> bool:
-        """Whether it has come to pass."""
-
-    def synchronize(self) -> None:
-        """Block this thread until it has."""
-
-
-class Stream(Protocol):
-    """A queue of device work."""
-
-    def record_event(self) -> Event:
-        """The point after everything that is queued now."""
-
-    def wait_event(self, event: Any) -> None:
-        """Let what is queued from now on run after `event`; does not block the host."""
-
-
-class Accelerator(Protocol):
-    """The few things that the tier asks of a device."""
-
-    device: Any
-
-    def current_stream(self) -> Stream:
-        """The stream that this thread computes on."""
-
-    def new_stream(self) -> Stream:
-        """A stream of our own."""
-
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Queue copies to `stream` inside the block."""
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """A page-locked uint8 row."""
-
-    def unpin(self, row: torch.Tensor) -> None:
-        """Before `row` goes."""
-
-
-class TorchAccelerator:
-    """The machine's own accelerator. Raises `SwapFailed` on a CPU-only machine."""
-
-    def __init__(self, device: torch.device | None = None) -> None:
-        import torch
-
-        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if here is None:
-            raise SwapFailed(
-                "there is no host tier here",
-                why="host memory is a place to swap to only for a GPU",
-                try_="the disk tier",
-            )
-        self.device = device or torch.device(here.type, torch.accelerator.current_device_index())
-        self._registered: set[int] = set()
-
-    def current_stream(self) -> Stream:
-        import torch
-
-        return torch.accelerator.current_stream(self.device)
-
-    def new_stream(self) -> Stream:
-        import torch
-
-        return torch.Stream(self.device)
-
-    def on(self, stream: Any) -> AbstractContextManager[object]:
-        entered: AbstractContextManager[object] = stream
-        return entered
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Exactly `nbytes` where CUDA can register them (torch's own pinned allocator rounds up to a power of two)."""
-        import torch
-
-        if self.device.type == "cuda":
-            row = torch.empty(nbytes, dtype=torch.uint8)
-            if int(_cuda_runtime().cudaHostRegister(row.data_ptr(), nbytes, 0)) == 0:
-                self._registered.add(row.data_ptr())
-                return row
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            raise SwapFailed(
-                f"{nbytes} bytes of host memory cannot be pinned",
-                why=str(error),
-                try_="ulimit -l unlimited, or the disk tier",
-            ) from error
-
-    def unpin(self, row: torch.Tensor) -> None:
-        if row.data_ptr() in self._registered:
-            self._registered.discard(row.data_ptr())
-            _cuda_runtime().cudaHostUnregister(row.data_ptr())
 
 
 @dataclass(slots=True, eq=False)
@@ -260,7 +165,7 @@ class HostStore:
         ready = self._accelerator.current_stream().record_event()
         with self._accelerator.on(self._out):
             self._out.wait_event(ready)
-            ticket.row.copy_(_row_of(storage), non_blocking=True)
+            ticket.row.copy_(row_of(storage), non_blocking=True)
             ticket.copied = self._out.record_event()
         self._leaving.append(_InFlight(ticket.copied, ticket))
         self.written_bytes += ticket.nbytes
@@ -277,7 +182,7 @@ class HostStore:
         with self._accelerator.on(self._in):
             self._in.wait_event(ready)
             self._in.wait_event(ticket.copied)
-            _row_of(into)[: ticket.nbytes].copy_(ticket.row, non_blocking=True)
+            row_of(into)[: ticket.nbytes].copy_(ticket.row, non_blocking=True)
             event = self._in.record_event()
         self._coming.append(_InFlight(event, ticket, into))
         self.read_bytes += ticket.nbytes
@@ -315,15 +220,3 @@ class HostStore:
             copy.event.synchronize()
         self.collect()
         self._arena.close()
-
-
-def _cuda_runtime() -> Any:
-    import torch
-
-    return torch.cuda.cudart()
-
-
-def _row_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    import torch
-
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

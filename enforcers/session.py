@@ -134,13 +134,11 @@ class ApplySession:
 
     def _open_tier(self, tier: str, actions: list[Action]) -> SwapTier[Any]:
         if tier == "disk":
+            from memopt.enforcers.accelerator import TorchAccelerator
             from memopt.enforcers.disk import DiskStore
-            from memopt.enforcers.swap import SwapFailed
 
-            if self._plan.device.kind != "cpu":
-                raise SwapFailed(f"tensors of {self._plan.device.kind} are swapped to host memory only")
-
-            return DiskStore(self._options.swap_dir)
+            on_host = self._plan.device.kind == "cpu"
+            return DiskStore(self._options.swap_dir, accelerator=None if on_host else TorchAccelerator())
         from memopt.enforcers.host import HostStore
 
         return HostStore([action.size_bytes for action in actions if action.tier == "host"])

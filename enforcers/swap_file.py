@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from memopt.enforcers.swap import SwapFailed
+from memopt.errors import reason
 
 PAGE_BYTES = 4096
 """O_DIRECT wants offsets, lengths and addresses in multiples of the device's block; every block size in use divides this."""
@@ -147,9 +148,7 @@ def _failed(what: str, error: OSError) -> SwapFailed:
         errno.ENOENT: "mkdir -p the folder, or another --swap-dir",
         errno.EFBIG: "ulimit -f unlimited, or another --swap-dir",
     }
-    return SwapFailed(
-        what, why=str(error.strerror or error), try_=hints.get(error.errno or 0, "another --swap-dir")
-    )
+    return SwapFailed(what, why=reason(error), try_=hints.get(error.errno or 0, "another --swap-dir"))
 
 
 def filesystem_of(folder: Path) -> str:

@@ -37,7 +37,7 @@ class SwappedStorage:
             self._home = True
             return
         like = self._ticket
-        self._storage = UntypedStorage(like.nbytes, device=getattr(like, "device", "cpu"))
+        self._storage = UntypedStorage(like.nbytes, device=like.device)
         self._coming = self._tier.read_async(like, self._storage)
 
     def wait_until_away(self) -> None:

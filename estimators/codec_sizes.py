@@ -80,37 +80,57 @@ def _tap_bytes(meta: TensorMeta, params: Mapping[str, object]) -> int:
     return -(-meta.numel // 2) if taps <= 16 else meta.numel
 
 
-def encode_transient_bytes(codec: str, meta: TensorMeta) -> int:
+def encode_transient_bytes(codec: str, meta: TensorMeta, params: Mapping[str, object] | None = None) -> int:
     """Bytes needed for a moment while encoding, beside the tensor and what is held afterwards."""
-    chunk = min(meta.cells, _chunk_of(meta))
-    per_cell = {
-        "nothing": 0,
-        "narrow_int": 0,
-        "predicate": 5 + 2 * meta.itemsize,
-        "two_valued": 4,
-        "exact_cast": 12,
-        "zero_bitmap": 12,
-    }
+    chunk, params = min(meta.cells, _chunk_of(meta)), params or {}
+    if codec in ("nothing", "narrow_int"):
+        return 0
     if codec == "pool_index":
-        return meta.numel + 40 * chunk
-    return chunk * per_cell[codec]
+        numel, held = meta.numel, _tap_bytes(meta, params)
+        return max(
+            numel if held < numel else 0,
+            numel - held + 18 * _pooled_piece(meta) + _origins_bytes(meta, params),
+        )
+    per_cell = {
+        "predicate": _ASKED_BYTES.get(str(params.get("test")), 3 * meta.itemsize),
+        "two_valued": 3,
+        "exact_cast": 3 * meta.itemsize // 2,
+        "zero_bitmap": 2,
+    }
+    in_torch = 0 if meta.device == "cpu" else _PACKING_BYTES[codec]
+    return chunk * (per_cell[codec] + in_torch)
 
 
-def decode_transient_bytes(codec: str, meta: TensorMeta) -> int:
+_ASKED_BYTES = {"relu": 2, "mask": 0, "clamp": 3}
+"""Per cell, the answers of this chunk and the one before; other questions are put by a kernel, to a gradient of ones."""
+
+_PACKING_BYTES = {"predicate": 3, "two_valued": 2, "exact_cast": 0, "zero_bitmap": 10}
+"""Per cell, what numpy does on a CPU without torch's memory: packing bits, picking the cells that are not zero."""
+
+
+def decode_transient_bytes(codec: str, meta: TensorMeta, params: Mapping[str, object] | None = None) -> int:
     """Bytes needed for a moment while decoding, beside what is held and what is given back."""
-    chunk = min(meta.cells, _chunk_of(meta))
+    chunk, params = min(meta.cells, _chunk_of(meta)), params or {}
     if codec == "nothing":
         return meta.rebuilt_bytes if decoded_bytes(codec, meta) == 0 else 0
     if codec == "pool_index":
-        return 2 * meta.numel + 40 * chunk
-    per_cell = {
-        "narrow_int": 0,
-        "predicate": 3 + meta.itemsize,
-        "two_valued": 2,
-        "exact_cast": 8,
-        "zero_bitmap": 14,
-    }
-    return chunk * per_cell[codec]
+        widened = meta.numel if _tap_bytes(meta, params) < meta.numel else 0
+        return max(2 * widened, widened + 20 * _pooled_piece(meta) + _origins_bytes(meta, params))
+    in_torch = {"predicate": 3 + meta.itemsize, "two_valued": 2, "exact_cast": 8, "zero_bitmap": 14}
+    return 0 if meta.device == "cpu" else chunk * in_torch.get(codec, 0)
+
+
+def _origins_bytes(meta: TensorMeta, params: Mapping[str, object]) -> int:
+    """One int64 for each place of an output plane."""
+    kernel = params.get("kernel_size")
+    return 8 * math.prod(meta.size[-len(kernel) :] if isinstance(kernel, list | tuple) else meta.size[1:])
+
+
+def _pooled_piece(meta: TensorMeta) -> int:
+    """Indices handled at a time: whole planes, or whole samples where memory is not in that order."""
+    in_order = len(meta.size) > 3 and _is_dense_in(meta, range(len(meta.size)))
+    unit = math.prod(meta.size[2:] if in_order else meta.size[1:])
+    return min(meta.numel, max(1, CHUNK_CELLS // max(1, unit)) * unit)
 
 
 def decoded_bytes(codec: str, meta: TensorMeta, params: Mapping[str, object] | None = None) -> int:

@@ -74,10 +74,13 @@ def estimate_script(
     device: str = DEFAULT_DEVICE,
     as_module: bool = False,
     alloc_conf: str = "",
-    steps: int = 3,
+    steps: int | None = None,
     timeout_s: float = 600.0,
 ) -> Estimate:
-    """The peak memory of training with the script `argv` on `device` (`cpu`: this machine's own operators)."""
+    """The peak memory of training with the script `argv` on `device` (`cpu`: this machine's own operators).
+
+    Followed are so many `steps`; unless given three, and what comes after them while that is quick.
+    """
     spec = find_device(device)
     request = request_on(spec, argv, as_module=as_module, steps=steps)
     recording, partial = record_script(request, timeout_s=timeout_s)
@@ -267,6 +270,8 @@ def _possible(recording: Recording) -> list[str]:
 
 
 def _untouched(recording: Recording) -> list[str]:
+    if recording.marks and recording.marks[-1][0] == "end":
+        return []
     steps = sum(1 for kind, _ in recording.marks if kind == "step")
     if not steps:
         return ["whatever the script does after the steps that were followed"]

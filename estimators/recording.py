@@ -56,7 +56,7 @@ class Recording:
     rows: list[StorageRow]
     events: list[int]
     marks: list[tuple[str, int]] = field(default_factory=list)
-    """`("backward" | "step" | "empty_cache", n)`: happened after the first n events."""
+    """`("backward" | "step" | "empty_cache" | "end", n)`: happened after the first n events; the last one where the script ended."""
     notes: list[str] = field(default_factory=list)
     """Guesses that the run needed, and what was done differently than the script asked."""
     op_count: int = 0

@@ -70,6 +70,8 @@ class _State:
     """Op -> bytes made before it so far."""
     replay_high: dict[int, int] = field(default_factory=dict)
     """Op -> most bytes above what is live before its replays."""
+    encoding: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Op -> bytes that are encoded once it has run, and the most that encoding one of them holds besides."""
     chains: dict[int, Chain] = field(default_factory=dict)
     kept: list[int] = field(default_factory=list)
     """Storages that could not be made again and stay."""
@@ -92,8 +94,8 @@ class _Summed:
     """High above live."""
     times: Floats
     added_ms: float
-    replays: tuple[Ints, Ints]
-    """(ops, bytes that their replays reach above what is live when they start)."""
+    beside: tuple[Ints, Ints]
+    """(ops, bytes that the replays before them, or encoding after them, reach above what is live when they start)."""
 
 
 @dataclass(slots=True)
@@ -134,7 +136,7 @@ class Simulator:
         if swaps.change.where:
             live = live + np.cumsum(swaps.change.summed(view.n + 2))[: view.n]
         high = live + summed.over
-        ops, above = summed.replays
+        ops, above = summed.beside
         high[ops] = np.maximum(high[ops], live[ops] + above)
         peak_op = int(high.argmax()) if view.n else 0
         return Timeline(
@@ -196,26 +198,33 @@ class Simulator:
     def _summed(self, state: _State) -> _Summed:
         view, n = self.view, self.view.n
         added = state.added_ms.summed_ms(n + 1)
-        above = [most - state.made_bytes[op] for op, most in state.replay_high.items()]
+        beside = {op: most - state.made_bytes[op] for op, most in state.replay_high.items()}
+        for op, (encoded, transient) in state.encoding.items():
+            outputs = int(view.extra[op] - view.workspace[op])
+            beside[op] = max(beside.get(op, 0), outputs + encoded + transient)
         return _Summed(
             state=state,
             live=view.live + np.cumsum(state.change.summed(n + 2))[:n],
             over=view.extra + state.bump.summed(n + 1)[:n],
             times=view.start_ms + np.cumsum(added)[:n],
             added_ms=float(added.sum()),
-            replays=(np.array(list(state.replay_high), dtype=np.int64), np.array(above, dtype=np.int64)),
+            beside=(np.array(list(beside), dtype=np.int64), np.array(list(beside.values()), dtype=np.int64)),
         )
 
     def _compress(self, state: _State, saved: Saved, decision: Decision) -> None:
         after, until = saved.gone_after + 1, saved.release + 1
         if after >= until:
             return
-        packed = min(saved.packed_op + 1, after)
         state.change.add(after, -saved.size_bytes)
         state.change.add(until, saved.size_bytes - decision.encoded_bytes)
-        state.change.add(packed, decision.encoded_bytes)
-        state.bump.add(min(packed, self.view.n), decision.transient_bytes)
-        state.added_ms.add(min(packed, self.view.n), decision.encode_ms)
+        state.change.add(min(saved.acted_op + 1, after), decision.encoded_bytes)
+        state.added_ms.add(min(saved.acted_op + 1, self.view.n), decision.encode_ms)
+        if saved.acted_op < self.view.n:
+            encoded, transient = state.encoding.get(saved.acted_op, (0, 0))
+            state.encoding[saved.acted_op] = (
+                encoded + decision.encoded_bytes,
+                max(transient, decision.transient_bytes),
+            )
         for slot in saved.slots:
             for use in self.view.trace.slots.unpacks.row(slot):
                 state.bump.add(use, decision.decoded_bytes)

@@ -33,6 +33,8 @@ class Saved:
     """The version that the slots saved; -1 when they saved several."""
     packed_op: int
     """First op that started after the first pack."""
+    acted_op: int
+    """When this op has run, memopt acts on it: the op that saved it."""
     gone_after: int
     """After this op nobody but autograd holds it; it could be away from the next op on."""
     first_use: int
@@ -163,6 +165,9 @@ class TraceView:
             slots=tuple(rows),
             value=values.pop() if len(values) == 1 else -1,
             packed_op=packed,
+            acted_op=min(
+                slots.packed_before[s] - (-1 < slots.consumer[s] < slots.packed_before[s]) for s in rows
+            ),
             gone_after=gone,
             first_use=uses[0] if uses else self.n,
             last_use=uses[-1] if uses else self.n,

@@ -11,7 +11,8 @@ import torch
 
 from memopt.devices import find_device
 from memopt.estimators.estimate import Estimate, estimate_recording, estimate_script
-from memopt.estimators.fake import child
+from memopt.estimators.fake import ending
+from memopt.estimators.fake.ledger import Enough
 from memopt.estimators.fake.record import FakeRecorder
 from memopt.estimators.fake.request import Request
 from memopt.estimators.fake.run import record_script
@@ -146,10 +147,10 @@ def test_every_optimizer_is_followed(
     monkeypatch: pytest.MonkeyPatch, turns: int, idle: bool, steps: list[int]
 ) -> None:
     monkeypatch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)
-    monkeypatch.setattr(child, "_PATIENCE_S", float("inf"))
+    monkeypatch.setattr(ending, "_PATIENCE_S", float("inf"))
     with FakeRecorder("cpu") as recorder:
         assert recorder.watch is not None
-        child._stop_after(recorder.watch, 3)
+        ending.Ending(recorder, recorder.watch, 3)
         weights = [recorder.parameter((4, 4)) for _ in range(3)]
         first, second, third = (torch.optim.SGD([weight], 0.1) for weight in weights)
         if not idle:
@@ -160,6 +161,6 @@ def test_every_optimizer_is_followed(
                 for optimizer in (*[first] * turns, second):
                     optimizer.step()
 
-        with pytest.raises(child.Enough):
+        with pytest.raises(Enough):
             train()
         assert list(recorder.watch.steps.values()) == steps

@@ -17,7 +17,7 @@ from memopt.advisors.graphs.bounds import overhead_bound
 from memopt.advisors.graphs.folded import fold
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
-from memopt.advisors.graphs.problem import GraphProblem
+from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.rounds import Outline, classes, graph_of
 from memopt.advisors.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible
@@ -154,6 +154,21 @@ def test_a_large_accumulated_step_is_planned() -> None:
     assert stats["classes"] == 2
     assert 0 < stats["first_s"] <= stats["seconds"]
     assert overhead < 0.08
+
+
+def test_each_round_has_a_plan_before_one_is_searched_for() -> None:
+    def refuse(problem: GraphProblem) -> Answer:
+        raise BudgetInfeasible(problem.budget_bytes, 2 * problem.budget_bytes, ())
+
+    graph = graph_from(accumulation(8, 8))
+    problem = GraphProblem(graph=graph, budget_bytes=unplanned_peak(graph) * 6 // 10)
+    folded = fold(problem, refuse)
+    assert folded is not None
+    folded.secure(time.monotonic() + 60)
+    assert folded.first_s > 0
+    folded.solve(time.monotonic() + 60)
+    assert not folded.refused
+    assert problem.replay(folded.answer().steps).peak_bytes <= problem.budget_bytes
 
 
 def test_a_refusal_names_a_peak_for_which_there_is_a_plan() -> None:

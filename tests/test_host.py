@@ -20,7 +20,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.enforcers.host import BLOCK_BYTES, GROW_BYTES, HostStore, PinnedArena, TorchAccelerator
+from memopt.enforcers.accelerator import TorchAccelerator
+from memopt.enforcers.host import BLOCK_BYTES, GROW_BYTES, HostStore, PinnedArena
 from memopt.enforcers.swap import SwapFailed
 from memopt.errors import NotPossibleHere
 

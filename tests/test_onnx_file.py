@@ -345,10 +345,12 @@ def test_functions_that_multiply_are_refused(tmp_path: Path) -> None:
     assert "writes itself out" in str(refused(path))
 
 
-def test_a_loop_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_loop_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty: bool) -> None:
     monkeypatch.setattr("memopt.estimators.onnx.interpret.MOST_STEPS", 2000)
+    nodes = [helper.make_node("Identity", ["c"], ["going"]), helper.make_node("Relu", ["a"], ["b"])]
     body = helper.make_graph(
-        [helper.make_node("Identity", ["c"], ["going"]), helper.make_node("Relu", ["a"], ["b"])],
+        [] if empty else nodes,
         "body",
         [
             helper.make_tensor_value_info("i", INT64, []),
@@ -356,8 +358,8 @@ def test_a_loop_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
             helper.make_tensor_value_info("a", FLOAT, None),
         ],
         [
-            helper.make_tensor_value_info("going", TensorProto.BOOL, []),
-            helper.make_tensor_value_info("b", FLOAT, None),
+            helper.make_tensor_value_info("c" if empty else "going", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("a" if empty else "b", FLOAT, None),
         ],
     )
     most = numpy_helper.from_array(np.array(2**62, np.int64), "most")

@@ -323,6 +323,47 @@ def test_a_torch_script_that_wrote_attention_by_hand_keeps_its_matrix(tmp_path: 
     assert operators(path)["Softmax"] == 0
 
 
+def told(b: Builder, call: str) -> None:
+    """As torch.onnx writes down which operator of the script every node came from."""
+    for node in b.nodes:
+        for key, last in (("name_scopes", "node"), ("class_hierarchy", call)):
+            node.metadata_props.add(key=f"pkg.torch.onnx.{key}", value=f"['', 'Model', '{last}']")
+
+
+@pytest.mark.parametrize(
+    ("kind", "call", "fused"),
+    [
+        ("Attention", "aten.scaled_dot_product_attention.default", 1),
+        ("Attention", "aten.matmul.default", 0),
+        ("Gelu", "aten.gelu.default", 1),
+        ("Gelu", "aten.mul.Tensor", 0),
+        ("Silu", "aten.silu.default", 1),
+        ("Silu", "aten.mul.Tensor", 0),
+        ("LayerNormalization", "aten.layer_norm.default", 1),
+        ("LayerNormalization", "aten.add.Tensor", 0),
+        ("Linear", "aten.linear.default", 1),
+        ("Linear", "aten.add.Tensor", 0),
+    ],
+)
+def test_an_exporter_that_tells_what_was_called_is_believed(
+    tmp_path: Path, kind: str, call: str, fused: int
+) -> None:
+    b = Builder()
+    shape: tuple[int, ...] = (2, 4, 8)
+    if kind == "Attention":
+        out, shape = attention(b, scale="both", mask="none"), (2, 6, 16)
+    else:
+        h = b("MatMul", "x", b.weight("w", 8, 8))
+        out = {
+            "Gelu": lambda: gelu(b, h, 0),
+            "Silu": lambda: b("Mul", h, b("Sigmoid", h)),
+            "LayerNormalization": lambda: layer_norm(b, h, power=True, reciprocal=False),
+            "Linear": lambda: b("Add", h, b.weight("b", 8)),
+        }[kind]()
+    told(b, call)
+    assert operators(b.save(tmp_path, out, shape, producer="pytorch"))[kind] == fused
+
+
 def test_attention_whose_matrix_is_an_output_stays(tmp_path: Path) -> None:
     b = Builder()
     out = attention(b, scale="both", mask="none")

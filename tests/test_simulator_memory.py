@@ -120,3 +120,17 @@ def test_a_walk_is_not_done_twice() -> None:
     simulator.run({})
     again, _ = simulator.chains(everything)
     assert all(again[s] is before[s] for s in before)
+
+
+def test_a_tensor_is_encoded_while_the_op_that_saved_it_has_its_outputs() -> None:
+    """Layer 1 reads and saves the 400 bytes of layer 0 and makes 800; layer 2 saves its own 4 bytes, when they are made."""
+    layers = [Layer(400, saves=()), Layer(800, reads=(0,), saves=(0,)), Layer(4, reads=(1,), saves=(2,))]
+    view = TraceView(build(layers, device=DEVICE))
+    encode = Decision(kind="compress", encoded_bytes=10, transient_bytes=90)
+    assert [(s, saved.acted_op) for s, saved in sorted(view.saved.items())] == [(2, 1), (4, 2)]
+    base = 1000 + 10
+    assert list(Simulator(view).run({}).high_bytes[:3]) == [base + 400, base + 400 + 800, base + 1200 + 4]
+    first = Simulator(view).run({2: encode}).high_bytes
+    assert list(first[:3]) == [base + 400, base + 400 + 800 + 10 + 90, base + 10 + 800 + 4]
+    both = Simulator(view).run({2: encode, 4: encode}).high_bytes
+    assert list(both[:3]) == [base + 400, base + 400 + 800 + 10 + 90, base + 10 + 800 + 4 + 10 + 90]

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from memopt.advisors.graphs.folded import Folded, fold, least_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer, usual_s
-from memopt.advisors.graphs.runs import floor_bytes, peak_of_runs, plain_runs
+from memopt.advisors.graphs.runs import floor_bytes, plain_memory
 from memopt.advisors.graphs.stages import AutoPlan
 from memopt.advisors.graphs.starts import LARGE
 from memopt.errors import BudgetInfeasible
@@ -25,6 +25,8 @@ EFFORT_FOR_PARTS = 3.0
 """Of the usual time for so many ops."""
 SMALL_S = 10.0
 """So long HiGHS may go on with a small graph, where nothing proves the plan and the time limit allows it."""
+SHARE_FOR_FIRST = 0.1
+"""Of the time for the parts, at most."""
 SHARE_FOR_PARTS = 0.8
 """Of the time, where the whole is improved afterwards."""
 CUT_FOR = (0.2, 0.5, 0.8)
@@ -37,7 +39,7 @@ def auto(problem: GraphProblem) -> Answer:
     if plain is not None:
         return plain
     floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
-    plain_peak = peak_of_runs(problem.graph, plain_runs(problem.graph))
+    plain_peak = int(plain_memory(problem.graph).max())
     larger = (int(floor + share * (plain_peak - floor)) for share in CUT_FOR)
     folded = fold(problem, at_once, [each for each in larger if each > problem.budget_bytes])
     if folded is not None:
@@ -76,7 +78,6 @@ def at_once(problem: GraphProblem, start: Answer | None = None) -> Answer:
 
 def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
     """The plans of the parts together; where that is not too long, improved as a whole."""
-    begin = time.monotonic()
     large = problem.graph.op_count > LARGE
     most_s = EFFORT_FOR_PARTS * usual_s(folded.distinct_ops) if large else math.inf
 
@@ -84,10 +85,11 @@ def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
         now = time.monotonic()
         return now + min(SHARE_FOR_PARTS * (problem.until - now), most_s)
 
+    now = time.monotonic()
+    folded.secure(now + SHARE_FOR_FIRST * (end() - now))
     folded.solve(end())
     if not folded.refused:
         answer = folded.answer()
-        answer.stats["first_s"] = round(time.monotonic() - begin, 3)
         return answer if large or "interrupted" in answer.stats else at_once(problem, answer)
     smallest = folded.smallest_peak(end())
     if problem.budget_bytes < floor:

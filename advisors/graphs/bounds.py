@@ -15,7 +15,7 @@ import numpy as np
 
 from memopt.advisors.graphs.graph import Graph, IntColumn
 from memopt.advisors.graphs.problem import GraphProblem
-from memopt.advisors.graphs.runs import lifetimes, memory_of_runs, plain_runs
+from memopt.advisors.graphs.runs import lifetimes, plain_memory
 
 MOST_MOMENTS = 60
 
@@ -23,7 +23,7 @@ MOST_MOMENTS = 60
 def overhead_bound(problem: GraphProblem) -> float:
     """No plan under this budget has less overhead."""
     graph = problem.graph
-    memory = memory_of_runs(graph, plain_runs(graph))[:-1]
+    memory = plain_memory(graph)[:-1]
     over = memory - problem.budget_bytes
     moments = np.flatnonzero(over > 0)
     if not len(moments) or graph.plain_ms <= 0:

@@ -23,7 +23,7 @@ from memopt.advisors.graphs.graph import IntColumn
 from memopt.advisors.graphs.lanes import Swap
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.program import Program, last_service, new_program
-from memopt.advisors.graphs.runs import memory_of_runs, plain_runs
+from memopt.advisors.graphs.runs import plain_memory
 from memopt.advisors.graphs.segments import missing
 
 SMALL = 0.001
@@ -81,7 +81,7 @@ def prove(problem: GraphProblem, limit_s: float, kind: type[Relaxed]) -> Proof:
 def choices(problem: GraphProblem) -> list[tuple[bool, list[int]]]:
     """The sets of moments to try, and whether they are the largest ops of their stretches."""
     graph = problem.graph
-    plain = memory_of_runs(graph, plain_runs(graph))[:-1]
+    plain = plain_memory(graph)[:-1]
     own: IntColumn = graph.op_workspace_bytes.copy()
     for op in range(graph.op_count):
         own[op] += sum(int(graph.tensor_bytes[tensor]) for tensor in {*graph.reads[op], *graph.writes[op]})

@@ -16,6 +16,7 @@ from memopt.advisors.graphs.bounds import overhead_bound
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.rounds import Outline, Part, classes, graph_of, pays
 from memopt.advisors.graphs.runs import floor_bytes, plain_runs, steps_of_runs
+from memopt.advisors.graphs.starts import first_plan
 from memopt.advisors.schedule import RUN, Step
 from memopt.errors import BudgetInfeasible
 
@@ -43,41 +44,56 @@ class Folded:
     groups: list[list[Part]]
     """Classes of the parts that do not fit as they are."""
     fitting: list[Part]
-    steps: dict[int, list[Step]] = field(default_factory=dict)
-    """By where the part begins."""
+    plans: dict[int, list[Step]] = field(default_factory=dict)
+    """By the index of the class."""
     refused: list[tuple[int, GraphProblem]] = field(default_factory=list)
     """Least peak found, and the problem, of each class for which no plan was."""
     interrupted: bool = False
+    first_s: float = 0.0
+    """When each class had a plan."""
 
     @property
     def distinct_ops(self) -> int:
         """Ops that have to be planned."""
         return sum(group[0].end - group[0].begin for group in self.groups)
 
+    def secure(self, until: float) -> None:
+        """A plan for each class that takes next to no time, as far as there is one."""
+        for index, group in enumerate(self.groups):
+            problem = self._class_of(group, until)
+            if runs := first_plan(problem, until):
+                self.plans[index] = steps_of_runs(problem.graph, runs)
+        self._note_first()
+
+    def _note_first(self) -> None:
+        if len(self.plans) == len(self.groups):
+            self.first_s = self.first_s or self.problem.elapsed_s
+
     def solve(self, until: float) -> None:
         """Plan every class, with time by its ops and how often they occur."""
         weights = [(group[0].end - group[0].begin) * math.sqrt(len(group)) for group in self.groups]
         for index, group in enumerate(self.groups):
             left = HURRIED_S if self.interrupted else max(0.0, until - time.monotonic())
-            self._solve(group, time.monotonic() + left * weights[index] / sum(weights[index:]))
-        for part in self.fitting:
-            graph = graph_of(self.problem.graph, [part])
-            self._tell(part, steps_of_runs(graph, plain_runs(graph)))
+            end = time.monotonic() + left * weights[index] / sum(weights[index:])
+            self._solve(index, self._class_of(group, end))
+        self._note_first()
 
-    def _solve(self, group: list[Part], until: float) -> None:
-        problem = replace(self.problem, graph=graph_of(self.problem.graph, group), until=until)
+    def _class_of(self, group: list[Part], until: float) -> GraphProblem:
+        return replace(self.problem, graph=graph_of(self.problem.graph, group), until=until)
+
+    def _solve(self, index: int, problem: GraphProblem) -> None:
         floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
         if floor > problem.budget_bytes:
-            self.refused.append((group[0].peak_bytes, problem))
+            self.refused.append((self.groups[index][0].peak_bytes, problem))
             return
         try:
             answer = self.solve_alone(problem)
         except BudgetInfeasible as failure:
-            self.refused.append((failure.min_peak_bytes, problem))
+            if index not in self.plans:
+                self.refused.append((failure.min_peak_bytes, problem))
             return
         self.interrupted |= "interrupted" in answer.stats
-        for part in group:
-            self._tell(part, answer.steps)
+        self.plans[index] = answer.steps
 
     def smallest_peak(self, until: float) -> int:
         """The least budget for which a plan was found for every class that was refused."""
@@ -90,19 +106,19 @@ class Folded:
                 )
         return smallest
 
-    def _tell(self, part: Part, steps: list[Step]) -> None:
-        """The steps of a class for one of its parts; op 0 stands for what was made before."""
-        begin, tensors = part.begin - 1, part.tensors
-        self.steps[part.begin] = [
-            (verb, begin + what if verb == RUN else tensors[what])
-            for verb, what in steps
-            if verb != RUN or what
-        ]
-
     def answer(self) -> Answer:
         """The steps of all parts in order."""
-        steps = [step for begin in sorted(self.steps) for step in self.steps[begin]]
-        stats: dict[str, float | int | str] = {"parts": len(self.steps), "classes": len(self.groups)}
+        told = [(part, self.plans[index]) for index, group in enumerate(self.groups) for part in group]
+        for part in self.fitting:
+            graph = graph_of(self.problem.graph, [part])
+            told.append((part, steps_of_runs(graph, plain_runs(graph))))
+        told.sort(key=lambda each: each[0].begin)
+        steps = [step for part, plan in told for step in steps_of_part(part, plan)]
+        stats: dict[str, float | int | str] = {
+            "parts": len(told),
+            "classes": len(self.groups),
+            "first_s": self.first_s,
+        }
         if self.interrupted:
             stats["interrupted"] = 1
         return Answer(steps=steps, overhead_bound=self.overhead_bound(), stats=stats)
@@ -116,6 +132,14 @@ class Folded:
             graph = graph_of(problem.graph, group, floor=True)
             total += len(group) * graph.plain_ms * overhead_bound(replace(problem, graph=graph))
         return total / problem.graph.plain_ms
+
+
+def steps_of_part(part: Part, steps: list[Step]) -> list[Step]:
+    """The steps of a class for one of its parts; op 0 stands for what was made before."""
+    begin, tensors = part.begin - 1, part.tensors
+    return [
+        (verb, begin + what if verb == RUN else tensors[what]) for verb, what in steps if verb != RUN or what
+    ]
 
 
 def least_peak(problem: GraphProblem, reached: int, solve: Solve, until: float) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memopt.advisors.graphs.graph import Graph
-from memopt.advisors.graphs.runs import floor_bytes, plain_runs, steps_of_runs
+from memopt.advisors.graphs.runs import floor_bytes, plain_memory, plain_runs, steps_of_runs
 from memopt.advisors.schedule import Schedule, Step
 from memopt.advisors.schedule_sim import Outcome, replay
 from memopt.errors import BudgetInfeasible
@@ -24,7 +24,7 @@ EVERYTHING = frozenset({RECOMPUTE, SWAP})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphProblem:
     """A graph, a budget and what is allowed. `until` is the moment (`time.monotonic`) at which to answer; where no plan has been found
-    by then, the search may go on until `latest`."""
+    by then, the search may go on until `latest`. `begin`: when planning began."""
 
     graph: Graph
     budget_bytes: int
@@ -33,6 +33,7 @@ class GraphProblem:
     allow: frozenset[str] = EVERYTHING
     until: float = field(default_factory=lambda: time.monotonic() + 20.0)
     latest: float = math.inf
+    begin: float = field(default_factory=lambda: time.monotonic())
 
     @property
     def may_swap(self) -> bool:
@@ -43,6 +44,11 @@ class GraphProblem:
     def may_recompute(self) -> bool:
         """Whether ops may run again."""
         return RECOMPUTE in self.allow
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds of planning so far, to the millisecond."""
+        return round(time.monotonic() - self.begin, 3)
 
     def replay(self, steps: list[Step]) -> Outcome:
         """Judge `steps` under this budget and link."""
@@ -90,10 +96,9 @@ def finish(problem: GraphProblem, answer: Answer, strategy: str) -> Schedule:
 
 def plain_answer(problem: GraphProblem) -> Answer | None:
     """The plan that does nothing, when it meets the budget."""
-    steps = steps_of_runs(problem.graph, plain_runs(problem.graph))
-    if replay(problem.graph, steps).peak_bytes <= problem.budget_bytes:
-        return Answer(steps=steps)
-    return None
+    if int(plain_memory(problem.graph).max()) > problem.budget_bytes:
+        return None
+    return Answer(steps=steps_of_runs(problem.graph, plain_runs(problem.graph)))
 
 
 def infeasible(problem: GraphProblem, min_peak_bytes: int) -> BudgetInfeasible:

@@ -18,7 +18,7 @@ import numpy as np
 
 from memopt.advisors.graphs.exact import MOST_OPS, SLACK, Relaxed
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
-from memopt.advisors.graphs.runs import memory_of_runs, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
+from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, rerun_ms, steps_of_runs
 from memopt.errors import NotPossibleHere
 
 THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9)
@@ -39,7 +39,7 @@ def rounded(problem: GraphProblem) -> Answer:
             why="it has a variable for every pair of a stage and an op",
             try_="--strategy auto",
         )
-    smallest = peak_of_runs(graph, plain_runs(graph))
+    smallest = int(plain_memory(graph).max())
     bound_ms = 0.0
     best: tuple[float, list[int]] = (math.inf, [])
     for proved_ms, runs in rounded_plans(problem, problem.until):
@@ -80,7 +80,7 @@ def stages_of(problem: GraphProblem, most_variables: int) -> list[int]:
     graph = problem.graph
     ops = np.arange(graph.op_count)
     if Relaxed(problem, ops.tolist()).size() > most_variables:
-        ops = np.flatnonzero(memory_of_runs(graph, plain_runs(graph))[:-1] > problem.budget_bytes)
+        ops = np.flatnonzero(plain_memory(graph)[:-1] > problem.budget_bytes)
     while len(ops) > 1 and Relaxed(problem, ops.tolist()).size() > most_variables:
         ops = ops[::2]
     found: list[int] = ops.tolist()

@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from memopt.advisors.graphs.graph import FloatColumn, Graph, IntColumn
-from memopt.advisors.graphs.runs import lifetimes, memory_of_runs, plain_runs
+from memopt.advisors.graphs.runs import bytes_across, lifetimes, plain_memory
 
 HILL = 0.5
 """A hill rises above the narrowest cut by more than this share of what the budget leaves above it."""
@@ -57,7 +57,7 @@ class Outline:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.memory = memory_of_runs(graph, plain_runs(graph))[:-1]
+        self.memory = plain_memory(graph)[:-1]
         self.first, self.last = lifetimes(graph)
         self.across = bytes_across(graph, self.first, self.last)
         self.idle = bytes_across(graph, self.first, _remade_until(graph, self.last)) - graph.resident_bytes
@@ -77,16 +77,6 @@ class Outline:
             find.part(begin, end, int(self.memory[begin:end].max(initial=0)), int(across[begin]))
             for begin, end in pairwise([0, *cuts, self.graph.op_count])
         ]
-
-
-def bytes_across(graph: Graph, first: IntColumn, last: IntColumn) -> IntColumn:
-    """Bytes on the device between each op and the one before it."""
-    change = np.zeros(graph.op_count + 2, dtype=np.int64)
-    crossing = (first >= 0) & (last > first)
-    np.add.at(change, first[crossing] + 1, graph.tensor_bytes[crossing])
-    np.add.at(change, last[crossing] + 1, -graph.tensor_bytes[crossing])
-    found: IntColumn = np.cumsum(change)[: graph.op_count + 1] + graph.resident_bytes
-    return found
 
 
 def _remade_until(graph: Graph, last: IntColumn) -> IntColumn:

@@ -57,6 +57,26 @@ def memory_of_runs(graph: Graph, runs: list[int]) -> IntColumn:
     return memory
 
 
+def plain_memory(graph: Graph) -> IntColumn:
+    """What `memory_of_runs` gives when every op runs once, in order; in a few passes over whole columns."""
+    first, last = lifetimes(graph)
+    memory = bytes_across(graph, first, last)
+    made = first >= 0
+    np.add.at(memory, first[made], graph.tensor_bytes[made])
+    memory[:-1] += graph.op_workspace_bytes
+    return memory
+
+
+def bytes_across(graph: Graph, first: IntColumn, last: IntColumn) -> IntColumn:
+    """Bytes on the device between each op and the one before it."""
+    change = np.zeros(graph.op_count + 2, dtype=np.int64)
+    crossing = (first >= 0) & (last > first)
+    np.add.at(change, first[crossing] + 1, graph.tensor_bytes[crossing])
+    np.add.at(change, last[crossing] + 1, -graph.tensor_bytes[crossing])
+    found: IntColumn = np.cumsum(change)[: graph.op_count + 1] + graph.resident_bytes
+    return found
+
+
 def peak_of_runs(graph: Graph, runs: list[int]) -> int:
     """Largest bytes on the device at any moment of a run sequence."""
     return int(memory_of_runs(graph, runs).max())
@@ -74,24 +94,23 @@ def floor_bytes(graph: Graph, *, swap: bool) -> tuple[int, int]:
     That is the largest working set of one op; without a link, also all that lives across it, is needed later and comes from an op
     that may run only once.
     """
-    size = graph.tensor_bytes
-    stuck = np.zeros(graph.op_count + 1, dtype=np.int64)
-    first, last = lifetimes(graph)
-    own = graph.resident_bytes + graph.op_workspace_bytes.copy()
-    for op in range(graph.op_count):
-        own[op] += sum(int(size[tensor]) for tensor in graph.reads[op] + graph.writes[op])
-    if not swap:
-        for tensor in np.flatnonzero(graph.producer >= 0).tolist():
-            if not graph.replayable[first[tensor]] and last[tensor] > first[tensor]:
-                stuck[first[tensor] + 1] += size[tensor]
-                stuck[min(last[tensor], graph.op_count)] -= size[tensor]
-        held = np.cumsum(stuck)[:-1]
-        for op in range(graph.op_count):
-            for tensor in graph.reads[op]:
-                if not graph.replayable[first[tensor]] and last[tensor] > op:
-                    held[op] -= size[tensor]
-        own += held
-    end = graph.resident_bytes + int(size[graph.kept & ~graph.resident].sum())
+    size: list[int] = graph.tensor_bytes.tolist()
+    touched = [sum([size[t] for t in graph.reads[op] + graph.writes[op]]) for op in range(graph.op_count)]
+    own = graph.resident_bytes + graph.op_workspace_bytes + np.array(touched, dtype=np.int64)
+    once = ~graph.replayable
+    if not swap and once.any():
+        first, last = lifetimes(graph)
+        held_long = np.flatnonzero((first >= 0) & once[first] & (last > first))
+        stuck = np.zeros(graph.op_count + 2, dtype=np.int64)
+        np.add.at(stuck, first[held_long] + 1, graph.tensor_bytes[held_long])
+        np.add.at(stuck, np.minimum(last[held_long], graph.op_count), -graph.tensor_bytes[held_long])
+        own += np.cumsum(stuck)[: graph.op_count]
+        until = dict(zip(held_long.tolist(), last[held_long].tolist(), strict=True))
+        for op, tensors in enumerate(graph.reads):
+            for tensor in tensors:
+                if until.get(tensor, 0) > op:
+                    own[op] -= size[tensor]
+    end = graph.resident_bytes + int(graph.tensor_bytes[graph.kept & ~graph.resident].sum())
     if not graph.op_count:
         return end, -1
     worst = int(np.argmax(own))

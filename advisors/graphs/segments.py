@@ -15,7 +15,7 @@ import numpy as np
 
 from memopt.advisors.graphs.graph import Graph, IntColumn
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
-from memopt.advisors.graphs.runs import memory_of_runs, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
+from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, rerun_ms, steps_of_runs
 
 FINEST = 0.5
 """The finest segments have this many times the square root of the ops, on the average, or a hundredth of all bytes if that is less."""
@@ -29,9 +29,7 @@ class Forward:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.turn = turn = (
-            int(np.argmax(memory_of_runs(graph, plain_runs(graph))[:-1])) if graph.op_count else 0
-        )
+        self.turn = turn = int(np.argmax(plain_memory(graph)[:-1])) if graph.op_count else 0
         count = graph.tensor_count
         self.last_before = graph.producer.copy()
         self.first_after: IntColumn = np.full(count, -1, dtype=np.int64)
@@ -71,6 +69,11 @@ class Forward:
         for cut in cuts:
             found.update(np.flatnonzero((producer >= 0) & (producer <= cut) & (last > cut)).tolist())
         return found
+
+    def dropped_bytes(self, keep: set[int]) -> int:
+        """Bytes of what `runs_keeping` drops."""
+        gone = [tensor for tensor in np.flatnonzero(self.droppable).tolist() if tensor not in keep]
+        return int(self.graph.tensor_bytes[gone].sum())
 
     def narrow(self, op: int, reach: int) -> int:
         """The narrowest cut near `op`."""
@@ -178,7 +181,7 @@ def best_of(problem: GraphProblem, plans: Iterable[list[int]]) -> Answer:
     if plain is not None:
         return plain
     graph = problem.graph
-    smallest = peak_of_runs(graph, plain_runs(graph))
+    smallest = int(plain_memory(graph).max())
     best: tuple[float, list[int]] | None = None
     for runs in plans if problem.may_recompute else ():
         peak = peak_of_runs(graph, runs)

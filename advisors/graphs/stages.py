@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from dataclasses import replace
+from functools import cached_property
 from importlib.util import find_spec
 
 from memopt.advisors.graphs.bounds import overhead_bound
@@ -18,9 +19,9 @@ from memopt.advisors.graphs.exact import Proof, Relaxed, Start, prove
 from memopt.advisors.graphs.lanes import Lanes
 from memopt.advisors.graphs.linked import Linked
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, usual_s
-from memopt.advisors.graphs.runs import peak_of_runs, plain_runs, steps_of_runs
+from memopt.advisors.graphs.runs import plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graphs.search import Search
-from memopt.advisors.graphs.starts import LARGE, first_plans, starts
+from memopt.advisors.graphs.starts import LARGE, first_plan, starts
 from memopt.advisors.graphs.waiting import Waiting
 from memopt.advisors.schedule import FREE, RUN, Step
 from memopt.advisors.schedule_sim import InvalidSchedule
@@ -58,21 +59,31 @@ class AutoPlan:
     def __init__(self, problem: GraphProblem) -> None:
         self.problem = problem
         self.bound = 0.0
+        self.stats: dict[str, float | int | str] = {}
+        self.found: list[tuple[float, list[Step]]] = []
+        """Cost and steps of valid plans that the search does not hold."""
+        self.waiting = Waiting(problem)
+        self.proof = Proof()
+
+    @cached_property
+    def search(self) -> Search:
+        """The search, which takes a while to make for a large graph."""
+        problem = self.problem
         lanes = Lanes(problem.graph, problem.out_gbps, problem.in_gbps) if problem.may_swap else None
-        self.search = Search(
+        found = Search(
             problem.graph,
             plain_runs(problem.graph),
             problem.budget_bytes,
             lanes=lanes,
             replays=problem.may_recompute,
         )
-        self.search.deadline = problem.until
-        self.stats: dict[str, float | int | str] = {}
-        self.found: list[tuple[float, list[Step]]] = []
-        """Cost and steps of valid plans that the search does not hold."""
-        self.evolution = Evolution(self.search)
-        self.waiting = Waiting(problem)
-        self.proof = Proof()
+        found.deadline = problem.until
+        return found
+
+    @cached_property
+    def evolution(self) -> Evolution:
+        """Its population."""
+        return Evolution(self.search)
 
     def plan(self, insist_until: float = 0.0) -> None:
         """All stages, until the time is up; where there is no valid plan then, it is looked for until `insist_until` at least."""
@@ -81,12 +92,10 @@ class AutoPlan:
         small = self.problem.graph.op_count <= LARGE
         self.last_resort = min(begin + (LAST_RESORT * left if small else left), self.problem.latest)
         self.last_resort = max(self.last_resort, insist_until)
+        self._secure(begin + (0.1 if small else 0.3) * left)
         self.bound = overhead_bound(self.problem)
-        if self.problem.may_recompute:
-            self._secure(begin + (0.1 if small else 0.3) * left)
-        self._note_first(begin)
         self._greedy_start(begin + 0.12 * left)
-        self._note_first(begin)
+        self._note_first()
         if self.problem.may_recompute:
             self.proof = prove(self.problem, PROOF * left, Linked if self.problem.may_swap else Relaxed)
             self.bound = max(self.bound, self.proof.bound_ms / max(self.problem.graph.plain_ms, 1e-12))
@@ -147,10 +156,10 @@ class AutoPlan:
                 break
             self._finish(self.enough())
 
-    def _note_first(self, begin: float) -> None:
+    def _note_first(self) -> None:
         """When the first valid plan was there."""
         if not self.search.best_over:
-            self.stats.setdefault("first_s", round(time.monotonic() - begin, 3))
+            self.stats.setdefault("first_s", self.problem.elapsed_s)
 
     def _insist(self, begin: float) -> None:
         """Look for a valid plan until the last resort; improve one for as long as it took to find, within the time limit."""
@@ -160,7 +169,7 @@ class AutoPlan:
             search.load_best()
             search.mend(self.last_resort)
         if not search.best_over:
-            self._note_first(begin)
+            self._note_first()
             now = time.monotonic()
             until = min(self.problem.latest, max(self.problem.until, now + (now - begin)))
             self.problem = replace(self.problem, until=until)
@@ -219,15 +228,13 @@ class AutoPlan:
             self.search.run(self.problem.until, enough)
 
     def _secure(self, until: float) -> None:
-        """A first valid plan, which costs next to no time, from the first sequence that gives one."""
-        graph, budget_bytes = self.problem.graph, self.problem.budget_bytes
-        for runs in first_plans(self.problem, until):
-            if peak_of_runs(graph, runs) <= budget_bytes:
-                self.search.load(runs)
-                self.search.polish_all()
-                return
-            if time.monotonic() > until:
-                return
+        """A first valid plan, which costs next to no time."""
+        graph = self.problem.graph
+        if runs := first_plan(self.problem, until):
+            self.stats["first_s"] = self.problem.elapsed_s
+            self.found.append((rerun_ms(graph, runs), steps_of_runs(graph, runs)))
+            self.search.load(runs)
+            self.search.polish_all()
 
     def _greedy_start(self, until: float) -> None:
         """Plans of the offline greedy."""

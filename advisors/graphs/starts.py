@@ -7,7 +7,6 @@ than any of them; on larger graphs as many as the time allows, the simplest firs
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import RECOMPUTE, GraphProblem
 from memopt.advisors.graphs.rotor import rotor_plans
 from memopt.advisors.graphs.rounding import rounded_plans
-from memopt.advisors.graphs.runs import peak_of_runs, rerun_ms
+from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, rerun_ms
 from memopt.advisors.graphs.scores import SCORES
 from memopt.advisors.graphs.segments import (
     Forward,
@@ -47,15 +46,35 @@ BEST_ROUNDED = 6
 """Rounded relaxations are much alike."""
 
 
-def first_plans(problem: GraphProblem, until: float) -> Iterator[list[int]]:
+def first_plan(problem: GraphProblem, until: float) -> list[int]:
+    """A run sequence that meets the budget, the first of a few quick ones; empty where none of them does, or recomputing is not allowed."""
+    if not problem.may_recompute:
+        return []
+    for runs in _quick_plans(problem, until):
+        if peak_of_runs(problem.graph, runs) <= problem.budget_bytes:
+            return runs
+        if time.monotonic() > until:
+            break
+    return []
+
+
+def _quick_plans(problem: GraphProblem, until: float) -> Iterator[list[int]]:
     """Run sequences, soonest first, of which one may be valid: what is cheap to drop, a few segments, the online rules."""
     graph, budget_bytes = problem.graph, problem.budget_bytes
     forward = Forward(graph)
-    plans = cheapest_dropped(forward) if graph.op_count > LARGE else []
-    plans += greedy_cuts(forward, 6)[graph.op_count <= LARGE :]
-    segments = (runs_keeping(forward, keep) for keep in plans)
-    rules = (ruled(graph, budget_bytes, name, until) for name in PORTFOLIO)
-    return (runs for runs in itertools.chain(segments, rules) if runs)
+    needed = int(plain_memory(graph).max()) - budget_bytes
+    for plans in (cheapest_dropped,) * (graph.op_count > LARGE) + (few_segments,):
+        for keep in plans(forward):
+            if forward.dropped_bytes(keep) >= needed:
+                yield runs_keeping(forward, keep)
+    for name in PORTFOLIO:
+        if runs := ruled(graph, budget_bytes, name, until):
+            yield runs
+
+
+def few_segments(forward: Forward) -> list[set[int]]:
+    """For a first plan; the finest of them only where the graph is large."""
+    return greedy_cuts(forward, 6)[forward.graph.op_count <= LARGE :]
 
 
 def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> list[list[int]]:

@@ -7,27 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import traceback
-import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from memopt.estimators.fake.request import Request, Result
-
-_PATIENCE_S = 4.0
-"""After so much work, steps that are alike are not followed on."""
-
-
-_TURNS = 6
-"""How often one optimizer may step for each step of another: WGAN's critic does five times."""
-
-
-class Enough(BaseException):
-    """Raised through the script when enough steps were seen."""
 
 
 def main() -> None:
@@ -46,7 +32,9 @@ def _run(request: Request) -> Result:
     from memopt.estimators.fake import lazy as fake_lazy
     from memopt.estimators.fake import script as fake_script
     from memopt.estimators.fake import tensors as fake_tensors
+    from memopt.estimators.fake.ending import Ending
     from memopt.estimators.fake.guess import Guesser
+    from memopt.estimators.fake.ledger import Enough
     from memopt.estimators.fake.record import FakeRecorder
     from memopt.estimators.recording import classify
 
@@ -67,18 +55,23 @@ def _run(request: Request) -> Result:
     with recorder:
         watch = recorder.watch
         assert watch is not None
-        _stop_after(watch, request.steps)
+        ending = Ending(recorder, watch, request.steps, further=request.further)
+        ended = False
         try:
             _execute(request)
+            ended = True
         except Enough:
             pass
         except SystemExit as stop:
+            ended = True
             if stop.code not in (None, 0) and not watch.backwards:
                 problem = f"the script exited with {stop.code}"
         except BaseException as error:
             problem, line = _told(error)
         watch.mark_gradients()
-        recording = recorder.finish()
+        recording = ending.finish(failed=bool(problem), ended=ended)
+        if ending.later is not None:
+            problem = line = ""  # the steps asked for were seen
     classify(recording)
     recording = replace(recording, alloc_conf=recorder.alloc_conf or _settings())
     return Result(
@@ -89,46 +82,6 @@ def _run(request: Request) -> Result:
         backwards=watch.backwards,
         steps=max(watch.steps.values(), default=0),
     )
-
-
-def _stop_after(watch: Any, steps: int) -> None:
-    """Stop when the optimizer has stepped `steps` times; of several each twice as often, since such scripts may step twice
-    in an iteration (lazy penalties), or the first one many times more, since some never step. Without one, count backward calls."""
-    import torch
-
-    made: weakref.WeakSet[Any] = weakref.WeakSet()
-    optimizer: Any = torch.optim.Optimizer
-    init = optimizer.__init__
-
-    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
-        made.add(self)
-        init(self, *args, **kwargs)
-
-    optimizer.__init__ = counted
-
-    left: list[int] = []
-
-    def stepped() -> None:
-        done = next(iter(watch.steps.values()), 0)
-        least = min((watch.steps.get(id(each), 0) for each in made), default=done)
-        wanted = steps if len(made) < 2 else 2 * steps
-        if done >= wanted and (least >= wanted or done >= _TURNS * steps):
-            raise Enough
-        if done == len(left) + 1:
-            left.append(watch.recorder.live_bytes)
-            alike = done >= 2 and left[-1] == left[-2]
-            if alike and time.process_time() > _PATIENCE_S and (least or done >= steps):
-                watch.recorder.guesser.remark(
-                    f"step {done} left memory as step {done - 1} had: no more were followed"
-                )
-                raise Enough
-
-    def went_backward() -> None:
-        if not made and watch.backwards >= steps + 1:
-            raise Enough
-
-    watch.on_step = stepped
-    watch.on_backward = went_backward
 
 
 def _execute(request: Request) -> None:

@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from memopt.estimators.recording import StorageRow
+
+
+class Enough(BaseException):
+    """Raised through a script when enough was seen of it."""
+
+
+class Point(NamedTuple):
+    """How far a recording has come."""
+
+    rows: int
+    events: int
+    op_count: int
+    possible_bytes: int
 
 
 class Ledger:
@@ -18,6 +32,8 @@ class Ledger:
         self.marks: list[tuple[str, int]] = []
         self.live_bytes = self.peak_bytes = self.possible_bytes = 0
         self.op_count = 0
+        self.op_limit = 0
+        """The op at which the run has seen enough; 0: none."""
         self.memory_fraction = 1.0
         self.alloc_conf = ""
         self.ordinal = 0
@@ -25,6 +41,19 @@ class Ledger:
         self.phase = "forward"
         self.where: Callable[[], str] = lambda: ""
         self.on_stream: Callable[[], int] = lambda: 0
+
+    def point(self) -> Point:
+        """How far the recording has come by now."""
+        return Point(len(self.rows), len(self.events), self.op_count, self.possible_bytes)
+
+    def told(self, until: Point | None) -> dict[str, Any]:
+        """The rows and events as a `Recording` has them, up to a point."""
+        end = until or self.point()
+        marks = [
+            (kind, at) for kind, at in self.marks if until is None or (at <= end.events and kind != "end")
+        ]
+        taken = {"op_count": end.op_count, "possible_bytes": end.possible_bytes}
+        return {"rows": self.rows[: end.rows], "events": self.events[: end.events], "marks": marks, **taken}
 
     def _event(self, event: int) -> None:
         self.events.append(event)

@@ -40,7 +40,7 @@ from memopt.estimators.fake.choices import Overrides, plain_choices
 from memopt.estimators.fake.cuda_ops import device_choices
 from memopt.estimators.fake.guess import Guesser
 from memopt.estimators.fake.hidden import hidden_bytes
-from memopt.estimators.fake.ledger import Ledger
+from memopt.estimators.fake.ledger import Enough, Ledger, Point
 from memopt.estimators.fake.probe import Probes
 from memopt.estimators.fake.real import stays_real
 from memopt.estimators.fake.share import note_share
@@ -118,18 +118,14 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self._stack.close()
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
 
-    def finish(self) -> Recording:
-        """What was recorded, as plain data. Storages alive now stay allocated in it."""
+    def finish(self, until: Point | None = None) -> Recording:
+        """What was recorded, as plain data, up to a point. Storages alive then stay allocated in it."""
         with self.paused():
             self.probes.resolve(self.rows)
         whole = Recording(
             target=self.target,
-            rows=list(self.rows),
-            events=list(self.events),
-            marks=list(self.marks),
+            **self.told(until),
             notes=self.guesser.notes(),
-            op_count=self.op_count,
-            possible_bytes=self.possible_bytes,
             bounded=list(self.guesser.bounded),
             memory_fraction=self.memory_fraction,
         )
@@ -313,6 +309,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         finally:
             self.inside -= 1
         self.op_count += 1
+        if self.op_count == self.op_limit:
+            raise Enough
         name = func.__name__ if hasattr(func, "__name__") else str(func)
         self._see_all(result[:1] if func is _PACK else result, device, name)
         if device == self.target:

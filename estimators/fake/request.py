@@ -25,6 +25,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     hidden: HiddenMemory | None = None
     """Of that GPU; of an A100 where it is not told."""
     steps: int = 3
+    further: bool = False
+    """Go on after those while that is quick, for what only comes later."""
     flipped: list[str] = []
     """Lines whose guessed truth value is turned round."""
     least: bool = False
@@ -43,8 +45,12 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
 
 
-def request_on(spec: DeviceSpec, argv: list[str], *, as_module: bool, steps: int) -> Request:
-    """Of `argv` on `spec`, with what a calibration measured there."""
+STEPS = 3
+"""How many are followed where nobody says: the first makes the optimizer's state, the next is like all others."""
+
+
+def request_on(spec: DeviceSpec, argv: list[str], *, as_module: bool, steps: int | None) -> Request:
+    """Of `argv` on `spec`, with what a calibration measured there; without `steps` as many as it takes."""
     pretended = on_device(spec)
     return Request(
         argv=argv,
@@ -54,5 +60,6 @@ def request_on(spec: DeviceSpec, argv: list[str], *, as_module: bool, steps: int
         device_memory_bytes=spec.memory_bytes,
         multiprocessors=spec.multiprocessors,
         hidden=pretended["hidden"],
-        steps=steps,
+        steps=steps or STEPS,
+        further=steps is None,
     )

@@ -73,6 +73,8 @@ class Node:
     """The module that the node came from, as far as the exporter wrote it down."""
     origin: str = ""
     """The class of that module, likewise: a Conv that came from a BatchNorm2d has one folded into it."""
+    call: str = ""
+    """The operator that the script called there, likewise: `aten.softmax.int`."""
 
     @property
     def title(self) -> str:
@@ -231,15 +233,17 @@ def _node(proto: Any, depth: int) -> Node:
     )
 
 
-def _scope(proto: Any) -> tuple[str, str]:
-    """`layer1.0.bn1` and its class from torch.onnx's metadata; or the module from a name `/layer1/layer1.0/conv1/Conv`."""
+def _scope(proto: Any) -> tuple[str, str, str]:
+    """`layer1.0.bn1`, its class and the operator called, from torch.onnx's metadata; or the module from a name
+    `/layer1/layer1.0/conv1/Conv`."""
     told = {e.key: e.value for e in proto.metadata_props}
     if "pkg.torch.onnx.name_scopes" in told:
         names: list[str] = re.findall(r"'([^']*)'", _text(told["pkg.torch.onnx.name_scopes"]))
         classes: list[str] = re.findall(r"'([^']*)'", _text(told.get("pkg.torch.onnx.class_hierarchy", "")))
-        return names[-2] if len(names) > 1 else "", classes[-2] if len(classes) > 1 else ""
+        module, origin = (path[-2] if len(path) > 1 else "" for path in (names, classes))
+        return module, origin, classes[-1] if classes and classes[-1].startswith("aten.") else ""
     parts = _text(proto.name).strip("/").split("/")[:-1]
-    return next((p for p in reversed(parts) if p), ""), ""
+    return next((p for p in reversed(parts) if p), ""), "", ""
 
 
 def _attribute(proto: Any, depth: int) -> Any:

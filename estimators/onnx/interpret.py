@@ -166,14 +166,18 @@ class Run:
                 env.pop(name, None)
         return [env[name] for name in graph.outputs]
 
-    def node(self, node: Node, env: Env, graph: Graph) -> None:
-        """Compute `node` and put its outputs into `env`."""
+    def count(self) -> None:
+        """One operation more, or a turn of a loop, whose body may be empty."""
         self.steps += 1
         if self.steps > MOST_STEPS:
             raise BadFile(
                 f"the model runs more than {MOST_STEPS} operations in one pass",
                 why="one of its loops does not end",
             )
+
+    def node(self, node: Node, env: Env, graph: Graph) -> None:
+        """Compute `node` and put its outputs into `env`."""
+        self.count()
         if self.entering is not None:
             self.entering(node.scope)
         values = [env.get(name) if name else None for name in node.inputs]

@@ -1,9 +1,10 @@
 """Puts together again what exporters take apart, so that the graph trained is the script's: linear layers, activations,
 norms and attention become the one operator that PyTorch runs (and whose backward saves less).
 
-A PyTorch exporter leaves a trace of what the script called: `scaled_dot_product_attention` scales queries and keys each
-by the square root, and from opset 20 or 23 the fused operators exist, so a decomposed one was written by hand. Such
-hand-written forms are left as they are. Models of other exporters are matched by what they compute.
+A PyTorch exporter leaves a trace of what the script called: the operator's name beside the node, or else the form
+(`scaled_dot_product_attention` scales queries and keys each by the square root; from opset 20 or 23 the fused operators
+exist, so a decomposed one was written by hand). Hand-written forms are left as they are. Models of other exporters are
+matched by what they compute.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from memopt.estimators.onnx.graph import Graph, Node
 from memopt.estimators.onnx.match_attention import attention
 from memopt.estimators.onnx.match_norm import group_norm, layer_norm, rms_norm
 from memopt.estimators.onnx.match_recurrent import stacked
-from memopt.estimators.onnx.view import View, rewrite, without_aliases
+from memopt.estimators.onnx.view import Pattern, View, rewrite, without_aliases
 
 
 @dataclass(slots=True)
@@ -38,10 +39,21 @@ def match(
     done = Matched(graph)
     for name, pattern in _PATTERNS:
         view = View(done.graph, values, trained, producer, opset)
-        done.graph, count = rewrite(view, pattern)
+        done.graph, count = rewrite(view, _told(pattern, *_CALLED.get(name, ())))
         if count:
             done.counts[name] = done.counts.get(name, 0) + count
     return done
+
+
+def _told(pattern: Pattern, *calls: str) -> Pattern:
+    """`pattern`, but not where the exporter wrote down that the script called none of `calls`."""
+
+    def asked(view: View, node: Node) -> Node | None:
+        if calls and node.call and not any(call in node.call for call in calls):
+            return None
+        return pattern(view, node)
+
+    return asked
 
 
 def rsqrt(view: View, node: Node) -> Node | None:
@@ -126,7 +138,7 @@ def activation(view: View, node: Node) -> Node | None:
             if np.allclose(values, wanted, rtol=1e-3, atol=1e-4) and view.closed(
                 inside - {node.outputs[0]}, node
             ):
-                if _written_by_hand(view, name, leaf, inside):
+                if not node.call and _written_by_hand(view, name, leaf, inside):
                     return None
                 return Node(made.op, made.domain, (leaf,), node.outputs, made.attributes, node.name)
     return None
@@ -191,6 +203,14 @@ def _written_by_hand(view: View, name: str, leaf: str, inside: set[str]) -> bool
     )
 
 
+_CALLED = {
+    "activation": ("gelu", "silu", "mish", "hardswish"),
+    "layer norm": ("layer_norm",),
+    "group norm": ("group_norm",),
+    "attention": ("attention",),
+    "linear": ("linear", "addmm"),
+}
+"""Operators by which a script asks for what is matched. RMS norm is taken apart before names are written down."""
 _PATTERNS = (
     ("rsqrt", rsqrt),
     ("activation", activation),

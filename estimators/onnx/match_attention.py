@@ -36,7 +36,7 @@ def attention(view: View, node: Node) -> Node | None:
         return None
     q, q_scaled = _unscaled(view, scores.product.inputs[0], inside)
     turned, k_scaled = _unscaled(view, scores.product.inputs[1], inside)
-    if view.from_torch and not (q_scaled and k_scaled):
+    if view.from_torch and not node.call and not (q_scaled and k_scaled):
         return None  # written by hand: F.scaled_dot_product_attention is exported with both of them scaled
     return _fused(view, node, q, turned, scores.mask, ratio)
 

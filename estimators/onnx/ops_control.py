@@ -41,6 +41,7 @@ def loop(call: Call) -> Any:
     collected: list[list[Tensor]] = [[] for _ in body.outputs[1 + count :]]
     turn = 0
     while turn < turns:
+        call.run.count()
         fed = [call.run.real(torch.int64, turn), call.run.real(torch.bool, True), *carried]
         given = dict(zip((p.name for p in body.inputs), fed, strict=True))
         going, *results = call.run.graph(body, call.env, given)
@@ -84,6 +85,7 @@ def scan(call: Call) -> Any:
     collected: list[list[Tensor]] = [[] for _ in body.outputs[split:]]
     length = over[0].shape[positive(axes[0], over[0].dim())]
     for turn in range(length):
+        call.run.count()
         fed = [*state, *(x.select(a, turn) for x, a in zip(over, axes, strict=True))]
         given = dict(zip((p.name for p in body.inputs), fed, strict=True))
         results = call.run.graph(body, call.env, given)

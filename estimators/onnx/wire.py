@@ -11,7 +11,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from memopt.errors import BadFile
+from memopt.errors import BadFile, reason
 
 SMALL_BYTES = 64 * 2**10
 """Tensors up to this size keep their values (shapes, axes, indices); larger ones are only shapes to us."""
@@ -46,9 +46,8 @@ def skim(path: Path) -> bytes:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 return skim_bytes(data, path)
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
         raise BadFile(
-            f"cannot read ONNX model {path}", why=reason, try_="memopt estimate MODEL.onnx"
+            f"cannot read ONNX model {path}", why=reason(error), try_="memopt estimate MODEL.onnx"
         ) from error
 
 

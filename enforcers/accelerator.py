@@ -1,0 +1,119 @@
+"""The few things that the tiers ask of a device, so that tests can pretend one. Not yet run on a GPU."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from memopt.enforcers.swap import SwapFailed
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether it has come to pass."""
+
+    def synchronize(self) -> None:
+        """Block this thread until it has."""
+
+
+class Stream(Protocol):
+    """A queue of device work."""
+
+    def record_event(self) -> Event:
+        """The point after everything that is queued now."""
+
+    def wait_event(self, event: Any) -> None:
+        """Let what is queued from now on run after `event`; does not block the host."""
+
+
+class Accelerator(Protocol):
+    """A device with queues of work and memory that it can read at full speed."""
+
+    device: Any
+
+    def current_stream(self) -> Stream:
+        """The stream that this thread computes on."""
+
+    def new_stream(self) -> Stream:
+        """A stream of our own."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Queue copies to `stream` inside the block."""
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """A page-locked uint8 row."""
+
+    def unpin(self, row: torch.Tensor) -> None:
+        """Before `row` goes."""
+
+
+class TorchAccelerator:
+    """The machine's own accelerator. Raises `SwapFailed` on a CPU-only machine."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        import torch
+
+        here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        if here is None:
+            raise SwapFailed(
+                "there is no host tier here",
+                why="host memory is a place to swap to only for a GPU",
+                try_="the disk tier",
+            )
+        self.device = device or torch.device(here.type, torch.accelerator.current_device_index())
+        self._registered: set[int] = set()
+
+    def current_stream(self) -> Stream:
+        import torch
+
+        return torch.accelerator.current_stream(self.device)
+
+    def new_stream(self) -> Stream:
+        import torch
+
+        return torch.Stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        entered: AbstractContextManager[object] = stream
+        return entered
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        """Exactly `nbytes` where CUDA can register them (torch's own pinned allocator rounds up to a power of two)."""
+        import torch
+
+        if self.device.type == "cuda":
+            row = torch.empty(nbytes, dtype=torch.uint8)
+            if int(_cuda_runtime().cudaHostRegister(row.data_ptr(), nbytes, 0)) == 0:
+                self._registered.add(row.data_ptr())
+                return row
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            raise SwapFailed(
+                f"{nbytes} bytes of host memory cannot be pinned",
+                why=str(error),
+                try_="ulimit -l unlimited, or the disk tier",
+            ) from error
+
+    def unpin(self, row: torch.Tensor) -> None:
+        if row.data_ptr() in self._registered:
+            self._registered.discard(row.data_ptr())
+            _cuda_runtime().cudaHostUnregister(row.data_ptr())
+
+
+def _cuda_runtime() -> Any:
+    import torch
+
+    return torch.cuda.cudart()
+
+
+def row_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Its bytes as a uint8 row."""
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,152 @@
+"""When a run on fake tensors has seen enough: after the steps asked for, or later where that is quick and harms nothing.
+
+What needs most may only come later: batches differ in size, an epoch ends with an evaluation, a diffusion model samples. So a script
+is followed on for some thousands of ops, more of them while its steps differ. That ends where it first opens a file to write,
+starts a process or connects; what fails there, depends on data, or takes long is not counted at all.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import weakref
+from typing import Any
+
+from memopt.estimators.fake.ledger import Enough, Point
+from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.watch import Watch
+from memopt.estimators.recording import Recording
+
+_PATIENCE_S = 4.0
+"""After so much work, steps that are alike are not followed on."""
+_TURNS = 6
+"""How often one optimizer may step for each step of another: WGAN's critic does five times."""
+_OPS_ALIKE, _OPS_DIFFERENT = 20_000, 60_000
+"""The op at which following on ends, where the last two steps allocated the same and where they did not."""
+_SECONDS = 60.0
+"""How long following on may take."""
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+_OUTWARD = ("subprocess.Popen", "os.exec", "os.fork", "os.posix_spawn", "os.system", "socket.connect", "os.remove",
+            "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.")  # fmt: skip
+
+
+class Ending:
+    """Stops a run when the optimizer has stepped `steps` times; of several each twice as often, since such scripts may step
+    twice in an iteration (lazy penalties), or the first one many times more, since some never step. Without one, counts
+    backward calls. `further`: follows on after that."""
+
+    def __init__(self, recorder: FakeRecorder, watch: Watch, steps: int, *, further: bool = False) -> None:
+        import torch
+
+        self.recorder, self.watch, self.steps, self.further = recorder, watch, steps, further
+        self.later: Later | None = None
+        self._made: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._left: list[int] = []
+        self._taken: list[int] = []
+        self._rows = 0
+        optimizer: Any = torch.optim.Optimizer
+        init = optimizer.__init__
+
+        def counted(each: Any, *args: Any, **kwargs: Any) -> None:
+            self._made.add(each)
+            init(each, *args, **kwargs)
+
+        optimizer.__init__ = counted
+        watch.on_step = self._stepped
+        watch.on_backward = self._went_backward
+
+    def _stepped(self) -> None:
+        done = next(iter(self.watch.steps.values()), 0)
+        least = min((self.watch.steps.get(id(each), 0) for each in self._made), default=done)
+        self._note(done)
+        wanted = self.steps if len(self._made) < 2 else 2 * self.steps
+        if self.later is not None:
+            self.later.limit(self._alike(self._taken))
+        elif done >= wanted and (least >= wanted or done >= _TURNS * self.steps):
+            self._go_on()
+        elif self._alike(self._left) and time.process_time() > _PATIENCE_S and (least or done >= self.steps):
+            self.recorder.guesser.remark(
+                f"step {done} left memory as step {done - 1} had: no more were followed"
+            )
+            raise Enough
+
+    def _note(self, done: int) -> None:
+        """What lives after a step of the first optimizer, and what was allocated since the one before."""
+        if done == len(self._left) + 1:
+            self._left.append(self.recorder.live_bytes)
+            self._taken.append(sum(row.size_bytes for row in self.recorder.rows[self._rows :]))
+            self._rows = len(self.recorder.rows)
+
+    def _alike(self, values: list[int]) -> bool:
+        return len(values) > 1 and values[-1] == values[-2]
+
+    def _go_on(self) -> None:
+        if not self.further:
+            raise Enough
+        self.later = Later(self.recorder)
+        self.later.limit(self._alike(self._taken))
+
+    def _went_backward(self) -> None:
+        if not self._made and self.watch.backwards >= self.steps + 1:
+            raise Enough
+
+    def finish(self, *, failed: bool, ended: bool) -> Recording:
+        """The recording, without what came after the steps asked for if that `failed`; marked where the script `ended`."""
+        if ended:
+            self.recorder.marks.append(("end", len(self.recorder.events)))
+        return self.recorder.finish(self.later.counted(failed) if self.later is not None else None)
+
+
+class Later:
+    """What a script does after the steps that were asked for."""
+
+    def __init__(self, recorder: FakeRecorder) -> None:
+        self.recorder = recorder
+        self.point = recorder.point()
+        guesser = recorder.guesser
+        self.told = dict(guesser.lines), dict(guesser.bounded), dict(guesser.remarks)
+        self.late = False
+        sys.dont_write_bytecode = True
+        self.open = True
+        sys.addaudithook(self._audit)
+        if hasattr(signal, "setitimer"):
+            signal.signal(signal.SIGALRM, self._too_late)
+            signal.setitimer(signal.ITIMER_REAL, _SECONDS, 1.0)
+
+    def limit(self, alike: bool) -> None:
+        """End at an op that depends on whether the steps are `alike`."""
+        self.recorder.op_limit = _OPS_ALIKE if alike else _OPS_DIFFERENT
+        if self.recorder.op_count >= self.recorder.op_limit:
+            raise Enough
+
+    def _audit(self, event: str, args: tuple[Any, ...]) -> None:
+        if self.open and _goes_outward(event, args):
+            raise Enough
+
+    def _too_late(self, *_: Any) -> None:
+        if self.open:
+            self.late = True
+            raise Enough
+
+    def counted(self, failed: bool) -> Point | None:
+        """Where the recording has to end; None when all of it counts."""
+        self.open = False
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        guesser = self.recorder.guesser
+        if not (failed or self.late or len(guesser.bounded) > len(self.told[1])):
+            return None
+        guesser.lines, guesser.bounded, guesser.remarks = self.told
+        return self.point
+
+
+def _goes_outward(event: str, args: tuple[Any, ...]) -> bool:
+    """Whether an audit event tells of something that lasts: a file opened to write, moved or removed, a process, a connection."""
+    if event == "open":
+        path, mode, flags = args
+        if isinstance(path, int) or os.fsdecode(path).startswith("/dev/"):
+            return False
+        return bool(flags & _WRITES) if isinstance(flags, int) else any(c in (mode or "r") for c in "wax+")
+    return event.startswith(_OUTWARD)

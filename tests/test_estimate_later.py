@@ -1,0 +1,87 @@
+"""What a script does only after the steps that are always followed: counted where that is quick and harms nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memopt.estimators.estimate import Estimate, estimate_script
+
+HEAD = """
+import json, sys, torch
+model = torch.nn.Linear(1000, 1000, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def step(rows):
+    optimizer.zero_grad()
+    model(torch.randn(rows, 1000)).sum().backward()
+    optimizer.step()
+"""
+ALIKE = HEAD + "for _ in range(6): step(100)\n"
+WEIGHTS, ROW = 2 * 4_000_000, 4_000
+"""Of the weight and its gradient; of a row of the batch, or of what comes out."""
+
+
+@pytest.fixture
+def estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str, **more: int) -> Estimate:
+        Path("train.py").write_text(text)
+        return estimate_script(["train.py"], device="cpu", **more)
+
+    return run
+
+
+def peak(found: Estimate) -> int:
+    return found.allocated_bytes
+
+
+def test_the_largest_of_batches_of_different_sizes_may_come_late(estimated: object) -> None:
+    text = HEAD + "for rows in (100, 200, 150, 300, 250, 700, 50): step(rows)\n"
+    assert peak(estimated(text)) - peak(estimated(text, steps=3)) == ROW * (700 - 200)  # type: ignore[operator]
+
+
+def test_an_evaluation_after_training_counts(estimated: object) -> None:
+    text = ALIKE + "with torch.no_grad(): model(torch.randn(5000, 1000))\n"
+    late = estimated(text)  # type: ignore[operator]
+    assert peak(late) == WEIGHTS + 2 * ROW * 5000
+    assert late.left_out == ["Python's and torch's own memory", "what NumPy and the data loader hold outside tensors"]  # fmt: skip
+    early = estimated(text, steps=3)  # type: ignore[operator]
+    assert peak(early) < peak(late)
+    assert early.left_out[-1].startswith("whatever the script does only after its optimizer step 3")
+
+
+def test_nothing_is_written_after_the_steps_asked_for(estimated: object) -> None:
+    Path("results.json").write_text("real")
+    text = ALIKE + (
+        "y = model(torch.randn(3000, 1000)).detach()\n"
+        "print(sys.path, file=open('/dev/null', 'w'))\n"
+        "try:\n    json.dump({}, open('results.json', 'w'))\nexcept Exception: pass\n"
+        "model(torch.randn(9000, 1000))\n"
+    )
+    found = estimated(text)  # type: ignore[operator]
+    assert Path("results.json").read_text() == "real"
+    assert peak(found) == WEIGHTS + ROW * 2 * 3000
+    assert not found.partial
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        "model(torch.randn(9000, 999))",
+        "x = torch.randn(9000, 1000); model(x[x[:, 0] > 0])",
+        "import time\nwhile True: time.sleep(0.01)",
+    ],
+    ids=["fails", "depends on data", "does not end"],
+)
+def test_what_comes_later_is_left_out_where_it_cannot_be_told(
+    estimated: object, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    text = ALIKE + "torch.ones(9000, 1000)\n" + later
+    asked = estimated(text, steps=3)  # type: ignore[operator]
+    if "sleep" in later:
+        text = text.replace("import json", "from memopt.estimators.fake import ending; ending._SECONDS = 0.2\nimport json")  # fmt: skip
+    found = estimated(text)  # type: ignore[operator]
+    assert (peak(found), found.partial, found.bounded) == (peak(asked), False, [])
+    assert found.left_out == asked.left_out
