@@ -133,6 +133,12 @@ class Adviser:
                 (*error.blockers, self.floor.words, *without_a_plan),
                 try_=error.try_,
             ) from None
+        if not decisions and problem.instead_of is None:
+            raise BudgetInfeasible(
+                budget_bytes,
+                problem.unplanned_peak_bytes,
+                ("the peak lies outside of the ops that were recorded, where no plan reaches",),
+            )
         return problem, decisions, (*notes, *_optimality(problem, decisions), *self._unused())
 
     def _unused(self) -> list[str]:

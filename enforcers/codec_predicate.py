@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from memopt.enforcers.bits import fill_by_bits, pack_bits, unpack_bits
+from memopt.enforcers.bits import fill_by_bits, pack_bits
 from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
 from memopt.estimators.codec_sizes import bitmap_bytes
 
@@ -132,11 +132,7 @@ def decode(encoded: Encoded) -> torch.Tensor:
     (bitmap,) = encoded.payload
     pair = torch.tensor([encoded.params["no"], encoded.params["yes"]], dtype=cells.dtype, device=cells.device)
     no, yes = bits_of(pair)
-    out, bits_will_do = bits_of(cells), encoded.params["yes"] == 1 and encoded.params["no"] == 0
+    out = bits_of(cells)
     for part in chunks_of(encoded.meta.cells, encoded.meta.device):
-        bits = unpack_bits(bitmap[part.start // 8 : bitmap_bytes(part.stop)], part.stop - part.start)
-        if bits_will_do:
-            cells[part] = bits
-        else:
-            fill_by_bits(bits, out[part], no, yes)
+        fill_by_bits(bitmap[part.start // 8 : bitmap_bytes(part.stop)], out[part], no, yes)
     return tensor

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from memopt.enforcers.bits import fill_by_bits, pack_bits, unpack_bits
+from memopt.enforcers.bits import fill_by_bits, first_set, pack_bits, quick_row
 from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
 from memopt.estimators.codec_sizes import bitmap_bytes
 
@@ -21,18 +21,19 @@ def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None
     if not is_plain(tensor) or tensor.numel() == 0 or tensor.element_size() > 8:
         return None
     meta, cells = meta_of(tensor), bits_of(cells_of(tensor))
-    pair = cells[:1].repeat(2)
+    pair, row = cells[:1].repeat(2), quick_row(cells)
+    first, second = row[0], None
     bitmap = torch.empty(bitmap_bytes(meta.cells), dtype=torch.uint8, device=meta.device)
-    second_known = False
     for part in chunks_of(meta.cells, meta.device):
-        chunk = cells[part]
-        differs = chunk != pair[0]
-        if not second_known and bool(differs.any()):
-            pair[1] = chunk[differs.to(torch.uint8).argmax()]
-            second_known = True
-        if second_known and not bool((differs == (chunk == pair[1])).all()):
+        chunk = row[part]
+        differs = chunk != first
+        if second is None and bool(differs.any()):
+            second = chunk[first_set(differs)]
+        if second is not None and bool((differs != (chunk == second)).any()):
             return None
         pack_bits(differs, bitmap[part.start // 8 : bitmap_bytes(part.stop)])
+    if second is not None:
+        pair[1] = int(second)
     return Encoded(name, meta, (bitmap, pair), {})
 
 
@@ -41,6 +42,5 @@ def decode(encoded: Encoded) -> torch.Tensor:
     bitmap, pair = encoded.payload
     out = bits_of(cells)
     for part in chunks_of(encoded.meta.cells, encoded.meta.device):
-        bits = unpack_bits(bitmap[part.start // 8 : bitmap_bytes(part.stop)], part.stop - part.start)
-        fill_by_bits(bits, out[part], pair[0], pair[1])
+        fill_by_bits(bitmap[part.start // 8 : bitmap_bytes(part.stop)], out[part], pair[0], pair[1])
     return tensor

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from memopt.enforcers.bits import pack_bits, unpack_bits
+from memopt.enforcers.bits import Row, pack_bits, quick_row, unpack_bits
 from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
 from memopt.estimators.codec_sizes import bitmap_bytes, predicted_bytes
 
@@ -43,23 +43,24 @@ def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None
     if held_bytes is None:
         return None
     meta, bits = meta_of(tensor), bits_of(cells_of(tensor))
+    row = quick_row(bits)
     bitmap = torch.empty(bitmap_bytes(meta.cells), dtype=torch.uint8, device=meta.device)
     values = torch.empty((held_bytes - bitmap.numel()) // meta.itemsize, dtype=bits.dtype, device=meta.device)
     filled = 0
     for part in chunks_of(meta.cells, meta.device):
-        present = bits[part] != 0
+        present = row[part] != 0
         pack_bits(present, bitmap[part.start // 8 : bitmap_bytes(part.stop)])
-        filled += _gather(bits[part], present, values[filled:])
+        filled += _gather(row[part], present, values[filled:])
     return Encoded(name, meta, (bitmap, values), {"nonzero_cells": values.numel()})
 
 
-def _gather(bits: torch.Tensor, present: torch.Tensor, into: torch.Tensor) -> int:
-    if bits.device.type != "cpu":
-        picked = torch.masked_select(bits, present)
+def _gather(row: Row, present: Row, into: torch.Tensor) -> int:
+    if isinstance(row, torch.Tensor):
+        picked = torch.masked_select(row, present)
         into[: picked.numel()] = picked
         return picked.numel()
-    where = np.flatnonzero(present.numpy())
-    np.take(bits.numpy(), where, out=into.numpy()[: where.size], mode="clip")
+    where = np.flatnonzero(present)
+    np.take(row, where, out=into.numpy()[: where.size], mode="clip")
     return int(where.size)
 
 

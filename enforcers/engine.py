@@ -244,7 +244,7 @@ class Engine(TorchDispatchMode):
         if triggers is not None and self._swapper is not None and handle.slot.ref.ordinal in triggers:
             self._swapper.prefetch(triggers[handle.slot.ref.ordinal])
         if handle.witness is not None:
-            check_version(handle.witness, handle.version, handle, shape=handle.shape)
+            check_version(handle.witness, handle.version, handle, shape=handle.place.size)
         if handle.tensor is not None:
             check_version(handle.tensor, handle.version, handle)
             return handle.tensor

@@ -8,7 +8,7 @@ from memopt.enforcers.encoded import Encoded
 from memopt.enforcers.records import Value
 from memopt.enforcers.swapped import SwappedStorage
 from memopt.enforcers.tables import PlannedSlot
-from memopt.instrument.saved import Kept, share, view_of
+from memopt.instrument.saved import Kept, Place, share
 
 
 class Planned:
@@ -17,12 +17,9 @@ class Planned:
     __slots__ = (
         "__weakref__",
         "content",
-        "dtype",
-        "offset",
+        "place",
         "served",
-        "shape",
         "slot",
-        "stride",
         "tensor",
         "version",
         "witness",
@@ -35,15 +32,12 @@ class Planned:
         self.witness: Tensor | None = None
         """Shares the version counter of what was saved, but none of its bytes."""
         self.version = tensor._version
-        self.shape = tuple(tensor.shape)
-        self.stride = tuple(tensor.stride())
-        self.offset = int(tensor.storage_offset())
-        self.dtype = tensor.dtype
+        self.place = Place.of(tensor)
         self.content: Value | SwappedStorage | Encoded | None = None
         self.served = False
 
     def on(self, storage: UntypedStorage) -> Tensor:
-        return view_of(storage, self.shape, self.stride, self.offset, self.dtype)
+        return self.place.on(storage)
 
 
 class Trigger(Kept):

@@ -75,8 +75,6 @@ class OptimizerInBackward:
         """Find out whether this call may step an optimizer."""
         if self._step_due:
             self._break("the script calls backward again without the step that was to come")
-        if any(reference() is not None for reference in self._used.values()):
-            self._break("the script adds to gradients that it has not cleared")
         optimizer = None if keep_graph or create_graph else self._optimizer_ahead()
         if optimizer is None:
             return
@@ -136,11 +134,11 @@ class OptimizerInBackward:
 
     def _ready(self, parameter: Tensor) -> None:
         """The gradient of `parameter` is whole: use it and let it go."""
+        if self._is_used(parameter):
+            self._break("the script adds to gradients that it has not cleared")
         optimizer, group = self._armed, self._groups.get(id(parameter))
         if optimizer is None or group is None:
             return
-        if self._is_used(parameter):
-            self._break("a gradient that was whole has grown again")
         gradient = gradient_of(parameter)
         if gradient is None or gradient.layout is not torch.strided or self._iterations.nested:
             return

@@ -24,7 +24,7 @@ from memopt.enforcers.codecs import decode
 from memopt.enforcers.encoded import Encoded
 from memopt.enforcers.flat_call import CallForm
 from memopt.instrument.ops import OpKind
-from memopt.instrument.saved import view_of
+from memopt.instrument.saved import Place
 
 _KEEPS_VERSION = torch._C.DispatchKey.ADInplaceOrView
 
@@ -35,32 +35,23 @@ class CannotReplay(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Where a tensor lies in a value."""
+    """A tensor that shows a value, and where it lies in it."""
 
     value: Value
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    def on(self, storage: UntypedStorage) -> Tensor:
-        return view_of(storage, self.size, self.stride, self.offset, self.dtype)
+    place: Place
 
 
 class Pinned:
     """An argument that is held: an alias and the version that the op read, or the encoded bytes of its storage."""
 
-    __slots__ = ("dtype", "encoded", "offset", "shape", "stride", "tensor", "version")
+    __slots__ = ("encoded", "place", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = tensor._version
         with torch._C._SetExcludeDispatchKeyGuard(_KEEPS_VERSION, False):
             self.tensor: Tensor | None = tensor.detach()
         self.encoded: Encoded | None = None
-        self.shape = tuple(tensor.shape)
-        self.stride = tuple(tensor.stride())
-        self.offset = int(tensor.storage_offset())
-        self.dtype = tensor.dtype
+        self.place = Place.of(tensor)
 
     @property
     def is_changed(self) -> bool:
@@ -79,8 +70,7 @@ class Pinned:
         if self.tensor is not None:
             return self.tensor
         assert self.encoded is not None
-        storage = decode(self.encoded).untyped_storage()
-        return view_of(storage, self.shape, self.stride, self.offset, self.dtype)
+        return self.place.on(decode(self.encoded).untyped_storage())
 
 
 class Value:
@@ -278,7 +268,7 @@ class _Replay:
         mine = self._made.pop(id(value), None) if last else self._made.get(id(value))
         storage = mine if mine is not None else value.there()
         assert storage is not None
-        tensor = argument.on(storage)
+        tensor = argument.place.on(storage)
         if written and (mine is None or not last or value.cached is not None):
             return _private(tensor)
         return tensor
@@ -308,10 +298,7 @@ def _statistics_positions(kind: OpKind, form: CallForm, flat: list[Any]) -> froz
 
 def _private(tensor: Tensor) -> Tensor:
     """The same view on a copy of the whole storage."""
-    storage = tensor.untyped_storage().clone()
-    return view_of(
-        storage, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
-    )
+    return Place.of(tensor).on(tensor.untyped_storage().clone())
 
 
 def _tensors(out: Any) -> Iterator[Any]:
@@ -327,7 +314,7 @@ def _tensors(out: Any) -> Iterator[Any]:
 
 def _changed(record: Record, argument: Pinned) -> CannotReplay:
     return CannotReplay(
-        f"memopt cannot compute {record.kind.name} again: its input {argument.shape} was changed in place "
+        f"memopt cannot compute {record.kind.name} again: its input {argument.place.size} was changed in place "
         "after forward, outside of what memopt watches. Nothing wrong was computed; profile the script again, "
         "or advise without recompute (--deny recompute)"
     )

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 from memopt.enforcers.encoded import Encoded
 from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, version_of
+from memopt.instrument.saved import Place
 from memopt.instrument.training_thread import TrainingThread
 
 
@@ -45,9 +46,7 @@ class Values:
         storage = tensor.untyped_storage()
         value = self.value_in(tensor, storage)
         if value is not None:
-            return View(
-                value, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
-            )
+            return View(value, Place.of(tensor))
         pinned = Pinned(tensor)
         encoded = self.encoded_form(storage, pinned.version)
         if encoded is not None:

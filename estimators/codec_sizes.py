@@ -93,19 +93,19 @@ def encode_transient_bytes(codec: str, meta: TensorMeta, params: Mapping[str, ob
         )
     per_cell = {
         "predicate": _ASKED_BYTES.get(str(params.get("test")), 3 * meta.itemsize),
-        "two_valued": 3,
+        "two_valued": 0,
         "exact_cast": 3 * meta.itemsize // 2,
-        "zero_bitmap": 2,
+        "zero_bitmap": 0,
     }
-    in_torch = 0 if meta.device == "cpu" else _PACKING_BYTES[codec]
+    in_torch = 0 if meta.device == "cpu" else _BITS_BYTES[codec]
     return chunk * (per_cell[codec] + in_torch)
 
 
 _ASKED_BYTES = {"relu": 2, "mask": 0, "clamp": 3}
 """Per cell, the answers of this chunk and the one before; other questions are put by a kernel, to a gradient of ones."""
 
-_PACKING_BYTES = {"predicate": 3, "two_valued": 2, "exact_cast": 0, "zero_bitmap": 10}
-"""Per cell, what numpy does on a CPU without torch's memory: packing bits, picking the cells that are not zero."""
+_BITS_BYTES = {"predicate": 3, "two_valued": 5, "exact_cast": 0, "zero_bitmap": 12}
+"""Per cell, what numpy does on a CPU without torch's memory: comparing, packing bits, picking the cells that are not zero."""
 
 
 def decode_transient_bytes(codec: str, meta: TensorMeta, params: Mapping[str, object] | None = None) -> int:

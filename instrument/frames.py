@@ -3,12 +3,15 @@
 A call is named by the module's path below the outermost module that ran, and by how often it was called in this iteration:
 `GPT.blocks.0.attn#0`. What runs outside any module is named after the outermost call that ended last: `@`, `@GPT#0`.
 Calls without gradients count apart (`GPT~0`), so that an evaluation between two training steps shifts nothing.
+Outermost modules of one class are numbered as each iteration meets them (`GPT`, `GPT(2)`): the next model of an ensemble, or a loss
+made anew in each step, is where the one before was.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -38,12 +41,39 @@ class Frame:
         return count
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    root: weakref.ref[nn.Module]
+    path: str
+    """Below it: `.blocks.0`, empty for itself."""
+
+
+class _Names:
+    """Names of modules by their class, and by how many of that class came before."""
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._counts: dict[str, int] = {}
+
+    def of(self, module: nn.Module) -> str:
+        name = self._known.get(module)
+        if name is None:
+            kind = type(module).__name__
+            count = self._counts[kind] = self._counts.get(kind, 0) + 1
+            name = self._known[module] = kind if count == 1 else f"{kind}({count})"
+        return name
+
+
 class Frames:
     """The stack of module calls of the thread that trains. `current` is the innermost."""
 
     def __init__(self) -> None:
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._roots: dict[str, int] = {}
+        self._places: weakref.WeakKeyDictionary[nn.Module, _Place] = weakref.WeakKeyDictionary()
+        """Of modules below those that were outermost when they were first called, and of these."""
+        self._roots = {False: _Names(), True: _Names()}
+        """Names of outermost modules in this iteration, without and with gradients."""
+        self._labels = _Names()
+        """For people: of the whole run, in the same order."""
         self._calls: dict[str, int] = {}
         self._outside = Frame("@")
         self._stack: list[Frame] = []
@@ -92,6 +122,7 @@ class Frames:
     def new_iteration(self) -> None:
         """Start all counters again. Calls that are open (a step inside a module) keep their names."""
         self._calls.clear()
+        self._roots = {False: _Names(), True: _Names()}
         self._outside = Frame("@")
         if not self._stack:
             self.current = self._outside
@@ -102,35 +133,41 @@ class Frames:
         self.new_iteration()
 
     def name_of_root(self, root: nn.Module) -> str:
-        """Name of outermost module `root`; names it and all modules below it if that has not been done."""
-        known = self._names.get(root)
-        if known is not None:
-            return known
-        name = type(root).__name__
-        count = self._roots.get(name, 0)
-        self._roots[name] = count + 1
-        top = name if count == 0 else f"{name}({count + 1})"
-        for path, module in root.named_modules():
-            self._names.setdefault(module, f"{top}.{path}" if path else top)
-        return top
+        """Name of outermost module `root`, for people: it stays the same for the whole run."""
+        place = self._places.get(root)
+        above = place.root() if place is not None else None
+        return (
+            self._labels.of(root) if place is None or above is None else self._labels.of(above) + place.path
+        )
 
     def _enter(self, module: nn.Module, args: object) -> None:
         if self.paused or not self.thread.is_here:
             return
-        name = self._names.get(module)
-        if name is None:
-            name = (
-                self.name_of_root(module)
-                if not self._stack
-                else f"{self._stack[-1].key.rpartition('#')[0]}.<{type(module).__name__}>"
-            )
-            self._names.setdefault(module, name)
-        name += "#" if torch.is_grad_enabled() else "~"
+        name = self._name_of(module) + ("#" if torch.is_grad_enabled() else "~")
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         frame = Frame(f"{name}{call}")
         self._stack.append(frame)
         self.current = frame
+
+    def _name_of(self, module: nn.Module) -> str:
+        place = self._places.get(module)
+        root = place.root() if place is not None else None
+        if place is None or root is None:
+            if self._stack:
+                return f"{self._stack[-1].key.rstrip('0123456789')[:-1]}.<{type(module).__name__}>"
+            place, root = self._put(module), module
+        return self._roots[torch.is_grad_enabled()].of(root) + place.path
+
+    def _put(self, root: nn.Module) -> _Place:
+        """Outermost module `root` is called for the first time: it and all modules below it that have no place get theirs."""
+        self._labels.of(root)
+        reference = weakref.ref(root)
+        for path, module in root.named_modules():
+            known = self._places.get(module)
+            if known is None or known.root() is None:
+                self._places[module] = _Place(reference, f".{path}" if path else "")
+        return self._places[root]
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
         if self.paused or not self.thread.is_here or not self._stack:

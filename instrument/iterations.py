@@ -2,7 +2,7 @@
 
 An iteration is the span between two consecutive steps of one optimizer: the one that steps last in the script's first round,
 since a graph that two optimizers share (a GAN's generator) then lives inside one iteration; a round may have several steps of
-one (a critic's) before another's. Gradient accumulation, several optimizers and evaluation between steps come out right. Where no optimizer object exists (`p.data.add_`), the end of each
+one (a critic's) before another's. When others step for long without it (a next phase of training), one of them takes its place. Gradient accumulation, several optimizers and evaluation between steps come out right. Where no optimizer object exists (`p.data.add_`), the end of each
 backward call is the boundary; where optimizers step inside backward (a hook on each parameter), the end of those that had a step.
 """
 
@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -52,6 +54,10 @@ class Iterations:
         """The optimizer whose steps end iterations."""
         self.rounds = 0
         """Iterations that the optimizer whose steps end them has ended; 1 again when another one has taken its place."""
+        self._others_steps = 0
+        """Steps of others since it has ended one."""
+        self._most_others_steps = 0
+        """Of any of its rounds."""
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._expected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers of other parameters that were there when the first one stepped."""
@@ -89,6 +95,12 @@ class Iterations:
     def came_late(self) -> bool:
         """Has the optimizer whose steps end iterations been waited for?"""
         return self.chosen in self._expected
+
+    @property
+    def _is_left_behind(self) -> bool:
+        """Has the script gone on to another phase, without the optimizer whose steps have ended iterations so far?"""
+        usual = 2 * self._most_others_steps + 1
+        return self._others_steps > (usual if self.rounds > 1 else max(usual, _MOST_ROUNDS))
 
     @property
     def nested(self) -> bool:
@@ -165,7 +177,7 @@ class Iterations:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._ours():
             return
-        self._steps_open += 1
+        self._steps_open = _steps_under_way()
         self._listener.step_begins(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -173,7 +185,7 @@ class Iterations:
         self._stepped_inside |= inside  # perhaps in a thread of autograd's
         if not self._ours():
             return
-        self._steps_open = max(0, self._steps_open - 1)
+        self._steps_open = _steps_under_way() - 1
         self._listener.step_ended(optimizer)
         if inside:
             return
@@ -183,12 +195,15 @@ class Iterations:
         if chosen is None:
             self._expected.update(_others(optimizer))
         joins = self.rounds < (_MOST_ROUNDS if optimizer in self._expected else 2)
-        if chosen is None or (is_new and joins):
+        self._others_steps += chosen is not optimizer and self._steps_open == 0
+        if chosen is None or (is_new and joins) or self._is_left_behind:
             self._chosen = weakref.ref(optimizer)
             self.boundary = "optimizer"
-            chosen, self.rounds = optimizer, 0
+            chosen, self.rounds, self._others_steps, self._most_others_steps = optimizer, 0, 0, 0
         if chosen is optimizer and self._steps_open == 0:
             self.rounds += 1
+            self._most_others_steps = max(self._most_others_steps, self._others_steps)
+            self._others_steps = 0
             self._end_iteration()
 
     def _end_iteration(self) -> None:
@@ -197,6 +212,20 @@ class Iterations:
         elapsed_ms = (now - self._began_ns) / 1e6
         self._listener.iteration_ended(self.count, elapsed_ms)
         self._began_ns = time.perf_counter_ns()
+
+
+_STEP = optim.Optimizer.profile_hook_step(lambda: None).__code__
+"""The function that torch puts around every optimizer's `step`, which calls the hooks."""
+
+
+def _steps_under_way() -> int:
+    """How many steps this thread is in, one that wraps another counted apart. A step that raised calls no hook at its end."""
+    found = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found += frame.f_code is _STEP
+        frame = frame.f_back
+    return found
 
 
 def _optimizer_exists() -> bool:

@@ -145,11 +145,23 @@ def run(command: Command, *, raised: Callable[[BaseException], object] = lambda 
     main = _prepare(command, source)
     _be_interruptible()
     try:
+        code = _run_body(source, main, raised)
+        _wait_for_threads()
+    except BaseException:
+        if _stopped is None:
+            raise
+    if _stopped is not None:
+        _stopped.join(_UNWINDING_S)
+        return 0
+    return code
+
+
+def _run_body(source: Path, main: types.ModuleType, raised: Callable[[BaseException], object]) -> int:
+    try:
         code = compile(source.read_bytes(), str(main.__file__), "exec", dont_inherit=True)
         exec(code, main.__dict__)
     except BaseException as error:
         if _stopped is not None:
-            _stopped.join(_UNWINDING_S)
             return 0
         if isinstance(error, SystemExit):
             return exit_code_of(error)
@@ -160,6 +172,19 @@ def run(command: Command, *, raised: Callable[[BaseException], object] = lambda 
             raise
         return 1
     return 0
+
+
+def _wait_for_threads() -> None:
+    """Until the threads that the script has left behind are over, which may train: the interpreter would wait for them at its end.
+
+    Those of a pool that is still open end only there.
+    """
+    pools = getattr(sys.modules.get("concurrent.futures.thread"), "_threads_queues", {})
+    here = threading.current_thread()
+    while waited_for := [
+        t for t in threading.enumerate() if t is not here and not t.daemon and t not in pools
+    ]:
+        waited_for[0].join()
 
 
 def _prepare(command: Command, source: Path) -> types.ModuleType:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -119,6 +120,36 @@ def view_of(
 ) -> Tensor:
     """A tensor over `storage`; allocates nothing."""
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in its storage, and whether it shows what is there conjugated or negated."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conjugated: bool
+    negated: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Place:
+        return cls(
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def on(self, storage: UntypedStorage) -> Tensor:
+        """The same tensor over `storage`; allocates nothing."""
+        tensor = view_of(storage, self.size, self.stride, self.offset, self.dtype)
+        if self.conjugated:
+            tensor = torch._conj(tensor)
+        return torch._neg_view(tensor) if self.negated else tensor
 
 
 def let_go_of_bytes(alias: Tensor) -> None:

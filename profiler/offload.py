@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from memopt.errors import MemoptError
-from memopt.instrument.saved import let_go_of_bytes, view_of
+from memopt.instrument.saved import Place, let_go_of_bytes
 from memopt.profiler.recorder import Handle, Recorder
 
 LEAST_BYTES = 64 * 1024
@@ -77,16 +77,16 @@ class _Away:
 
     def take(self, handle: Handle) -> None:
         tensor = handle.tensor
-        place = tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype
-        handle.bring = lambda: self._view(*place)
+        place = Place.of(tensor)
+        handle.bring = lambda: self._view(place)
         let_go_of_bytes(tensor)
         self._handles.append(weakref.ref(handle, self._handle_gone))
 
-    def _view(self, *place: Any) -> Tensor:
+    def _view(self, place: Place) -> Tensor:
         """A tensor over the storage; no mode sees it being made."""
         guard = torch._C._DisableTorchDispatch()
         try:
-            return view_of(self._storage(), *place)
+            return place.on(self._storage())
         finally:
             del guard
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -108,7 +110,8 @@ class Recordings:
             self.names = tell_all(recorder.met.know, self._frames)
         recorder.begin()
         clock.start()
-        recorder.__enter__()  # type: ignore[no-untyped-call]
+        with _scripts_modes_put_aside():
+            recorder.__enter__()  # type: ignore[no-untyped-call]
         watch = watch_updates(recorder, self._iterations) if with_bytes else None
         calls = CacheCalls(recorder.cache_emptied)
         calls.install()
@@ -214,8 +217,19 @@ def same_ops(a: Recorder, b: Recorder) -> bool:
 
 
 def leave(mode: Recorder) -> None:
-    """Exit the mode if it is the innermost; one that the script entered since then stays, ours records nothing any more."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
+    """Exit the mode, if it is one of this thread's; those that the script has entered stay."""
+    with _scripts_modes_put_aside(down_to=mode) as found:
+        if found:
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    if _get_current_dispatch_mode() is mode:
-        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+@contextlib.contextmanager
+def _scripts_modes_put_aside(down_to: Recorder | None = None) -> Iterator[bool]:
+    """Modes that are on now (a `FlopCounterMode` around each step), down to `down_to` if it is among them, are off in here and on
+    again afterwards, above what has been entered: a `with` of the script exits the innermost mode, whosever it is."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+
+    with contextlib.ExitStack() as aside:
+        while (mode := _get_current_dispatch_mode()) is not down_to and mode is not None:
+            aside.enter_context(_pop_mode_temporarily())
+        yield mode is not None

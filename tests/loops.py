@@ -575,7 +575,34 @@ def log_likelihood(steps: int) -> list[str]:
     )
 
 
+def conjugates(steps: int) -> list[str]:
+    """Ops that read a lazily conjugated or negated view of what other ops made: a correlation by Fourier transforms."""
+
+    class Correlation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(9, 9, dtype=torch.complex64) / 3)
+            self.out = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            spectrum = torch.fft.rfft(x)
+            turned = spectrum @ self.weight.conj().T
+            turned = turned * turned.abs().tanh()
+            mixed = turned @ turned.conj().transpose(1, 2) @ turned.conj()
+            waves = torch.fft.irfft(torch.tanh(mixed) * torch.tanh((turned + spectrum).conj()), n=16)
+            waves = waves + torch.fft.irfft(
+                torch.complex(turned.imag, (turned - spectrum).conj().imag.exp()), n=16
+            )
+            return self.out(waves.tanh()).mean(1)
+
+    model = Correlation()
+    return _train(
+        model, lambda: torch.randn(8, 6, 16), lambda m, x: F.cross_entropy(m(x), torch.arange(8) % 4), steps
+    )
+
+
 LOOPS = [
+    conjugates,
     log_likelihood,
     tangents,
     residual_in_place, transformer, tied_weights, autocast_with_accumulation, backward_inside_autocast, retained_graph,

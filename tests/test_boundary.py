@@ -55,6 +55,8 @@ def steps(order: str, *, apart: bool = False) -> list[str]:
         # a GAN: from the second round on, iterations end after the generator's step
         ("121212", ["1", "end 1", "2", "end 2", "1", "2", "end 3", "1", "2", "end 4"]),
         ("123123", ["1", "end 1", "2", "end 2", "3", "end 3", "1", "2", "3", "end 4"]),
+        # another phase: the first one steps no more
+        ("11112222", ["1", "end 1", "1", "end 2", "1", "end 3", "1", "end 4", "2", "2", "end 5", "2", "end 6", "2", "end 7"]),
         # one that joins late does not move the boundary
         ("11121112", ["1", "end 1", "1", "end 2", "1", "end 3", "2", "1", "end 4", "1", "end 5", "1", "end 6", "2"]),
     ],
@@ -75,6 +77,23 @@ def test_boundary(order: str, ends: list[str]) -> None:
 def test_boundary_of_optimizers_of_their_own_parameters(order: str, ends: str) -> None:
     found = steps(order, apart=True)
     assert "".join("|" if event.startswith("end") else event for event in found) == ends
+
+
+def test_a_step_that_raised_is_over() -> None:
+    log = Log()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1)
+    iterations = Iterations(log)
+    iterations.install()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        for _ in range(2):
+            optimizer.step()
+    finally:
+        iterations.remove()
+    assert [event for event in log.events if event.startswith("end")] == ["end 1", "end 2"]
+    assert not iterations.in_step
 
 
 def test_the_steps_of_a_critic_and_that_of_what_it_criticizes_make_one_iteration(tmp_path: Path) -> None:

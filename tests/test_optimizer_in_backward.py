@@ -148,6 +148,18 @@ def drop_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = None
 
 
+def gradients_of_inputs(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    x = torch.randn(4, 3, 16, 16, requires_grad=True)
+    torch.autograd.grad(F.cross_entropy(model(x), torch.arange(4)), x)
+
+
+def another_phase(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Trains something else, while the gradients of the last step are still there."""
+    other = nn.Linear(4, 4)
+    F.cross_entropy(other(torch.randn(4, 4)), torch.arange(4)).backward()
+    torch.optim.SGD(other.parameters(), 0.1).step()
+
+
 def fail_in_backward(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     x = torch.randn(4, 3, 16, 16, requires_grad=True)
@@ -170,7 +182,16 @@ def run_at(
 
 
 @pytest.mark.parametrize(
-    "happens", [zero_in_place, zero_through_the_model, drop_by_hand, fail_in_backward, copy_whole]
+    "happens",
+    [
+        zero_in_place,
+        zero_through_the_model,
+        drop_by_hand,
+        fail_in_backward,
+        copy_whole,
+        gradients_of_inputs,
+        another_phase,
+    ],
 )
 def test_gradients_cleared_in_any_way(happens, tmp_path: Path) -> None:
     plain, computed = run_at(happens, tmp_path)

@@ -33,6 +33,9 @@ SLOW = 150
 """With fewer iterations than this in a slice, one long search is worth more than several."""
 FEW = 300
 """Above so many ops, one long search is worth more where copies make each move dearer."""
+SHORT = 1000
+"""Above so many ops there is time for about a thousand moves: one search, that hardly ever accepts what is dearer."""
+HEAT, COOL = 0.004, 0.0005
 LAST_RESORT = 4.0
 """Of the usual time, until a refusal."""
 PROOF = 0.2
@@ -215,7 +218,10 @@ class AutoPlan:
 
     def _evolve_starts(self, evolution: Evolution, until: float, slice_s: float, most: int) -> None:
         """Search from each of the best few starts for a while."""
-        for start in self._starts(self.stage_end(0.35))[:most]:
+        found = self._starts(self.stage_end(0.35))[:most]
+        if self.problem.graph.op_count > SHORT and not self.search.best_over:
+            return
+        for start in found:
             if time.monotonic() < until or self.search.best_over:
                 evolution.add(*start, time.monotonic() + slice_s)
             if self.search.iterations < SLOW and not self.search.best_over:
@@ -225,7 +231,8 @@ class AutoPlan:
         """One long search from the best plan with all the time that is left."""
         if time.monotonic() < self.problem.until:
             self.search.load_best()
-            self.search.run(self.problem.until, enough)
+            heat = HEAT if self.problem.graph.op_count <= SHORT else COOL
+            self.search.run(self.problem.until, enough, heat)
 
     def _secure(self, until: float) -> None:
         """A first valid plan, which costs next to no time."""

@@ -97,9 +97,11 @@ def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> li
             if runs := ruled(graph, budget_bytes, name, math.inf if every else until, most_ms):
                 found.append(_valued(graph, problem.budget_bytes, runs))
                 break
+            if not every and most_ms < math.inf:
+                break
+    found.extend(_rounded(problem, time.monotonic() + ROUNDED * (until - begin)))
     if every or time.monotonic() < until:
         found.extend(_valued(graph, problem.budget_bytes, runs) for runs in _planned(problem, until))
-    found.extend(_rounded(problem, time.monotonic() + ROUNDED * (until - begin)))
     return [runs for _, _, runs in sorted(found, key=lambda item: item[:2])]
 
 
