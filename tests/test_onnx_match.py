@@ -332,7 +332,10 @@ def told(b: Builder, call: str) -> None:
 
 @pytest.mark.parametrize(
     ("line", "fused"),
-    [("return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)", 1), ("return self.norm(x) * w", 0)],
+    [
+        ("return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)", 1),
+        ("return self.norm(x) * w", 0),
+    ],
 )
 def test_rms_norm_is_known_by_the_line_that_called_it(tmp_path: Path, line: str, fused: int) -> None:
     b = Builder()
@@ -355,7 +358,9 @@ def test_an_exporter_that_tells_parameters_from_buffers_is_believed(
         info.metadata_props.add(key="pkg.torch.export.graph_signature.InputSpec.kind", value=kind)
     model.graph.value_info.append(info)
     onnx.save(model, path)
-    assert set(plan_training(path, batch_size=None, dims={}).trained) == ({"w", "scale"} if trained else {"w"})
+    assert set(plan_training(path, batch_size=None, dims={}).trained) == (
+        {"w", "scale"} if trained else {"w"}
+    )
 
 
 @pytest.mark.parametrize(
