@@ -1,7 +1,7 @@
 """Plans to start the graph search from: what every published strategy without copies makes of the graph.
 
 Those that take milliseconds a graph of `FEW` ops are all asked there, however little time there is, so that `auto` is never worse
-than any of them; on larger graphs as many as the time allows, the simplest first, but DTR in any case.
+than any of them; on larger graphs as many as the time allows, the simplest first, with half a second for Rotor and DTR.
 """
 
 from __future__ import annotations
