@@ -2,6 +2,7 @@
 
 Every file of the script's own that is loaded, or imported somewhere in one that is, is read: no name in it, and no string that
 could be a name, may be of gradients. Libraries are asked for gradients by such names too: `clip_grad_norm_`, `"grad_norm"`.
+What a function calls its arguments is its own affair (`def backward(ctx, grad)`): whoever passes one has named it.
 """
 
 from __future__ import annotations
@@ -67,9 +68,12 @@ def _word_in(name: str, package: str) -> str:
 
 def _word_of(tree: ast.Module, file: str) -> str:
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    arguments = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr == "grad" and id(node) in called:
             continue  # autograd.grad(...): gives what it computes, and leaves none behind
+        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and node.id in arguments):
+            continue
         for word in _words(node):
             if _GRADIENT.search(word) and not _HARMLESS.fullmatch(word):
                 return f"{file}:{getattr(node, 'lineno', 0)} ({word})"

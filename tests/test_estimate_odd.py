@@ -187,6 +187,34 @@ for _ in range(4):
         print(suppress(each[:, :4], each[:, 4]), int(positive.sum()))
 """
 
+GAUSSIAN_PROCESS = """
+import numpy as np
+net, noise = nn.Linear(12, 8), nn.Parameter(torch.zeros(()))
+x, y = torch.Tensor(np.random.rand(400, 12).astype(np.float32)), torch.randn(400, 1)
+optimizer = torch.optim.Rprop([*net.parameters(), noise])
+for _ in range(4):
+    optimizer.zero_grad()
+    h = net(x)
+    kernel = torch.exp(-0.5 * torch.cdist(h, h) ** 2) + (noise.exp() + 0.1) * torch.eye(400)
+    factor = torch.linalg.cholesky(kernel)
+    loss = 0.5 * (y * torch.cholesky_solve(y, factor)).sum() + factor.diagonal().log().sum()
+    loss.backward(); optimizer.step()
+"""
+
+GRADIENTS_BY_SAMPLE = """
+from torch.func import functional_call, grad, vmap
+model = nn.Sequential(nn.Conv2d(1, 16, 8, 2, 3), nn.Tanh(), nn.Conv2d(16, 32, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(1152, 10))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+by_sample = vmap(grad(lambda p, x, y: F.cross_entropy(functional_call(model, p, (x[None],)), y[None])), (None, 0, 0))
+for _ in range(4):
+    x, y = torch.rand(64, 1, 28, 28), torch.randint(0, 10, (64,))
+    found = by_sample({n: p.detach() for n, p in model.named_parameters()}, x, y)
+    scale = (1 / torch.stack([g.flatten(1).norm(dim=1) for g in found.values()], 1).norm(dim=1)).clamp(max=1)
+    for name, p in model.named_parameters():
+        p.grad = torch.einsum("n,n...->...", scale, found[name])
+    optimizer.step(); optimizer.zero_grad()
+"""
+
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
@@ -208,6 +236,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         (SPARSE, 0.01),
         (SPARSE_TABLES, 0.02),
         (DETECTION, 0.01),
+        (GAUSSIAN_PROCESS, 0.002),
+        (GRADIENTS_BY_SAMPLE, 0.01),
     ],
     ids=[
         "routed",
@@ -219,6 +249,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         "sparse graph",
         "sparse tables",
         "detection",
+        "gaussian process",
+        "gradients by sample",
     ],
     indirect=["script"],
 )

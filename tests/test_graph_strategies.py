@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
+from benchmarks.graph_families import branches
 from memopt.advisors.graphs import rounding
+from memopt.advisors.graphs.engine import Engine
+from memopt.advisors.graphs.graph import FloatColumn, IntColumn, decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.scores import SCORES, Neighbours
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from tests.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
 
@@ -107,3 +112,21 @@ def test_capuchin_takes_the_cheaper_of_a_swap_that_is_seen_and_a_recomputation()
         (plan.swaps, plan.reruns, plan.recompute_ms, plan.exposed_ms) for plan in (fast, slow, waiting)
     ]
     assert figures == [(3, 0, 0, 0), (0, 3, 5, 0), (3, 0, 0, pytest.approx(27))]
+
+
+@pytest.mark.parametrize("name", ["msps", "dtr", "dtr-eqclass", "dtr-megengine", "next-use"])
+def test_the_cost_around_a_tensor_is_what_it_is_when_reckoned_anew(name: str) -> None:
+    scorings = 0
+
+    class Watched(SCORES[name]):  # type: ignore[misc]
+        def neighbourhood(self: Neighbours, candidates: IntColumn) -> FloatColumn:
+            nonlocal scorings
+            scorings += 1
+            found = super().neighbourhood(candidates)  # type: ignore[misc]
+            assert found.tolist() == [self.region_cost(tensor) for tensor in candidates.tolist()]
+            return found  # type: ignore[no-any-return]
+
+    graph = decode_graph(msgspec.json.encode(branches(6, 3, 2)))
+    runs = Engine(graph, unplanned_peak(graph) // 2, Watched()).plan()
+    assert scorings > 10
+    assert len(runs) > graph.op_count

@@ -345,6 +345,27 @@ def test_functions_that_multiply_are_refused(tmp_path: Path) -> None:
     assert "writes itself out" in str(refused(path))
 
 
+@pytest.mark.parametrize(("op", "inputs"), [("Mul", ["h", "other"]), ("Det", ["flat"]), ("ScatterElements", ["h", "three", "h"])])  # fmt: skip
+def test_what_cannot_be_computed_is_one_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], op: str, inputs: list[str]
+) -> None:
+    weights = {
+        "w": np.ones((8, 8)),
+        "other": np.ones((7, 5)),
+        "three": np.zeros((1, 1, 1)),
+        "long": np.array([-1]),
+    }
+    kinds = {"three": np.int64, "long": np.int64}
+    made = [numpy_helper.from_array(v.astype(kinds.get(n, np.float32)), n) for n, v in weights.items()]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Reshape", ["h", "long"], ["flat"]),
+        helper.make_node(op, inputs, ["y"]),
+    ]
+    assert f"node {op} 'y' cannot be computed" in str(refused(saved(model(nodes, weights=made), tmp_path)))
+    assert capfd.readouterr().err == ""
+
+
 @pytest.mark.parametrize("empty", [False, True])
 def test_a_loop_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty: bool) -> None:
     monkeypatch.setattr("memopt.estimators.onnx.interpret.MOST_STEPS", 2000)

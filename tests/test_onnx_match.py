@@ -331,6 +331,39 @@ def told(b: Builder, call: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("line", "fused"),
+    [
+        ("return F.rms_norm(x, self.normalized_shape, self.weight, self.eps)", 1),
+        ("return self.norm(x) * w", 0),
+    ],
+)
+def test_rms_norm_is_known_by_the_line_that_called_it(tmp_path: Path, line: str, fused: int) -> None:
+    b = Builder()
+    out = rms_norm(b, b("MatMul", "x", b.weight("w", 8, 8)), weight_first=False)
+    told(b, "aten.mul.Tensor")
+    trace = f'File "model.py", line 7, in forward\n    {line}'
+    b.nodes[-1].metadata_props.add(key="pkg.torch.onnx.stack_trace", value=trace)
+    assert operators(b.save(tmp_path, out, (2, 4, 8), producer="pytorch"))["RMSNormalization"] == fused
+
+
+@pytest.mark.parametrize(("kind", "trained"), [("PARAMETER", True), ("BUFFER", False), ("", True)])
+def test_an_exporter_that_tells_parameters_from_buffers_is_believed(
+    tmp_path: Path, kind: str, trained: bool
+) -> None:
+    b = Builder()
+    path = b.save(tmp_path, b("Mul", b("MatMul", "x", b.weight("w", 8, 8)), b.weight("scale", 8)), (2, 8))
+    model = onnx.load(path)
+    info = helper.make_tensor_value_info("scale", FLOAT, (8,))
+    if kind:
+        info.metadata_props.add(key="pkg.torch.export.graph_signature.InputSpec.kind", value=kind)
+    model.graph.value_info.append(info)
+    onnx.save(model, path)
+    assert set(plan_training(path, batch_size=None, dims={}).trained) == (
+        {"w", "scale"} if trained else {"w"}
+    )
+
+
+@pytest.mark.parametrize(
     ("kind", "call", "fused"),
     [
         ("Attention", "aten.scaled_dot_product_attention.default", 1),

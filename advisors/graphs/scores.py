@@ -69,7 +69,8 @@ class Local(PlainScore):
 
 
 class Neighbours(PlainScore):
-    """Keeps, for every tensor on the device, the cost of the evicted tensors around it; recomputed only where it changed."""
+    """Keeps, for every tensor on the device, the cost of the evicted tensors around it; reckoned anew only where that changed since the
+    last time that anything was evicted for room."""
 
     def start(self, engine: Engine) -> None:
         """Nothing is evicted yet."""
@@ -83,23 +84,27 @@ class Neighbours(PlainScore):
             for tensor in tensors:
                 children[tensor].extend(graph.writes[op])
         self.children = [tuple(found) for found in children]
+        self.next_to = [(*above, *below) for above, below in zip(self.parents, self.children, strict=True)]
+        self.changed: set[int] = set()
+        """Evicted or recomputed since then."""
         self.around: FloatColumn = np.zeros(graph.tensor_count)
         self.stale = np.zeros(graph.tensor_count, dtype=np.bool_)
 
     def evicted(self, tensor: int) -> None:
         """Everything on the edge of the evicted region that it joins has a new neighbourhood."""
         self.gone[tensor] = True
-        self._mark(tensor)
+        self.changed.add(tensor)
 
     def recomputed(self, tensor: int) -> None:
         """Everything on the edge of the evicted region that it leaves has a new neighbourhood."""
         if self.gone[tensor]:
-            self._mark(tensor)
             self.gone[tensor] = False
-            self.stale[tensor] = True
+            self.changed.add(tensor)
 
     def neighbourhood(self, candidates: IntColumn) -> FloatColumn:
         """Cost around each candidate."""
+        self._mark()
+        self.changed.clear()
         for tensor in candidates[self.stale[candidates]].tolist():
             self.around[tensor] = self.region_cost(tensor)
             self.stale[tensor] = False
@@ -120,19 +125,23 @@ class Neighbours(PlainScore):
                         total += self.cost[other]
         return total
 
-    def _mark(self, tensor: int) -> None:
-        seen = {tensor}
-        pending = [tensor]
+    def _mark(self) -> None:
+        """What is next to a region that has changed, or is in one that has split, is stale."""
+        seen = set(self.changed)
+        pending = list(seen)
+        self.stale[pending] = True
+        gone, next_to = self.gone, self.next_to
+        edge: list[int] = []
         while pending:
-            current = pending.pop()
-            for other in self.parents[current] + self.children[current]:
+            for other in next_to[pending.pop()]:
                 if other in seen:
                     continue
                 seen.add(other)
-                if self.gone[other]:
+                if gone[other]:
                     pending.append(other)
                 else:
-                    self.stale[other] = True
+                    edge.append(other)
+        self.stale[edge] = True
 
 
 class Dtr(Neighbours):
@@ -193,10 +202,10 @@ class EqClass(Neighbours):
         self.gone[tensor] = True
         home = self.find(tensor)
         self.class_cost[home] += self.cost[tensor]
-        for other in self.parents[tensor] + self.children[tensor]:
+        for other in self.next_to[tensor]:
             if self.gone[other]:
                 home = self._join(home, self.find(other))
-        self._touch(home)
+        self.changed.add(home)
 
     def recomputed(self, tensor: int) -> None:
         """Take the cost out of the class and give the tensor a class of its own."""
@@ -205,14 +214,12 @@ class EqClass(Neighbours):
         self.gone[tensor] = False
         home = self.find(tensor)
         self.class_cost[home] = max(0.0, self.class_cost[home] - self.cost[tensor])
-        self._touch(home)
+        self.changed.add(home)
         self.stale[tensor] = True
 
     def region_cost(self, tensor: int) -> float:
         """Cost of the classes of the evicted neighbours."""
-        near = {
-            self.find(other) for other in self.parents[tensor] + self.children[tensor] if self.gone[other]
-        }
+        near = {self.find(other) for other in self.next_to[tensor] if self.gone[other]}
         return sum(self.class_cost[home] for home in near)
 
     def _join(self, one: int, other: int) -> int:
@@ -226,10 +233,11 @@ class EqClass(Neighbours):
         self.members[other] = []
         return one
 
-    def _touch(self, home: int) -> None:
-        for member in self.members[home]:
-            for other in self.parents[member] + self.children[member]:
-                self.stale[other] = True
+    def _mark(self) -> None:
+        """What is next to a class that has changed is stale."""
+        for home in {self.find(tensor) for tensor in self.changed}:
+            for member in self.members[home]:
+                self.stale[list(self.next_to[member])] = True
 
     def __call__(self, candidates: IntColumn) -> FloatColumn:
         engine = self.engine

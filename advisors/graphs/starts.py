@@ -1,7 +1,7 @@
 """Plans to start the graph search from: what every published strategy without copies makes of the graph.
 
 Those that take milliseconds a graph of `FEW` ops are all asked there, however little time there is, so that `auto` is never worse
-than any of them; on larger graphs as many as the time allows, the simplest first.
+than any of them; on larger graphs as many as the time allows, the simplest first, but DTR in any case.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from memopt.advisors.graphs.superneurons import checkpoints
 from memopt.advisors.schedule import RUN
 from memopt.errors import BudgetInfeasible
 
-PORTFOLIO = ("msps", "dtr", "dtr-local", "next-use", "dtr-eqclass", "size", "lru", "dtr-megengine", "belady")
+PORTFOLIO = ("dtr-local", "size", "lru", "dtr", "dtr-eqclass", "dtr-megengine", "next-use", "msps", "belady")
+"""The quickest first; Rotor's turn is after `dtr` on graphs of thousands of ops."""
+ROTOR_S = 0.5
+"""It has so long in any case there."""
 LOOSER = 1.25
 FEW = 1000
 """On graphs of so many ops every strategy takes milliseconds."""
@@ -70,6 +73,8 @@ def _quick_plans(problem: GraphProblem, until: float) -> Iterator[list[int]]:
     for name in PORTFOLIO:
         if runs := ruled(graph, budget_bytes, name, until):
             yield runs
+        if name == "dtr" and graph.op_count > FEW:
+            yield from rotor_plans(replace(problem, until=until))
 
 
 def few_segments(forward: Forward) -> list[set[int]]:
@@ -90,16 +95,22 @@ def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> li
         if time.monotonic() - begin > SEGMENTS * (until - begin) and not every:
             break
     for name in PORTFOLIO:
+        asked = every or (name == "dtr" and graph.op_count <= LARGE)
         for budget_bytes in (problem.budget_bytes, int(LOOSER * problem.budget_bytes)):
-            if time.monotonic() > until and (not every or budget_bytes > problem.budget_bytes):
+            if time.monotonic() > until and (not asked or budget_bytes > problem.budget_bytes):
                 break
             most_ms = min([most_ms, *(cost for over, cost, _ in found if not over)])
-            if runs := ruled(graph, budget_bytes, name, math.inf if every else until, most_ms):
+            if runs := ruled(graph, budget_bytes, name, math.inf if asked else until, most_ms):
                 found.append(_valued(graph, problem.budget_bytes, runs))
                 break
+            if not every and most_ms < math.inf:
+                break
+        if name == "dtr" and not every:
+            rest = replace(problem, until=max(until, time.monotonic() + ROTOR_S))
+            found.extend(_valued(graph, problem.budget_bytes, runs) for runs in rotor_plans(rest))
+    found.extend(_rounded(problem, time.monotonic() + ROUNDED * (until - begin)))
     if every or time.monotonic() < until:
         found.extend(_valued(graph, problem.budget_bytes, runs) for runs in _planned(problem, until))
-    found.extend(_rounded(problem, time.monotonic() + ROUNDED * (until - begin)))
     return [runs for _, _, runs in sorted(found, key=lambda item: item[:2])]
 
 
@@ -113,12 +124,13 @@ def _rounded(problem: GraphProblem, until: float) -> list[tuple[int, float, list
 
 
 def _planned(problem: GraphProblem, until: float) -> Iterator[list[int]]:
-    """Capuchin's run sequence without copies, and Rotor's for several amounts of memory."""
-    long = math.inf if problem.graph.op_count <= FEW else until
-    alone = replace(problem, allow=frozenset({RECOMPUTE}), until=long)
+    """Capuchin's run sequence without copies; on small graphs Rotor's for several amounts of memory."""
+    every = problem.graph.op_count <= FEW
+    alone = replace(problem, allow=frozenset({RECOMPUTE}), until=math.inf if every else until)
     with contextlib.suppress(BudgetInfeasible):
         yield [what for verb, what in capuchin(alone).steps if verb == RUN]
-    yield from rotor_plans(alone)
+    if every:
+        yield from rotor_plans(alone)
 
 
 def ruled(graph: Graph, budget_bytes: int, name: str, until: float, most_ms: float = math.inf) -> list[int]:

@@ -138,8 +138,24 @@ class Spec:
         shape = list(self.shape)
         if batch_dim is not None:
             shape[batch_dim] = batch
-        order = sorted(range(len(shape)), key=lambda d: (-self.strides[d], d))
-        return torch.empty_permuted(shape, order, dtype=self.dtype).zero_()
+        strides, extent = self._laid_out(shape)
+        return torch.zeros(extent, dtype=self.dtype).as_strided(shape, strides)
+
+    def _laid_out(self, shape: list[int]) -> tuple[list[int], int]:
+        """Strides for `shape` in the tensor's own order, expanded where it is, apart where its rows lie apart: kernels copy
+        what is not contiguous. With the elements that they span."""
+        strides, extent, dense, apart = [0] * len(shape), 1, 1, False
+        for dim in sorted(range(len(shape)), key=lambda d: (self.strides[d], -d)):
+            stride, size = self.strides[dim], self.shape[dim]
+            if stride == 0 and size > 1:
+                continue
+            if size > 1:
+                if stride > dense and not apart:
+                    extent, apart = 2 * extent, True
+                dense = stride * size
+            strides[dim] = extent
+            extent *= max(shape[dim], 1)
+        return strides, extent
 
     @property
     def key(self) -> Any:

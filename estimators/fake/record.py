@@ -41,6 +41,7 @@ from memopt.estimators.fake.cuda_ops import device_choices
 from memopt.estimators.fake.guess import Guesser
 from memopt.estimators.fake.hidden import hidden_bytes
 from memopt.estimators.fake.ledger import Enough, Ledger, Point
+from memopt.estimators.fake.meeting import Meetings
 from memopt.estimators.fake.probe import Probes
 from memopt.estimators.fake.real import stays_real
 from memopt.estimators.fake.share import note_share
@@ -48,7 +49,6 @@ from memopt.estimators.fake.sparse import note_distinct, sparse_result
 from memopt.estimators.fake.streams import Streams
 from memopt.estimators.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording, StorageRow, on_fullest
-from memopt.instrument.accumulate import adds_in_place
 
 Target = Literal["cuda", "cpu"]
 _NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
@@ -86,6 +86,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.guesser = guesser or Guesser()
         self.probes = Probes()
+        self.meetings = Meetings(self)
         self.streams = Streams(self)
         self.on_stream = self.streams.now
         self.blas = BlasWorkspaces(self)
@@ -245,8 +246,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             return
         if self.target == "cuda" and device != "cuda":
             return
-        if getattr(tensor, "fake_device", tensor.device).type == "meta":
-            return
+        if getattr(tensor, "fake_device", tensor.device).type == "meta" or not storage.resizable():
+            return  # no memory, or NumPy's
         self._allocate(storage, op)
 
     def _see_sparse(self, tensor: torch.Tensor, device: str, op: str) -> None:
@@ -260,6 +261,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         ref = _StorageRef(storage, self._freed)
         ref.key = storage._cdata
         index = self._row(storage.nbytes(), op)
+        self.meetings.born(index)
         self._live[ref.key] = (ref, index)
         self._event(index + 1)
 
@@ -359,8 +361,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             sparse = sparse_result(self, func, args, kwargs)
             if sparse is not None:
                 return sparse
-            meet = func is aten.add.Tensor and self.phase == "backward" and isinstance(args[0], FakeTensor)
-            if meet and adds_in_place(args, kwargs):
+            if self.meetings.in_place(func, args, kwargs):
                 return args[0].add_(args[1])
             result = _own(func, own, func(*args, **kwargs))
             note_share(func, args, result)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict, Unpack
@@ -218,11 +219,12 @@ def record_onnx(
             steps=training.get("steps", 3),
         )
 
-    plan = planned(least=False)
-    recording = dataclasses.replace(recorded(plan), bounded=plan.bounded)
-    if plan.bounded:
-        with suppress(MemoptError):  # a graph may need more than the least to be selected
-            recording = dataclasses.replace(recording, least=recorded(planned(least=True)))
+    with _unlogged():
+        plan = planned(least=False)
+        recording = dataclasses.replace(recorded(plan), bounded=plan.bounded)
+        if plan.bounded:
+            with suppress(MemoptError):  # a graph may need more than the least to be selected
+                recording = dataclasses.replace(recording, least=recorded(planned(least=True)))
     return OnnxRecording(
         recording=recording,
         notes=[*plan.notes, *recording.notes],
@@ -230,6 +232,21 @@ def record_onnx(
         parameter_count=sum(w.elements for w in plan.trained.values()),
         node_count=len(plan.graph.nodes),
     )
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """torch logs a traceback of every operator that its fake tensors refuse; here that becomes one error."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(nothing)
 
 
 def estimate_onnx(

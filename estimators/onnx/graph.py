@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Weight:
     kind: int
     dims: tuple[int, ...]
     values: Array | None = None
+    told: str = ""
+    """What the exporter says that it was in the script: `PARAMETER`, `BUFFER`, `CONSTANT_TENSOR`; mostly nothing."""
 
     @property
     def elements(self) -> int:
@@ -75,6 +77,8 @@ class Node:
     """The class of that module, likewise: a Conv that came from a BatchNorm2d has one folded into it."""
     call: str = ""
     """The operator that the script called there, likewise: `aten.softmax.int`."""
+    line: str = ""
+    """The line of the script that called it, likewise."""
 
     @property
     def title(self) -> str:
@@ -187,6 +191,10 @@ def _graph(proto: Any, depth: int) -> Graph:
     for sparse in proto.sparse_initializer:
         name = _text(sparse.values.name)
         weights[name] = Weight(name, sparse.values.data_type, _dims(sparse.dims, name))
+    for value in proto.value_info:
+        name = _text(value.name)
+        if name in weights and value.metadata_props:
+            weights[name] = replace(weights[name], told=_told(value).get(_KIND, ""))
     ports = [_port(v) for v in (*proto.input, *proto.value_info, *proto.output)]
     declared = {p.name: p for p in ports}
     inputs = [declared[_text(v.name)] for v in proto.input]
@@ -233,17 +241,27 @@ def _node(proto: Any, depth: int) -> Node:
     )
 
 
-def _scope(proto: Any) -> tuple[str, str, str]:
-    """`layer1.0.bn1`, its class and the operator called, from torch.onnx's metadata; or the module from a name
-    `/layer1/layer1.0/conv1/Conv`."""
-    told = {e.key: e.value for e in proto.metadata_props}
+_KIND = "pkg.torch.export.graph_signature.InputSpec.kind"
+
+
+def _told(proto: Any) -> dict[str, str]:
+    """What the exporter wrote beside a node or a value."""
+    return {_text(e.key): _text(e.value) for e in proto.metadata_props}
+
+
+def _scope(proto: Any) -> tuple[str, str, str, str]:
+    """`layer1.0.bn1`, its class, the operator called and the line that did, from torch.onnx's metadata; or the module from a
+    name `/layer1/layer1.0/conv1/Conv`."""
+    told = _told(proto)
     if "pkg.torch.onnx.name_scopes" in told:
-        names: list[str] = re.findall(r"'([^']*)'", _text(told["pkg.torch.onnx.name_scopes"]))
-        classes: list[str] = re.findall(r"'([^']*)'", _text(told.get("pkg.torch.onnx.class_hierarchy", "")))
+        names: list[str] = re.findall(r"'([^']*)'", told["pkg.torch.onnx.name_scopes"])
+        classes: list[str] = re.findall(r"'([^']*)'", told.get("pkg.torch.onnx.class_hierarchy", ""))
         module, origin = (path[-2] if len(path) > 1 else "" for path in (names, classes))
-        return module, origin, classes[-1] if classes and classes[-1].startswith("aten.") else ""
+        call = classes[-1] if classes and classes[-1].startswith("aten.") else ""
+        trace = told.get("pkg.torch.onnx.stack_trace", "").strip().splitlines()
+        return module, origin, call, trace[-1].strip() if trace else ""
     parts = _text(proto.name).strip("/").split("/")[:-1]
-    return next((p for p in reversed(parts) if p), ""), "", ""
+    return next((p for p in reversed(parts) if p), ""), "", "", ""
 
 
 def _attribute(proto: Any, depth: int) -> Any:

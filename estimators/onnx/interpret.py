@@ -69,7 +69,8 @@ _RANDOM = {
 }  # fmt: skip
 _UNFAKEABLE = (
     NeedsValue, NotImplementedError, DataDependentOutputException, DynamicOutputShapeException,
-    UnsupportedOperatorException, RuntimeError, ArithmeticError, IndexError, ValueError, TypeError, KeyError,
+    UnsupportedOperatorException, RuntimeError, ArithmeticError, AssertionError, IndexError, ValueError, TypeError,
+    KeyError,
 )  # fmt: skip
 
 Env = dict[str, Any]

@@ -210,7 +210,7 @@ _CALLED = {
     "attention": ("attention",),
     "linear": ("linear", "addmm"),
 }
-"""Operators by which a script asks for what is matched. RMS norm is taken apart before names are written down."""
+"""Operators by which a script asks for what is matched."""
 _PATTERNS = (
     ("rsqrt", rsqrt),
     ("activation", activation),

@@ -110,8 +110,11 @@ def _last_axes(view: View, mean: Node) -> int | None:
 
 
 def rms_norm(view: View, node: Node) -> Node | None:
-    """x / sqrt(mean(x^2) + eps) * weight. From opset 23 a PyTorch exporter writes the fused operator itself."""
+    """x / sqrt(mean(x^2) + eps) * weight. From opset 23 a PyTorch exporter writes the fused operator itself; before, it takes
+    the norm apart and then writes down the parts' names, but the script's line is still there."""
     if node.op != "Mul" or (view.from_torch and view.opset >= 23):
+        return None
+    if node.line and "rms_norm(" not in node.line:
         return None
     for position, (normal, weight) in enumerate(view.either(node)):
         if view.from_torch and position == 1:

@@ -1,4 +1,4 @@
-"""Which of a model's weights are trained: an ONNX file does not say, the place where a weight is used does.
+"""Which of a model's weights are trained: torch.onnx may have written it down; else the place where a weight is used tells.
 
 A floating-point initialiser is a parameter when it reaches, as it is or moved about (cast, transposed, sliced, joined), a
 weight's place: a convolution's kernel, a matrix product, a norm's scale, an embedding's table. Where it is added or
@@ -81,6 +81,8 @@ def _visit(
 def _is_trained(
     node: Node, index: int, name: str, root: Weight, carried: Mapping[str, frozenset[str]]
 ) -> bool:
+    if root.told:
+        return root.told == "PARAMETER"
     if index in _KEPT_STILL.get(node.op, ()) or _BUFFERS.fullmatch(root.name.lower()):
         return False
     if node.domain == "com.microsoft" and node.op not in _WEIGHT_SLOTS:
