@@ -167,7 +167,9 @@ class DiskStore:
     def wait(self, ticket: Ticket) -> None:
         """Until `ticket` is written; raises `SwapFailed` if it could not be (it then still holds its storage)."""
         self._require_own_process()
-        ticket.written.result()
+        error = ticket.written.exception()
+        if error is not None:
+            raise error.again() if isinstance(error, SwapFailed) else error
         self.collect()
 
     def collect(self) -> int:

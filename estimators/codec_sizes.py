@@ -92,7 +92,7 @@ def encode_transient_bytes(codec: str, meta: TensorMeta, params: Mapping[str, ob
             numel - held + 18 * _pooled_piece(meta) + _origins_bytes(meta, params),
         )
     per_cell = {
-        "predicate": _ASKED_BYTES.get(str(params.get("test")), 3 * meta.itemsize),
+        "predicate": _asked_bytes(str(params.get("test")), meta),
         "two_valued": 0,
         "exact_cast": 3 * meta.itemsize // 2,
         "zero_bitmap": 0,
@@ -101,11 +101,16 @@ def encode_transient_bytes(codec: str, meta: TensorMeta, params: Mapping[str, ob
     return chunk * (per_cell[codec] + in_torch)
 
 
-_ASKED_BYTES = {"relu": 2, "mask": 0, "clamp": 3}
-"""Per cell, the answers of this chunk and the one before; other questions are put by a kernel, to a gradient of ones."""
-
 _BITS_BYTES = {"predicate": 3, "two_valued": 5, "exact_cast": 0, "zero_bitmap": 12}
 """Per cell, what numpy does on a CPU without torch's memory: comparing, packing bits, picking the cells that are not zero."""
+
+
+def _asked_bytes(test: str, meta: TensorMeta) -> int:
+    """Per cell, the answers of this chunk and the one before; most questions are put by a kernel, to a gradient of ones."""
+    if test == "mask":
+        return 0
+    held_bytes, answer_bytes = {"relu": (1, 1), "clamp": (2, 1)}.get(test, (2 * meta.itemsize, meta.itemsize))
+    return held_bytes + (answer_bytes if meta.cells > _chunk_of(meta) else 0)
 
 
 def decode_transient_bytes(codec: str, meta: TensorMeta, params: Mapping[str, object] | None = None) -> int:

@@ -9,6 +9,7 @@ made anew in each step, is where the one before was.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,6 +76,8 @@ class Frames:
         self._labels = _Names()
         """For people: of the whole run, in the same order."""
         self._calls: dict[str, int] = {}
+        self._entered: list[str] = []
+        """Of the outermost call, and of those inside it."""
         self._outside = Frame("@")
         self._stack: list[Frame] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -144,11 +147,20 @@ class Frames:
         if self.paused or not self.thread.is_here:
             return
         name = self._name_of(module) + ("#" if torch.is_grad_enabled() else "~")
+        if not self._stack:
+            self._entered.clear()
+        self._entered.append(name)
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
         frame = Frame(f"{name}{call}")
         self._stack.append(frame)
         self.current = frame
+
+    def _take_back(self) -> None:
+        """An exception has ended the outermost call: it does not count, for whoever catches it tries again with the next batch."""
+        for name in self._entered:
+            if self._calls.get(name):
+                self._calls[name] -= 1
 
     def _name_of(self, module: nn.Module) -> str:
         place = self._places.get(module)
@@ -176,6 +188,8 @@ class Frames:
         if self._stack:
             self.current = self._stack[-1]
             return
-        if "~" not in frame.key:
+        if output is None and sys.exc_info()[0] is not None:
+            self._take_back()
+        elif "~" not in frame.key:
             self._outside = Frame(f"@{frame.key}")
         self.current = self._outside

@@ -93,7 +93,10 @@ def meter_for(device: str) -> Meter:
 
 
 def living_storages(device: str) -> list[UntypedStorage]:
-    """Every storage on `device` that a Python object holds, each once."""
+    """Every storage on `device` that a Python object holds, each once.
+
+    A mapped file that no tensor lies on is left out: `torch.load(mmap=True)` holds the whole file beside the tensors' parts of it.
+    """
     found: dict[int, UntypedStorage] = {}
     doubtful: dict[int, UntypedStorage] = {}
     with warnings.catch_warnings(), torch._C.DisableTorchFunctionSubclass():
@@ -128,7 +131,7 @@ def _storage_of(thing: object, device: str) -> UntypedStorage | None:
     try:
         if issubclass(kind, Tensor):
             thing = thing.untyped_storage()  # type: ignore[attr-defined]
-        elif not issubclass(kind, UntypedStorage):
+        elif not issubclass(kind, UntypedStorage) or not thing.resizable():  # type: ignore[attr-defined]
             return None
         return thing if thing.device.type == device else None  # type: ignore[attr-defined, return-value]
     except (NotImplementedError, RuntimeError, TypeError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import atexit
 import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -115,12 +116,14 @@ def find_source(command: Command) -> Path:
 
 
 def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
+    """Where python finds `name`. Packages above it are not imported, unless only their own code can tell where it is."""
     here = os.getcwd()
     sys.path.insert(0, here)
     try:
-        spec = importlib.util.find_spec(name)
+        spec = _spec_on_path(name) or importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:
-            spec = importlib.util.find_spec(f"{name}.__main__")
+            name = f"{name}.__main__"
+            spec = _spec_on_path(name) or importlib.util.find_spec(name)
     except (ImportError, AttributeError, ValueError):
         spec = None
     finally:
@@ -134,6 +137,23 @@ def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
     return spec
 
 
+def _spec_on_path(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Nothing is imported to find it."""
+    places, above, spec = None, "", None
+    for part in name.split("."):
+        above += part
+        with contextlib.suppress(
+            KeyError
+        ):  # a namespace package looks for the one above it among the imported ones
+            spec = importlib.machinery.PathFinder.find_spec(above, places)
+        if spec is None or above == name:
+            return spec
+        if spec.submodule_search_locations is None:
+            return None
+        places, above, spec = list(spec.submodule_search_locations), f"{above}.", None
+    return None
+
+
 def run(command: Command, *, raised: Callable[[BaseException], object] = lambda error: None) -> int:
     """Run `command` to its end and return its exit code; a traceback shows the user's frames only.
 
@@ -142,10 +162,9 @@ def run(command: Command, *, raised: Callable[[BaseException], object] = lambda 
     What the script still does once it was stopped is not told: the code is 0 then.
     """
     source = find_source(command)
-    main = _prepare(command, source)
     _be_interruptible()
     try:
-        code = _run_body(source, main, raised)
+        code = _run_body(command, source, raised)
         _wait_for_threads()
     except BaseException:
         if _stopped is None:
@@ -156,8 +175,9 @@ def run(command: Command, *, raised: Callable[[BaseException], object] = lambda 
     return code
 
 
-def _run_body(source: Path, main: types.ModuleType, raised: Callable[[BaseException], object]) -> int:
+def _run_body(command: Command, source: Path, raised: Callable[[BaseException], object]) -> int:
     try:
+        main = _prepare(command, source)
         code = compile(source.read_bytes(), str(main.__file__), "exec", dont_inherit=True)
         exec(code, main.__dict__)
     except BaseException as error:
@@ -194,11 +214,14 @@ def _prepare(command: Command, source: Path) -> types.ModuleType:
         main.__annotations__ = {}  # the interpreter's own `__main__` has it from the start
     main.__file__ = os.path.join(os.getcwd(), source)
     if command.as_module:
+        sys.argv = ["-m", *command.argv[1:]]
+        sys.path[0] = os.getcwd()
         spec = _module_spec(command.argv[0])
+        if spec.parent:
+            importlib.import_module(spec.parent)
         main.__spec__, main.__package__ = spec, spec.parent
         main.__loader__ = spec.loader
         main.__dict__["__cached__"] = spec.cached
-        sys.path[0] = os.getcwd()
     else:
         main.__spec__ = None
         main.__package__ = None

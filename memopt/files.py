@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import io
@@ -27,11 +28,13 @@ def refuse_overwrite(path: Path, *, force: bool) -> None:
     if path.name == "-":
         raise UsageError("a file cannot be called -", why="nothing is written to stdout", try_="-o FILE")
     try:
-        is_folder, exists = path.is_dir(), path.exists()
+        is_folder, is_file, exists = path.is_dir(), path.is_file(), path.exists()
     except (OSError, ValueError) as error:  # too long, a folder that may not be searched, a zero byte
         raise UsageError(f"cannot write {path}", why=reason(error), try_="-o FILE") from error
     if is_folder:
         raise UsageError(f"cannot write {path}", why="it is a folder", try_="-o FILE")
+    if exists and not is_file:  # the rename would put a file in its place
+        raise UsageError(f"cannot write {path}", why="it is a device, a pipe or a socket", try_="-o FILE")
     if exists and not force:
         raise UsageError(
             f"{path} exists already",
@@ -72,6 +75,8 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
         raise BadFile(f"cannot write {path}", why=str(error), try_="-o FILE in another folder") from error
     finally:
         Path(name).unlink(missing_ok=True)

@@ -74,6 +74,7 @@ def test_no_profile_here(
         (["--budget", "abc"], "not an amount of memory"),
         (["--allow", "magic"], "not a kind of action"),
         (["--device", "a100-40"], None),
+        (["-o", os.devnull, "--force"], "it is a device"),
         (["--max-batch", "--strategy", "nope"], "no strategy 'nope'"),
         (["--max-overhead", "much"], "not a share of time"),
     ],

@@ -58,3 +58,49 @@ def test_a_script_that_changes_its_folder(tmp_path):
     assert applied.returncode == 0, applied.stderr
     assert applied.stdout == plain.stdout
     assert json.loads((tmp_path / "o.json").read_text())["actions"]["done"] > 0
+
+
+PACKAGE = """
+import sys
+print(__name__, sys.argv, "torch" in sys.modules)
+import torch
+torch.empty(100_000)  # older than any recording
+"""
+
+MODULE = """
+import sys
+import torch
+print(__name__, __package__, sys.argv[1:])
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    loss = model(torch.randn(256, 64)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item())
+"""
+
+
+def test_a_package_is_imported_when_the_script_runs_and_as_part_of_it(tmp_path):
+    """Its `__init__` sees what it sees under `python -m`, and torch, which it imports, is watched as everywhere."""
+    for name in ("works", "fails"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_text(MODULE)
+    (tmp_path / "works" / "__init__.py").write_text(PACKAGE)
+    (tmp_path / "fails" / "__init__.py").write_text("raise RuntimeError('a mistake of the package')\n")
+    for name, code in (("works", 0), ("fails", 1)):
+        plain = _run(tmp_path, "-m", f"{name}.train", "--lr", "1")
+        words = "profile", "--keep-running", "-o", f"{name}.gz", "-m", f"{name}.train", "--lr", "1"
+        profiled = _run(tmp_path, "-m", "memopt", *words)
+        assert (profiled.returncode, profiled.stdout) == (plain.returncode, plain.stdout)
+        assert profiled.returncode == code
+        last = profiled.stderr.splitlines()
+        if name == "works":
+            assert last[0].startswith("memopt: wrote works.gz"), "torch's C++ says nothing of older blocks"
+        else:
+            assert "RuntimeError: a mistake of the package" in last
+            assert not any(
+                "memopt" in line for line in last[: last.index("RuntimeError: a mistake of the package")]
+            )

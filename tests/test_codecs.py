@@ -920,6 +920,19 @@ def test_payloads_are_torch_memory_and_predicted_transients_hold(codec):
     assert spare < 0.5 * meta.cells * meta.itemsize
 
 
+@pytest.mark.parametrize("cells", [codec_sizes.CHUNK_CELLS, 2 * codec_sizes.CHUNK_CELLS])
+@pytest.mark.parametrize(
+    "params",
+    [{"test": "relu"}, {"test": "clamp", "min": 0.0, "max": 1.0}, {"test": "threshold", "threshold": 0.5}],
+)
+def test_answers_of_one_chunk_and_the_one_before(params, cells):
+    source = torch.randn(cells)
+    predicted = codec_sizes.encode_transient_bytes("predicate", meta_of(source), params)
+    encode("predicate", source, params)  # what answers mean is found once
+    events, encoded = _allocations(lambda: encode("predicate", source, params))
+    assert predicted <= _highest(events) - encoded.encoded_bytes <= predicted + 64 * 8
+
+
 def _large(codec: str) -> tuple[torch.Tensor, dict[str, object]]:
     x = torch.relu(torch.randn(40, 75, 32, 32))
     if codec == "predicate":

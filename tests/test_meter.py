@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -43,6 +44,16 @@ def test_wrappers_have_no_bytes_of_their_own() -> None:
     assert _bytes_alive() - before == 4000 + 120
     assert _bytes_alive() - before == 4000 + 120, "looking once does not change what is found"
     del wrapper, child, view
+
+
+def test_a_file_that_is_mapped_counts_by_its_tensors(tmp_path: Path) -> None:
+    """The storage of the whole file is held too, beside the parts of it that the tensors have."""
+    torch.save({"a": torch.zeros(100_000), "b": torch.zeros(50)}, tmp_path / "saved.pt")
+    before = _bytes_alive()
+    loaded = torch.load(tmp_path / "saved.pt", mmap=True, weights_only=True)
+    assert _bytes_alive() - before == 400_000 + 200
+    del loaded["a"]
+    assert _bytes_alive() - before == 200
 
 
 def test_a_block_where_one_of_an_earlier_profile_lay_ends_once() -> None:

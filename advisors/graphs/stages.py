@@ -33,12 +33,15 @@ SLOW = 150
 """With fewer iterations than this in a slice, one long search is worth more than several."""
 FEW = 300
 """Above so many ops, one long search is worth more where copies make each move dearer."""
-SHORT = 1000
+LONG = 1000
 """Above so many ops there is time for about a thousand moves: one search, that hardly ever accepts what is dearer."""
 HEAT, COOL = 0.004, 0.0005
 LAST_RESORT = 4.0
 """Of the usual time, until a refusal."""
-PROOF = 0.2
+FIRST_S = 0.8
+"""So long the quick rules have for a first plan of a long graph."""
+PROOF, PROOF_OF_LONG = 0.2, 0.15
+"""Of the time, for a bound; on long graphs."""
 SMALL = 64
 """HiGHS comes close to the optimum of Checkmate's program for so many ops, in seconds."""
 ROUND, GAIN = 0.75, 0.001
@@ -88,6 +91,11 @@ class AutoPlan:
         """Its population."""
         return Evolution(self.search)
 
+    @property
+    def is_long(self) -> bool:
+        """Whether time is short."""
+        return self.problem.graph.op_count > LONG
+
     def plan(self, insist_until: float = 0.0) -> None:
         """All stages, until the time is up; where there is no valid plan then, it is looked for until `insist_until` at least."""
         begin = time.monotonic()
@@ -95,12 +103,14 @@ class AutoPlan:
         small = self.problem.graph.op_count <= LARGE
         self.last_resort = min(begin + (LAST_RESORT * left if small else left), self.problem.latest)
         self.last_resort = max(self.last_resort, insist_until)
-        self._secure(begin + (0.1 if small else 0.3) * left)
+        self._secure(begin + (max(0.1 * left, FIRST_S if self.is_long else 0.0) if small else 0.3 * left))
         self.bound = overhead_bound(self.problem)
-        self._greedy_start(begin + 0.12 * left)
-        self._note_first()
+        if not self.is_long or "first_s" not in self.stats:
+            self._greedy_start(begin + 0.12 * left)
+            self._note_first()
         if self.problem.may_recompute:
-            self.proof = prove(self.problem, PROOF * left, Linked if self.problem.may_swap else Relaxed)
+            proof_s = (PROOF_OF_LONG if self.is_long else PROOF) * left
+            self.proof = prove(self.problem, proof_s, Linked if self.problem.may_swap else Relaxed)
             self.bound = max(self.bound, self.proof.bound_ms / max(self.problem.graph.plain_ms, 1e-12))
         enough = self.enough()
         slice_s = max(0.25, left / 10)
@@ -219,7 +229,7 @@ class AutoPlan:
     def _evolve_starts(self, evolution: Evolution, until: float, slice_s: float, most: int) -> None:
         """Search from each of the best few starts for a while."""
         found = self._starts(self.stage_end(0.35))[:most]
-        if self.problem.graph.op_count > SHORT and not self.search.best_over:
+        if self.is_long and not self.search.best_over:
             return
         for start in found:
             if time.monotonic() < until or self.search.best_over:
@@ -231,7 +241,7 @@ class AutoPlan:
         """One long search from the best plan with all the time that is left."""
         if time.monotonic() < self.problem.until:
             self.search.load_best()
-            heat = HEAT if self.problem.graph.op_count <= SHORT else COOL
+            heat = COOL if self.is_long else HEAT
             self.search.run(self.problem.until, enough, heat)
 
     def _secure(self, until: float) -> None:
