@@ -15,14 +15,14 @@ class Waves(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(1 << 20))
-    def forward(self, *, scale):
+    def forward(self, *, scale, mask):
         {extra}return {{"loss": (self.weight.sin().cos().tanh() * scale).sum()}}
 class Both(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = torch.compile(Waves())
-    def forward(self, scale):
-        return self.inner(scale=scale)["loss"] * 2
+    def forward(self, scale, mask=None):
+        return self.inner(scale=scale, mask=mask)["loss"] * 2
 {make}
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 for _ in range(4):

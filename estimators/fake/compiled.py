@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from memopt.estimators.fake.record import FakeRecorder
 
 _GUARDS: Any = torch._C._dynamo.guards
+_HOLE = object()
+"""Where a tensor goes."""
 
 
 class CompiledForward:
@@ -81,13 +83,13 @@ class _Flat(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.module = module
-        self.given = eager, [None if isinstance(x, torch.Tensor) else x for x in leaves], spec
+        self.given = eager, [_HOLE if isinstance(x, torch.Tensor) else x for x in leaves], spec
         self.made: Any = None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         eager, rest, spec = self.given
         left = iter(tensors)
-        args, kwargs = tree_unflatten([next(left) if x is None else x for x in rest], spec)
+        args, kwargs = tree_unflatten([next(left) if x is _HOLE else x for x in rest], spec)
         outputs, self.made = tree_flatten(eager(*args, **kwargs))
         return tuple(outputs)
 
@@ -96,12 +98,13 @@ def _compile(flat: _Flat, tensors: list[torch.Tensor]) -> Callable[..., Any]:
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
+    run: Any
     with config.patch({"cpp.vec_isa_ok": True, "fx_graph_cache": False, "compile_threads": 1}):
         run = compile_fx(_graph_of(flat, tensors), tensors)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-        return tree_unflatten(list(run(*given)), flat.made)  # type: ignore[operator]
+        return tree_unflatten(list(run(*given)), flat.made)
 
     return call
 
