@@ -110,8 +110,8 @@ def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> li
             if runs := ruled(graph, budget_bytes, name, end, most_ms):
                 found.append(_valued(graph, problem.budget_bytes, runs))
                 break
-            if not every and most_ms < math.inf:
-                break
+            if most_ms < math.inf:
+                break  # a plan is known, so one that does not meet the budget is of no use
     found.extend(_rounded(problem, time.monotonic() + ROUNDED * (until - begin)))
     if every or time.monotonic() < until:
         found.extend(_valued(graph, problem.budget_bytes, runs) for runs in _planned(problem, until))
