@@ -166,3 +166,12 @@ def test_seven_billion_parameters_take_no_memory() -> None:
     finally:
         torch.set_default_dtype(before)
     assert sizes(recording, "parameter") == 52 * 8 * 4096 * 4096 * 2
+
+
+def test_pinned_memory_is_the_hosts() -> None:
+    with FakeRecorder("cuda") as recorder:
+        there = recorder.fake((1000, 1000))
+        kept = torch.empty(there.shape, pin_memory=True)
+        kept.copy_(there)
+        assert recorder.device_of(kept) == "cpu"
+        assert recorder.finish().peak()[0] == 4_000_000

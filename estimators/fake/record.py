@@ -331,6 +331,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         asked = kwargs.get("device")
         if self.target == "cpu":
             return "cpu", kwargs
+        if kwargs.get("pin_memory"):  # of the host, and refused without a driver
+            kwargs = {**kwargs, "pin_memory": False}
         if asked is not None and torch.device(asked).type == "cuda":
             self.ordinal = torch.device(asked).index or 0
             return "cuda", {**kwargs, "device": torch.device("cpu")}
