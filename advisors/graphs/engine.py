@@ -106,8 +106,6 @@ class Engine:
         self.score.start(self)
         for op in range(self.graph.op_count):
             self.now = op
-            if time.monotonic() > self.until:
-                raise Stuck(op, self.used)
             self._perform(op)
         self.now = self.graph.op_count
         kept = np.flatnonzero(self.graph.kept & ~self.graph.resident).tolist()
@@ -173,7 +171,7 @@ class Engine:
     def _make_room(self, op: int, need: int) -> None:
         while self.used + need > self.budget_bytes:
             candidates = np.flatnonzero(self.evictable)
-            if not len(candidates):
+            if not len(candidates) or time.monotonic() > self.until:
                 raise Stuck(op, self.used + need)
             victim = int(candidates[int(np.argmin(self.score(candidates)))])
             self._drop(victim)

@@ -38,6 +38,8 @@ LONG = 1000
 HEAT, COOL = 0.004, 0.0005
 LAST_RESORT = 4.0
 """Of the usual time, until a refusal."""
+FIRST_S = 0.8
+"""So long the quick rules have for a first plan of a long graph."""
 PROOF, PROOF_OF_LONG = 0.2, 0.15
 """Of the time, for a bound; on long graphs."""
 SMALL = 64
@@ -101,7 +103,7 @@ class AutoPlan:
         small = self.problem.graph.op_count <= LARGE
         self.last_resort = min(begin + (LAST_RESORT * left if small else left), self.problem.latest)
         self.last_resort = max(self.last_resort, insist_until)
-        self._secure(begin + (0.1 if small else 0.3) * left)
+        self._secure(begin + (max(0.1 * left, FIRST_S if self.is_long else 0.0) if small else 0.3 * left))
         self.bound = overhead_bound(self.problem)
         if not self.is_long or "first_s" not in self.stats:
             self._greedy_start(begin + 0.12 * left)

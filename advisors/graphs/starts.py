@@ -1,7 +1,7 @@
 """Plans to start the graph search from: what every published strategy without copies makes of the graph.
 
 Those that take milliseconds a graph of `FEW` ops are all asked there, however little time there is, so that `auto` is never worse
-than any of them; on larger graphs as many as the time allows, the simplest first, but DTR in any case.
+than any of them; on larger graphs as many as the time allows, the simplest first, with half a second for Rotor and DTR.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from memopt.advisors.schedule import RUN
 from memopt.errors import BudgetInfeasible
 
 PORTFOLIO = ("dtr-local", "size", "lru", "dtr", "dtr-eqclass", "dtr-megengine", "next-use", "msps", "belady")
-"""The quickest first; Rotor's turn is after `dtr` on graphs of thousands of ops."""
-ROTOR_S = 0.5
-"""It has so long in any case there."""
+"""The quickest first; on graphs of thousands of ops Rotor's turn is before `dtr`."""
+IN_ANY_CASE_S = 0.5
+"""So long have Rotor and `dtr` there, however late it is."""
 LOOSER = 1.25
 FEW = 1000
 """On graphs of so many ops every strategy takes milliseconds."""
@@ -71,10 +71,10 @@ def _quick_plans(problem: GraphProblem, until: float) -> Iterator[list[int]]:
             if forward.dropped_bytes(keep) >= needed:
                 yield runs_keeping(forward, keep)
     for name in PORTFOLIO:
-        if runs := ruled(graph, budget_bytes, name, until):
-            yield runs
         if name == "dtr" and graph.op_count > FEW:
             yield from rotor_plans(replace(problem, until=until))
+        if runs := ruled(graph, budget_bytes, name, until):
+            yield runs
 
 
 def few_segments(forward: Forward) -> list[set[int]]:
@@ -95,19 +95,23 @@ def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> li
         if time.monotonic() - begin > SEGMENTS * (until - begin) and not every:
             break
     for name in PORTFOLIO:
-        asked = every or (name == "dtr" and graph.op_count <= LARGE)
+        end = math.inf if every else until
+        if name == "dtr" and not every:
+            end = max(end, time.monotonic() + IN_ANY_CASE_S)
+            found.extend(
+                _valued(graph, problem.budget_bytes, runs)
+                for runs in rotor_plans(replace(problem, until=end))
+            )
+            end = max(end, time.monotonic() + IN_ANY_CASE_S)
         for budget_bytes in (problem.budget_bytes, int(LOOSER * problem.budget_bytes)):
-            if time.monotonic() > until and (not asked or budget_bytes > problem.budget_bytes):
+            if time.monotonic() > (end if budget_bytes == problem.budget_bytes else until):
                 break
             most_ms = min([most_ms, *(cost for over, cost, _ in found if not over)])
-            if runs := ruled(graph, budget_bytes, name, math.inf if asked else until, most_ms):
+            if runs := ruled(graph, budget_bytes, name, end, most_ms):
                 found.append(_valued(graph, problem.budget_bytes, runs))
                 break
-            if not every and most_ms < math.inf:
-                break
-        if name == "dtr" and not every:
-            rest = replace(problem, until=max(until, time.monotonic() + ROTOR_S))
-            found.extend(_valued(graph, problem.budget_bytes, runs) for runs in rotor_plans(rest))
+            if most_ms < math.inf:
+                break  # a plan is known, so one that does not meet the budget is of no use
     found.extend(_rounded(problem, time.monotonic() + ROUNDED * (until - begin)))
     if every or time.monotonic() < until:
         found.extend(_valued(graph, problem.budget_bytes, runs) for runs in _planned(problem, until))

@@ -20,6 +20,7 @@ def main() -> None:
     """Read the request, run the script, write the result."""
     request = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Request)
     result_path = Path(sys.argv[2])
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(result_path.parent / "inductor")
     result = _run(request)
     result_path.write_bytes(msgspec.json.encode(result))
     sys.stdout.flush()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from memopt.estimators.fake.compiled import CompiledForward, follow
 from memopt.estimators.fake.record import FakeRecorder
 
 # torch as something to be patched
@@ -53,17 +54,29 @@ def _loaders(recorder: FakeRecorder) -> None:
 
 
 def _compilers(recorder: FakeRecorder) -> None:
-    def eager(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def compiled(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if model is None:
+            return lambda function: compiled(function, *args, **kwargs)
+        by_inductor = kwargs.get("backend", "inductor") == "inductor" and not kwargs.get("disable")
+        if not isinstance(model, torch.nn.Module) or recorder.target != "cpu" or not by_inductor:
+            return eager(model)
+        if not isinstance(model.forward, CompiledForward):
+            follow()
+            model.forward = CompiledForward(recorder, model)
+            object.__setattr__(model, "_orig_mod", model)
+        return model
+
+    def eager(model: Any) -> Any:
         recorder.guesser.remark(
             "torch.compile was not applied: the estimate is of the eager run, which a compiled run seldom exceeds"
         )
-        return model if model is not None else lambda function: function
+        return model
 
     def scripted(obj: Any, *args: Any, **kwargs: Any) -> Any:
         return obj
 
-    _TORCH.compile = eager
-    _MODULE.compile = lambda self, *args, **kwargs: eager(self)
+    _TORCH.compile = compiled
+    _MODULE.compile = compiled
     _JIT.script = scripted
     _JIT.trace = scripted
 
