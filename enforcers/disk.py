@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memopt.enforcers.carrier import Carrier, InMemory, OnDevice
+from memopt.enforcers.carrier import Carrier, InMemory, OnDevice, Piece
 from memopt.enforcers.swap import FreeSpace, SwapFailed
 from memopt.enforcers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
 
@@ -84,8 +84,11 @@ class _Transfer:
     done: Future[None]
     pieces: int
     ready: Event | None
-    """On an accelerator, the point from which `memory` may be read or filled."""
     error: BaseException | None = None
+
+    def piece(self, start: int) -> Piece:
+        """The one that begins there."""
+        return Piece(start, min(PIECE_BYTES, self.ticket.nbytes - start), self.ready)
 
 
 class DiskStore:
@@ -149,6 +152,8 @@ class DiskStore:
         self.collect()
         if self.failure is not None:
             raise self.failure.again()
+        if not self._workers:
+            self._start()
         ticket = Ticket(storage, self._freed)
         self._submit(_WRITE, ticket, storage, ticket.written)
         return ticket
@@ -213,30 +218,38 @@ class DiskStore:
         if self._file.fd < 0:
             raise SwapFailed("the swap file is closed")
 
+    def _start(self) -> None:
+        """The threads, each with its buffer: where no more can be pinned it is told now, while nothing depends on them."""
+        here, carriers = self._accelerator, list[Carrier]()
+        try:
+            for _ in range(self._threads):
+                carriers.append(InMemory(PIECE_BYTES) if here is None else OnDevice(PIECE_BYTES, here))
+        except SwapFailed as error:
+            for carrier in carriers:
+                carrier.close()
+            self.failure = error
+            raise
+        self._workers = [
+            threading.Thread(target=self._work, args=(carrier,), name="memopt-disk", daemon=True)
+            for carrier in carriers
+        ]
+        for worker in self._workers:
+            worker.start()
+
     def _submit(self, kind: int, ticket: Ticket, memory: torch.UntypedStorage, done: Future[None]) -> None:
         here = self._accelerator
         ready = None if here is None else here.current_stream().record_event()
         transfer = _Transfer(ticket, memory, done, _pieces(ticket.nbytes), ready)
-        if not self._workers:
-            self._workers = [
-                threading.Thread(target=self._work, name="memopt-disk", daemon=True)
-                for _ in range(self._threads)
-            ]
-            for worker in self._workers:
-                worker.start()
         for piece in range(transfer.pieces):
             self._queue.put((kind, next(self._order), transfer, piece))
 
-    def _work(self) -> None:
-        carrier: Carrier | None = None
+    def _work(self, carrier: Carrier) -> None:
         while True:
             kind, _, transfer, piece = self._queue.get()
             if transfer is None:
-                if isinstance(carrier, OnDevice):
-                    carrier.close()
+                carrier.close()
                 return
             try:
-                carrier = carrier or self._new_carrier()
                 if transfer.error is None:
                     act = self._write_piece if kind == _WRITE else self._read_piece
                     act(transfer, piece * PIECE_BYTES, carrier)
@@ -245,32 +258,28 @@ class DiskStore:
             self._finish_piece(kind, transfer)
             del transfer  # or this thread would keep the storage until its next piece
 
-    def _new_carrier(self) -> Carrier:
-        here = self._accelerator
-        return InMemory(PIECE_BYTES) if here is None else OnDevice(PIECE_BYTES, here)
-
     def _write_piece(self, transfer: _Transfer, start: int, carrier: Carrier) -> None:
         ticket, memory = transfer.ticket, transfer.memory
         if ticket.state is _State.OFF or memory is None:
             return
         offset = self._place(ticket)
-        nbytes = min(PIECE_BYTES, ticket.nbytes - start)
-        carrier.take(memory, start, nbytes, transfer.ready)
-        self._file.write(carrier.view[: -(-nbytes // PAGE_BYTES) * PAGE_BYTES], offset + start)
+        piece = transfer.piece(start)
+        carrier.take(memory, piece)
+        self._file.write(carrier.view[: piece.room_bytes], offset + start)
 
     def _read_piece(self, transfer: _Transfer, start: int, carrier: Carrier) -> None:
         ticket, memory = transfer.ticket, transfer.memory
         assert memory is not None, "only the last piece lets go of it"
-        nbytes = min(PIECE_BYTES, ticket.nbytes - start)
+        piece = transfer.piece(start)
         with self._lock:
             held, state = ticket.source, ticket.state
         if held is not None:
-            carrier.copy(held, memory, start, nbytes, transfer.ready)
+            carrier.copy(held, memory, piece)
             return
         if state is not _State.WRITTEN or ticket.offset is None:
             raise SwapFailed("a swapped tensor was taken back while it was being read")
-        self._file.read(carrier.view[: -(-nbytes // PAGE_BYTES) * PAGE_BYTES], ticket.offset + start)
-        carrier.put(memory, start, nbytes, transfer.ready)
+        self._file.read(carrier.view[: piece.room_bytes], ticket.offset + start)
+        carrier.put(memory, piece)
 
     def _place(self, ticket: Ticket) -> int:
         """The ticket's place in the file, found by the first of its pieces."""

@@ -79,7 +79,7 @@ class LateDevice:
     def __init__(self) -> None:
         self.compute = ComputeStream()
         self.pinned_bytes: list[int] = []
-        self.can_pin = True
+        self.can_pin = 10
 
     def current_stream(self) -> ComputeStream:
         return self.compute
@@ -93,7 +93,7 @@ class LateDevice:
             yield
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        if not self.can_pin:
+        if len(self.pinned_bytes) >= self.can_pin:
             raise SwapFailed("host memory cannot be pinned")
         self.pinned_bytes.append(nbytes)
         return torch.zeros(nbytes, dtype=torch.uint8)
@@ -164,12 +164,12 @@ def test_a_swapper_swaps_to_it(store, device):
 
 
 def test_where_nothing_can_be_pinned_the_tensor_is_kept(store, device):
-    device.can_pin = False
-    storage = some_storage(100)
-    ticket = store.write_async(storage)
-    device.compute.run()
-    with pytest.raises(SwapFailed, match="pinned"):
-        store.wait(ticket)
-    assert store.take_back(ticket) is storage
-    with pytest.raises(SwapFailed, match="pinned"):
-        store.write_async(storage)
+    device.can_pin = 2  # of three threads
+    before = threading.active_count()
+    for _ in range(2):
+        with pytest.raises(SwapFailed, match="pinned"):
+            store.write_async(some_storage(100))
+    swapper = Swapper({"disk": store}, {0: "disk"})
+    assert swapper.swap_out(0, some_storage(100)) is None
+    assert "pinned" in swapper.reason
+    assert threading.active_count() == before
