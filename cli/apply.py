@@ -169,7 +169,7 @@ def _verify(plan_path: Path, command: Command, steps: int, swap_dir: Path, outco
 
 
 def _run(session: ApplySession, command: Command, outcome_path: Path | None, *, quiet: bool) -> int:
-    from memopt.cli.console import say
+    from memopt.cli.console import outlive_the_scripts_stderr, say
     from memopt.instrument import runner
     from memopt.instrument.on_import import call_after_import
     from memopt.instrument.signals import before_terminating
@@ -177,6 +177,7 @@ def _run(session: ApplySession, command: Command, outcome_path: Path | None, *, 
     unwritten: list[MemoptError] = []
 
     def end() -> None:
+        outlive_the_scripts_stderr()
         outcome = session.finished()
         if outcome is None:
             return

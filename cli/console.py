@@ -36,6 +36,12 @@ def say(text: str) -> None:
     print(f"memopt: {text}", file=sys.stderr, flush=True)
 
 
+def outlive_the_scripts_stderr() -> None:
+    """The script may have closed it: what is still to be said then goes nowhere, and changes no exit code."""
+    if getattr(sys.stderr, "closed", False):
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+
+
 @contextmanager
 def progress(
     what: str, total: float | None = None, *, short: bool = False

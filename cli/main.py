@@ -71,8 +71,8 @@ def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
         _open_stderr()
     try:
         code = group.main(args, prog_name, standalone_mode=False)
-        if sys.stdout is not None:  # it is None when it was closed before the start (`>&-`)
-            sys.stdout.flush()
+        if sys.stdout is sys.__stdout__ and sys.stdout is not None and not sys.stdout.closed:
+            sys.stdout.flush()  # one of the script's own is left to the interpreter
     except MemoptError as error:
         print(f"memopt: {error}", file=sys.stderr)
         return error.exit_code

@@ -173,6 +173,9 @@ class _Ending:
 
     def _end(self, session: ProfileSession, *, ended_well: bool, interrupted: bool = False) -> int:
         """Say what was written; the exit code when memopt failed and the script did not."""
+        from memopt.cli.console import outlive_the_scripts_stderr
+
+        outlive_the_scripts_stderr()
         session.finished()
         failure = (
             self._failure

@@ -105,8 +105,13 @@ def memory_events(tree: Iterable[Any]) -> list[tuple[int, int, int]]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep what the profiler's C++ says about itself off the script's stderr."""
-    sys.stderr.flush()
-    saved = os.dup(2)
+    with contextlib.suppress(Exception):  # it may be closed, none, or the script's own without such a method
+        sys.stderr.flush()
+    try:
+        saved = os.dup(2)
+    except OSError:
+        yield
+        return
     null = os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(null, 2)

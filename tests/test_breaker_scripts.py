@@ -104,3 +104,37 @@ def test_a_package_is_imported_when_the_script_runs_and_as_part_of_it(tmp_path):
             assert not any(
                 "memopt" in line for line in last[: last.index("RuntimeError: a mistake of the package")]
             )
+
+
+STREAMS = """
+import sys
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(64, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("over", flush=True)
+if sys.argv[1] == "closed":
+    sys.stderr.close()
+    sys.stdout.close()
+else:
+    class Tee:
+        def write(self, text):
+            sys.__stdout__.write(text)
+    sys.stdout = Tee()
+    print("out")
+"""
+
+
+def test_a_script_that_closes_or_replaces_its_streams_ends_as_ever(tmp_path):
+    (tmp_path / "train.py").write_text(STREAMS)
+    for how in ("closed", "replaced"):
+        plain = _run(tmp_path, "train.py", how)
+        words = "profile", "--keep-running", "-o", f"{how}.gz", "train.py", how
+        profiled = _run(tmp_path, "-m", "memopt", *words)
+        assert (profiled.returncode, profiled.stdout) == (plain.returncode, plain.stdout), profiled.stderr
+        _run(tmp_path, "-m", "memopt", "advise", f"{how}.gz", "--budget", "200%", "-o", f"{how}.json")
+        applied = _run(tmp_path, "-m", "memopt", "apply", f"{how}.json")
+        assert (applied.returncode, applied.stdout) == (plain.returncode, plain.stdout), applied.stderr
