@@ -314,7 +314,9 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         if self.op_count == self.op_limit:
             raise Enough
         name = func.__name__ if hasattr(func, "__name__") else str(func)
-        self._see_all(result[:1] if func is _PACK else result, device, name)
+        into_host = device == "cuda" and args and result is args[0] and not self._lies_there(result)
+        if not into_host:
+            self._see_all(result[:1] if func is _PACK else result, device, name)
         if device == self.target:
             for size in hidden_bytes(self, func, args, kwargs, result):
                 self.workspace(size, name)
