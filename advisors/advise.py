@@ -162,7 +162,16 @@ class Adviser:
         if not isinstance(planner, Auto):
             return problem, planner.plan(problem)
         moved = self.in_backward(problem, margin=margin)
-        found = (problem, planner.plan(problem)) if moved is None else plan_jointly(planner, moved)
+        try:
+            found = (problem, planner.plan(problem)) if moved is None else plan_jointly(planner, moved)
+        except BudgetInfeasible as error:  # moving the step may lower what is left of the peak
+            after_all = self._moved(problem, margin) if moved is None else None
+            if after_all is None:
+                raise
+            try:
+                found = after_all, planner.plan(after_all)
+            except BudgetInfeasible as other:
+                raise min(error, other, key=lambda each: each.min_peak_bytes) from None
         self.interrupted |= planner.interrupted
         return found
 

@@ -167,10 +167,18 @@ class Auto:
         return found
 
     def _going_on(self, search: Search, best: Plan) -> Plan:
-        """A budget that may be possible is worth the time limit once more, and half of it how near an impossible one can be come."""
+        """A budget that may be possible is worth the time limit once more, and half of it how near an impossible one can be come.
+
+        The search is then that for a budget of nothing, so that the peak which a refusal names is met when it is asked for.
+        """
         hopeless = search.problem.floor_bytes > search.problem.target_bytes
         longer = search.for_another(self.time_limit_s * (0.5 if hopeless else 1.0))
-        lowest = min(self._from_starts(longer.aimed_at(0)), key=lambda plan: plan.peak_bytes)
+        lowest, as_for_nothing = best, longer.aimed_at(0)
+        for plan in self._improving(as_for_nothing, search.judge({})):
+            if plan.peak_bytes < lowest.peak_bytes:
+                lowest = plan
+            if search.fits(plan):
+                return longer.prune(plan)
         lower = descend(longer, lowest)
         if search.better(lower, best):
             best = longer.prune(lower) if search.fits(lower) else lower
