@@ -44,8 +44,10 @@ def _rows(outcome: Outcome) -> list[tuple[str, ...]]:
 def _row(
     name: str, shown: Callable[..., str], plain: float, predicted: float, measured: float | None
 ) -> tuple[str, ...]:
-    told = (shown(measured), verdict.change(measured, predicted)) if measured is not None else ("-", "-")
-    return name, shown(plain), shown(predicted), *told
+    if measured is None:
+        return name, shown(plain), shown(predicted), "-", "-"
+    off = verdict.change(measured, predicted).replace("no change", "0 %")
+    return name, shown(plain), shown(predicted), shown(measured), off
 
 
 def _divergences(outcome: Outcome) -> str:
