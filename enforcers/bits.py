@@ -57,10 +57,8 @@ def fill_by_bits(
     if into.device.type != "cpu":
         into.copy_(spread_bits(packed, into.numel())).mul_(bit_set - unset).add_(unset)
         return
-    octets, (row, source) = (
-        np.where(_BITS_OF_BYTE, bit_set.numpy(), unset.numpy()),
-        (into.numpy(), packed.numpy()),
-    )
+    octets = np.where(_BITS_OF_BYTE, bit_set.numpy(), unset.numpy())
+    row, source = into.numpy(), packed.numpy()
     whole, rest = divmod(row.size, 8)
     np.take(octets, source[:whole], axis=0, out=row[: 8 * whole].reshape(whole, 8), mode="clip")
     if rest:
