@@ -8,7 +8,7 @@ import msgspec
 
 from memopt.advisors.auto import Auto
 from memopt.advisors.blockers import Floor, lowest_floor
-from memopt.advisors.jointly import plan_jointly
+from memopt.advisors.jointly import plan_jointly, plan_moved_at_last
 from memopt.advisors.modnn import Modnn
 from memopt.advisors.plan_writer import write_plan
 from memopt.advisors.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
@@ -162,16 +162,12 @@ class Adviser:
         if not isinstance(planner, Auto):
             return problem, planner.plan(problem)
         moved = self.in_backward(problem, margin=margin)
-        try:
-            found = (problem, planner.plan(problem)) if moved is None else plan_jointly(planner, moved)
-        except BudgetInfeasible as error:  # moving the step may lower what is left of the peak
-            after_all = self._moved(problem, margin) if moved is None else None
-            if after_all is None:
-                raise
-            try:
-                found = after_all, planner.plan(after_all)
-            except BudgetInfeasible as other:
-                raise min(error, other, key=lambda each: each.min_peak_bytes) from None
+        if moved is not None:
+            found = plan_jointly(planner, moved)
+        elif (movable := self._moved(problem, margin)) is not None:
+            found = plan_moved_at_last(planner, movable)
+        else:
+            found = problem, planner.plan(problem)
         self.interrupted |= planner.interrupted
         return found
 

@@ -24,7 +24,7 @@ def plan_jointly(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
     try:
         found = auto.within(moved, limit_s * (1.0 if hopeless else _SHARE_OF_THE_FIRST))
     except BudgetInfeasible as error:
-        return plain, _instead(auto, plain, error)
+        return plain, _instead(auto, plain, limit_s * (1 - _SHARE_OF_THE_FIRST), error)
     same = plain.run(found)
     if plain.fits(same) and same.step_ms <= moved.run(found).step_ms:
         return plain, found
@@ -41,9 +41,20 @@ def plan_jointly(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
     return (plain, other) if plain.run(other).step_ms <= moved.run(found).step_ms else (moved, found)
 
 
-def _instead(auto: Auto, plain: Problem, error: BudgetInfeasible) -> Decisions:
-    """A plan for the run as it is, where none was found with the step moved."""
+def plan_moved_at_last(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
+    """As `plan_jointly` where moving the step lowers nothing by itself, but may lower what a plan leaves of the peak: only where there is
+    none for the run as it is."""
+    plain = moved.instead_of
+    assert plain is not None
     try:
-        return auto.within(plain, auto.time_limit_s * (1 - _SHARE_OF_THE_FIRST))
+        return plain, auto.plan(plain)
+    except BudgetInfeasible as error:
+        return moved, _instead(auto, moved, auto.time_limit_s, error)
+
+
+def _instead(auto: Auto, problem: Problem, seconds: float, error: BudgetInfeasible) -> Decisions:
+    """A plan for `problem`, where none was found for the other one. Raises `BudgetInfeasible` with the lower peak of both."""
+    try:
+        return auto.within(problem, seconds)
     except BudgetInfeasible as other:
         raise min(error, other, key=lambda each: each.min_peak_bytes) from None

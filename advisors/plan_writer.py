@@ -164,7 +164,7 @@ class _Writer:
             dtype=strings[slots.dtype[slot]].removeprefix("torch."),
             dims=len(slots.shape.row(slot)),
             consumer=self.trace.op_name(consumer) if consumer >= 0 else "",
-            is_output=consumer >= 0 and slots.packed_before[slot] > consumer,
+            is_output=slots.is_output(slot),
             need=need.kind,
             params=_plain(need.parameters),
         )

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memopt.enforcers.carrier import Carrier, InMemory, OnDevice, Piece
-from memopt.enforcers.swap import FreeSpace, SwapFailed
+from memopt.enforcers.swap import FreeSpace, SwapFailed, without_frames
 from memopt.enforcers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
 
 if TYPE_CHECKING:
@@ -254,7 +254,7 @@ class DiskStore:
                     act = self._write_piece if kind == _WRITE else self._read_piece
                     act(transfer, piece * PIECE_BYTES, carrier)
             except BaseException as error:  # told through the future, whatever it is
-                transfer.error = _without_frames(error)
+                transfer.error = without_frames(error)
             self._finish_piece(kind, transfer)
             del transfer  # or this thread would keep the storage until its next piece
 
@@ -326,15 +326,6 @@ class DiskStore:
             transfer.done.set_exception(transfer.error)
         else:
             transfer.done.set_result(None)
-
-
-def _without_frames(error: BaseException) -> BaseException:
-    """Its traceback would keep the transfer, and so the storage, alive for as long as somebody keeps the error."""
-    link: BaseException | None = error
-    while link is not None:
-        link.__traceback__ = None
-        link = link.__cause__ or link.__context__
-    return error
 
 
 def _pieces(nbytes: int) -> int:

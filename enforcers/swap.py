@@ -26,6 +26,15 @@ class SwapFailed(NotPossibleHere):
         return SwapFailed(self.what, why=self.why, try_=self.try_)
 
 
+def without_frames(error: BaseException) -> BaseException:
+    """Its traceback would keep what was to be swapped alive for as long as somebody keeps the error."""
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
+
+
 class Pending(Protocol):
     """Bytes on their way. `result` returns when the caller may use them (on a device: when its stream will have them)."""
 

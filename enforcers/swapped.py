@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import UntypedStorage
 
-from memopt.enforcers.swap import Pending, SwapFailed, SwapTier
+from memopt.enforcers.swap import Pending, SwapFailed, SwapTier, without_frames
 
 
 class SwappedStorage:
@@ -88,6 +88,7 @@ class Swapper:
                 content = SwappedStorage(tier, storage)
             except SwapFailed as error:
                 self.reason = error.what
+                without_frames(error)  # the tier remembers it
                 return None
             self._swapped[action] = weakref.ref(content)
         content.waiting += 1

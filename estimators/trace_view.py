@@ -165,9 +165,7 @@ class TraceView:
             slots=tuple(rows),
             value=values.pop() if len(values) == 1 else -1,
             packed_op=packed,
-            acted_op=min(
-                slots.packed_before[s] - (-1 < slots.consumer[s] < slots.packed_before[s]) for s in rows
-            ),
+            acted_op=min(slots.packed_before[slot] - slots.is_output(slot) for slot in rows),
             gone_after=gone,
             first_use=uses[0] if uses else self.n,
             last_use=uses[-1] if uses else self.n,

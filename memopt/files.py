@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import gzip
 import io
@@ -75,8 +74,6 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
         raise BadFile(f"cannot write {path}", why=str(error), try_="-o FILE in another folder") from error
     finally:
         Path(name).unlink(missing_ok=True)

@@ -171,6 +171,10 @@ class Slots(msgspec.Struct, frozen=True, kw_only=True):
     """Position among all first unpacks of the iteration, -1 when there was none: one op may ask for several tensors.
     Empty where it was not recorded."""
 
+    def is_output(self, slot: int) -> bool:
+        """Did the op whose node saved it make it? Such a tensor is packed when that op has run, an input before."""
+        return 0 <= self.consumer[slot] < self.packed_before[slot]
+
 
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """One iteration: ops, values, storages, saved slots and the device they ran on."""

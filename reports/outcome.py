@@ -46,8 +46,8 @@ def _row(
 ) -> tuple[str, ...]:
     if measured is None:
         return name, shown(plain), shown(predicted), "-", "-"
-    off = verdict.change(measured, predicted).replace("no change", "0 %")
-    return name, shown(plain), shown(predicted), shown(measured), off
+    off_by = verdict.change(measured, predicted, none="0 %")
+    return name, shown(plain), shown(predicted), shown(measured), off_by
 
 
 def _divergences(outcome: Outcome) -> str:

@@ -94,11 +94,11 @@ def of_outcome(outcome: Outcome) -> str:
     return f"{verdict}; without the plan {format_bytes(outcome.unplanned_peak_bytes)}."
 
 
-def change(now: float, before: float) -> str:
-    """`-34 %`, `+1.2 %`, or `no change`."""
+def change(now: float, before: float, *, none: str = "no change") -> str:
+    """`-34 %`, `+1.2 %`, or `none`."""
     if before <= 0:
         return "n/a"
     percent = 100 * (now / before - 1)
     if abs(percent) < 0.05:
-        return "no change"
+        return none
     return f"{percent:+.1f} %" if abs(percent) < 10 else f"{percent:+.0f} %"

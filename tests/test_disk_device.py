@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -172,4 +173,11 @@ def test_where_nothing_can_be_pinned_the_tensor_is_kept(store, device):
     swapper = Swapper({"disk": store}, {0: "disk"})
     assert swapper.swap_out(0, some_storage(100)) is None
     assert "pinned" in swapper.reason
+    other = DiskStore(store.folder, accelerator=device)
+    storage = some_storage(100)
+    watched = weakref.ref(storage)
+    assert Swapper({"disk": other}, {0: "disk"}).swap_out(0, storage) is None
+    del storage
+    assert watched() is None, "the failure that is remembered holds no frames"
+    other.close()
     assert threading.active_count() == before

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from memopt.advisors.graphs.folded import Folded, fold, least_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer, usual_s
-from memopt.advisors.graphs.runs import floor_bytes, plain_memory
+from memopt.advisors.graphs.runs import floor_bytes, plain_peak
 from memopt.advisors.graphs.stages import AutoPlan
 from memopt.advisors.graphs.starts import LARGE
 from memopt.errors import BudgetInfeasible
@@ -39,14 +39,14 @@ def auto(problem: GraphProblem) -> Answer:
     if plain is not None:
         return plain
     floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
-    plain_peak = int(plain_memory(problem.graph).max())
-    larger = (int(floor + share * (plain_peak - floor)) for share in CUT_FOR)
+    most = plain_peak(problem.graph)
+    larger = (int(floor + share * (most - floor)) for share in CUT_FOR)
     folded = fold(problem, at_once, [each for each in larger if each > problem.budget_bytes])
     if folded is not None:
         return by_parts(problem, folded, floor)
     if problem.budget_bytes >= floor:
         return whole(problem)
-    raise infeasible(problem, least_peak(problem, plain_peak, at_once, problem.until))
+    raise infeasible(problem, least_peak(problem, most, at_once, problem.until))
 
 
 def whole(problem: GraphProblem) -> Answer:

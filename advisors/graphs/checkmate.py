@@ -17,7 +17,7 @@ from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
 from memopt.advisors.graphs.program import Program, last_service, new_program
 from memopt.advisors.graphs.rounding import rounded
-from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, plain_runs, steps_of_runs
+from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, plain_runs, steps_of_runs
 from memopt.advisors.graphs.search import Search
 
 MOST_OPS = 100
@@ -31,7 +31,7 @@ def checkmate(problem: GraphProblem) -> Answer:
         return plain
     graph = problem.graph
     if not problem.may_recompute:
-        raise infeasible(problem, int(plain_memory(graph).max()))
+        raise infeasible(problem, plain_peak(graph))
     if graph.op_count > MOST_OPS:
         return rounded(problem)
     program = build(graph, problem.budget_bytes)

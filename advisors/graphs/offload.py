@@ -18,7 +18,7 @@ import numpy as np
 
 from memopt.advisors.graphs.graph import Graph, IntColumn
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
-from memopt.advisors.graphs.runs import frees_after, memory_of_runs, plain_memory
+from memopt.advisors.graphs.runs import frees_after, memory_of_runs, plain_peak
 from memopt.advisors.schedule import FREE, IN, OUT, RUN, Step
 
 
@@ -225,7 +225,7 @@ def best_walk(
     if plain is not None:
         return plain
     best: tuple[float, list[Step]] | None = None
-    smallest = int(plain_memory(problem.graph).max())
+    smallest = plain_peak(problem.graph)
     for runs, trips in choices:
         if trips and not problem.may_swap:
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from memopt.advisors.graphs.engine import Engine, Stuck
 from memopt.advisors.graphs.problem import Answer, GraphProblem, Strategy, infeasible, plain_answer
-from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, plain_runs, steps_of_runs
+from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, plain_runs, steps_of_runs
 from memopt.advisors.graphs.scores import SCORES, PlainScore
 
 WORDS = {
@@ -33,7 +33,7 @@ def online(name: str, score: type[PlainScore]) -> Strategy:
         if plain is not None:
             return plain
         if not problem.may_recompute:
-            raise infeasible(problem, int(plain_memory(problem.graph).max()))
+            raise infeasible(problem, plain_peak(problem.graph))
         try:
             runs = Engine(problem.graph, problem.budget_bytes, score()).plan()
         except Stuck:

@@ -24,7 +24,7 @@ from memopt.advisors.graphs.problem import (
     usual_s,
 )
 from memopt.advisors.graphs.rotor import rotor
-from memopt.advisors.graphs.runs import plain_memory
+from memopt.advisors.graphs.runs import plain_peak
 from memopt.advisors.graphs.segments import sublinear_greedy, sublinear_sqrt
 from memopt.advisors.graphs.sentinel import sentinel
 from memopt.advisors.graphs.starts import FEW
@@ -155,4 +155,4 @@ def effort_s(graph: Graph, time_limit_s: float) -> float:
 
 def unplanned_peak(graph: Graph) -> int:
     """Peak of the graph when nothing is planned."""
-    return int(plain_memory(graph).max())
+    return plain_peak(graph)

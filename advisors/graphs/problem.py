@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from memopt.advisors.graphs.graph import Graph
-from memopt.advisors.graphs.runs import floor_bytes, plain_memory, plain_runs, steps_of_runs
+from memopt.advisors.graphs.runs import floor_bytes, plain_peak, plain_runs, steps_of_runs
 from memopt.advisors.schedule import Schedule, Step
 from memopt.advisors.schedule_sim import Outcome, replay
 from memopt.errors import BudgetInfeasible
@@ -96,7 +96,7 @@ def finish(problem: GraphProblem, answer: Answer, strategy: str) -> Schedule:
 
 def plain_answer(problem: GraphProblem) -> Answer | None:
     """The plan that does nothing, when it meets the budget."""
-    if int(plain_memory(problem.graph).max()) > problem.budget_bytes:
+    if plain_peak(problem.graph) > problem.budget_bytes:
         return None
     return Answer(steps=steps_of_runs(problem.graph, plain_runs(problem.graph)))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from memopt.advisors.graphs.exact import MOST_OPS, SLACK, Relaxed
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
-from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, rerun_ms, steps_of_runs
+from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, plain_peak, rerun_ms, steps_of_runs
 from memopt.errors import NotPossibleHere
 
 THRESHOLDS = (0.5, 0.3, 0.7, 0.1, 0.9)
@@ -39,7 +39,7 @@ def rounded(problem: GraphProblem) -> Answer:
             why="it has a variable for every pair of a stage and an op",
             try_="--strategy auto",
         )
-    smallest = int(plain_memory(graph).max())
+    smallest = plain_peak(graph)
     bound_ms = 0.0
     best: tuple[float, list[int]] = (math.inf, [])
     for proved_ms, runs in rounded_plans(problem, problem.until):

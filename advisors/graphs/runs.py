@@ -77,6 +77,11 @@ def bytes_across(graph: Graph, first: IntColumn, last: IntColumn) -> IntColumn:
     return found
 
 
+def plain_peak(graph: Graph) -> int:
+    """Largest bytes on the device when every op runs once, in order."""
+    return int(plain_memory(graph).max())
+
+
 def peak_of_runs(graph: Graph, runs: list[int]) -> int:
     """Largest bytes on the device at any moment of a run sequence."""
     return int(memory_of_runs(graph, runs).max())

@@ -15,7 +15,7 @@ import numpy as np
 
 from memopt.advisors.graphs.graph import Graph, IntColumn
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
-from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, rerun_ms, steps_of_runs
+from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, plain_peak, rerun_ms, steps_of_runs
 
 FINEST = 0.5
 """The finest segments have this many times the square root of the ops, on the average, or a hundredth of all bytes if that is less."""
@@ -181,7 +181,7 @@ def best_of(problem: GraphProblem, plans: Iterable[list[int]]) -> Answer:
     if plain is not None:
         return plain
     graph = problem.graph
-    smallest = int(plain_memory(graph).max())
+    smallest = plain_peak(graph)
     best: tuple[float, list[int]] | None = None
     for runs in plans if problem.may_recompute else ():
         peak = peak_of_runs(graph, runs)

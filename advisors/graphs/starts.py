@@ -20,7 +20,7 @@ from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import RECOMPUTE, GraphProblem
 from memopt.advisors.graphs.rotor import rotor_plans
 from memopt.advisors.graphs.rounding import rounded_plans
-from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, rerun_ms
+from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, rerun_ms
 from memopt.advisors.graphs.scores import SCORES
 from memopt.advisors.graphs.segments import (
     Forward,
@@ -65,7 +65,7 @@ def _quick_plans(problem: GraphProblem, until: float) -> Iterator[list[int]]:
     """Run sequences, soonest first, of which one may be valid: what is cheap to drop, a few segments, the online rules."""
     graph, budget_bytes = problem.graph, problem.budget_bytes
     forward = Forward(graph)
-    needed = int(plain_memory(graph).max()) - budget_bytes
+    needed = plain_peak(graph) - budget_bytes
     for plans in (cheapest_dropped,) * (graph.op_count > LARGE) + (few_segments,):
         for keep in plans(forward):
             if forward.dropped_bytes(keep) >= needed:
