@@ -38,6 +38,7 @@ from memopt.estimators.fake.autocast import CudaAutocast
 from memopt.estimators.fake.blas import BlasWorkspaces
 from memopt.estimators.fake.choices import Overrides, plain_choices
 from memopt.estimators.fake.cuda_ops import device_choices
+from memopt.estimators.fake.graphs import Pools
 from memopt.estimators.fake.guess import Guesser
 from memopt.estimators.fake.hidden import hidden_bytes
 from memopt.estimators.fake.ledger import Enough, Ledger, Point
@@ -88,6 +89,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self.probes = Probes()
         self.meetings = Meetings(self)
         self.streams = Streams(self)
+        self.pools = Pools(self)
         self.on_stream = self.streams.now
         self.blas = BlasWorkspaces(self)
         self.inside = 0
@@ -359,14 +361,13 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             own = args
             if any(t.grad_fn is not None and not isinstance(t, FakeTensor) for t in tensors):
                 args, kwargs = tree_map(self._stand_in, (args, kwargs))
+            func = self.meetings.as_run(func, args, kwargs)
             guess = self.guesser.answer(self, func, args, kwargs)
             if guess is not None:
                 return guess[0]
             sparse = sparse_result(self, func, args, kwargs)
             if sparse is not None:
                 return sparse
-            if self.meetings.in_place(func, args, kwargs):
-                return args[0].add_(args[1])
             result = _own(func, own, func(*args, **kwargs))
             note_share(func, args, result)
             note_distinct(func, own, result)

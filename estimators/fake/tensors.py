@@ -28,7 +28,6 @@ def install(recorder: FakeRecorder) -> None:
     _parameters(recorder)
     _module_apply(recorder)
     _truth_hints()
-    torch.distributions.Distribution.set_default_validate_args(False)
 
 
 def _values(recorder: FakeRecorder) -> None:
