@@ -246,7 +246,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             if self.rows[known[1]].size_bytes != storage.nbytes():
                 self._resized(key, known, storage)
             return
-        if self.target == "cuda" and device != "cuda":
+        if device != self.target:
             return
         if getattr(tensor, "fake_device", tensor.device).type == "meta" or not storage.resizable():
             return  # no memory, or NumPy's
@@ -334,7 +334,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
     def _device(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         asked = kwargs.get("device")
         if self.target == "cpu":
-            return "cpu", kwargs
+            return self._claim or "cpu", kwargs
         if kwargs.get("pin_memory"):  # of the host, and refused without a driver
             kwargs = {**kwargs, "pin_memory": False}
         if asked is not None and torch.device(asked).type == "cuda":

@@ -1,8 +1,7 @@
-"""What a script does besides tensors, made harmless and fast: loaders, compilers, process groups."""
+"""What a script does besides tensors, made harmless and fast: compilers, process groups. Data loaders are in `fake/loaders.py`."""
 
 from __future__ import annotations
 
-import inspect
 import os
 from typing import Any
 
@@ -22,35 +21,11 @@ _TORCH: Any = torch
 
 def install(recorder: FakeRecorder) -> None:
     """Patch torch in this process, for good."""
-    _loaders(recorder)
     _compilers(recorder)
     _distributed(recorder)
     _data_parallel(recorder)
     _inference_mode()
     _padded_encoders(recorder)
-
-
-def _loaders(recorder: FakeRecorder) -> None:
-    loader: Any = torch.utils.data.DataLoader
-    init = loader.__init__
-    signature = inspect.signature(init)
-    alone = {
-        "num_workers": 0, "pin_memory": False, "prefetch_factor": None, "persistent_workers": False,
-        "multiprocessing_context": None, "timeout": 0,
-    }  # fmt: skip
-
-    def in_process(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        if bound.arguments.get("num_workers"):
-            recorder.guesser.remark(
-                "DataLoader workers were not started: batches were loaded in the process itself"
-            )
-        for name, value in alone.items():
-            if name in bound.arguments:
-                bound.arguments[name] = value
-        init(*bound.args, **bound.kwargs)
-
-    loader.__init__ = in_process
 
 
 def _compilers(recorder: FakeRecorder) -> None:
