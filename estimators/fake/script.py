@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from memopt.estimators.fake.compiled import CompiledForward, follow
+from memopt.estimators.fake.compiled import CompiledForward, CompiledFunction, follow
 from memopt.estimators.fake.record import FakeRecorder
 
 # torch as something to be patched
@@ -33,8 +33,11 @@ def _compilers(recorder: FakeRecorder) -> None:
         if model is None:
             return lambda function: compiled(function, *args, **kwargs)
         by_inductor = kwargs.get("backend", "inductor") == "inductor" and not kwargs.get("disable")
-        if not isinstance(model, torch.nn.Module) or recorder.target != "cpu" or not by_inductor:
+        if recorder.target != "cpu" or not by_inductor:
             return eager(model)
+        if not isinstance(model, torch.nn.Module):
+            follow()
+            return CompiledFunction(recorder, model)
         if not isinstance(model.forward, CompiledForward):
             follow()
             model.forward = CompiledForward(recorder, model)
