@@ -100,7 +100,7 @@ class CompiledFunction(CompiledForward):
             *_held([x for x in leaves if not isinstance(x, torch.Tensor)]),
         ]
         if _TRAINS in reached:
-            return self._eagerly("it trains, which is compiled in parts")
+            return self._eagerly("it trains, or is a library's")
         if any(isinstance(x, torch.Tensor) and x.requires_grad for x in reached):
             return self._eagerly("it reads a tensor that requires grad and is not among its arguments")
         self.module = torch.nn.ModuleList(dict.fromkeys(x for x in reached if isinstance(x, torch.nn.Module)))
@@ -114,8 +114,10 @@ _TRAINS = object()
 def _reached(function: Any, seen: set[Any]) -> list[Any]:
     """What the script's own code in `function` names outside itself, and what the functions so named do."""
     code = getattr(function, "__code__", None)
-    if code is None or code in seen or not is_users(code.co_filename):
-        return [_TRAINS] if code is None else []
+    if code is None or not is_users(code.co_filename):
+        return [] if seen else [_TRAINS]  # an optimizer's step, or no function at all
+    if code in seen:
+        return []
     seen.add(code)
     named = inspect.getclosurevars(function)
     values = [
