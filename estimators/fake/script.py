@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
 
 from memopt.estimators.fake.compiled import CompiledForward, CompiledFunction, follow
 from memopt.estimators.fake.record import FakeRecorder
+from memopt.instrument.on_import import call_after_import
 
 # torch as something to be patched
 _DDP: Any = torch.nn.parallel.distributed
@@ -23,6 +25,7 @@ def install(recorder: FakeRecorder) -> None:
     """Patch torch in this process, for good."""
     _compilers(recorder)
     _distributed(recorder)
+    _sharded(recorder)
     _data_parallel(recorder)
     _inference_mode()
     _padded_encoders(recorder)
@@ -102,6 +105,23 @@ def _distributed(recorder: FakeRecorder) -> None:
 
     _PARALLEL.DistributedDataParallel = DistributedDataParallel
     _DDP.DistributedDataParallel = DistributedDataParallel
+
+
+def _sharded(recorder: FakeRecorder) -> None:
+    """DTensor asks fake tensors of its own what shape an op's result has."""
+    name = "torch.distributed.tensor._sharding_prop"
+
+    def patch() -> None:
+        propagator: Any = sys.modules[name].ShardingPropagator
+        ask = propagator._propagate_tensor_meta_non_cached
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            with recorder.paused():
+                return ask(*args, **kwargs)
+
+        propagator._propagate_tensor_meta_non_cached = asked
+
+    call_after_import(name, patch)
 
 
 def _data_parallel(recorder: FakeRecorder) -> None:
