@@ -170,9 +170,10 @@ HOSTILE = {
     "missing data": ("import torch\nopen('no-such-data.csv')\n", "no-such-data.csv", ":2"),
     "missing module": ("import no_such_module\n", "install it beside torch", ":1"),
     "jagged": (
-        "import torch\ntorch.nested.nested_tensor([torch.ones(99, 99), torch.ones(88, 99)], layout=torch.jagged) * 2\n",
+        "import torch\nx = torch.nested.nested_tensor([torch.ones(70, 64), torch.ones(80, 64)], layout=torch.jagged)\n"
+        "torch.nested.to_padded_tensor(x * 2, 0.0)\n",
         "a padded batch instead",
-        ":2",
+        ":3",
     ),
     "dies": ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n", "signal 11", ""),
     "exits": ("import sys\nsys.exit('usage: give me data')\n", "usage: give me data", ""),
