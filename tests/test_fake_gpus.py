@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from memopt.estimators.estimate import Estimate, estimate_script
 
 MIB = 2**20
@@ -82,6 +84,20 @@ for step in range(5):
 """
 
 
+MODES = """
+import torch
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda()
+{compile}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(4096, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    spare = [torch.ones(4096, 1024, device="cuda") for _ in range(3)]
+    del spare
+"""
+
+
 def estimated(folder: Path, text: str) -> Estimate:
     path = folder / "train.py"
     path.write_text(text)
@@ -120,3 +136,11 @@ def test_graphed_callables_keep_their_inputs_outputs_and_gradients(tmp_path: Pat
     text = CALLABLES.splitlines()
     plain = estimated(tmp_path, "\n".join(line for line in text if "graphed" not in line))
     assert estimated(tmp_path, CALLABLES).allocated_bytes - plain.allocated_bytes > 2 * 4 * MIB
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_a_compiled_models_graphs_share_no_free_block(tmp_path: Path, mode: str) -> None:
+    plain = estimated(tmp_path, MODES.format(compile="model = torch.compile(model)"))
+    graphed = estimated(tmp_path, MODES.format(compile=f"model.compile(mode='{mode}')"))
+    assert any("a pool of their own" in note for note in graphed.notes)
+    assert graphed.reserved_bytes >= plain.reserved_bytes + 16 * MIB

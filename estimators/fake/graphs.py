@@ -6,6 +6,7 @@ not given back when memory runs out. A replay makes no tensors, and computes not
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ class Pools:
         """`call` as `mode="reduce-overhead"` of torch.compile runs it: in a pool."""
         pool = self.made()
 
+        @functools.wraps(call)
         def run(*args: Any, **kwargs: Any) -> Any:
             with self.inside(pool):
                 return call(*args, **kwargs)

@@ -31,13 +31,17 @@ def install(recorder: FakeRecorder) -> None:
     _padded_encoders(recorder)
 
 
+_GRAPHED = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that capture CUDA graphs."""
+
+
 def _compilers(recorder: FakeRecorder) -> None:
     def compiled(model: Any = None, *args: Any, **kwargs: Any) -> Any:
         if model is None:
             return lambda function: compiled(function, *args, **kwargs)
         by_inductor = kwargs.get("backend", "inductor") == "inductor" and not kwargs.get("disable")
         if recorder.target != "cpu" or not by_inductor:
-            return eager(model)
+            return eager(model, by_inductor and str(kwargs.get("mode")) in _GRAPHED)
         if not isinstance(model, torch.nn.Module):
             follow()
             return CompiledFunction(recorder, model)
@@ -47,10 +51,17 @@ def _compilers(recorder: FakeRecorder) -> None:
             object.__setattr__(model, "_orig_mod", model)
         return model
 
-    def eager(model: Any) -> Any:
+    def eager(model: Any, graphed: bool) -> Any:
         recorder.guesser.remark(
             "torch.compile was not applied: the estimate is of the eager run, which a compiled run seldom exceeds"
         )
+        if graphed and recorder.target == "cuda":
+            recorder.guesser.remark(
+                "what CUDA graphs of torch.compile hold was taken from a pool of their own"
+            )
+            if not isinstance(model, torch.nn.Module):
+                return recorder.pools.graphed(model)
+            model.forward = recorder.pools.graphed(model.forward)
         return model
 
     def scripted(obj: Any, *args: Any, **kwargs: Any) -> Any:
