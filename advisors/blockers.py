@@ -20,7 +20,7 @@ def infeasible(problem: Problem, decisions: Decisions, who: str = "") -> BudgetI
     timeline = problem.run(decisions)
     blockers = peak_blockers(problem, decisions, timeline)
     peak = timeline.peak_bytes
-    try_ = f"{enough(peak)}, or a smaller batch"
+    try_ = f"{enough(peak)}, {'--strategy auto, ' if who else ''}or a smaller batch"
     if DEFAULT_ALLOW - problem.allow:
         try_ += ", or fewer kinds of action denied"
     found_by = (f"this is the best that {who} finds",) if who else ()

@@ -115,6 +115,6 @@ def failure(rows: list[Row], budget_bytes: int) -> MemoptError | None:
             try_="--strategy auto",
         )
     peak = nearest.min_peak_bytes or 0
-    return BudgetInfeasible(
-        budget_bytes, peak, (f"found by {nearest.strategy}",), try_=f"{enough(peak)}, or a smaller batch"
-    )
+    auto = "" if any(row.strategy == "auto" for row in rows) else "--strategy auto, "
+    try_ = f"{enough(peak)}, {auto}or a smaller batch"
+    return BudgetInfeasible(budget_bytes, peak, (f"found by {nearest.strategy}",), try_=try_)
