@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 STARTS = 3
 SLOW = 150
 """With fewer iterations than this in a slice, one long search is worth more than several."""
+QUICK = 800
+"""With fewer than this in the first few slices, one long search is worth more than crossing."""
 FEW = 300
 """Above so many ops, one long search is worth more where copies make each move dearer."""
 LONG = 1000
@@ -128,7 +130,10 @@ class AutoPlan:
             self._insist(begin)
         if not self.search.best_over:
             self._exactly(self.stage_end(PROGRAM))
-        self._finish(self.enough())
+        enough = self.enough()
+        if self.search.iterations >= QUICK:
+            evolution.run(begin + 0.75 * left, slice_s, enough)
+        self._finish(enough)
 
     def go_on_while_it_pays(self, until: float) -> None:
         """Rounds of search until a few gain next to nothing, or the time is up."""
