@@ -1,28 +1,21 @@
-"""SwapAdvisor (Huang, Jin, Li, ASPLOS 2020): genetic search over priorities, with Belady eviction as the planner inside.
+"""SwapAdvisor (Huang, Jin, Li, ASPLOS 2020): genetic search over a pool of size classes, with Belady eviction as the planner inside.
 
-Rule: a chromosome fixes what the deterministic swap planner is free to choose; the planner walks the ops, and whenever memory is
-full evicts the resident tensor whose next use is furthest; fitness is the simulated step time. Population 12, tournament
-selection, uniform crossover, 12 generations: about 140 plans. Differs: the order of the ops is the script's own, so the
-chromosome is a weight on each tensor's distance to its next use; there is no pool of size classes, since PyTorch's allocator has
-its own; the genetic operators are these few lines, so that planning needs no library more.
+Rule: a chromosome fixes what the deterministic swap planner is free to choose, here which tensor lies in which class of the pool and how
+many slots each class has (`size_classes`); the planner walks the ops, and where a class is full evicts the tensor of it whose
+next use is furthest. It leaves as soon as its last use before has ended; fitness is the simulated step time. O(156 plans).
+Differs: the order of the ops, the chromosome's other part, is the script's own. Only what autograd saves lies in the pool, and
+PyTorch's allocator gives every tensor its place: classes say what leaves, not where it lies. A tensor comes back at the last
+moment that hides its copy, not as early as memory allows: the link is a queue, in which early ones hold up those needed first.
 """
 
 from __future__ import annotations
 
-import contextlib
-import random
-
-import numpy as np
-
 from memopt.advisors.blockers import infeasible
+from memopt.advisors.clock import now
 from memopt.advisors.picks import swap_of, swappable
 from memopt.advisors.prefetch import place_prefetches
-from memopt.advisors.problem import Candidate, Decisions, OutOfTime, Problem
-
-_POPULATION = 12
-_GENERATIONS = 12
-
-Genes = list[float]
+from memopt.advisors.problem import Candidate, Decisions, Problem
+from memopt.advisors.size_classes import Pool, Tensor
 
 
 class Swapadvisor:
@@ -35,55 +28,26 @@ class Swapadvisor:
 
     def plan(self, problem: Problem, /) -> Decisions:
         able = swappable(problem)
-        rng = random.Random(0)
-        population: list[Genes] = [[1.0] * len(able)]
-        while len(population) < _POPULATION:
-            population.append([rng.lognormvariate(0, 0.7) for _ in able])
-        rated = [(self._fitness(problem, able, genes), genes) for genes in population]
-        with contextlib.suppress(OutOfTime):
-            for _ in range(_GENERATIONS if len(able) > 1 else 0):
-                children = [
-                    _mutate(_cross(_pick(rated, rng), _pick(rated, rng), rng), rng)
-                    for _ in range(_POPULATION - 1)
-                ]
-                best = min(rated, key=lambda pair: pair[0])
-                rated = [best, *((self._fitness(problem, able, genes), genes) for genes in children)]
-        decisions = belady(problem, able, min(rated, key=lambda pair: pair[0])[1])
+        limited = problem.limited(now() + problem.seconds_left)
+
+        def away(problem: Problem, leaving: list[int]) -> Decisions:
+            swaps = {able[number].storage: swap_of(able[number]) for number in leaving}
+            return place_prefetches(problem, swaps)
+
+        def rate(leaving: list[int]) -> tuple[float, float]:
+            timeline = limited.run(away(limited, leaving))
+            return max(0, timeline.peak_bytes - problem.target_bytes), timeline.step_ms
+
+        decisions = away(problem, pool_of(problem, able).evolve(rate))
         if not problem.fits(problem.run(decisions)):
             raise infeasible(problem, decisions, self.name)
         return decisions
 
-    def _fitness(self, problem: Problem, able: list[Candidate], genes: Genes) -> tuple[int, float]:
-        timeline = problem.run(belady(problem, able, genes))
-        return max(0, timeline.peak_bytes - problem.target_bytes), timeline.step_ms
 
-
-def belady(problem: Problem, able: list[Candidate], genes: Genes) -> Decisions:
-    """Walk the ops; while one is over the target, evict what is used furthest away (as the genes weigh it)."""
-    load = problem.plain.high_bytes.astype(np.int64).copy()
-    chosen: Decisions = {}
-    weights = dict(zip((c.storage for c in able), genes, strict=True))
-    over = np.flatnonzero(load > problem.target_bytes)
-    while over.size:
-        op = int(over[0])
-        resident = [c for c in able if c.storage not in chosen and c.away.start <= op < c.away.stop]
-        if not resident:
-            load[op] = 0
-        else:
-            victim = max(resident, key=lambda c: (c.saved.first_use - op) * weights[c.storage])
-            chosen[victim.storage] = swap_of(victim)
-            load[victim.away] -= victim.saved.size_bytes
-        over = np.flatnonzero(load > problem.target_bytes)
-    return place_prefetches(problem, chosen)
-
-
-def _pick(rated: list[tuple[tuple[int, float], Genes]], rng: random.Random) -> Genes:
-    return min(rng.sample(rated, 3), key=lambda pair: pair[0])[1]
-
-
-def _cross(one: Genes, other: Genes, rng: random.Random) -> Genes:
-    return [a if rng.random() < 0.5 else b for a, b in zip(one, other, strict=True)]
-
-
-def _mutate(genes: Genes, rng: random.Random) -> Genes:
-    return [g * rng.lognormvariate(0, 0.5) if rng.random() < 0.15 else g for g in genes]
+def pool_of(problem: Problem, able: list[Candidate]) -> Pool:
+    """The pool in which `able` lie."""
+    tensors = [
+        Tensor(c.saved.size_bytes, slice(max(0, int(problem.view.birth[c.storage])), c.saved.release + 1), c.away)
+        for c in able
+    ]  # fmt: skip
+    return Pool(tensors, problem.plain.high_bytes, problem.target_bytes)

@@ -20,7 +20,19 @@ from memopt.errors import reason
 from memopt.files import swap_folder
 from memopt.units import format_bytes
 
-PARTS = ("torch", "numpy", "click", "rich", "msgspec", "pandas", "plotly", "nvidia-ml-py", "onnx", "highspy")
+PARTS = (
+    "torch",
+    "numpy",
+    "click",
+    "rich",
+    "msgspec",
+    "pandas",
+    "plotly",
+    "nvidia-ml-py",
+    "deap",
+    "onnx",
+    "highspy",
+)
 _PAGE_BYTES = 4096
 
 Facts = dict[str, Any]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 
@@ -10,11 +12,14 @@ from memopt.advisors.capuchin import capuchin_picks
 from memopt.advisors.dtr import Dtr, Evictions
 from memopt.advisors.flashneuron import Flashneuron
 from memopt.advisors.modnn import Modnn
-from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, Problem
+from memopt.advisors.picks import swap_of, swappable
+from memopt.advisors.prefetch import place_prefetches
+from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, OutOfTime, Problem
 from memopt.advisors.registry import STRATEGIES
+from memopt.advisors.size_classes import Pool, Tensor
 from memopt.advisors.sublinear import sublinear_plans
 from memopt.advisors.superneurons import Superneurons, largest_layer_bytes
-from memopt.advisors.swapadvisor import belady
+from memopt.advisors.swapadvisor import pool_of
 from memopt.advisors.vdnn import Vdnn, vdnn_plan
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
@@ -197,13 +202,67 @@ def test_flashneuron_compresses_when_the_link_is_slow() -> None:
 
 def test_belady_evicts_what_is_used_furthest_away() -> None:
     problem = problem_of(net(), 0.9)
-    able = [c for c in problem.candidates.values() if c.option("swap")]
-    chosen = belady(problem, able, [1.0] * len(able))
+    able = swappable(problem)
+    chosen = pool_of(problem, able).leaving()
     # in reverse order of use the first output is needed last
-    assert sorted(chosen) == sorted(problem.candidates)[: len(chosen)]
-    last = len(able) - 1
-    weighted = belady(problem, able, [1.0] * last + [1000.0])
-    assert able[last].storage in weighted
+    assert 0 < len(chosen) < len(able)
+    assert chosen == list(range(len(chosen)))
+
+
+def test_a_full_class_evicts_its_own() -> None:
+    """Two sizes; ops 4 to 7 lie between the uses. What a class has too few slots for leaves, though memory has room."""
+    tensors = [Tensor(size, slice(i, 12 - i), slice(4, 11 - i)) for i, size in enumerate((8, 8, 2, 2))]
+    pool = Pool(tensors, np.full(12, 20), 20)
+    assert pool.sizes.tolist() == [2, 8]
+    assert pool.leaving() == []
+    assert pool.leaving([1.0, 1.0, 1.0, 1.0]) == []
+    assert pool.leaving([1.0, 1.0, 0.5, 1.0]) == [2]
+    assert pool.leaving([1.0, 1.0, 1.0, 0.5]) == [0]
+    # the small ones take slots of the large class: of all four the two that are needed last leave
+    assert pool.leaving([0.0, 1.0, 1.0, 0.5]) == [0, 1]
+    # and memory that is short evicts beyond what the classes say
+    assert Pool(tensors, np.full(12, 20), 12).leaving([1.0, 1.0, 0.5, 1.0]) == [0, 2]
+
+
+def test_the_genetic_search_is_the_same_each_time_and_leaves_random_alone() -> None:
+    """Twenty tensors of one size: the search has to find how many slots leave thirteen of them without one."""
+    tensors = [Tensor(1, slice(i, 41 - i), slice(21, 40 - i)) for i in range(20)]
+    pool = Pool(tensors, np.full(41, 20), 20)
+    random.seed(7)
+    before = random.getstate()
+    found = pool.evolve(lambda leaving: (abs(13.0 - len(leaving)), 0.0))
+    assert found == pool.evolve(lambda leaving: (abs(13.0 - len(leaving)), 0.0))
+    assert abs(13 - len(found)) <= 1
+    assert random.getstate() == before
+
+
+def test_the_genetic_search_ends_with_the_best_so_far() -> None:
+    tensors = [Tensor(1, slice(i, 41 - i), slice(21, 40 - i)) for i in range(20)]
+    pool = Pool(tensors, np.full(41, 20), 20)
+    seen: list[int] = []
+
+    def rate(leaving: list[int]) -> tuple[float, float]:
+        if len(seen) == 3:
+            raise OutOfTime
+        seen.append(len(leaving))
+        return (0.0, float(-len(leaving)))
+
+    assert len(pool.evolve(rate)) == max(seen)
+
+
+def test_swapadvisor_beats_plain_belady() -> None:
+    """Layers of four sizes and times: the search swaps another set, with a shorter step, than whatever is used furthest away."""
+    layers = [
+        Layer((16, 1, 4, 8)[i % 4] * MIB, (3.0, 2.0, 7.0, 1.0)[i % 4], (i - 1,), grad=MIB) for i in range(40)
+    ]
+    problem = problem_of(build(layers, device=GPU), 0.5)
+    able = swappable(problem)
+    plain = {able[i].storage: swap_of(able[i]) for i in pool_of(problem, able).leaving()}
+    alone = problem.run(place_prefetches(problem, plain))
+    found = problem.run(decided("swapadvisor", problem))
+    assert problem.fits(alone)
+    assert problem.fits(found)
+    assert found.step_ms < 0.99 * alone.step_ms
 
 
 def test_dtr_prefers_cheap_large_and_stale() -> None:

@@ -1,14 +1,13 @@
 """SwapAdvisor (Huang et al., ASPLOS'20) on a plain graph.
 
-Rule: a genetic algorithm over chromosomes that a deterministic swap planner turns into a schedule: walk the ops; when memory is short, the tensor whose
-next use is furthest leaves (Belady), and comes back as early as memory allows. What differs: the op order is fixed by the exchange form,
-so a chromosome is the set of tensors that may leave; there are no size classes, since the form has no addresses.
-Population 12, tournament of 3, uniform crossover, elitism; ends after 12 generations or at the time limit.
+Rule: a genetic algorithm over chromosomes that a deterministic swap planner turns into a schedule: memory is a pool of size classes
+(`advisors.size_classes`); where a class is full, the tensor of it whose next use is furthest leaves (Belady), and comes back
+as early as memory allows. O(156 schedules), or until the time limit. What differs: the op order is fixed by the exchange form, so a
+chromosome is the classes and their slots alone; the form has no addresses, so a class says what leaves, not where it lies.
 """
 
 from __future__ import annotations
 
-import random
 import time
 
 from memopt.advisors.graphs.offload import (
@@ -22,72 +21,46 @@ from memopt.advisors.graphs.offload import (
     just_in_time,
 )
 from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
-
-POPULATION = 12
-GENERATIONS = 12
+from memopt.advisors.graphs.runs import lifetimes, plain_runs
+from memopt.advisors.problem import OutOfTime
+from memopt.advisors.size_classes import Pool, Tensor
 
 
 def swapadvisor(problem: GraphProblem) -> Answer:
-    """SwapAdvisor (ASPLOS'20): genetic search over what may leave, Belady eviction, earliest way back."""
-    runs = plain_runs(problem.graph)
+    """SwapAdvisor (ASPLOS'20): genetic search over size classes, Belady eviction, earliest way back."""
     if not problem.may_swap:
         return best_walk(problem, [], [])
+    runs = plain_runs(problem.graph)
     trips = idle_trips(problem.graph, runs)
-    rnd = random.Random(0)
-    everything = [True] * len(trips)
-    population = [everything] + [[rnd.random() < 0.8 for _ in trips] for _ in range(POPULATION - 1)]
-    value = {tuple(everything): fitness(problem, runs, trips, everything)}
-    for _ in range(GENERATIONS):
-        for one in population:
-            if tuple(one) not in value and time.monotonic() < problem.until:
-                value[tuple(one)] = fitness(problem, runs, trips, one)
-        population = [one for one in population if tuple(one) in value]
-        population.sort(key=lambda one: value[tuple(one)])
+
+    def rate(leaving: list[int]) -> tuple[float, float]:
         if time.monotonic() > problem.until:
-            break
-        population = population[:2] + [_child(rnd, population, value) for _ in range(POPULATION - 2)]
-    best = min(value, key=lambda one: value[one])
-    return best_walk(
-        problem, [(runs, belady(problem, runs, trips, list(best)))], [as_soon_as_possible, just_in_time]
-    )
+            raise OutOfTime
+        try:
+            steps = hold(problem, runs, [trips[number] for number in leaving], as_soon_as_possible)
+        except CannotHold as failure:
+            return float(failure.peak_bytes), 0.0
+        return 0.0, problem.replay(steps).overhead
+
+    chosen = [trips[number] for number in pool_of(problem, runs, trips).evolve(rate)]
+    return best_walk(problem, [(runs, chosen)], [as_soon_as_possible, just_in_time])
 
 
-def belady(problem: GraphProblem, runs: list[int], trips: list[Trip], may_leave: list[bool]) -> list[Trip]:
+def belady(problem: GraphProblem, runs: list[int], trips: list[Trip]) -> list[Trip]:
     """Trips such that the budget holds: at each run that is short, the idle tensor with the furthest next use leaves."""
+    return [trips[number] for number in pool_of(problem, runs, trips).leaving()]
+
+
+def pool_of(problem: GraphProblem, runs: list[int], trips: list[Trip]) -> Pool:
+    """The pool in which the tensors of `trips` lie, each op run once."""
+    first, last = (column.tolist() for column in lifetimes(problem.graph))
     walk = Walk(problem, runs, [])
-    memory = walk.memory
-    pool = [trip for trip, may in zip(trips, may_leave, strict=True) if may]
-    chosen: list[Trip] = []
-    for position in range(len(runs)):
-        while int(memory[position]) > problem.budget_bytes:
-            idle = [trip for trip in pool if trip.leave < position < trip.need]
-            if not idle:
-                break
-            trip = max(idle, key=lambda trip: trip.need)
-            pool.remove(trip)
-            memory[trip.leave + 1 : trip.need] -= walk.size[trip.tensor]
-            chosen.append(trip)
-    return chosen
-
-
-def fitness(problem: GraphProblem, runs: list[int], trips: list[Trip], may_leave: list[bool]) -> float:
-    """Overhead of the schedule; bytes over the budget, scaled above any overhead, when there is none."""
-    try:
-        steps = hold(problem, runs, belady(problem, runs, trips, may_leave), as_soon_as_possible)
-    except CannotHold as failure:
-        return 1e6 + failure.peak_bytes
-    return problem.replay(steps).overhead
-
-
-def _child(
-    rnd: random.Random, population: list[list[bool]], value: dict[tuple[bool, ...], float]
-) -> list[bool]:
-    one, other = (
-        min(rnd.sample(population, min(3, len(population))), key=lambda each: value[tuple(each)])
-        for _ in range(2)
-    )
-    rate = 1.0 / max(1, len(one))
-    return [
-        (a if rnd.random() < 0.5 else b) != (rnd.random() < rate) for a, b in zip(one, other, strict=True)
+    tensors = [
+        Tensor(
+            walk.size[trip.tensor],
+            slice(max(0, first[trip.tensor]), max(trip.need, last[trip.tensor]) + 1),
+            slice(trip.leave + 1, trip.need),
+        )
+        for trip in trips
     ]
+    return Pool(tensors, walk.memory, problem.budget_bytes)

@@ -84,9 +84,7 @@ class Waiting:
         if not everything:
             return
         rnd = random.Random(0)
-        current = self._trips_of_best(everything) or belady(
-            problem, runs, everything, [True] * len(everything)
-        )
+        current = self._trips_of_best(everything) or belady(problem, runs, everything)
         worth = self._worth(runs, current)
         while time.monotonic() < until:
             changed = set(current)
