@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 from typing import Any
@@ -13,9 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import graphs as shapes
+from memopt.advisors.graphs.graph import decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import floor_bytes
+from memopt.advisors.graphs.runs import floor_bytes, plain_runs
+from memopt.advisors.graphs.search import Search
 from memopt.advisors.graphs.segments import Forward, cheapest_dropped
 from memopt.advisors.graphs.stages import AutoPlan
 from memopt.errors import BudgetInfeasible, UsageError
@@ -291,3 +294,14 @@ def test_what_is_dropped_first_is_cheapest_per_byte() -> None:
         {8, 4, 0, 5, 1, 2, 109},
         {8, 4, 0, 5, 1, 2, 109, 3, 6, 7},
     ]
+
+
+def test_many_reruns_at_one_place_find_room() -> None:
+    """At 30 % of its peak an LSTM reruns chains of dozens of ops before single reads; evictions that found no slot for them cost +52 %."""
+    graph = decode_graph(msgspec.json.encode(shapes.GRAPHS["lstm60"]()))
+    search = Search(graph, plain_runs(graph), 3 * unplanned_peak(graph) // 10)
+    search.breadth, search.noise = 0.5, 0.0
+    search.press(math.inf)
+    search.polish_all()
+    assert not search.best_over
+    assert search.best_cost < 0.45 * graph.plain_ms

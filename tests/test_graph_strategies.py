@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -9,10 +10,15 @@ import pytest
 
 from benchmarks.graph_families import branches
 from memopt.advisors.graphs import rounding
+from memopt.advisors.graphs.capuchin import in_order
 from memopt.advisors.graphs.engine import Engine
 from memopt.advisors.graphs.graph import FloatColumn, IntColumn, decode_graph
+from memopt.advisors.graphs.offload import Walk
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.problem import GraphProblem
+from memopt.advisors.graphs.runs import plain_runs
 from memopt.advisors.graphs.scores import SCORES, Neighbours
+from memopt.advisors.graphs.segments import Forward
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from tests.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
 
@@ -114,6 +120,17 @@ def test_capuchin_takes_the_cheaper_of_a_swap_that_is_seen_and_a_recomputation()
     assert figures == [(3, 0, 0, 0), (0, 3, 5, 0), (3, 0, 0, pytest.approx(27))]
 
 
+def test_capuchin_prices_no_more_candidates_than_there_is_time_for() -> None:
+    graph = graph_of(chain(8))
+    budget = int(0.7 * unplanned_peak(graph))
+    counts = []
+    for until in (math.inf, 0.0):
+        problem = GraphProblem(graph=graph, budget_bytes=budget, until=until)
+        counts.append(len(in_order(problem, Walk(problem, plain_runs(graph), []), Forward(graph))))
+    assert counts[0] > 0
+    assert counts[1] == 0
+
+
 @pytest.mark.parametrize("name", ["msps", "dtr", "dtr-eqclass", "dtr-megengine", "next-use"])
 def test_the_cost_around_a_tensor_is_what_it_is_when_reckoned_anew(name: str) -> None:
     scorings = 0
@@ -123,7 +140,8 @@ def test_the_cost_around_a_tensor_is_what_it_is_when_reckoned_anew(name: str) ->
             nonlocal scorings
             scorings += 1
             found = super().neighbourhood(candidates)  # type: ignore[misc]
-            assert found.tolist() == [self.region_cost(tensor) for tensor in candidates.tolist()]
+            anew = [self.region_cost(tensor) for tensor in candidates.tolist()]
+            assert found.tolist() == pytest.approx(anew, rel=1e-12)  # added up in another order
             return found  # type: ignore[no-any-return]
 
     graph = decode_graph(msgspec.json.encode(branches(6, 3, 2)))

@@ -78,7 +78,7 @@ def _relieves(problem: GraphProblem, walk: Walk, trip: Trip) -> bool:
 
 
 def _by_msps(problem: GraphProblem, walk: Walk, forward: Forward, trips: list[Trip]) -> list[Pick]:
-    """The candidates whose swap would be seen, most bytes per ms first."""
+    """The candidates whose swap would be seen, most bytes per ms first; as many as there is time for."""
     prices = _Prices(problem, walk, forward)
     heap: list[tuple[float, int, bool]] = []
 
@@ -88,10 +88,12 @@ def _by_msps(problem: GraphProblem, walk: Walk, forward: Forward, trips: list[Tr
             heapq.heappush(heap, (-walk.size[trips[number].tensor] / (ms + 1e-9), number, swap))
 
     for number in range(len(trips)):
+        if time.monotonic() > problem.until:
+            break
         offer(number)
     picks: list[Pick] = []
     left = set(range(len(trips)))
-    while heap:
+    while heap and time.monotonic() < problem.until:
         score, number, swap = heapq.heappop(heap)
         trip = trips[number]
         if number not in left or score != -walk.size[trip.tensor] / (prices.now[number] + 1e-9):

@@ -12,7 +12,8 @@ from bisect import bisect_left
 
 import numpy as np
 
-from memopt.advisors.graphs.graph import Graph, IntColumn
+from memopt.advisors.graphs.graph import Graph
+from memopt.advisors.graphs.runs import memory_at
 
 EMPTY = -1
 FAR = 2**60
@@ -42,52 +43,27 @@ class Lives:
 
     def _lay_out(self, runs: list[int], room: int) -> None:
         graph = self.graph
-        self.slot_op: list[int] = []
+        taken = np.arange(len(runs), dtype=np.int64) * (room + 1) + room
+        ops = np.array(runs, dtype=np.int64)
+        self.end = len(runs) * (room + 1) + room
+        slot_op = np.full(self.end, EMPTY, dtype=np.int64)
+        slot_op[taken] = ops
+        self.slot_op: list[int] = slot_op.tolist()
+        self.slot_ms = np.zeros(self.end + 1)
+        self.slot_ms[taken] = graph.op_ms[ops]
         self.runs_at: list[list[int]] = [[] for _ in range(graph.op_count)]
         self.uses: list[list[int]] = [[] for _ in range(graph.tensor_count)]
-        slot = 0
-        for op in runs:
-            slot += room
-            self.slot_op.extend([EMPTY] * room)
-            self.slot_op.append(op)
-            if self.runs_at[op]:
+        runs_at, uses = self.runs_at, self.uses
+        for slot, op in zip(taken.tolist(), runs, strict=True):
+            if runs_at[op]:
                 self.cost += self.ms[op]
-            self.runs_at[op].append(slot)
+            runs_at[op].append(slot)
             for tensor in self.reads[op]:
-                self.uses[tensor].append(slot)
-            slot += 1
-        self.slot_op.extend([EMPTY] * room)
-        self.end = slot + room
-        self.slot_ms = np.zeros(self.end + 1)
-        taken = np.arange(len(runs), dtype=np.int64) * (room + 1) + room
-        self.slot_ms[taken] = graph.op_ms[np.array(runs, dtype=np.int64)]
-        change = np.zeros(self.end + 2, dtype=np.int64)
-        change[0] = graph.resident_bytes
-        kept = graph.kept & ~graph.resident
-        self.first_slot = np.full(graph.tensor_count, FAR, dtype=np.int64)
-        self.last_slot = np.full(graph.tensor_count, -1, dtype=np.int64)
-        for tensor in np.flatnonzero(graph.producer >= 0).tolist():
-            uses = self.uses[tensor]
-            if kept[tensor]:
-                uses.append(self.end)
-            slots = self.runs_at[self.maker[tensor]]
-            self.first_slot[tensor] = slots[0]
-            self.last_slot[tensor] = uses[-1] if uses else slots[0]
-            self._add_lives(tensor, slots, uses, change)
-        self.memory = np.cumsum(change[:-1])
+                uses[tensor].append(slot)
+        for tensor in np.flatnonzero(graph.kept & ~graph.resident).tolist():
+            uses[tensor].append(self.end)
+        self.memory, self.first_slot, self.last_slot = memory_at(graph, runs, taken, self.end)
         self.credit = np.zeros(self.end + 1, dtype=np.int64)
-        for slot, op in enumerate(self.slot_op):
-            if op != EMPTY and self.workspace[op]:
-                self.memory[slot] += self.workspace[op]
-
-    def _add_lives(self, tensor: int, slots: list[int], uses: list[int], change: IntColumn) -> None:
-        size = self.size[tensor]
-        for index, start in enumerate(slots):
-            following = slots[index + 1] if index + 1 < len(slots) else FAR
-            position = bisect_left(uses, following) - 1
-            last = max(start, uses[position]) if position >= 0 else start
-            change[start] += size
-            change[last + 1] -= size
 
     def runs(self) -> list[int]:
         """The run sequence as it stands."""

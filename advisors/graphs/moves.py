@@ -44,7 +44,7 @@ class Moves:
         self.budget = budget_bytes
         self.random = random.Random(seed)
         self.normal = np.random.default_rng(seed)
-        self.room = 5 if graph.op_count <= 2000 else 3 if graph.op_count <= 20_000 else 2
+        self.room = 6 if graph.op_count <= 20_000 else 3
         self.full = False
         self.wide = max(1, graph.op_count // 5000)
         self.deadline = math.inf

@@ -6,6 +6,8 @@ its next production. So planners search over run sequences only; frees, peaks an
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 
 from memopt.advisors.graphs.graph import Graph, IntColumn
@@ -47,14 +49,48 @@ def steps_of_runs(graph: Graph, runs: list[int]) -> list[Step]:
 
 def memory_of_runs(graph: Graph, runs: list[int]) -> IntColumn:
     """Bytes on the device during each run, workspace included; then, last, bytes at the end."""
-    size = graph.tensor_bytes.tolist()
-    change = np.zeros(len(runs) + 1, dtype=np.int64)
-    for position, (op, dying) in enumerate(zip(runs, frees_after(graph, runs), strict=True)):
-        change[position] += sum(size[tensor] for tensor in graph.writes[op])
-        change[position + 1] -= sum(size[tensor] for tensor in dying)
-    memory = np.cumsum(change) + graph.resident_bytes
-    memory[:-1] += graph.op_workspace_bytes[np.array(runs, dtype=np.int64)]
+    memory, _, _ = memory_at(graph, runs, np.arange(len(runs)), len(runs))
     return memory
+
+
+def memory_at(
+    graph: Graph, runs: list[int], moments: IntColumn, end: int
+) -> tuple[IntColumn, IntColumn, IntColumn]:
+    """Bytes on the device at the moments 0 to `end` when the runs happen at `moments` (ascending), workspaces included; the first
+    moment at which each tensor is made (-1: never), and the last at which it is read, or else that one. In a few passes over whole columns."""
+    made, made_at = _named(graph.writes, runs, moments)
+    read, read_at = _named(graph.reads, runs, moments)
+    kept = np.flatnonzero(graph.kept & ~graph.resident)
+    tensors = np.concatenate([made, read, kept])
+    at = np.concatenate([made_at, read_at, np.full(len(kept), end, dtype=np.int64)])
+    order = np.lexsort((at, tensors))
+    waits = (tensors[order[1:]] == tensors[order[:-1]]) & (order[1:] >= len(made))
+    since, until = order[:-1][waits], order[1:][waits]
+    change = np.zeros(end + 2, dtype=np.int64)
+    change[0] = graph.resident_bytes
+    for gone, come, size in (
+        (at[until] + 1, at[since] + 1, graph.tensor_bytes[tensors[until]]),
+        (made_at + 1, made_at, graph.tensor_bytes[made]),
+    ):
+        np.add.at(change, come, size)
+        np.subtract.at(change, gone, size)
+    memory: IntColumn = np.cumsum(change)[:-1]
+    memory[moments] += graph.op_workspace_bytes[np.array(runs, dtype=np.int64)]
+    first = np.full(graph.tensor_count, -1, dtype=np.int64)
+    first[tensors[order[::-1]]] = at[order[::-1]]
+    last = first.copy()
+    reads = order[order >= len(made)]
+    last[tensors[reads]] = at[reads]
+    return memory, first, last
+
+
+def _named(
+    tensors_of: list[tuple[int, ...]], runs: list[int], moments: IntColumn
+) -> tuple[IntColumn, IntColumn]:
+    """All that `tensors_of` names for each run, and the moment of that run."""
+    named = [tensors_of[op] for op in runs]
+    found = np.fromiter(chain.from_iterable(named), dtype=np.int64)
+    return found, np.repeat(moments, np.fromiter(map(len, named), np.int64, len(runs)))
 
 
 def plain_memory(graph: Graph) -> IntColumn:

@@ -11,6 +11,8 @@ from memopt.advisors.graphs.engine import Engine
 from memopt.advisors.graphs.graph import FloatColumn, IntColumn
 
 TINY = 1e-9
+MOST_BITS = 10_000
+"""Of evicted tensors, for whose regions there is memory as bits."""
 
 
 class PlainScore:
@@ -85,6 +87,8 @@ class Neighbours(PlainScore):
                 children[tensor].extend(graph.writes[op])
         self.children = [tuple(found) for found in children]
         self.next_to = [(*above, *below) for above, below in zip(self.parents, self.children, strict=True)]
+        self.ways: tuple[list[tuple[int, ...]], ...] = (self.parents, self.children)
+        """Where the neighbourhood spreads to."""
         self.changed: set[int] = set()
         """Evicted or recomputed since then."""
         self.around: FloatColumn = np.zeros(graph.tensor_count)
@@ -105,16 +109,21 @@ class Neighbours(PlainScore):
         """Cost around each candidate."""
         self._mark()
         self.changed.clear()
-        for tensor in candidates[self.stale[candidates]].tolist():
+        stale: list[int] = candidates[self.stale[candidates]].tolist()
+        self.steps = 0
+        for number, tensor in enumerate(stale):
+            if self.steps > len(self.gone):
+                self.around[stale[number:]] = self._region_costs(stale[number:])
+                break
             self.around[tensor] = self.region_cost(tensor)
-            self.stale[tensor] = False
+        self.stale[stale] = False
         found: FloatColumn = self.around[candidates]
         return found
 
     def region_cost(self, tensor: int) -> float:
         """Cost of the evicted ancestors and the evicted descendants of one tensor."""
         total = 0.0
-        for edges in (self.parents, self.children):
+        for edges in self.ways:
             seen = {tensor}
             pending = [tensor]
             while pending:
@@ -123,6 +132,28 @@ class Neighbours(PlainScore):
                         seen.add(other)
                         pending.append(other)
                         total += self.cost[other]
+            self.steps += len(seen)
+        return total
+
+    def _region_costs(self, tensors: list[int]) -> FloatColumn:
+        """What `region_cost` gives for each of these, where the regions are large: each evicted tensor's region is told once, as bits."""
+        maker = self.engine.maker
+        regions = sorted(
+            (tensor for tensor, gone in enumerate(self.gone) if gone), key=lambda each: maker[each]
+        )
+        if len(regions) > MOST_BITS:
+            return np.array([self.region_cost(tensor) for tensor in tensors])
+        cost = np.array([self.cost[tensor] for tensor in regions])
+        number = {tensor: index for index, tensor in enumerate(regions)}
+        total = np.zeros(len(tensors))
+        for way, edges in enumerate(self.ways):
+            bits: dict[int, int] = {}
+            for tensor in reversed(regions) if way else regions:
+                bits[tensor] = _union(bits, edges[tensor]) | 1 << number[tensor]
+            for index, tensor in enumerate(tensors):
+                told = _union(bits, edges[tensor]).to_bytes(len(regions) // 8 + 1, "little")
+                there = np.unpackbits(np.frombuffer(told, dtype=np.uint8), bitorder="little")[: len(regions)]
+                total[index] += cost[there > 0].sum()
         return total
 
     def _mark(self) -> None:
@@ -144,6 +175,13 @@ class Neighbours(PlainScore):
         self.stale[edge] = True
 
 
+def _union(bits: dict[int, int], tensors: tuple[int, ...]) -> int:
+    found = 0
+    for tensor in tensors:
+        found |= bits.get(tensor, 0)
+    return found
+
+
 class Dtr(Neighbours):
     """h_DTR: (own cost + cost of the evicted neighbourhood) / (bytes x staleness)."""
 
@@ -157,18 +195,10 @@ class Dtr(Neighbours):
 class Msps(Neighbours):
     """Memory saving per second: bytes over the time to bring the tensor back with its evicted ancestors."""
 
-    def region_cost(self, tensor: int) -> float:
-        """Cost of the evicted ancestors alone."""
-        total = 0.0
-        seen = {tensor}
-        pending = [tensor]
-        while pending:
-            for other in self.parents[pending.pop()]:
-                if self.gone[other] and other not in seen:
-                    seen.add(other)
-                    pending.append(other)
-                    total += self.cost[other]
-        return total
+    def start(self, engine: Engine) -> None:
+        """Only what has to be made before is counted."""
+        super().start(engine)
+        self.ways = (self.parents,)
 
     def __call__(self, candidates: IntColumn) -> FloatColumn:
         engine = self.engine

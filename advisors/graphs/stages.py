@@ -31,21 +31,25 @@ log = logging.getLogger(__name__)
 STARTS = 3
 SLOW = 150
 """With fewer iterations than this in a slice, one long search is worth more than several."""
+QUICK = 800
+"""With fewer than this in the first few slices, one long search is worth more than crossing."""
 FEW = 300
 """Above so many ops, one long search is worth more where copies make each move dearer."""
 LONG = 1000
 """Above so many ops there is time for about a thousand moves: one search, that hardly ever accepts what is dearer."""
-HEAT, COOL = 0.004, 0.0005
+HEAT, COOL = 0.001, 0.0005
 LAST_RESORT = 4.0
 """Of the usual time, until a refusal."""
-FIRST_S = 0.8
+FIRST_S = 0.4
 """So long the quick rules have for a first plan of a long graph."""
+GREEDY_FIRST = 0.7
+"""Of the time that is left, for the offline greedy where no rule has found a plan."""
 PROOF, PROOF_OF_LONG = 0.2, 0.15
 """Of the time, for a bound; on long graphs."""
 SMALL = 64
 """HiGHS comes close to the optimum of Checkmate's program for so many ops, in seconds."""
-ROUND, GAIN = 0.75, 0.001
-"""What lies beyond the usual time is searched in rounds of that share of it, while each takes away so much of the overhead."""
+ROUND, GAIN, PATIENCE = 0.75, 0.001, 2
+"""What lies beyond the usual time is searched in rounds of that share of it, until so many in a row do not take away so much of the overhead."""
 LEAST_S = 0.5
 """HiGHS is not asked for less than that."""
 PROGRAM, PROGRAM_FIRST = 0.5, 0.3
@@ -127,21 +131,23 @@ class AutoPlan:
         if not self.search.best_over:
             self._exactly(self.stage_end(PROGRAM))
         enough = self.enough()
-        if self.search.iterations >= SLOW:
+        if self.search.iterations >= QUICK:
             evolution.run(begin + 0.75 * left, slice_s, enough)
         self._finish(enough)
 
     def go_on_while_it_pays(self, until: float) -> None:
-        """Rounds of search until one gains next to nothing, or the time is up."""
+        """Rounds of search until a few gain next to nothing, or the time is up."""
         search = self.search
         search.deadline = until
         round_s = ROUND * usual_s(self.problem.graph.op_count)
+        fruitless = 0
         while (now := time.monotonic()) < until and not search.best_over and search.best_cost > self.enough():
             before, stop = search.best_cost, min(until, now + round_s)
             self.evolution.run(now + 0.7 * (stop - now), round_s / 10, self.enough())
             search.load_best()
-            search.run(stop, self.enough())
-            if search.best_cost > (1 - GAIN) * before:
+            search.run(stop, self.enough(), HEAT)
+            fruitless = 0 if search.best_cost < (1 - GAIN) * before else fruitless + 1
+            if fruitless == PATIENCE:
                 return
 
     def exactly_until(self, until: float) -> None:
@@ -256,7 +262,8 @@ class AutoPlan:
     def _greedy_start(self, until: float) -> None:
         """Plans of the offline greedy."""
         for noise, breadth in GREEDY:
-            self.search.greedy(noise, breadth, self.stage_end(0.1 if self.search.lanes else 0.4))
+            share = GREEDY_FIRST if self.is_long and self.search.best_over else 0.4
+            self.search.greedy(noise, breadth, self.stage_end(0.1 if self.search.lanes else share))
             if time.monotonic() > until:
                 return
 

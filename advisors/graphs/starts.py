@@ -1,7 +1,7 @@
 """Plans to start the graph search from: what every published strategy without copies makes of the graph.
 
 Those that take milliseconds a graph of `FEW` ops are all asked there, however little time there is, so that `auto` is never worse
-than any of them; on larger graphs as many as the time allows, the simplest first, with half a second for Rotor and DTR.
+than any of them; on larger graphs each has half a second at least, the simplest first, as long as there is any time at all.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from memopt.advisors.graphs.superneurons import checkpoints
 from memopt.advisors.schedule import RUN
 from memopt.errors import BudgetInfeasible
 
-PORTFOLIO = ("dtr-local", "size", "lru", "dtr", "dtr-eqclass", "dtr-megengine", "next-use", "msps", "belady")
+PORTFOLIO = ("dtr-local", "size", "lru", "next-use", "dtr", "dtr-eqclass", "dtr-megengine", "msps", "belady")
 """The quickest first; on graphs of thousands of ops Rotor's turn is before `dtr`."""
 IN_ANY_CASE_S = 0.5
-"""So long have Rotor and `dtr` there, however late it is."""
+"""So long each of them, Rotor and Capuchin have there, however late it is."""
 LOOSER = 1.25
 FEW = 1000
 """On graphs of so many ops every strategy takes milliseconds."""
 LARGE = 8000
 """In graphs with more ops, dropping a share of what is cheap finds a first plan sooner than segments do, and what planned parts leave to
 gain is not worth the time."""
-SEGMENTS, ROUNDED = 0.3, 0.7
+SEGMENTS, ROUNDED = 0.3, 0.4
 """Of the time."""
 BEST_ROUNDED = 6
 """Rounded relaxations are much alike."""
@@ -94,27 +94,28 @@ def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> li
         found.append(_valued(graph, problem.budget_bytes, runs_keeping(forward, keep)))
         if time.monotonic() - begin > SEGMENTS * (until - begin) and not every:
             break
+
+    def end() -> float:
+        return math.inf if every else min(problem.until, max(until, time.monotonic() + IN_ANY_CASE_S))
+
     for name in PORTFOLIO:
-        end = math.inf if every else until
         if name == "dtr" and not every:
-            end = max(end, time.monotonic() + IN_ANY_CASE_S)
             found.extend(
                 _valued(graph, problem.budget_bytes, runs)
-                for runs in rotor_plans(replace(problem, until=end))
+                for runs in rotor_plans(replace(problem, until=end()))
             )
-            end = max(end, time.monotonic() + IN_ANY_CASE_S)
         for budget_bytes in (problem.budget_bytes, int(LOOSER * problem.budget_bytes)):
-            if time.monotonic() > (end if budget_bytes == problem.budget_bytes else until):
+            if time.monotonic() > (end() if budget_bytes == problem.budget_bytes else until):
                 break
             most_ms = min([most_ms, *(cost for over, cost, _ in found if not over)])
-            if runs := ruled(graph, budget_bytes, name, end, most_ms):
+            if runs := ruled(graph, budget_bytes, name, end(), most_ms):
                 found.append(_valued(graph, problem.budget_bytes, runs))
                 break
             if most_ms < math.inf:
                 break  # a plan is known, so one that does not meet the budget is of no use
     found.extend(_rounded(problem, time.monotonic() + ROUNDED * (until - begin)))
-    if every or time.monotonic() < until:
-        found.extend(_valued(graph, problem.budget_bytes, runs) for runs in _planned(problem, until))
+    if time.monotonic() < end():
+        found.extend(_valued(graph, problem.budget_bytes, runs) for runs in _planned(problem, end()))
     return [runs for _, _, runs in sorted(found, key=lambda item: item[:2])]
 
 

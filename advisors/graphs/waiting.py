@@ -29,7 +29,7 @@ from memopt.advisors.graphs.offload import (
 from memopt.advisors.graphs.problem import SWAP, Answer, GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
 from memopt.advisors.graphs.sentinel import sentinel
-from memopt.advisors.graphs.starts import FEW
+from memopt.advisors.graphs.starts import FEW, IN_ANY_CASE_S
 from memopt.advisors.graphs.superneurons import superneurons
 from memopt.advisors.graphs.swapadvisor import belady, swapadvisor
 from memopt.advisors.graphs.vdnn import vdnn, vdnn_plus
@@ -62,13 +62,15 @@ class Waiting:
     def try_peers(self, until: float, beaten: float = math.inf) -> None:
         """Every published strategy that may wait, but those that cannot undercut the overhead `beaten`; in any case those that are quick."""
         by_swaps = overhead_bound(replace(self.problem, allow=frozenset({SWAP})))
-        hurried = replace(self.problem, until=min(until, self.problem.until))
         for peer in JOINT + (SWAP_ONLY if by_swaps < beaten else ()):
+            now, end = time.monotonic(), min(until, self.problem.until)
             quick = peer in JOINT or self.problem.graph.op_count <= FEW
-            if not quick and time.monotonic() > until:
+            if not quick and now > until:
                 return
+            if peer in JOINT:
+                end = max(end, now + IN_ANY_CASE_S)
             try:
-                self._note(peer(hurried).steps)
+                self._note(peer(replace(self.problem, until=end)).steps)
             except NotPossibleHere:
                 continue
             except BudgetInfeasible as failure:
