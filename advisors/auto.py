@@ -47,6 +47,10 @@ from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 _MANY = 400
 _MOST_FOR_SQUARES = 4000
 """With more candidates, Capuchin, whose picks take the square of their number, is left out."""
+_SHARE_WITHOUT_A_PLAN = 0.4
+"""Of the time limit, after which another search begins where no plan fits yet (`_going_on`)."""
+_SHARE_FOR_NOTHING = 0.7
+"""Of the time limit, how long that one takes."""
 _SHARE_AFTER_GENETIC = 0.55
 _SHARE_FOR_STARTS = 0.45
 _SHARE_FOR_SEARCH = 0.35
@@ -103,12 +107,18 @@ class Auto:
         kinds = find_kinds(problem.view)
         if kinds and (found := self._by_rounds(problem, kinds)) is not None:
             return found
-        search = Search(problem, now() + self.time_limit_s)
+        search = Search(problem, now() + _SHARE_WITHOUT_A_PLAN * self.time_limit_s)
+        rest_s = self.time_limit_s - search.seconds
         best = search.judge({})
+        small = _is_small(problem)
+        hopeless = problem.floor_bytes > problem.target_bytes and not small
         try:
-            for plan in self._improving(search, best):
+            for plan in self._improving(search, best) if not hopeless else ():
                 best = plan
-            if not (search.fits(best) or _is_small(problem)):
+                if rest_s and search.fits(best):
+                    search.lengthen(rest_s)
+                    rest_s = 0.0
+            if not (search.fits(best) or small):
                 best = self._going_on(search, best)
         except KeyboardInterrupt:
             if not search.fits(best):
@@ -167,22 +177,21 @@ class Auto:
         return found
 
     def _going_on(self, search: Search, best: Plan) -> Plan:
-        """A budget that may be possible is worth the time limit once more, and half of it how near an impossible one can be come.
-
-        The search is then that for a budget of nothing, so that the peak which a refusal names is met when it is asked for.
-        """
-        hopeless = search.problem.floor_bytes > search.problem.target_bytes
-        longer = search.for_another(self.time_limit_s * (0.5 if hopeless else 1.0))
+        """How near the budget one can come: a search as for a budget of nothing, so that the peak which a refusal names is met when it
+        is asked for. What fits after all is then made cheaper while there is time."""
+        longer = Search(search.problem, now() + _SHARE_FOR_NOTHING * self.time_limit_s)
         lowest, as_for_nothing = best, longer.aimed_at(0)
         for plan in self._improving(as_for_nothing, search.judge({})):
             if plan.peak_bytes < lowest.peak_bytes:
                 lowest = plan
             if search.fits(plan):
-                return longer.prune(plan)
-        lower = descend(longer, lowest)
-        if search.better(lower, best):
-            best = longer.prune(lower) if search.fits(lower) else lower
-        return best
+                break
+        else:
+            lowest = min(lowest, descend(longer, lowest), key=lambda plan: plan.peak_bytes)
+        if not search.fits(lowest):
+            return lowest
+        pruned = longer.prune(lowest)
+        return [pruned, *self._torn(longer, pruned)][-1]
 
     def _improving(self, search: Search, best: Plan) -> Iterator[Plan]:
         """Better and better plans."""

@@ -4,6 +4,8 @@ Rule: only tensors of a megabyte or more that nobody uses across the peak; score
 copies), AOA (size x DOA), WDOA (absence weighted by the load above the limit) or SWDOA (WDOA recomputed after each pick);
 take them in order until the load is below the limit. Swap-outs run in trigger order, swap-ins are laid backwards from the
 uses on one link, earlier where they overlap. The best of the four that fits wins. O(n^2) for SWDOA, O(n log n) for the others.
+Differs: how many of them go is what the simulator finds to suffice, not a count of bytes; where nothing is idle across the
+peak, all are looked at, since another op may be above the budget too; SWDOA looks at the `_MOST_GREEDY` largest.
 """
 
 from __future__ import annotations

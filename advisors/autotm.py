@@ -5,7 +5,8 @@ Rule: each tensor flows through the two memories over time, with moves between t
 overlap with it, plus the sync moves. Differs: kernels never read from the slow memory, so a tensor leaves once and comes back
 once, between forward and backward; kernels are gathered in `_SPANS` spans of the step, moves are shares of spans, out and back
 have a lane each, and a move that does not fit under its span is a sync one; one binary a tensor, the `_MOST_TENSORS` largest.
-The simulator judges the answer; where it does not fit, the program must let more go. Needs HiGHS.
+O(tensors x spans) columns, in at most `_ROUNDS` programs. The simulator judges the answer; where it does not fit, the program
+must let more go. Needs HiGHS.
 """
 
 from __future__ import annotations

@@ -20,12 +20,16 @@ def infeasible(problem: Problem, decisions: Decisions, who: str = "") -> BudgetI
     timeline = problem.run(decisions)
     blockers = peak_blockers(problem, decisions, timeline)
     peak = timeline.peak_bytes
-    needed = int(peak / (1 - 0.006)) + 1
-    try_ = f"a budget of at least {format_bytes(needed)}, or a smaller batch"
+    try_ = f"{enough(peak)}, {'--strategy auto, ' if who else ''}or a smaller batch"
     if DEFAULT_ALLOW - problem.allow:
         try_ += ", or fewer kinds of action denied"
     found_by = (f"this is the best that {who} finds",) if who else ()
     return BudgetInfeasible(problem.budget_bytes, peak, found_by + blockers, try_=try_)
+
+
+def enough(peak_bytes: int) -> str:
+    """`a budget of at least 43.5 MiB`: what is met by a plan of this peak, with the margin and however it is rounded."""
+    return f"a budget of at least {format_bytes(int(peak_bytes / (1 - 0.006)) + 1)}"
 
 
 @dataclass(frozen=True, slots=True)

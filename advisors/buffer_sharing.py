@@ -4,7 +4,7 @@ Also called static memory planning. Layouts: greedy by size (Pisarchyk and Lee 2
 (Sekiyama et al. 2018, arXiv 1804.10001), see `static_offsets`; the largest sum of live storages bounds them from below. Sharing
 in place: see `in_place`. On CUDA the recorded sequence is run through the simulated caching allocator with PyTorch's default
 settings and with others; what reserves least becomes a script action. O(n^2) for the offsets, replays for the rest.
-Not done: PyTorch cannot be told offsets from outside, so the arena is a yardstick, not a plan; on a CPU, where malloc serves
+Differs: PyTorch cannot be told offsets from outside, so the arena is a yardstick, not a plan; on a CPU, where malloc serves
 each tensor by itself, nothing of it can be changed, and the peak stays as it is.
 """
 

@@ -1,10 +1,10 @@
 """cDMA (Rhu et al., HPCA 2018, arXiv 1705.01626): compress zeros on the way between device and host.
 
 Rule: vDNN's offload, through a copy engine that packs 32 words into one mask and the words that are not zero, so that ReLU's
-outputs pass the link several times faster (2.6 times in the paper's mean, 13.8 at most). Judged by the simulator, with each such
-copy as much shorter as it has fewer bytes. Differs: the share of zeros is not in a profile, so it is a question ("what
-if", for several ratios) and no plan; no GPU has that engine, and memopt's enforcer moves bytes as they are.
-What memopt does enforce for the same tensors is better where it applies: one bit an element, on the device (`gist`).
+outputs pass the link several times faster (2.6 times in the paper's mean, 13.8 at most). Judged by the simulator, with each
+such copy as much shorter as it has fewer bytes. O(n), one plan a ratio. Differs: the share of zeros is not in a profile, so it
+is a question ("what if", for several ratios) and no plan; no GPU has that engine, and memopt's enforcer moves bytes as they
+are. What memopt does enforce for the same tensors is better where it applies: one bit an element, on the device (`gist`).
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """CTDR: tensor decomposition with recomputation (convolutions by Tucker-2, Kim et al. 2016, arXiv 1511.06530; matrices in two factors).
 
-Rule: a convolution of c -> d channels and k x k becomes 1x1 (c -> p), k x k (p -> q), 1x1 (q -> d) with p and q at `RANK` of the
-sides; a matrix c -> d becomes c -> r -> d. Parameters, their gradients and the optimizer's state shrink with the weights; the
-inserted layers save what they pass on for backward, which is counted in full, and again with those thin tensors recomputed.
-Taken are the layers whose states shrink by more than their activations grow. O(ops).
-It changes the model: results differ, the state dict too, accuracy has to be trained back. So it is advice, refused
-without `--allow model-change`, reckoned from shapes, not simulated; the reconstruction error needs the weights, which no profile has.
+Rule: a convolution of c -> d channels and k x k becomes 1x1 (c -> p), k x k (p -> q), 1x1 (q -> d) with p and q at `RANK` of
+the sides; a matrix c -> d becomes c -> r -> d. Parameters, their gradients and the optimizer's state shrink with the weights;
+the inserted layers save what they pass on for backward, which is counted in full, and again with those thin tensors recomputed.
+Taken are the layers whose states shrink by more than their activations grow. O(ops). Differs: ranks are a share of the sides,
+where Kim et al. choose them by variational Bayes from the weights, which no profile has. It changes the model: results differ,
+the state dict too, accuracy has to be trained back. So it is advice, refused without `--allow model-change`, reckoned from
+shapes, not simulated; the reconstruction error needs the weights, which no profile has.
 """
 
 from __future__ import annotations
@@ -44,6 +45,10 @@ class Layer:
         """Saved for backward by the inserted layers."""
         return self.more_activations * self.item_bytes
 
+    def fewer_bytes(self, factor: float) -> int:
+        """Of the weight and, by `factor`, of what lives beside it (`state_factor`)."""
+        return round(self.fewer_weights * self.item_bytes * factor)
+
 
 class Ctdr:
     name = "ctdr"
@@ -58,63 +63,53 @@ class Ctdr:
                 why="memopt does not even advise that unless it is asked to",
                 try_="--allow model-change",
             )
-        view = problem.view
-        factor = state_factor(view, problem.plain.peak_op)
-        layers = [
-            each
-            for each in decomposable(view)
-            if each.fewer_weights * each.item_bytes * factor > each.more_bytes
-        ]
-        if not layers:
-            raise NotPossibleHere(
-                "no layer of this model is worth decomposing",
-                why="the layers that would be inserted save more than the weights shrink by",
-            )
-        layers.sort(key=lambda each: each.more_bytes - each.fewer_weights * each.item_bytes * factor)
-        states = round(sum(each.fewer_weights * each.item_bytes for each in layers) * factor)
+        factor = state_factor(problem.view, problem.plain.peak_op)
+        layers = worthwhile(problem.view, factor)
+        states = sum(each.fewer_bytes(factor) for each in layers)
         grows = sum(each.more_bytes for each in layers)
-        peak = problem.unplanned_peak_bytes - states + grows
-        again = peak - grows + max(each.more_bytes for each in layers)
-        rows = [
-            (
-                f"weights, gradients and state of {len(layers)} layers that are there at the peak shrink by",
-                format_bytes(states),
-            ),
-            ("the inserted layers save for backward", format_bytes(grows)),
-            ("peak, these kept", format_bytes(peak)),
-            ("peak, these recomputed one layer at a time", format_bytes(again)),
-        ]
-        rows += [
-            (each.label, f"-{format_bytes(round(each.fewer_weights * each.item_bytes * factor))}, activations +{format_bytes(each.more_bytes)}")
-            for each in layers[:_MOST_ROWS]
-        ]  # fmt: skip
+        plain = problem.unplanned_peak_bytes
+        kept = plain - states + grows
+        again = kept - grows + max(each.more_bytes for each in layers)
         what = f"{len(layers)} layers in factors of rank {RANK:g}"
         return Advice(
             strategy=self.name,
-            verdict=f"With {what} of their sides the peak would be about {format_bytes(again)} instead of {format_bytes(problem.unplanned_peak_bytes)}. This changes the model.",
-            rows=tuple(rows),
+            verdict=f"With {what} of their sides the peak would be about {format_bytes(again)} instead of {format_bytes(plain)}. This changes the model.",
+            rows=(
+                (f"weights, gradients and state of {len(layers)} layers that are there at the peak shrink by", format_bytes(states)),
+                ("the inserted layers save for backward", format_bytes(grows)),
+                ("peak, these kept", format_bytes(kept)),
+                ("peak, these recomputed one layer at a time", format_bytes(again)),
+                *(
+                    (each.label, f"-{format_bytes(each.fewer_bytes(factor))}, activations +{format_bytes(each.more_bytes)}")
+                    for each in layers[:_MOST_ROWS]
+                ),
+            ),
             figures={
                 "layers": len(layers),
                 "state_bytes": states,
                 "activation_bytes": grows,
-                "peak_bytes_kept": peak,
+                "peak_bytes_kept": kept,
                 "peak_bytes": again,
                 "rank": RANK,
             },
             peak_bytes=again,
-            actions=(
-                ScriptAction(
-                    kind="model",
-                    what=what,
-                    why="CTDR",
-                    saved_bytes=max(0, problem.unplanned_peak_bytes - again),
-                ),
-            ),
+            actions=(ScriptAction(kind="model", what=what, why="CTDR", saved_bytes=max(0, plain - again)),),
             notes=(
                 "changes the model: not the same results, not the same state dict; advice only, not enforced",
                 "reckoned from shapes; how far the factors are from the weights needs the weights, which a profile does not have",
             ),
+        )  # fmt: skip
+
+
+def worthwhile(view: TraceView, factor: float) -> list[Layer]:
+    """Layers whose states shrink by more than their activations grow, the most gain first. Raises `NotPossibleHere` for none."""
+    found = [each for each in decomposable(view) if each.fewer_bytes(factor) > each.more_bytes]
+    if not found:
+        raise NotPossibleHere(
+            "no layer of this model is worth decomposing",
+            why="the layers that would be inserted save more than the weights shrink by",
         )
+    return sorted(found, key=lambda each: each.more_bytes - each.fewer_bytes(factor))
 
 
 def state_factor(view: TraceView, at: int) -> float:

@@ -10,6 +10,8 @@ from memopt.errors import UsageError
 from memopt.estimators.decision import Decision
 from memopt.trace import CATEGORIES
 
+_MOST_OTHERS = 6
+
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
@@ -35,7 +37,7 @@ class Explanation:
 
 def explain(problem: Problem, decisions: Decisions, tensor: str) -> Explanation:
     """What each option for `tensor` (its number, or a part of its label: the largest that matches) would do."""
-    storage = find_storage(problem, tensor)
+    storage, *others = matching(problem, tensor)
     candidate = problem.candidates.get(storage)
     options = [None, *candidate.options] if candidate is not None else [None]
     chosen = decisions.get(storage)
@@ -45,23 +47,32 @@ def explain(problem: Problem, decisions: Decisions, tensor: str) -> Explanation:
         label=problem.view.trace.storage_label(storage),
         size_bytes=int(problem.view.size[storage]),
         alternatives=alternatives,
-        reasons=tuple(why_not(problem, storage)),
+        reasons=(*why_not(problem, storage), *_of_others(tensor, others)),
     )
 
 
-def find_storage(problem: Problem, tensor: str) -> int:
-    """The storage that a person means. Raises `UsageError` when there is none."""
+def _of_others(tensor: str, others: list[int]) -> list[str]:
+    if not others:
+        return []
+    numbers = ", ".join(map(str, others[:_MOST_OTHERS])) + (" and more" if len(others) > _MOST_OTHERS else "")
+    return [
+        f"{len(others) + 1} tensors have '{tensor}' in their names; for another one --explain NUMBER: {numbers}"
+    ]
+
+
+def matching(problem: Problem, tensor: str) -> list[int]:
+    """The storages that a person may mean, the likeliest first: one that can be acted on, and large. Raises `UsageError` when there is none."""
     trace = problem.view.trace
     if tensor.isdecimal() and int(tensor) < trace.storage_count:
-        return int(tensor)
-    words = tensor.lower()
-    found = [s for s in range(trace.storage_count) if words in trace.storage_label(s).lower()]
+        return [int(tensor)]
+    words = tensor.lower().strip()
+    found = [s for s in range(trace.storage_count) if words and words in trace.storage_label(s).lower()]
     if not found:
         raise UsageError(
             f"no tensor of the profile is called '{tensor}'",
             try_="a part of a name that memopt show PROFILE prints, or the number of the tensor",
         )
-    return max(found, key=lambda s: (s in problem.candidates, int(problem.view.size[s])))
+    return sorted(found, key=lambda s: (s not in problem.candidates, -int(problem.view.size[s])))
 
 
 def _judge(

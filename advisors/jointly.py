@@ -24,6 +24,8 @@ def plan_jointly(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
     try:
         found = auto.within(moved, limit_s * (1.0 if hopeless else _SHARE_OF_THE_FIRST))
     except BudgetInfeasible as error:
+        if hopeless:
+            raise
         return plain, _instead(auto, plain, limit_s * (1 - _SHARE_OF_THE_FIRST), error)
     same = plain.run(found)
     if plain.fits(same) and same.step_ms <= moved.run(found).step_ms:

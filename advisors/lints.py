@@ -207,13 +207,15 @@ class Seen:
         return list(found) if isinstance(found, list) else []
 
     def line_of(self, storages: Iterable[int]) -> str:
-        """The line of code with the most bytes; `variable outs` for what was made in an earlier iteration."""
+        """The line of code with the most bytes; `variable outs` for what was made in an earlier iteration.
+
+        Where no storage has a line (parameters, their gradients): the name of the largest."""
         count: Counter[str] = Counter()
+        names: Counter[str] = Counter()
         for storage in storages:
             line = self.trace.strings[self.trace.storages.line[storage]]
             name = self.trace.storage_label(storage).partition(" · ")[0]
             if not line and name.startswith("variable "):
                 line = name
-            if line:
-                count[line] += int(self.view.size[storage])
-        return count.most_common(1)[0][0] if count else ""
+            (count if line else names)[line or name] += int(self.view.size[storage])
+        return next((name for name, _ in (count or names).most_common(1)), "")

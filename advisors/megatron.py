@@ -6,8 +6,9 @@ Formulas, for L layers of width h with a heads, feed-forward width f, vocabulary
   - FLOPs of forward: L (8 b s h^2 + 4 b s h f + 4 b s^2 h), and 2 b s h V for the logits; backward twice that;
   - activations that a layer saves (Korthikanti et al. 2022, arXiv 2205.05198, sec. 4.1): s b (h (8 e + 2) + 2 e f), and
     a s^2 b (2 e + 1) where attention is not fused: 34 s b h and 5 a s^2 b at two bytes and f = 4h, dropout's masks among them.
-The numbers are read off the shapes in the profile (attention gives a and L, layer norm b, s and h). It plans nothing: where trace
-and formula differ, one of them does not know something (gated or grouped layers, no dropout, casts, what autograd saves twice).
+O(ops). The numbers are read off the shapes in the profile (attention gives a and L, layer norm b, s and h). It plans nothing:
+where trace and formula differ, one of them does not know something (gated or grouped layers, no dropout, casts, what autograd
+saves twice).
 """
 
 from __future__ import annotations

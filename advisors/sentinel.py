@@ -1,8 +1,10 @@
 """Sentinel (Ren et al., HPCA 2021, arXiv 1909.05182): long-lived tensors migrate by intervals, short-lived ones never.
 
 Rule: tensors that live no longer than a layer stay. The iteration is cut into migration intervals; during an interval what the
-next one needs is fetched, and what it does not need is evicted. The length of the interval is found by enumeration: the
-least exposed time among those that fit. O(lengths) plans. Differs: page-level grouping does not arise, storages are the unit.
+next one needs is fetched, and what it does not need is evicted. The length of the interval is found by enumeration: the least
+exposed time among those that fit. O(lengths) plans. Differs: page-level grouping does not arise, storages are the unit;
+intervals are counted in ops, since a script's layers are of any number of ops, and what is idle for less than an interval
+stays, the short-lived among it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """SuperNeurons (Wang et al., PPoPP 2018): heavy layers' outputs are checkpoints and may be offloaded, the rest is recomputed.
 
-Rule: outputs of convolutions (here also of matrix products, attention and recurrent layers) are checkpoints; what lies
-between them is dropped and recomputed, by cost: a segment that takes no more than the layer whose backward needs the most is
-made once and kept until its last use (speed-centric), a larger one is made anew for each use (memory-centric). Checkpoints go
-through a least-recently-used tensor cache that moves data only when memory runs out: here the oldest are offloaded, as many as
-the budget needs. O(n) plans. Differs: segments are what is saved between two checkpoints in the order of saving, whatever the
-branches; a layer's need is what its backward op reads and writes, and its workspace.
+Rule: outputs of convolutions (here also of matrix products, attention and recurrent layers) are checkpoints; what lies between
+them is dropped and recomputed, by cost: a segment that takes no more than the layer whose backward needs the most is made once
+and kept until its last use (speed-centric), a larger one is made anew for each use (memory-centric). Checkpoints go through a
+least-recently-used tensor cache that moves data only when memory runs out: here the oldest are offloaded, as many as the budget
+needs. O(n) plans. Differs: softmax, a checkpoint there as a net's last layer, is recomputed as any, for in attention it is
+neither last nor costly; segments are what is saved between two checkpoints in the order of saving, whatever the branches; a
+layer's need is what its backward op reads and writes, and its workspace.
 """
 
 from __future__ import annotations

@@ -186,12 +186,12 @@ class _Advise:
         return parse_bytes(self.options["budget"], of_bytes=adviser.unplanned_peak_bytes)
 
     def _plan(self, adviser: Adviser) -> tuple[Plan, Explanation | None]:
-        from memopt.advisors.explain import explain, find_storage
+        from memopt.advisors.explain import explain, matching
         from memopt.advisors.frontier import lowest_peak
 
         tensor, strategy = self.options["explain"], self.strategies[0]
         if tensor is not None:
-            find_storage(adviser.problem(1), tensor)
+            matching(adviser.problem(1), tensor)
         if self.options["max_overhead"]:
             found = lowest_peak(adviser, parse_share(self.options["max_overhead"]), strategy)
         else:

@@ -75,7 +75,8 @@ def _row(adviser: Adviser, budget_bytes: int, name: str, named: frozenset[str]) 
     except BudgetInfeasible as error:
         return Row(strategy=name, min_peak_bytes=error.min_peak_bytes)
     except (NotPossibleHere, UsageError) as error:
-        return Row(strategy=name, why_not=f"{error.what}: {error.why}" if error.why else error.what)
+        why_not = ": ".join(part for part in (error.what, error.why) if part)
+        return Row(strategy=name, why_not=f"{why_not} (try {error.try_})" if error.try_ else why_not)
     return Row(strategy=name, plan=plan, fits=True, step_ms=plan.predicted_step_ms)
 
 
@@ -100,6 +101,8 @@ def best_of(rows: list[Row]) -> Plan | None:
 
 def failure(rows: list[Row], budget_bytes: int) -> MemoptError | None:
     """What to end with when no row has a plan; None when nobody else was asked and some advice meets the budget."""
+    from memopt.advisors.blockers import enough
+
     advised = [row for row in rows if row.advised]
     tried = [row for row in rows if row.min_peak_bytes is not None and not row.advised]
     if not tried and any(row.fits for row in advised):
@@ -111,4 +114,7 @@ def failure(rows: list[Row], budget_bytes: int) -> MemoptError | None:
             why="; ".join(f"{row.strategy}: {row.why_not}" for row in rows),
             try_="--strategy auto",
         )
-    return BudgetInfeasible(budget_bytes, nearest.min_peak_bytes or 0, (f"found by {nearest.strategy}",))
+    peak = nearest.min_peak_bytes or 0
+    auto = "" if any(row.strategy == "auto" for row in rows) else "--strategy auto, "
+    try_ = f"{enough(peak)}, {auto}or a smaller batch"
+    return BudgetInfeasible(budget_bytes, peak, (f"found by {nearest.strategy}",), try_=try_)

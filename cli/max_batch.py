@@ -12,11 +12,12 @@ from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
     from memopt.advisors.lints import Lint
-    from memopt.advisors.max_batch import Largest
+    from memopt.advisors.max_batch import Batches, Largest
 
 
 def max_batch(path: Path, options: dict[str, Any]) -> int:
     """Search, show both, write the plan for the larger batch; gives the exit code."""
+    from memopt.advisors.blockers import enough
     from memopt.advisors.lints import find_lints
     from memopt.advisors.max_batch import Batches
     from memopt.advisors.problem import TIME_LIMIT_S, allowed
@@ -27,18 +28,8 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     from memopt.trace import load_trace
     from memopt.units import parse_bytes
 
-    for name in ("pareto", "max_overhead", "explain"):
-        if options[name]:
-            raise UsageError(
-                f"--{name.replace('_', '-')} does not go with --max-batch",
-                why="the batch is what is searched for",
-                try_="--max-batch --budget 16GB",
-            )
-    if len(options["strategies"]) > 1:
-        raise UsageError("--max-batch takes one strategy", try_=f"--strategy {options['strategies'][0]}")
     room_as_budget(options)
-    if options["budget"] is None:
-        raise UsageError("--budget is missing", try_="--max-batch --budget 16GB, or --device NAME")
+    _check_words(options)
     trace = on_device(load_trace(path), options["device"])
     output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.plan.json")
     refuse_overwrite(output, force=options["force"])
@@ -58,19 +49,44 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
         if lints and not options["as_json"]:
             err().print(lints_table(lints))
         raise BudgetInfeasible(
-            search.budget_bytes, planned.peak_bytes, ("not even a batch of 1 fits, with any plan found",)
+            search.budget_bytes,
+            planned.peak_bytes,
+            ("not even a batch of 1 fits, with any plan found",),
+            try_=enough(planned.peak_bytes),
         )
     planned.plan.save(output)
     _print(plain, planned, search.recorded, search.budget_bytes, output, lints, as_json=options["as_json"])
     say(f"wrote {output}")
-    if planned.plan.script.argv == trace.script.argv and planned.batch != search.recorded:
-        say(f"the script's arguments do not name the batch: apply the plan at batch {planned.batch}")
-    if planned.method == "scaled":
-        say(
-            f"kernels may need other workspaces at batch {planned.batch}: to be sure, profile it there and advise again"
-        )
+    _say_what_to_heed(planned, search)
     say(f"next: memopt apply {shlex.quote(str(output))}")
     return 0
+
+
+def _check_words(options: dict[str, Any]) -> None:
+    for name in ("pareto", "max_overhead", "explain"):
+        if options[name]:
+            raise UsageError(
+                f"--{name.replace('_', '-')} does not go with --max-batch",
+                why="the batch is what is searched for",
+                try_="--max-batch --budget 16GB",
+            )
+    if len(options["strategies"]) > 1:
+        raise UsageError("--max-batch takes one strategy", try_=f"--strategy {options['strategies'][0]}")
+    if options["budget"] is None:
+        raise UsageError("--budget is missing", try_="--max-batch --budget 16GB, or --device NAME")
+
+
+def _say_what_to_heed(planned: Largest, search: Batches) -> None:
+    from memopt.cli.console import say
+
+    assert planned.plan is not None
+    batch = planned.batch
+    if planned.plan.script.argv == search.trace.script.argv and batch != search.recorded:
+        say(f"the script's arguments do not name the batch: apply the plan at batch {batch}")
+    if planned.method == "scaled":
+        say(
+            f"kernels may need other workspaces at batch {batch}: to be sure, profile it there and advise again"
+        )
 
 
 def _print(

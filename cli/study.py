@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def study(path: Path, options: dict[str, Any]) -> int:
     """Print what the strategy finds; gives the exit code."""
     from memopt.advisors.advise import Adviser
+    from memopt.advisors.blockers import enough
     from memopt.advisors.lints import find_lints
     from memopt.advisors.problem import TIME_LIMIT_S, allowed, kinds_named
     from memopt.cli.advise import on_device, room_as_budget, script_stem
@@ -50,7 +51,10 @@ def study(path: Path, options: dict[str, Any]) -> int:
     _print(advice, " ".join(trace.script.argv), output if write and met else None, lints, options)
     if not met:
         raise BudgetInfeasible(
-            problem.budget_bytes, advice.peak_bytes, (f"this is what {counsel.name} comes to",)
+            problem.budget_bytes,
+            advice.peak_bytes,
+            (f"this is what {counsel.name} comes to",),
+            try_=f"{enough(advice.peak_bytes)}, or --strategy auto",
         )
     if write:
         _write(adviser.write(problem, {}, counsel.name, advice.notes), advice, output)

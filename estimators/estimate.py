@@ -136,6 +136,7 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
         left_out=[
             "Python's and torch's own memory",
             "what NumPy and the data loader hold outside tensors",
+            *_possible(recording),
             *_untouched(recording),
         ],
         partial=partial,
@@ -264,6 +265,10 @@ def _possible(recording: Recording) -> list[str]:
     if not recording.possible_bytes:
         return []
     most = format_bytes(recording.possible_bytes)
+    if recording.target == "cpu":
+        return [
+            f"batches that loader workers deliver before their turn: up to {most}, one of each other worker"
+        ]
     return [
         f"cuDNN's convolution workspaces: up to {most} inside one convolution, if cuDNN picks such a kernel"
     ]

@@ -61,7 +61,7 @@ class Recording:
     """Guesses that the run needed, and what was done differently than the script asked."""
     op_count: int = 0
     possible_bytes: int = 0
-    """Most that a library may take inside one op beyond what is recorded, if it picks such a kernel."""
+    """Most that may come on top of what is recorded: inside one op, if a library picks such a kernel; on a CPU, early batches."""
     bounded: list[str] = field(default_factory=list)
     """Where sizes depend on data, each told in a sentence: there, the largest were recorded."""
     least: Recording | None = None

@@ -1,23 +1,60 @@
-"""What autograd does in place on real tensors, and not on subclasses of them or while a dispatch mode watches (InputBuffer::accumulate)."""
+"""What autograd does in place on real tensors, and not on subclasses of them or while a dispatch mode watches: sums where gradients
+meet (InputBuffer::accumulate), and gradients put into zeros that a formula has made (FunctionsManual.cpp, isTensorSubclassLike)."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 
+aten = torch.ops.aten
+_ADD = aten.add.Tensor
+_PUTS = {
+    aten.index_put.default: aten.index_put_.default,
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.scatter.src: aten.scatter_.src,
+    aten.scatter.value: aten.scatter_.value,
+    aten.index_add.default: aten.index_add_.default,
+}
+_AROUND_A_MODE = ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
+"""Frames between a dispatch mode and whoever called the op."""
 
-def adds_in_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a backward pass that adds two tensors adds the second into the first, as autograd's input buffer does when
-    nobody else holds it."""
-    if kwargs or len(args) != 2 or torch.is_grad_enabled():
+
+Maker = Callable[[torch.Tensor], int | None]
+"""Of a tensor, the sequence number of the backward node that made it; None where it is not known."""
+
+
+def goes_into_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], maker: Maker) -> bool:
+    """Whether the op of a backward pass that a mode is shown would without a mode have written into its first operand."""
+    if torch.is_grad_enabled():
         return False
-    old, new = args
+    if func in _PUTS:
+        return _puts(args[0], maker)
+    return func is _ADD and not kwargs and len(args) == 2 and _sums(*args, maker)
+
+
+def in_place(func: Any) -> Any:
+    """The op that writes into the first operand of `func`, of one that `goes_into_first`."""
+    return aten.add_.Tensor if func is _ADD else _PUTS[func]
+
+
+def _puts(zeros: torch.Tensor, maker: Maker) -> bool:
+    """What a gradient is put into was made by the same formula."""
+    node = torch._C._current_autograd_node()
+    return node is not None and maker(zeros) == node._sequence_nr() and _called_by_engine()
+
+
+def _sums(old: Any, new: Any, maker: Maker) -> bool:
+    """The engine's own sum of two gradients that meet in an input buffer goes into the first where nobody else holds that.
+    A node's own formula makes a new tensor."""
     if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
         return False
     if old.shape != new.shape or old.dtype != new.dtype or old.layout is not torch.strided or not _dense(old):
         return False
-    return _only_holder(old)
+    return _only_holder(old) and _called_by_engine() and _came_from_engine(maker(old))
 
 
 def _dense(tensor: torch.Tensor) -> bool:
@@ -33,3 +70,23 @@ def _only_holder(tensor: torch.Tensor) -> bool:
     storage = tensor.untyped_storage()
     count = getattr(tensor, "_use_count", None)
     return count is not None and count() <= _HOLDERS and torch._C._storage_Use_Count(storage._cdata) <= 2
+
+
+def _called_by_engine() -> bool:
+    """Not by somebody's own backward, nor by a hook."""
+    caller: FrameType | None = sys._getframe(1)
+    while caller is not None and caller.f_code.co_name != "__torch_dispatch__":
+        caller = caller.f_back
+    caller = caller and caller.f_back
+    while caller is not None and caller.f_code.co_filename.endswith(_AROUND_A_MODE):
+        caller = caller.f_back
+    return caller is None or caller.f_code.co_name == "_engine_run_backward"
+
+
+def _came_from_engine(maker: int | None) -> bool:
+    """Made by another node than the one at work, or by that for an input to which it gives two gradients (as `x * x` does)."""
+    node = torch._C._current_autograd_node()
+    if maker is None or node is None or maker != node._sequence_nr():
+        return maker is not None
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return len(set(edges)) < len(edges)

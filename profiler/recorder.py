@@ -6,10 +6,8 @@ Nothing that the script owns is kept alive by it: rows hold numbers, never tenso
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from memopt.instrument.accumulate import adds_in_place
+from memopt.instrument.accumulate import goes_into_first
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.lines import user_line
@@ -35,10 +33,6 @@ from memopt.instrument.saved import Kept
 from memopt.profiler.clock import OpClock
 from memopt.profiler.rows import BACKWARD, FORWARD, OPTIMIZER, OTHER, OpRow, SlotRow
 from memopt.profiler.storages import StorageRows, describe
-
-_ADD = torch.ops.aten.add.Tensor
-_AROUND_A_MODE = ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
-"""Frames between a dispatch mode and whoever called the op."""
 
 
 class Handle(Kept):
@@ -87,7 +81,7 @@ class Recorder(TorchDispatchMode):
         self._node_at: dict[int, int] = {}
         """Op of backward -> autograd sequence number of its node."""
         self.added_in_place: dict[int, int] = {}
-        """Op of backward that adds to a gradient on its way -> bytes of the sum, which takes no memory of its own in a plain run."""
+        """Op of backward that would write into its first operand -> bytes of what it makes, which takes no memory of its own in a plain run."""
         self._named_nodes: set[int] = set()
         self._recording = True
         self._most_ops = most_ops
@@ -135,13 +129,13 @@ class Recorder(TorchDispatchMode):
         try:
             self._poll(op - 1)
             row = self._open_row(kind, op, args, kwargs)
-            sums = row.phase == BACKWARD and func is _ADD and self._sums(op, args, kwargs)
+            into_first = row.phase == BACKWARD and goes_into_first(func, args, kwargs, self._maker_of)
         except Exception as error:
-            row, sums = self._unseen(kind, error), False
+            row, into_first = self._unseen(kind, error), False
         self.ops.append(row)
         out = self._clock.run(op, func, args, kwargs)
         try:
-            if sums:
+            if into_first:
                 row.writes.append(self.met.goes_on_in(args[0], out, op))
                 row.shape = describe(out)
                 self.added_in_place[op] = out.untyped_storage().nbytes()
@@ -200,18 +194,9 @@ class Recorder(TorchDispatchMode):
             return Frame(frame.key), -1
         return Frame(self.ops[forward_op].module), forward_op
 
-    def _sums(self, op: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Does the engine itself add two gradients that meet? Without a mode to watch it, it adds into the first where nobody else has it."""
-        caller: FrameType | None = sys._getframe(2)
-        while caller is not None and caller.f_code.co_filename.endswith(_AROUND_A_MODE):
-            caller = caller.f_back
-        if caller is not None and caller.f_code.co_name != "_engine_run_backward":
-            return False  # somebody's own backward
-        if not adds_in_place(args, kwargs):
-            return False
-        number = self.met.row_of(args[0])
-        maker = self._node_at.get(self.values[self.storages[number].value][1]) if number >= 0 else None
-        return maker is not None and maker != self._node_at.get(op)
+    def _maker_of(self, tensor: Tensor) -> int | None:
+        number = self.met.row_of(tensor)
+        return self._node_at.get(self.values[self.storages[number].value][1]) if number >= 0 else None
 
     def _close_row(
         self, row: OpRow, op: int, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any

@@ -22,7 +22,7 @@ from memopt.advisors.max_batch import largest
 from memopt.advisors.megatron import Megatron, Transformer
 from memopt.advisors.problem import DEFAULT_ALLOW, Problem
 from memopt.advisors.registry import COUNSELS, GRAPH_KINDS, STRATEGIES
-from memopt.advisors.zero_offload import HOST_BYTES_PER_S, ZeroOffload, after_the_updates_ms
+from memopt.advisors.zero_offload import HOST_BYTES_PER_S, Offloaded, ZeroOffload, after_the_updates_ms
 from memopt.cli.apply import prepare_run
 from memopt.cli.main import run
 from memopt.device import Device
@@ -30,7 +30,7 @@ from memopt.errors import BadFile, BudgetInfeasible, NotPossibleHere, UsageError
 from memopt.estimators.timeline import Simulator
 from memopt.estimators.trace_view import TraceView
 from memopt.plan import Plan, ScriptAction, load_plan
-from memopt.trace import CATEGORIES, PHASES, Trace
+from memopt.trace import CATEGORIES, PHASES, Csr, Trace
 from tests.layers_trace import Layer, build, chain
 
 MIB = 1 << 20
@@ -226,6 +226,38 @@ def test_a_parameter_comes_back_while_the_next_is_updated() -> None:
     assert after_the_updates_ms([1, 1, 2], 8.0, lambda size: 1.0 * size) == pytest.approx(2)
     assert after_the_updates_ms([1, 1, 2], 8.0, lambda size: 4.0 * size) == pytest.approx(10)
     assert after_the_updates_ms([], 8.0, lambda size: 1.0) == 0
+
+
+def test_two_optimizers_step_each_at_its_time() -> None:
+    """As a GAN's: ops of 1, 1, 2 and 2 ms, the second and the last of them steps. What runs between them is not a step's."""
+    trace = stepped(GPU)
+    forward, _, backward, step = trace.ops.phase
+    trace = msgspec.structs.replace(
+        trace, ops=msgspec.structs.replace(trace.ops, phase=[forward, step, backward, step])
+    )
+    advice = ZeroOffload().study(problem_of(trace), frozenset())
+    assert advice.peak_bytes == trace.peak_bytes - 10
+    host_ms = sum(float(advice.figures[name]) for name in ("late_ms", "host_update_ms", "back_ms"))
+    assert advice.figures["step_ms"] == pytest.approx(6 - (1 + 2) + host_ms)
+
+
+def test_gradients_kept_from_step_to_step_are_away_and_copied_too() -> None:
+    """With `zero_grad(set_to_none=False)` the gradient is there from the beginning; ZeRO-Offload has it from its first write on."""
+    trace = stepped(GPU)
+    birth = [-1 if storage == 5 else op for storage, op in enumerate(trace.storages.birth_op)]
+    trace = msgspec.structs.replace(trace, storages=msgspec.structs.replace(trace.storages, birth_op=birth))
+    problem = problem_of(trace)
+    found = Offloaded(problem, lambda size: size / 100, lambda size: 0.0)
+    assert found.late_ms == pytest.approx(4)
+    assert (problem.plain.high_bytes - found.high).tolist() == [10 + 400, 10 + 400, 10, 10]
+
+
+def test_frozen_parameters_stay_where_they_are() -> None:
+    trace = stepped(GPU)
+    writes = Csr.of([*(trace.ops.writes.row(op) for op in range(3)), [0]])
+    trace = msgspec.structs.replace(trace, ops=msgspec.structs.replace(trace.ops, writes=writes))
+    trace = relabelled(trace, {}, {4: "parameter"})
+    assert ZeroOffload().study(problem_of(trace), frozenset()).figures["parameter_bytes"] == 4000
 
 
 def test_there_is_nothing_to_offload_on_a_cpu() -> None:

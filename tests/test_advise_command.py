@@ -144,7 +144,10 @@ def test_a_budget_that_cannot_be_met(folder: Path, capsys: pytest.CaptureFixture
     assert "cannot be met: the smallest peak found is" in said.err
     assert "no plan can go below 8.80 KiB: forward of Net.1 (aten.exp.default)" in said.err
     assert "try: a budget of at least" in said.err
+    assert "--strategy auto" not in said.err
     assert not (folder / "memopt-train.plan.json").exists()
+    assert advise("--budget", "1KB", "--strategy", "sublinear") == 3
+    assert "--strategy auto, or a smaller batch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -153,7 +156,7 @@ def test_a_budget_that_cannot_be_met(folder: Path, capsys: pytest.CaptureFixture
         (), ("--budget", "0"), ("--budget", "-5"), ("--budget", "abc"), ("--budget", "1KB", "--pareto"),
         ("--budget", "70%", "--strategy", "best"), ("--budget", "70%", "--allow", "magic"),
         ("--budget", "70%", "--strategy", "auto", "--variant", "all"), ("--max-overhead", "ten"), ("--max-overhead", "-1%"),
-        ("--budget", "70%", "--out-gbps", "3"), ("--budget", "70%", "--explain", "no such tensor"),
+        ("--budget", "70%", "--out-gbps", "3"), ("--budget", "70%", "--explain", "no such tensor"), ("--budget", "70%", "--explain", " "),
         ("--pareto", "--strategy", "auto", "--strategy", "sublinear"), ("--budget", "70%", "--time-limit", "0"),
     ],
 )  # fmt: skip
@@ -270,6 +273,9 @@ def test_explain_says_what_stands_against_it(
     assert "It is too small to matter, or nothing that is allowed can be done with it." in out
     assert advise("--budget", "80%", "--explain", "Net.weight", "-o", "b.json") == 0
     assert "only tensors that autograd saves" in capsys.readouterr().out
+    assert advise("--budget", "80%", "--explain", "gradient", "-o", "c.json") == 0
+    said = "8 tensors have 'gradient' in their names; for another one --explain NUMBER: 11, 12, 13, 14, 15, 16 and more."
+    assert said in capsys.readouterr().out
 
 
 def test_a_budget_above_the_peak_writes_an_empty_plan(

@@ -80,6 +80,9 @@ def test_each_tells_its_own_smallest_peak(folder: Path, capsys: pytest.CaptureFi
     said = capsys.readouterr()
     assert said.out.count("not met: ") == 2
     assert "cannot be met" in said.err
+    # and what it is told to try is enough, however it is rounded
+    enough = said.err.rpartition("at least ")[2].partition(",")[0]
+    assert run(["advise", "--budget", enough, "--strategy", "sublinear", "--strategy", "capuchin"]) == 0
 
 
 def test_advice_has_a_row_and_no_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,6 +92,7 @@ def test_advice_has_a_row_and_no_plan(folder: Path, capsys: pytest.CaptureFixtur
     assert (sublinear["advice_only"], cdma["advice_only"]) == (False, True)
     assert cdma["predicted_peak_bytes"] > 0
     assert "ctdr changes the model" in ctdr["why_not"]
+    assert ctdr["why_not"].endswith("(try --allow model-change)")
     assert figures["strategy"] == "sublinear"
 
 

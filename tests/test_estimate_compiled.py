@@ -32,8 +32,12 @@ for _ in range(4):
 
 
 def estimated(folder: Path, make: str, extra: str = "") -> Estimate:
+    return estimated_text(folder, SCRIPT.format(make=make, extra=extra))
+
+
+def estimated_text(folder: Path, text: str) -> Estimate:
     script = folder / "train.py"
-    script.write_text(SCRIPT.format(make=make, extra=extra))
+    script.write_text(text)
     found = estimate_script([str(script)], device="cpu")
     assert [path.name for path in folder.iterdir()] == ["train.py"]
     return found
@@ -66,3 +70,73 @@ def test_what_cannot_be_traced_runs_eagerly(tmp_path: Path, make: str, extra: st
     found = estimated(tmp_path, make, extra)
     assert found.allocated_bytes >= 5 * WEIGHT
     assert any(said in note for note in found.notes)
+
+
+FUNCTIONS = """
+import torch
+class Waves(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(1 << 20))
+    def forward(self):
+        return self.weight.sin().cos().tanh().sum()
+    @torch.compile
+    def loss(self, scale):
+        return self() * scale
+model = Waves()
+def inner(scale): return model() * scale
+@torch.compile(dynamic=False)
+def outer(scale):
+    return inner(scale)
+@torch.compile
+def of_arguments(weight, scale):
+    return (weight.sin().cos().tanh() * scale).sum()
+class Trainer:
+    def __init__(self): self.model = model
+    def loss(self, scale): return self.model() * scale
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def trains(scale):
+    loss = model() * scale
+    loss.backward()
+    return loss
+def names_it(scale, weight=model.weight):
+    return outer.__wrapped__(scale) + direct.sum()
+direct = model.weight
+for _ in range(4):
+    loss = {call}
+    if loss.requires_grad and model.weight.grad is None: loss.backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "model.loss(2.0)",
+        "outer(2.0)",
+        "of_arguments(model.weight, 2.0)",
+        "torch.compile(Trainer().loss)(2.0)",
+    ],
+)
+def test_functions_and_methods_are_compiled_with_the_modules_that_they_reach(
+    tmp_path: Path, call: str
+) -> None:
+    found = estimated_text(tmp_path, FUNCTIONS.format(call=call))
+    assert 0 <= found.allocated_bytes - 2 * WEIGHT < 1000
+    assert not any("torch.compile" in note for note in found.notes)
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("torch.compile(trains)(2.0)", "it trains"),
+        ("torch.compile(names_it)(2.0)", "a tensor that requires grad"),
+        ("(made := model()).backward() or torch.compile(optimizer.step)() or made", "a library's"),
+    ],
+)
+def test_what_is_not_a_function_of_its_arguments_and_modules_runs_eagerly(
+    tmp_path: Path, call: str, said: str
+) -> None:
+    found = estimated_text(tmp_path, FUNCTIONS.format(call=call))
+    assert found.allocated_bytes >= 5 * WEIGHT
+    assert any(said in note for note in found.notes), found.notes

@@ -168,6 +168,13 @@ def test_a_gpu_script_without_a_gpu(folder: Path) -> None:
 HOSTILE = {
     "raises": ("import torch\nraise ValueError('my own words')\n", "my own words", ":2"),
     "missing data": ("import torch\nopen('no-such-data.csv')\n", "no-such-data.csv", ":2"),
+    "missing module": ("import no_such_module\n", "install it beside torch", ":1"),
+    "jagged": (
+        "import torch\nx = torch.nested.nested_tensor([torch.ones(70, 64), torch.ones(80, 64)], layout=torch.jagged)\n"
+        "torch.nested.to_padded_tensor(x * 2, 0.0)\n",
+        "a padded batch instead",
+        ":3",
+    ),
     "dies": ("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n", "signal 11", ""),
     "exits": ("import sys\nsys.exit('usage: give me data')\n", "usage: give me data", ""),
 }
@@ -178,7 +185,7 @@ def test_a_script_that_cannot_be_followed_says_where(folder: Path, kind: str) ->
     text, words, line = HOSTILE[kind]
     with pytest.raises(NotPossibleHere) as caught:
         record_script(Request(argv=[write(folder, text)]))
-    assert words in str(caught.value)
+    assert words in f"{caught.value} {caught.value.try_}"
     assert line in str(caught.value)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from memopt.estimators.estimate import Estimate, estimate_script
 
 MIB = 2**20
@@ -42,6 +44,60 @@ for step in range(4):
 """
 
 
+RANKS = """
+import torch
+rank = 0
+model = torch.nn.Sequential(torch.nn.Linear(256, 256).to(rank), torch.nn.Linear(256, 256, device=rank)).to(device=rank)
+x = torch.zeros(8, 256, device=rank)
+assert {p.device for p in model.parameters()} == {x.device, torch.ones_like(x, device=rank).device} == {torch.device("cuda", 0)}
+assert x.new_zeros(3, device=rank).is_cuda and torch.arange(3, device=rank).is_cuda
+print(torch.cuda.nccl.version() >= (2, 10), torch.version.cuda >= "11.0", torch.backends.cudnn.version() > 8000)
+print(torch.cuda.memory_usage(), torch.accelerator.get_memory_info(), torch.cuda.current_blas_handle())
+torch.cuda.cudart().cudaProfilerStart()
+torch.cuda._sleep(1000)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(x).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+CAPTURE = """
+import torch
+weight = torch.nn.Parameter(torch.zeros(4 << 20, device="cuda"))
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    made = (weight * 2).sin() + 1
+for step in range(3): graph.replay()
+after = [torch.ones(4 << 20, device="cuda") for _ in range(3)]
+"""
+
+CALLABLES = """
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.Linear(512, 512, bias=False)).cuda()
+model[0] = torch.cuda.make_graphed_callables(model[0], (torch.randn(2048, 512, device="cuda"),))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    model(torch.randn(2048, 512, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+MODES = """
+import torch
+model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cuda()
+{compile}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(torch.ones(4096, 1024, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    spare = [torch.ones(4096, 1024, device="cuda") for _ in range(3)]
+    del spare
+"""
+
+
 def estimated(folder: Path, text: str) -> Estimate:
     path = folder / "train.py"
     path.write_text(text)
@@ -63,3 +119,28 @@ def test_a_wrapped_model_and_questions_about_memory(tmp_path: Path) -> None:
     found = estimated(tmp_path, QUERIES)
     assert found.by_category["parameter"] == (256 * 256 + 256) * 4
     assert "DataParallel ran on one GPU, which holds the whole batch" in found.notes
+
+
+def test_a_rank_is_a_device(tmp_path: Path) -> None:
+    assert estimated(tmp_path, RANKS).allocated_bytes > 2 * 2 * 256 * 256 * 4
+
+
+def test_what_a_graph_captured_stays_in_its_own_pool(tmp_path: Path) -> None:
+    """Two tensors on their way (one block of them serves twice), what comes out, and three made afterwards, which the free blocks do not serve."""
+    found = estimated(tmp_path, CAPTURE)
+    assert found.reserved_bytes == 16 * MIB * (1 + 2 + 1 + 3)
+    assert "CUDA graphs were captured on fake tensors, and not replayed" in found.notes
+
+
+def test_graphed_callables_keep_their_inputs_outputs_and_gradients(tmp_path: Path) -> None:
+    text = CALLABLES.splitlines()
+    plain = estimated(tmp_path, "\n".join(line for line in text if "graphed" not in line))
+    assert estimated(tmp_path, CALLABLES).allocated_bytes - plain.allocated_bytes > 2 * 4 * MIB
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_a_compiled_models_graphs_share_no_free_block(tmp_path: Path, mode: str) -> None:
+    plain = estimated(tmp_path, MODES.format(compile="model = torch.compile(model)"))
+    graphed = estimated(tmp_path, MODES.format(compile=f"model.compile(mode='{mode}')"))
+    assert any("a pool of their own" in note for note in graphed.notes)
+    assert graphed.reserved_bytes >= plain.reserved_bytes + 16 * MIB

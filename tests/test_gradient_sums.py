@@ -65,6 +65,18 @@ def own_backward(weight: Tensor) -> Tensor:
     return Twice.apply(weight).cos().sum()
 
 
+def squared(weight: Tensor) -> Tensor:
+    """One node gives an input two gradients, which meet there."""
+    x = weight.sin()
+    return (x * x).sum()
+
+
+def picked(weight: Tensor) -> Tensor:
+    """Gradients are put into zeros, in place where no mode watches; then they meet."""
+    x = weight.sin()
+    return x[torch.arange(0, WIDE, 2)].cos().sum() + x.gather(0, torch.arange(0, WIDE, 3)).exp().sum()
+
+
 def sums(trace: Trace) -> list[int]:
     """Ops of backward that add."""
     return [
@@ -76,7 +88,7 @@ def sums(trace: Trace) -> list[int]:
 
 @pytest.mark.parametrize(
     ("loss_of", "new"),
-    [(tied, [0, 0]), (joined, [0]), (shared, [1, 0]), (own_backward, [1])],
+    [(tied, [0, 0]), (joined, [0]), (shared, [1, 0]), (own_backward, [1]), (squared, [0]), (picked, [0])],
     ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_the_profiles_peak_is_the_plain_runs(loss_of, new: list[int], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 from memopt.advisors.auto import Auto
 from memopt.advisors.jointly import plan_jointly
 from memopt.advisors.problem import Decisions, Problem
+from memopt.errors import BudgetInfeasible
 from memopt.estimators.decision import RECOMPUTE
 from memopt.estimators.timeline import Simulator
 from memopt.estimators.trace_view import TraceView
@@ -35,3 +36,21 @@ def test_an_interrupted_search_is_the_last(interrupted: bool, searches: int) -> 
     auto = Stub(interrupted=interrupted)
     assert plan_jointly(auto, moved)[1] == {2: RECOMPUTE}
     assert [problem is moved for problem in auto.searched] == [True, False][:searches]
+
+
+class Refusing(Stub):
+    def within(self, problem: Problem, seconds: float) -> Decisions:
+        self.searched.append(problem)
+        raise BudgetInfeasible(problem.budget_bytes, problem.floor_bytes)
+
+
+@pytest.mark.parametrize(("budget_bytes", "searches"), [(2500, 2), (100, 1)], ids=["possible", "impossible"])
+def test_the_run_as_it_is_is_searched_where_a_plan_for_it_can_be(budget_bytes: int, searches: int) -> None:
+    view = TraceView(build(chain([400] * 6)))
+    plain = Problem(view, Simulator(view), budget_bytes)
+    moved = Problem(view, Simulator(view), budget_bytes, instead_of=plain)
+    assert (plain.floor_bytes > plain.target_bytes) == (searches == 1)
+    auto = Refusing(interrupted=False)
+    with pytest.raises(BudgetInfeasible):
+        plan_jointly(auto, moved)
+    assert len(auto.searched) == searches

@@ -9,9 +9,10 @@ from typing import Literal
 import msgspec
 import pytest
 
-from memopt.advisors.lints import RULES, find_lints
+from memopt.advisors.lints import RULES, Seen, find_lints
 from memopt.device import Device
-from tests.layers_trace import Layer, build
+from memopt.estimators.trace_view import TraceView
+from tests.layers_trace import Layer, build, chain
 from tests.profiled import Profiler, profiler
 
 FRAME = """
@@ -178,6 +179,15 @@ def test_every_rule_is_tried() -> None:
 
 
 # --- by hand
+
+
+def test_parameters_are_named_where_no_line_made_them() -> None:
+    trace = build(chain([400] * 3))
+    assert trace.strings[trace.storages.line[0]] == ""
+    seen = Seen(TraceView(trace))
+    assert seen.line_of([0]) == "Net.weight"
+    assert seen.line_of([0, 2]) == "net.py:1"
+    assert seen.line_of([]) == ""
 
 
 def test_an_activation_function_out_of_place_at_the_peak() -> None:

@@ -14,7 +14,7 @@ from memopt.advisors.megatron import traced_figures, transformer_of
 from memopt.advisors.problem import DEFAULT_ALLOW
 from memopt.advisors.registry import STRATEGIES
 from memopt.advisors.relief import least_step_ms
-from memopt.errors import BudgetInfeasible, NotPossibleHere
+from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 from memopt.estimators.trace_batch import trace_at_batch
 from memopt.estimators.trace_view import TraceView
 from memopt.trace import Trace
@@ -90,6 +90,14 @@ def test_a_scaled_trace_is_like_a_recorded_one(profile: Profiler, traces: dict[s
     assert scaled.slots.shape == recorded.slots.shape
     assert scaled.slots.stride == recorded.slots.stride
     assert trace_at_batch(traces["mobilenet_v2"], 4, 4) is traces["mobilenet_v2"]
+
+
+def test_a_flag_that_the_script_does_not_heed_is_refused(traces: dict[str, Trace]) -> None:
+    """Run with it, the script takes what it took without."""
+    trace = traces["mobilenet_v2"]
+    search = Batches(trace, 2 * trace.peak_bytes, DEFAULT_ALLOW, 0.8, flag="--seed")
+    with pytest.raises(UsageError, match="--seed does not set the script's batch size"):
+        search.plain()
 
 
 def test_a_plan_makes_room_for_a_larger_batch(traces: dict[str, Trace], tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class BlasWorkspaces:
             return
         watch = self.recorder.watch
         recorder = self.recorder
-        handle = watch is not None and watch.in_backward, recorder.ordinal, recorder.streams.now()
+        handle = watch is not None and watch.in_backward, recorder.ordinal, recorder.streams.handle()
         if handle not in self.seen:
             self.seen.add(handle)
             recorder.workspace(workspace_bytes(recorder.hidden), "cuBLAS workspace", forever=True)

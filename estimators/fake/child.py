@@ -31,6 +31,7 @@ def main() -> None:
 def _run(request: Request) -> Result:
     from memopt.estimators.fake import files as fake_files
     from memopt.estimators.fake import lazy as fake_lazy
+    from memopt.estimators.fake import loaders as fake_loaders
     from memopt.estimators.fake import script as fake_script
     from memopt.estimators.fake import tensors as fake_tensors
     from memopt.estimators.fake.ending import Ending
@@ -47,6 +48,7 @@ def _run(request: Request) -> Result:
     fake_tensors.install(recorder)
     fake_lazy.install(recorder)
     fake_files.install(recorder)
+    fake_loaders.install(recorder)
     fake_script.install(recorder)
     if request.target == "cuda":
         from memopt.estimators.fake import cuda as fake_cuda

@@ -1,20 +1,24 @@
-"""`torch.compile` of a module for a run on the CPU: inductor's own plan of buffers, without its kernels.
+"""`torch.compile` of a module or function for a run on the CPU: inductor's own plan of buffers, without its kernels.
 
-The module is traced and partitioned by AOTAutograd and scheduled by inductor, as torch.compile does after Dynamo; the program that
+What is compiled is traced and partitioned by AOTAutograd and scheduled by inductor, as torch.compile does after Dynamo; the program that
 comes out is run on fake tensors, so that its buffers come and go as in the real run. C++ kernels are neither compiled nor run.
-What differs: a module is traced whole, where Dynamo may break it in two; what cannot be traced runs eagerly. On a pretended GPU
-inductor needs Triton, and compiled modules run eagerly too.
+What differs: it is traced whole, where Dynamo may break it in two; what cannot be traced runs eagerly. On a pretended GPU
+inductor needs Triton, and all runs eagerly too.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from memopt.estimators.fake.guess import is_users
 
 if TYPE_CHECKING:
     from memopt.estimators.fake.record import FakeRecorder
@@ -30,9 +34,11 @@ class CompiledForward:
     tracing: ClassVar[bool] = False
     """Whether a module is being traced: compiled ones inside it are part of it."""
 
-    def __init__(self, recorder: FakeRecorder, module: torch.nn.Module) -> None:
+    def __init__(
+        self, recorder: FakeRecorder, module: torch.nn.Module, eager: Callable[..., Any] | None = None
+    ) -> None:
         self.recorder, self.module = recorder, module
-        self.eager: Callable[..., Any] = module.forward
+        self.eager: Callable[..., Any] = eager or module.forward
         self._known: dict[Any, Callable[..., Any]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledForward:
@@ -61,18 +67,71 @@ class CompiledForward:
                 return _compile(_Flat(self.module, self.eager, leaves, spec), tensors)
         except Exception as error:
             why = (str(error).strip().splitlines() or [""])[0][:120]
-            self.recorder.guesser.remark(
-                f"torch.compile could not be followed ({type(error).__name__}: {why}): what it compiles ran eagerly"
-            )
-            return self.eager
+            return self._eagerly(f"{type(error).__name__}: {why}")
         finally:
             CompiledForward.tracing = False
+
+    def _eagerly(self, why: str) -> Callable[..., Any]:
+        self.recorder.guesser.remark(
+            f"torch.compile could not be followed ({why}): what it compiles ran eagerly"
+        )
+        return self.eager
 
     def _twin(self, tensor: torch.Tensor) -> torch.Tensor:
         """An example of an input: what is traced with keeps its examples."""
         with self.recorder.fake_mode:
             made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return made.requires_grad_(tensor.requires_grad)
+
+
+class CompiledFunction(CompiledForward):
+    """Calls a function, or a method, likewise. The modules that it reaches beside its arguments are part of the program."""
+
+    def __init__(self, recorder: FakeRecorder, function: Callable[..., Any]) -> None:
+        super().__init__(recorder, torch.nn.Module(), function)
+        functools.update_wrapper(self, function)
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else functools.partial(self, owner)
+
+    def _compiled(self, leaves: list[Any], spec: Any) -> Callable[..., Any]:
+        reached = [
+            *_reached(self.eager, set()),
+            *_held([x for x in leaves if not isinstance(x, torch.Tensor)]),
+        ]
+        if _TRAINS in reached:
+            return self._eagerly("it trains, or is a library's")
+        if any(isinstance(x, torch.Tensor) and x.requires_grad for x in reached):
+            return self._eagerly("it reads a tensor that requires grad and is not among its arguments")
+        self.module = torch.nn.ModuleList(dict.fromkeys(x for x in reached if isinstance(x, torch.nn.Module)))
+        return super()._compiled(leaves, spec)
+
+
+_TRAINS = object()
+"""Reached by code that calls backward or an optimizer."""
+
+
+def _reached(function: Any, seen: set[Any]) -> list[Any]:
+    """What the script's own code in `function` names outside itself, and what the functions so named do."""
+    code = getattr(function, "__code__", None)
+    if code is None or not is_users(code.co_filename):
+        return [] if seen else [_TRAINS]  # an optimizer's step, or no function at all
+    if code in seen:
+        return []
+    seen.add(code)
+    named = inspect.getclosurevars(function)
+    values = [
+        *named.nonlocals.values(),
+        *named.globals.values(),
+        *_held([getattr(function, "__self__", None)]),
+    ]
+    inner = [x for value in values if inspect.isfunction(value) for x in _reached(value, seen)]
+    return [*values, *inner, *([_TRAINS] if {"backward", "step"} & set(code.co_names) else [])]
+
+
+def _held(values: list[Any]) -> list[Any]:
+    """Objects, and what they hold by name."""
+    return [each for value in values for each in (value, *getattr(value, "__dict__", {}).values())]
 
 
 class _Flat(torch.nn.Module):

@@ -33,6 +33,7 @@ def install(recorder: FakeRecorder, request: Request) -> None:
     _whereabouts(recorder)
     _moves(recorder)
     _constructors(recorder)
+    _numbered()
     _default_device_outside(recorder)
     _grouping(recorder)
     fake_cuda_api.install(recorder, request)
@@ -197,6 +198,41 @@ def _constructors(recorder: FakeRecorder) -> None:
             return super().__new__(cls)
 
     _TORCH.Generator = Generator
+
+
+_FACTORIES = (
+    "empty", "zeros", "ones", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "logspace", "eye",
+    "normal", "empty_strided", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "tril_indices", "triu_indices",
+)  # fmt: skip
+
+
+def _numbered() -> None:
+    """A number as a device is one of the accelerator's, and C++ knows of none."""
+
+    def asking(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if type(kwargs.get("device")) is int:
+                kwargs["device"] = GPU(kwargs["device"])
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in _FACTORIES:
+        setattr(torch, name, asking(getattr(torch, name)))
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
+        setattr(torch.Tensor, name, asking(getattr(torch.Tensor, name)))
+    parse = _C._nn._parse_to
+
+    def parse_to(*args: Any, **kwargs: Any) -> Any:
+        if args and type(args[0]) is int:
+            args = (GPU(args[0]), *args[1:])
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = GPU(kwargs["device"])
+        return parse(*args, **kwargs)
+
+    _C._nn._parse_to = parse_to
 
 
 def _default_device_outside(recorder: FakeRecorder) -> None:

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from memopt.estimators.fake import streams
+from memopt.estimators.fake import graphs, streams
 from memopt.estimators.fake.record import FakeRecorder
 from memopt.estimators.fake.request import Request
 
 # torch as something to be patched
 _AMP: Any = torch.amp.autocast_mode
+_BACKENDS: Any = torch.backends
 _C: Any = torch._C
+_VERSION: Any = torch.version
 _TORCH: Any = torch
 
 
@@ -23,6 +25,7 @@ def install(recorder: FakeRecorder, request: Request) -> None:
     _queries(recorder, request)
     _memory(recorder, request)
     streams.install(recorder)
+    graphs.install(recorder)
     _devices()
     _random()
     _accelerator()
@@ -56,7 +59,7 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
         "get_device_name": request.device, "get_device_capability": recorder.capability,
         "get_device_properties": properties, "is_bf16_supported": recorder.capability >= (8, 0),
         "is_tf32_supported": recorder.capability >= (8, 0), "synchronize": None, "set_device": None,
-        "ipc_collect": None, "can_device_access_peer": False, "is_current_stream_capturing": False,
+        "ipc_collect": None, "can_device_access_peer": False, "_sleep": None,
         "utilization": 0, "temperature": 40, "power_draw": 100000, "clock_rate": 1000,
         "get_arch_list": ["sm_80", "sm_86", "sm_90"], "_is_in_bad_fork": False,
         "get_allocator_backend": "native", "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
@@ -70,6 +73,18 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
         range=lambda *a, **k: nullcontext(),
     )
     cuda.amp.common.amp_definitely_not_available = lambda: False
+    cuda.tunable = SimpleNamespace(
+        enable=lambda *a: None, is_enabled=lambda: False, tuning_enable=lambda *a: None
+    )
+    cuda.cudart = lambda: SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0)
+    cuda.nccl.version = lambda: (2, 27, 7)
+    cuda.memory_usage = cuda.device_memory_used = lambda device=None: 0
+    _VERSION.cuda = "13.0"
+    _BACKENDS.cuda.is_built = lambda: True
+    _BACKENDS.cudnn.is_available = lambda: True
+    _BACKENDS.cudnn.version = lambda: 91300
+    _C._cuda_clearCublasWorkspaces = lambda: None
+    _C._cuda_getCurrentBlasHandle = lambda: 0
 
 
 _STATISTICS = (
@@ -215,6 +230,7 @@ def _accelerator() -> None:
     ):  # fmt: skip
         if hasattr(accelerator, name):
             setattr(accelerator, name, getattr(torch.cuda, name))
+    accelerator.get_memory_info = torch.cuda.mem_get_info
     _C._get_accelerator = lambda *args: device
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake.absorb import ABSORBING
 from memopt.estimators.fake.experts import EXPERTS
-from memopt.estimators.fake.indexing import fills, gradient_of_index, is_mask
+from memopt.estimators.fake.indexing import fills, is_mask
 from memopt.estimators.fake.share import selected
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ _LBFGS = str(sys.modules[torch.optim.LBFGS.__module__].__file__)
 _LBFGS_HOPES = ("if ys >", "if f_new > (f + c1 * t * gtd) or (", "if abs(gtd_new) <=")
 """Its curvature lets it remember the step; a line search brackets at once and is content with the first point inside."""
 _TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
+_DISTRIBUTIONS = f"{_TORCH}/distributions"
 _LIBRARIES = (_TORCH, _HERE, "<frozen", "<string>")
 _DISPATCH = (_HERE, f"{_TORCH}/_dynamo", f"{_TORCH}/_compile.py", f"{_TORCH}/utils/_python_dispatch.py")
 """Frames between an op and whoever called it."""
@@ -59,8 +60,10 @@ class Guesser:
         asks (some of a mask is true), else False."""
         where = user_line()
         hint = getattr(tensor, "_memopt_truth", None)
-        if hint is None and (line := _line_of_lbfgs()):
+        if hint is None and (line := _line_in(_LBFGS)):
             hint = line.startswith(_LBFGS_HOPES)
+        elif hint is None and _line_in(_DISTRIBUTIONS):  # arguments are valid, samples are accepted
+            hint = True
         elif hint is None:
             file, number = _split(where)
             line = linecache.getline(file, number).lstrip()
@@ -84,7 +87,7 @@ class Guesser:
             return 1 + 0j
         if (told := getattr(tensor, "_memopt_number", None)) is not None:
             return int(told)
-        if _line_of_lbfgs():  # a loss that stands still would end its inner iterations
+        if _line_in(_LBFGS):  # a loss that stands still would end its inner iterations
             self._losses += 1
             return 1.0 / self._losses
         return 1.0 if tensor.dtype.is_floating_point else 1
@@ -125,12 +128,12 @@ def user_line() -> str:
     return ""
 
 
-def _line_of_lbfgs() -> str:
-    """The line of torch's L-BFGS that asks, or nothing."""
+def _line_in(library: str) -> str:
+    """The line of a file or folder of torch's that asks, or nothing."""
     frame: Any = sys._getframe(1)
     while frame is not None and not is_users(frame.f_code.co_filename):
-        if frame.f_code.co_filename == _LBFGS:
-            return linecache.getline(_LBFGS, frame.f_lineno).strip()
+        if frame.f_code.co_filename.startswith(library):
+            return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         frame = frame.f_back
     return ""
 
@@ -295,8 +298,6 @@ def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
     def rule(
         guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any] | None:
-        if name == "index_put" and gradient_of_index(recorder, args, kwargs):
-            return rule_of_place(guesser, recorder, args, kwargs) or (aten.index_put_(*args, **kwargs),)
         indices = args[1]
         if not any(map(is_mask, indices)):
             return None
@@ -312,7 +313,6 @@ def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
                 wide += index.nonzero().unbind(1)
         return (op(args[0], wide, *args[2:], **kwargs),)
 
-    rule_of_place = _with_positions("index_put_") if name == "index_put" else rule
     return rule
 
 

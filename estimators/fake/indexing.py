@@ -1,7 +1,6 @@
-"""Indexing by masks and positions: what its kernels hold beside the result, and where autograd writes into a tensor of its own.
+"""Indexing by masks and positions: what its kernels hold beside the result.
 
-ATen/native/TensorAdvancedIndexing.cpp: a mask becomes positions first, eight bytes a dimension and element chosen. The gradient of
-`x[i]` is put into zeros in place (derivatives.yaml, `index_backward`), which subclasses of tensors, as fake ones are, do not show.
+ATen/native/TensorAdvancedIndexing.cpp: a mask becomes positions first, eight bytes a dimension and element chosen.
 """
 
 from __future__ import annotations
@@ -19,11 +18,6 @@ _POSITION = 8
 _SORTED_POSITIONS = 6
 """ATen/native/cuda/Indexing.cu, `index_put_with_sort_kernel`: linear, sorted and original indices, a range, and what CUB's
 radix sort of pairs takes, once the keys and the values again."""
-
-
-def gradient_of_index(recorder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this `index_put` is autograd's, which writes into the zeros that it made."""
-    return _accumulates(args, kwargs) and recorder.phase == "backward" and not torch.is_grad_enabled()
 
 
 def is_mask(index: torch.Tensor | None) -> bool:

@@ -82,7 +82,7 @@ class Ledger:
             self._event(-(index + 1))
 
     def may_take(self, size_bytes: int) -> None:
-        """A library may take so much inside one op, or may not: not recorded, but told."""
+        """So much may be taken, or may not, by a library inside one op or by batches ahead of their turn: not recorded, but told."""
         self.possible_bytes = max(self.possible_bytes, size_bytes)
 
     def workspace_later(self, op: str) -> int:

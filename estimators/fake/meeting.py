@@ -1,4 +1,4 @@
-"""Where gradients meet in backward: autograd's input buffer adds one into the other, a node's own formula makes a new tensor."""
+"""What autograd would write in place in backward, did no mode watch: which node made the tensor that is written."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memopt.instrument.accumulate import adds_in_place
+from memopt.instrument.accumulate import goes_into_first, in_place
 
 if TYPE_CHECKING:
     from memopt.estimators.fake.record import FakeRecorder
-
-_ADD = torch.ops.aten.add.Tensor
 
 
 class Meetings:
@@ -28,18 +26,12 @@ class Meetings:
         if node is not None:
             self._makers[row] = node._sequence_nr()
 
-    def in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether `func` on fake tensors is such an addition into its first operand."""
-        if func is not _ADD or self.recorder.phase != "backward" or not isinstance(args[0], FakeTensor):
-            return False
-        return adds_in_place(args, kwargs) and not self._in_formula(args[0])
+    def as_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`func` on fake tensors, or the op that writes into its first operand in its place."""
+        if self.recorder.phase != "backward" or not isinstance(args[0], FakeTensor):
+            return func
+        return in_place(func) if goes_into_first(func, args, kwargs, self._maker) else func
 
-    def _in_formula(self, old: torch.Tensor) -> bool:
-        """Both made by the node at work, which gives no input two gradients (as that of `x * x` does)."""
-        node = torch._C._current_autograd_node()
-        if node is None or self.recorder.row_of(old) is None:
-            return False
-        if self._makers.get(self.recorder.index_of(old)) != node._sequence_nr():
-            return False
-        edges = [edge for edge in node.next_functions if edge[0] is not None]
-        return len(set(edges)) == len(edges)
+    def _maker(self, tensor: torch.Tensor) -> int | None:
+        known = self.recorder.row_of(tensor) is not None
+        return self._makers.get(self.recorder.index_of(tensor)) if known else None

@@ -29,7 +29,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch._prims_common import make_contiguous_strides_for
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_map
 
 from memopt.devices import find_device
@@ -38,6 +43,7 @@ from memopt.estimators.fake.autocast import CudaAutocast
 from memopt.estimators.fake.blas import BlasWorkspaces
 from memopt.estimators.fake.choices import Overrides, plain_choices
 from memopt.estimators.fake.cuda_ops import device_choices
+from memopt.estimators.fake.graphs import Pools
 from memopt.estimators.fake.guess import Guesser
 from memopt.estimators.fake.hidden import hidden_bytes
 from memopt.estimators.fake.ledger import Enough, Ledger, Point
@@ -88,6 +94,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self.probes = Probes()
         self.meetings = Meetings(self)
         self.streams = Streams(self)
+        self.pools = Pools(self)
         self.on_stream = self.streams.now
         self.blas = BlasWorkspaces(self)
         self.inside = 0
@@ -199,7 +206,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
                 row.label = label
 
     def row_of(self, tensor: torch.Tensor) -> StorageRow | None:
-        """What is recorded of the storage under `tensor`."""
+        """What is recorded of the storage under `tensor`, or under the shard that it holds."""
+        tensor = getattr(tensor, "_local_tensor", tensor)
         try:
             found = self._live.get(tensor.untyped_storage()._cdata)
         except _NO_STORAGE:
@@ -208,7 +216,9 @@ class FakeRecorder(Ledger, TorchDispatchMode):
 
     def as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor in place of a real one: it takes over what is recorded of the real one's storage."""
-        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta" or tensor.layout != torch.strided:
+        if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+            return tensor
+        if tensor.device.type == "meta" or tensor.layout != torch.strided:
             return tensor
         old = tensor.untyped_storage()
         sizes, strides = tuple(tensor.size()), tuple(tensor.stride())
@@ -239,13 +249,11 @@ class FakeRecorder(Ledger, TorchDispatchMode):
                 self._see_sparse(tensor, device, op)
             return
         key = storage._cdata
-        known = self._live.get(key)
-        if known is not None:
-            if self.rows[known[1]].size_bytes != storage.nbytes():
-                self._resized(key, known, storage)
+        if key in self._live:
+            self.resized(storage)
             return
-        if self.target == "cuda" and device != "cuda":
-            return
+        if device != self.target or is_traceable_wrapper_subclass(tensor):
+            return  # what a wrapper holds was seen by itself
         if getattr(tensor, "fake_device", tensor.device).type == "meta" or not storage.resizable():
             return  # no memory, or NumPy's
         self._allocate(storage, op)
@@ -264,6 +272,12 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self.meetings.born(index)
         self._live[ref.key] = (ref, index)
         self._event(index + 1)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Its owner gave memory back, or took more, without an op."""
+        known = self._live.get(storage._cdata)
+        if known is not None and self.rows[known[1]].size_bytes != storage.nbytes():
+            self._resized(storage._cdata, known, storage)
 
     def _resized(self, key: int, known: tuple[_StorageRef, int], storage: torch.UntypedStorage) -> None:
         self._event(-(known[1] + 1))
@@ -301,6 +315,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
+        if any(is_traceable_wrapper_subclass_type(each) for each in types):
+            return NotImplemented  # a DTensor's op on what it holds comes here again
         tensors = _tensors(args, kwargs)
         device, kwargs = self._device(tensors, kwargs)
         if device == "cuda":
@@ -332,7 +348,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
     def _device(self, tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         asked = kwargs.get("device")
         if self.target == "cpu":
-            return "cpu", kwargs
+            return self._claim or "cpu", kwargs
         if kwargs.get("pin_memory"):  # of the host, and refused without a driver
             kwargs = {**kwargs, "pin_memory": False}
         if asked is not None and torch.device(asked).type == "cuda":
@@ -359,14 +375,13 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             own = args
             if any(t.grad_fn is not None and not isinstance(t, FakeTensor) for t in tensors):
                 args, kwargs = tree_map(self._stand_in, (args, kwargs))
+            func = self.meetings.as_run(func, args, kwargs)
             guess = self.guesser.answer(self, func, args, kwargs)
             if guess is not None:
                 return guess[0]
             sparse = sparse_result(self, func, args, kwargs)
             if sparse is not None:
                 return sparse
-            if self.meetings.in_place(func, args, kwargs):
-                return args[0].add_(args[1])
             result = _own(func, own, func(*args, **kwargs))
             note_share(func, args, result)
             note_distinct(func, own, result)

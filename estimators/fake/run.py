@@ -120,7 +120,17 @@ def _failed(result: Result, output: str) -> NotPossibleHere:
     guesses = [note for note in result.recording.notes if " taken to be " in note]
     why = result.problem + (f"\n  guessed before that: {'; '.join(guesses[:3])}" if guesses else "")
     return NotPossibleHere(
-        f"the script could not be followed on fake tensors{at}",
-        why=why,
-        try_="memopt profile, which runs it for real; or give the script arguments that avoid this line",
+        f"the script could not be followed on fake tensors{at}", why=why, try_=_way_out(result.problem)
     )
+
+
+_JAGGED = "shape_env must not be None"
+"""What a nested tensor of the jagged layout asks of fake ones, whose sizes are numbers."""
+
+
+def _way_out(problem: str) -> str:
+    if problem.startswith("ModuleNotFoundError"):
+        return f"install it beside torch in this environment ({sys.executable}): the script's imports run as they are"
+    if _JAGGED in problem:
+        return "a padded batch instead of a jagged nested tensor, which has no shape on fake tensors; or memopt profile, which runs it for real"
+    return "memopt profile, which runs it for real; or give the script arguments that avoid this line"

@@ -1,15 +1,16 @@
-"""What a script does besides tensors, made harmless and fast: loaders, compilers, process groups."""
+"""What a script does besides tensors, made harmless and fast: compilers, process groups. Data loaders are in `fake/loaders.py`."""
 
 from __future__ import annotations
 
-import inspect
 import os
+import sys
 from typing import Any
 
 import torch
 
-from memopt.estimators.fake.compiled import CompiledForward, follow
+from memopt.estimators.fake.compiled import CompiledForward, CompiledFunction, follow
 from memopt.estimators.fake.record import FakeRecorder
+from memopt.instrument.on_import import call_after_import
 
 # torch as something to be patched
 _DDP: Any = torch.nn.parallel.distributed
@@ -22,35 +23,16 @@ _TORCH: Any = torch
 
 def install(recorder: FakeRecorder) -> None:
     """Patch torch in this process, for good."""
-    _loaders(recorder)
     _compilers(recorder)
     _distributed(recorder)
+    _sharded(recorder)
     _data_parallel(recorder)
     _inference_mode()
     _padded_encoders(recorder)
 
 
-def _loaders(recorder: FakeRecorder) -> None:
-    loader: Any = torch.utils.data.DataLoader
-    init = loader.__init__
-    signature = inspect.signature(init)
-    alone = {
-        "num_workers": 0, "pin_memory": False, "prefetch_factor": None, "persistent_workers": False,
-        "multiprocessing_context": None, "timeout": 0,
-    }  # fmt: skip
-
-    def in_process(self: Any, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        if bound.arguments.get("num_workers"):
-            recorder.guesser.remark(
-                "DataLoader workers were not started: batches were loaded in the process itself"
-            )
-        for name, value in alone.items():
-            if name in bound.arguments:
-                bound.arguments[name] = value
-        init(*bound.args, **bound.kwargs)
-
-    loader.__init__ = in_process
+_GRAPHED = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that capture CUDA graphs."""
 
 
 def _compilers(recorder: FakeRecorder) -> None:
@@ -58,18 +40,28 @@ def _compilers(recorder: FakeRecorder) -> None:
         if model is None:
             return lambda function: compiled(function, *args, **kwargs)
         by_inductor = kwargs.get("backend", "inductor") == "inductor" and not kwargs.get("disable")
-        if not isinstance(model, torch.nn.Module) or recorder.target != "cpu" or not by_inductor:
-            return eager(model)
+        if recorder.target != "cpu" or not by_inductor:
+            return eager(model, by_inductor and str(kwargs.get("mode")) in _GRAPHED)
+        if not isinstance(model, torch.nn.Module):
+            follow()
+            return CompiledFunction(recorder, model)
         if not isinstance(model.forward, CompiledForward):
             follow()
             model.forward = CompiledForward(recorder, model)
             object.__setattr__(model, "_orig_mod", model)
         return model
 
-    def eager(model: Any) -> Any:
+    def eager(model: Any, graphed: bool) -> Any:
         recorder.guesser.remark(
             "torch.compile was not applied: the estimate is of the eager run, which a compiled run seldom exceeds"
         )
+        if graphed and recorder.target == "cuda":
+            recorder.guesser.remark(
+                "what CUDA graphs of torch.compile hold was taken from a pool of their own"
+            )
+            if not isinstance(model, torch.nn.Module):
+                return recorder.pools.graphed(model)
+            model.forward = recorder.pools.graphed(model.forward)
         return model
 
     def scripted(obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -124,6 +116,23 @@ def _distributed(recorder: FakeRecorder) -> None:
 
     _PARALLEL.DistributedDataParallel = DistributedDataParallel
     _DDP.DistributedDataParallel = DistributedDataParallel
+
+
+def _sharded(recorder: FakeRecorder) -> None:
+    """DTensor asks fake tensors of its own what shape an op's result has."""
+    name = "torch.distributed.tensor._sharding_prop"
+
+    def patch() -> None:
+        propagator: Any = sys.modules[name].ShardingPropagator
+        ask = propagator._propagate_tensor_meta_non_cached
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            with recorder.paused():
+                return ask(*args, **kwargs)
+
+        propagator._propagate_tensor_meta_non_cached = asked
+
+    call_after_import(name, patch)
 
 
 def _data_parallel(recorder: FakeRecorder) -> None:

@@ -26,18 +26,28 @@ class Streams:
         """Of the innermost stream context."""
         self.inside_backward = 0
         """How many contexts were entered by hooks while autograd runs."""
+        self.captures_in = 0
+        """Number of the pool of the CUDA graph that is being captured; 0: none is."""
+        self.any = False
+        """Whether there is any but the default one."""
         self._made = [0, 0]
         self._of_node: dict[int, int] = {}
 
     def made(self, priority: int) -> int:
         """The number of a new stream, below 0 being of high priority."""
-        high = priority < 0
+        high, self.any = priority < 0, True
         self._made[high] += 1
         return 1 + high * _POOL + (self._made[high] - 1) % _POOL
 
+    def handle(self) -> int:
+        """The stream whose cuBLAS workspace the op being run takes: a capture's own, whatever pool it fills."""
+        return self.asked if self.captures_in else self.now()
+
     def now(self) -> int:
-        """The stream of the op being run."""
-        if not any(self._made):
+        """The stream of the op being run, or the pool that it allocates from."""
+        if self.captures_in:
+            return self.captures_in
+        if not self.any:
             return 0
         watch = self.recorder.watch
         if watch is not None and watch.in_backward and not self.inside_backward:

@@ -28,7 +28,7 @@ def install(recorder: FakeRecorder) -> None:
     _parameters(recorder)
     _module_apply(recorder)
     _truth_hints()
-    torch.distributions.Distribution.set_default_validate_args(False)
+    _resizes(recorder)
 
 
 def _values(recorder: FakeRecorder) -> None:
@@ -71,6 +71,18 @@ def _values(recorder: FakeRecorder) -> None:
     _TENSOR.tolist = to_list
     _TENSOR.__format__ = to_text
     _TENSOR.__array__ = to_array
+
+
+def _resizes(recorder: FakeRecorder) -> None:
+    storage: Any = torch.UntypedStorage
+    resize = storage.resize_
+
+    def told(self: Any, size: int) -> Any:
+        result = resize(self, size)
+        recorder.resized(self)
+        return result
+
+    storage.resize_ = told
 
 
 def _copies() -> None:
