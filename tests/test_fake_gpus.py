@@ -90,6 +90,7 @@ model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]).cu
 {compile}
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(4):
+    torch.compiler.cudagraph_mark_step_begin()
     model(torch.ones(4096, 1024, device="cuda")).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

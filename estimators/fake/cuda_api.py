@@ -80,7 +80,6 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
     cuda.nccl.version = lambda: (2, 27, 7)
     cuda.memory_usage = cuda.device_memory_used = lambda device=None: 0
     _VERSION.cuda = "13.0"
-    _BACKENDS.cuda.is_built = lambda: True
     _BACKENDS.cudnn.is_available = lambda: True
     _BACKENDS.cudnn.version = lambda: 91300
     _C._cuda_clearCublasWorkspaces = lambda: None
