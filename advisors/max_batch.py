@@ -24,8 +24,6 @@ _MOST = 1 << 20
 _PLANNED_WITHIN = 1 / 64
 _SHARE_OF_A_PROBE = 0.25
 _MOST_RETRACES = 4
-_ALIKE = 0.2
-"""Of what another batch should change, the share that is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,26 +75,17 @@ class Batches:
         for _ in range(_MOST_RETRACES):
             try:
                 estimate = estimate_trace(self.trace, batch_size=batch, batch_arg=self.flag, method="retrace")
+            except UsageError:
+                raise
             except MemoptError as error:
                 self.say(f"batch {batch} is scaled, not re-traced: {error.what}")
                 return found
             peak = estimate.allocated_bytes
-            self._check_flag(batch, peak)
             self.say(f"batch {batch} re-traced: {format_bytes(peak)}")
             if peak <= self.budget_bytes or batch == 1:
                 return Largest(batch=batch, peak_bytes=peak, step_ms=self.at(batch).step_ms, method="re-traced")  # fmt: skip
             batch = max(1, min(batch - 1, batch * self.budget_bytes // peak))
         return found
-
-    def _check_flag(self, batch: int, peak_bytes: int) -> None:
-        """Raises `UsageError` where the script took at `batch` what it took as recorded, though that scales: it does not heed the flag."""
-        as_recorded, scaled = self.trace.peak_bytes, self.at(batch).peak_bytes
-        if self.flag and abs(peak_bytes - as_recorded) < _ALIKE * abs(scaled - as_recorded):
-            raise UsageError(
-                f"{self.flag} does not set the script's batch size",
-                why=f"with {self.flag} for a batch of {batch} it takes {format_bytes(peak_bytes)}, as it does for {self.recorded}",
-                try_="the flag that does, or leave --batch-arg out",
-            )
 
     def planned(self) -> Largest:
         """The largest batch for which a plan is found that fits."""

@@ -22,6 +22,7 @@ from memopt.estimators.profile_batch import recorded_batch, scaled
 from memopt.estimators.profile_device import on_cuda
 from memopt.estimators.profile_recording import amounts_of, recording_of
 from memopt.estimators.profile_retrace import argv_at, retrace, script_changed
+from memopt.estimators.recording import Recording
 from memopt.trace import Trace, load_trace
 from memopt.units import format_bytes
 
@@ -103,8 +104,8 @@ class _Asked:
     method: Method
     steps: int
     timeout_s: float
-    recorded_off: float | None = None
-    """By what share a re-trace missed the profile's peak; None until it was tried."""
+    as_recorded: Recording | None = None
+    """The script as it was profiled, on fake tensors; None until that was needed."""
 
     @property
     def device(self) -> DeviceSpec:
@@ -126,7 +127,7 @@ class _Asked:
         try:
             return self.retraced(batch, new)
         except MemoptError as error:
-            if self.method == "retrace":
+            if self.method == "retrace" or isinstance(error, UsageError):
                 raise
             found = self.replayed(batch, new)
             reason = f"not re-traced: {error.what}" + (f" ({error.why.splitlines()[0]})" if error.why else "")
@@ -200,36 +201,41 @@ class _Asked:
         return device.context_bytes if same else None
 
     def retraced(self, batch: int, new: int) -> Estimate:
-        """The script at the batch size `new` on fake tensors. Raises `MemoptError` when that cannot be believed."""
+        """The script at the batch size `new` on fake tensors. Raises `MemoptError` when that cannot be believed, `UsageError`
+        where the flag for the batch size changes nothing."""
         argv = argv_at(self.trace, batch, new, self.flag)
-        recording, partial = retrace(
-            self.trace, argv, self.device, steps=self.steps, timeout_s=self.timeout_s
-        )
+        recording, partial = self._followed(argv)
+        if self.flag and new != batch and _sizes(recording) == _sizes(self._as_recorded(argv, recording)):
+            raise UsageError(
+                f"{self.flag} does not set the script's batch size",
+                why=f"{' '.join(argv)} allocates the same on fake tensors as without it",
+                try_="the flag that does, or leave --batch-arg out",
+            )
         found = estimate_recording(recording, self.device, alloc_conf=self._settings(), partial=partial)
         notes = [f"re-traced: {' '.join(argv)} on fake tensors"]
-        off = self._off(argv, recording.peak()[0], notes)
+        off = self._off(argv, recording, notes)
         bars = {name: round(max(share, off), 3) for name, share in found.error.items()}
         if script_changed(self.trace):
             notes.append("the script's file has changed since the profile was recorded")
         return replace(found, error=bars, notes=[*notes, *found.notes], method="re-traced")
 
-    def _off(self, argv: list[str], peak_bytes: int, notes: list[str]) -> float:
+    def _followed(self, argv: list[str]) -> tuple[Recording, bool]:
+        return retrace(self.trace, argv, self.device, steps=self.steps, timeout_s=self.timeout_s)
+
+    def _as_recorded(self, argv: list[str], recording: Recording) -> Recording:
+        """The run with the profile's own arguments; `recording` is that with `argv`, which may be the same."""
+        if self.as_recorded is None:
+            own = self.trace.script.argv
+            self.as_recorded = recording if argv == own else self._followed(list(own))[0]
+        return self.as_recorded
+
+    def _off(self, argv: list[str], recording: Recording, notes: list[str]) -> float:
         """By what share fake tensors miss the profile's peak where both can be had: at the recorded batch, on its kind of device."""
         if not self.same_kind:
             notes.append(f"the profile was recorded on a {self.trace.device.kind}: not compared with it")
             return 0.0
-        if self.recorded_off is None:
-            if argv != self.trace.script.argv:
-                again, _ = retrace(
-                    self.trace,
-                    list(self.trace.script.argv),
-                    self.device,
-                    steps=self.steps,
-                    timeout_s=self.timeout_s,
-                )
-                peak_bytes = again.peak()[0]
-            self.recorded_off = abs(peak_bytes / max(self.trace.peak_bytes, 1) - 1)
-        off = self.recorded_off
+        peak_bytes, _ = self._as_recorded(argv, recording).peak()
+        off = abs(peak_bytes / max(self.trace.peak_bytes, 1) - 1)
         if off > _RETRACE_OFF and self.method != "retrace":
             raise NotPossibleHere(
                 "fake tensors miss the profile's own peak",
@@ -256,6 +262,11 @@ class _Asked:
         text = f"the largest batch that fits is {size}"
         say(text)
         return replace(found, notes=[text, *found.notes])
+
+
+def _sizes(recording: Recording) -> list[int]:
+    """Of all that was allocated, in order."""
+    return [row.size_bytes for row in recording.rows]
 
 
 def _wider(found: Estimate, error: float) -> dict[str, float]:

@@ -15,6 +15,7 @@ from memopt.advisors.problem import DEFAULT_ALLOW
 from memopt.advisors.registry import STRATEGIES
 from memopt.advisors.relief import least_step_ms
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
+from memopt.estimators.from_profile import estimate_trace
 from memopt.estimators.trace_batch import trace_at_batch
 from memopt.estimators.trace_view import TraceView
 from memopt.trace import Trace
@@ -98,6 +99,8 @@ def test_a_flag_that_the_script_does_not_heed_is_refused(traces: dict[str, Trace
     search = Batches(trace, 2 * trace.peak_bytes, DEFAULT_ALLOW, 0.8, flag="--seed")
     with pytest.raises(UsageError, match="--seed does not set the script's batch size"):
         search.plain()
+    with pytest.raises(UsageError, match="allocates the same on fake tensors"):
+        estimate_trace(trace, batch_size=12, batch_arg="--seed", device="a100-40gb")
 
 
 def test_a_plan_makes_room_for_a_larger_batch(traces: dict[str, Trace], tmp_path: Path) -> None:
