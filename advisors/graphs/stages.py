@@ -279,7 +279,7 @@ class AutoPlan:
         most_ms = math.inf if search.best_over else search.best_cost
         until_starts = self.stage_end(0.15 if search.lanes else 0.3)
         for number, runs in enumerate(starts(self.problem, until_starts, most_ms)):
-            if number and time.monotonic() > until:
+            if number >= STARTS and time.monotonic() > until:
                 break
             search.load(runs)
             if not search.overflow():
