@@ -55,6 +55,8 @@ print(torch.cuda.nccl.version() >= (2, 10), torch.version.cuda >= "11.0", torch.
 print(torch.cuda.memory_usage(), torch.accelerator.get_memory_info(), torch.cuda.current_blas_handle())
 torch.cuda.cudart().cudaProfilerStart()
 torch.cuda._sleep(1000)
+with torch.device("cuda"):
+    assert torch.empty(3).is_cuda and torch.zeros(3).is_cuda and torch.nn.Linear(2, 2).weight.is_cuda
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(4):
     model(x).sum().backward()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._device import _device_constructors
 
 from memopt.estimators.fake.record import FakeRecorder
 from memopt.estimators.fake.request import Request
@@ -219,6 +220,7 @@ def _numbered() -> None:
 
         return call
 
+    _device_constructors()  # kept by torch: `with torch.device(...)` knows the factories as they are now
     for name in _FACTORIES:
         setattr(torch, name, asking(getattr(torch, name)))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
