@@ -221,8 +221,10 @@ def _modules() -> list[tuple[str, torch.nn.Module]]:
 
     import torch
 
+    from memopt.instrument.living import living
+
     gc.collect()  # a module that nobody holds (what was scripted or traced, say) lives until then, in one run longer than in another
-    found = [m for m in gc.get_objects() if issubclass(type(m), torch.nn.Module)]
+    (found,) = living(torch.nn.Module)
     children = {id(child) for module in found for child in module._modules.values() if child is not None}
     roots = [module for module in found if id(module) not in children]
     return [(f"{type(module).__name__}.{number}", module) for number, module in enumerate(roots)]

@@ -2,13 +2,14 @@
 
 An iteration is the span between two consecutive steps of one optimizer: the one that steps last in the script's first round,
 since a graph that two optimizers share (a GAN's generator) then lives inside one iteration; a round may have several steps of
-one (a critic's) before another's. When others step for long without it (a next phase of training), one of them takes its place. Gradient accumulation, several optimizers and evaluation between steps come out right. Where no optimizer object exists (`p.data.add_`), the end of each
-backward call is the boundary; where optimizers step inside backward (a hook on each parameter), the end of those that had a step.
+one (a critic's) before another's. When others step for long without it (a next phase of training), one of them takes its place.
+Gradient accumulation, several optimizers and evaluation between steps come out right. Where no optimizer object exists
+(`p.data.add_`), the end of each backward call is the boundary; where optimizers step inside backward (a hook on each parameter), the
+end of those that had a step.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 import time
@@ -20,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import optimizer as optim
 
+from memopt.instrument.living import living
 from memopt.instrument.training_thread import TrainingThread
 
 _MOST_BACKWARDS_A_STEP = 1024
@@ -169,7 +171,9 @@ class Iterations:
             self._end_iteration()
             return
         self._backwards += 1
-        if self.boundary == "" and (self._backwards >= _MOST_BACKWARDS_A_STEP or not _optimizer_exists()):
+        if self.boundary == "" and (
+            self._backwards >= _MOST_BACKWARDS_A_STEP or not living(torch.optim.Optimizer)[0]
+        ):
             self.boundary = "backward"
         if self.boundary == "backward":
             self._end_iteration()
@@ -228,16 +232,11 @@ def _steps_under_way() -> int:
     return found
 
 
-def _optimizer_exists() -> bool:
-    return any(issubclass(type(thing), torch.optim.Optimizer) for thing in gc.get_objects())
-
-
 def _others(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Optimizers that share no parameter with `optimizer`; one that does may be its wrapper."""
     mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
     return [
         thing
-        for thing in gc.get_objects()
-        if issubclass(type(thing), torch.optim.Optimizer)
-        and not any(id(each) in mine for group in thing.param_groups for each in group["params"])
+        for thing in living(torch.optim.Optimizer)[0]
+        if not any(id(each) in mine for group in thing.param_groups for each in group["params"])
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 import warnings
 import weakref
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from memopt.instrument.allocator_events import Started, note_freed, started_profile, stop_profile
+from memopt.instrument.living import living
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script_profiler import on_script
 
@@ -101,19 +101,19 @@ def living_storages(device: str) -> list[UntypedStorage]:
     doubtful: dict[int, UntypedStorage] = {}
     with warnings.catch_warnings(), torch._C.DisableTorchFunctionSubclass():
         warnings.simplefilter("ignore")
-        for thing in gc.get_objects():
-            for each in (thing, _gradient_of(thing)):
-                storage = _storage_of(each, device)
-                if storage is not None:
-                    (found if type(each) in PLAIN_TYPES else doubtful).setdefault(storage._cdata, storage)
+        tensors, storages = living(Tensor, UntypedStorage)
+        gradients = [each for each in map(_gradient_of, tensors) if each is not None]
+        for each in (*tensors, *gradients, *storages):
+            storage = _storage_of(each, device)
+            if storage is not None:
+                (found if type(each) in PLAIN_TYPES else doubtful).setdefault(storage._cdata, storage)
     return [*found.values(), *(s for at, s in doubtful.items() if at not in found and _has_bytes(s))]
 
 
-def _gradient_of(thing: object) -> Tensor | None:
+def _gradient_of(tensor: Tensor) -> Tensor | None:
     """Nobody in Python may have looked at it yet: then it is no object of Python's."""
     try:
-        leaf = issubclass(type(thing), Tensor) and thing.is_leaf and thing.requires_grad  # type: ignore[attr-defined]
-        return thing.grad if leaf else None  # type: ignore[attr-defined]
+        return tensor.grad if tensor.is_leaf and tensor.requires_grad else None
     except (NotImplementedError, RuntimeError, TypeError):
         return None
 
@@ -126,13 +126,12 @@ def _has_bytes(storage: UntypedStorage) -> bool:
         return False
 
 
-def _storage_of(thing: object, device: str) -> UntypedStorage | None:
-    kind = type(thing)
+def _storage_of(thing: Tensor | UntypedStorage, device: str) -> UntypedStorage | None:
     try:
-        if issubclass(kind, Tensor):
-            thing = thing.untyped_storage()  # type: ignore[attr-defined]
-        elif not issubclass(kind, UntypedStorage) or not thing.resizable():  # type: ignore[attr-defined]
+        if isinstance(thing, Tensor):
+            thing = thing.untyped_storage()
+        elif not thing.resizable():
             return None
-        return thing if thing.device.type == device else None  # type: ignore[attr-defined, return-value]
+        return thing if thing.device.type == device else None
     except (NotImplementedError, RuntimeError, TypeError):
         return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,8 +30,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def know_what_is_saved(recorder: Recorder) -> None:
     """Tell `recorder` of the tensors that autograd holds through hooks that recorded nothing."""
+    from memopt.instrument.living import living
     from memopt.instrument.saved import Kept
 
-    for thing in gc.get_objects():
+    for thing in living(Kept)[0]:
         if type(thing) is Kept:
             recorder.met.know(thing.tensor, "activation", "saved for backward")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import FrameType
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from memopt.instrument.frames import Frames
+from memopt.instrument.living import living
 from memopt.trace import IN_A_LIST
 
 Tell = Callable[[Tensor, str, str], None]
@@ -32,7 +32,7 @@ def tell_all(tell: Tell, frames: Frames) -> dict[int, str]:
 
 
 def _tell_all(tell: Tell, frames: Frames, names: dict[int, str]) -> None:
-    modules, optimizers, tensors = _living()
+    modules, optimizers, tensors = living(nn.Module, torch.optim.Optimizer, Tensor)
     for root in _roots(modules):
         top = frames.name_of_root(root)
         for name, parameter in root.named_parameters():
@@ -109,26 +109,6 @@ def _tensors_in(value: object) -> Iterable[Tensor]:
             yield from _tensors_in(part)
 
 
-def _living() -> tuple[list[nn.Module], list[torch.optim.Optimizer], list[Tensor]]:
-    modules: list[nn.Module] = []
-    optimizers: list[torch.optim.Optimizer] = []
-    tensors: list[Tensor] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for thing in gc.get_objects():
-            kind = type(thing)
-            try:
-                if issubclass(kind, Tensor):
-                    tensors.append(thing)
-                elif issubclass(kind, nn.Module):
-                    modules.append(thing)
-                elif issubclass(kind, torch.optim.Optimizer):
-                    optimizers.append(thing)
-            except TypeError:
-                continue
-    return modules, optimizers, tensors
-
-
 def _roots(modules: list[nn.Module]) -> list[nn.Module]:
     children = {id(child) for module in modules for child in module._modules.values() if child is not None}
     return [module for module in modules if id(module) not in children]
@@ -156,7 +136,7 @@ def _variables() -> dict[int, str]:
 def device_in_use() -> str:
     """Type of the device that holds most parameter bytes; `cpu` when there are none yet."""
     sizes: dict[str, int] = {}
-    for module in _living()[0]:
+    for module in living(nn.Module, torch.optim.Optimizer, Tensor)[0]:
         for parameter in getattr(module, "_parameters", {}).values():
             if isinstance(parameter, Tensor) and not isinstance(
                 parameter, (UninitializedParameter, UninitializedBuffer)

@@ -223,3 +223,21 @@ def test_a_guess_that_makes_the_script_raise_is_turned_round(folder: Path) -> No
     assert any("train.py:8" in note and "other truth value" in note for note in recording.notes)
     assert any("train.py:10" in note and "upper bound" in note for note in recording.notes)
     assert sum(1 for kind, _ in recording.marks if kind == "step") == 3
+
+
+def test_a_distribution_checks_its_arguments_as_in_the_real_run(tmp_path: Path) -> None:
+    """Whether a matrix is positive definite is found out by factorising it."""
+    peaks = []
+    for words in ("", ", validate_args=False"):
+        script = tmp_path / "train.py"
+        script.write_text(
+            "import torch\n"
+            "weight = torch.zeros(512, requires_grad=True)\n"
+            "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
+            "for _ in range(3):\n"
+            f"    made = torch.distributions.MultivariateNormal(weight, torch.eye(512){words})\n"
+            "    (-made.log_prob(torch.ones(512))).backward()\n"
+            "    optimizer.step()\n"
+        )
+        peaks.append(estimate_script([str(script)], device="cpu").allocated_bytes)
+    assert peaks[0] > peaks[1]

@@ -85,16 +85,3 @@ def test_products_in_bf16_take_what_onednn_packs(recorder: FakeRecorder) -> None
         measured, _ = _measure([(make, 768)])[0]  # type: ignore[list-item]
     assert packed == [measured]
     assert measured > 0
-
-
-def test_a_distribution_checks_its_arguments_as_in_the_real_run(recorder: FakeRecorder) -> None:
-    """Whether a matrix is positive definite is found out by factorising it."""
-    mean, covariance = recorder.fake((512,)), recorder.fake((512, 512))
-    peaks = []
-    for checks in (False, True):
-        recorder.peak_bytes = before = recorder.live_bytes
-        made = torch.distributions.MultivariateNormal(mean, covariance, validate_args=checks)
-        del made
-        peaks.append(recorder.peak_bytes - before)
-    assert peaks[1] > peaks[0]
-    assert torch.distributions.Distribution._validate_args
