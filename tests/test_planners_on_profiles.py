@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +16,12 @@ from memopt.advisors.megatron import traced_figures, transformer_of
 from memopt.advisors.problem import DEFAULT_ALLOW
 from memopt.advisors.registry import STRATEGIES
 from memopt.advisors.relief import least_step_ms
+from memopt.devices import DeviceSpec
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
+from memopt.estimators import from_profile
 from memopt.estimators.from_profile import estimate_trace
+from memopt.estimators.profile_retrace import retrace
+from memopt.estimators.recording import Recording
 from memopt.estimators.trace_batch import trace_at_batch
 from memopt.estimators.trace_view import TraceView
 from memopt.trace import Trace
@@ -101,6 +107,21 @@ def test_a_flag_that_the_script_does_not_heed_is_refused(traces: dict[str, Trace
         search.plain()
     with pytest.raises(UsageError, match="allocates the same on fake tensors"):
         estimate_trace(trace, batch_size=12, batch_arg="--seed", device="a100-40gb")
+
+
+def test_it_is_refused_where_a_slow_run_is_followed_for_fewer_steps(
+    traces: dict[str, Trace], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shorter(trace: Trace, argv: list[str], spec: DeviceSpec, **kwargs: Any) -> tuple[Recording, bool]:
+        whole, partial = retrace(trace, argv, spec, **kwargs)
+        if "--seed" not in argv:
+            return whole, partial
+        events = whole.events[: [at for kind, at in whole.marks if kind == "step"][1]]
+        return replace(whole, rows=whole.rows[: max(events)], events=events), partial
+
+    monkeypatch.setattr(from_profile, "retrace", shorter)
+    with pytest.raises(UsageError, match="allocates the same on fake tensors"):
+        from_profile.estimate_trace(traces["mobilenet_v2"], batch_size=12, batch_arg="--seed")
 
 
 def test_a_plan_makes_room_for_a_larger_batch(traces: dict[str, Trace], tmp_path: Path) -> None:
