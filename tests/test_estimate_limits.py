@@ -147,7 +147,6 @@ def test_every_optimizer_is_followed(
     monkeypatch: pytest.MonkeyPatch, turns: int, idle: bool, steps: list[int]
 ) -> None:
     monkeypatch.setattr(torch.optim.Optimizer, "__init__", torch.optim.Optimizer.__init__)
-    monkeypatch.setattr(ending, "_PATIENCE_S", float("inf"))
     with FakeRecorder("cpu") as recorder:
         assert recorder.watch is not None
         ending.Ending(recorder, recorder.watch, 3)

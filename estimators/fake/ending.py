@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 import weakref
 from typing import Any
 
@@ -19,8 +18,8 @@ from memopt.estimators.fake.record import FakeRecorder
 from memopt.estimators.fake.watch import Watch
 from memopt.estimators.recording import Recording
 
-_PATIENCE_S = 4.0
-"""After so much work, steps that are alike are not followed on."""
+_OPS_ENOUGH = 2_000
+"""From this op on, a second step that leaves memory as the first is the last one: counted, so that every machine answers the same."""
 _TURNS = 6
 """How often one optimizer may step for each step of another: WGAN's critic does five times."""
 _OPS_ALIKE, _OPS_DIFFERENT = 20_000, 60_000
@@ -66,7 +65,7 @@ class Ending:
             self.later.limit(self._alike(self._taken))
         elif done >= wanted and (least >= wanted or done >= _TURNS * self.steps):
             self._go_on()
-        elif self._alike(self._left) and time.process_time() > _PATIENCE_S and (least or done >= self.steps):
+        elif self._alike(self._left) and self.recorder.op_count > _OPS_ENOUGH and (least or done >= self.steps):
             self.recorder.guesser.remark(
                 f"step {done} left memory as step {done - 1} had: no more were followed"
             )
