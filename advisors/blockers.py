@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, Problem
-from memopt.errors import BudgetInfeasible
+from memopt.errors import BudgetInfeasible, enough
 from memopt.timeline import Timeline
 from memopt.trace import CATEGORIES, PHASES
 from memopt.units import format_bytes
@@ -25,11 +25,6 @@ def infeasible(problem: Problem, decisions: Decisions, who: str = "") -> BudgetI
         try_ += ", or fewer kinds of action denied"
     found_by = (f"this is the best that {who} finds",) if who else ()
     return BudgetInfeasible(problem.budget_bytes, peak, found_by + blockers, try_=try_)
-
-
-def enough(peak_bytes: int) -> str:
-    """`a budget of at least 43.5 MiB`: what is met by a plan of this peak, with the margin and however it is rounded."""
-    return f"a budget of at least {format_bytes(int(peak_bytes / (1 - 0.006)) + 1)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from memopt.errors import BudgetInfeasible, MemoptError, NotPossibleHere, UsageError
+from memopt.errors import BudgetInfeasible, MemoptError, NotPossibleHere, UsageError, enough
 
 if TYPE_CHECKING:
     from memopt.advisors.advise import Adviser
@@ -101,7 +101,6 @@ def best_of(rows: list[Row]) -> Plan | None:
 
 def failure(rows: list[Row], budget_bytes: int) -> MemoptError | None:
     """What to end with when no row has a plan; None when nobody else was asked and some advice meets the budget."""
-    from memopt.advisors.blockers import enough
 
     advised = [row for row in rows if row.advised]
     tried = [row for row in rows if row.min_peak_bytes is not None and not row.advised]

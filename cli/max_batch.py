@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.errors import BudgetInfeasible, UsageError
+from memopt.errors import BudgetInfeasible, UsageError, enough
 
 if TYPE_CHECKING:
     from memopt.advisors.lints import Lint
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 def max_batch(path: Path, options: dict[str, Any]) -> int:
     """Search, show both, write the plan for the larger batch; gives the exit code."""
-    from memopt.advisors.blockers import enough
     from memopt.advisors.lints import find_lints
     from memopt.advisors.max_batch import Batches
     from memopt.advisors.problem import TIME_LIMIT_S, allowed

@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from memopt.advisors.advice import Advice, Counsel
-from memopt.errors import BudgetInfeasible, UsageError
+from memopt.errors import BudgetInfeasible, UsageError, enough
 
 if TYPE_CHECKING:
     from memopt.advisors.lints import Lint
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 def study(path: Path, options: dict[str, Any]) -> int:
     """Print what the strategy finds; gives the exit code."""
     from memopt.advisors.advise import Adviser
-    from memopt.advisors.blockers import enough
     from memopt.advisors.lints import find_lints
     from memopt.advisors.problem import TIME_LIMIT_S, allowed, kinds_named
     from memopt.cli.advise import on_device, room_as_budget, script_stem

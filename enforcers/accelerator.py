@@ -61,9 +61,9 @@ class TorchAccelerator:
         here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         if here is None:
             raise SwapFailed(
-                "there is no host tier here",
-                why="host memory is a place to swap to only for a GPU",
-                try_="the disk tier",
+                "there is no accelerator here",
+                why="the host tier, and pinned buffers to the disk, are for the tensors of a GPU",
+                try_="a plan that was made on this machine",
             )
         self.device = device or torch.device(here.type, torch.accelerator.current_device_index())
         self._registered: set[int] = set()

@@ -63,11 +63,18 @@ class BudgetInfeasible(MemoptError):
         super().__init__(
             f"budget {format_bytes(budget_bytes)} cannot be met: the smallest peak found is {format_bytes(min_peak_bytes)}",
             why="; ".join(blockers),
-            try_=try_ or f"a budget of at least {format_bytes(min_peak_bytes)}, or a smaller batch",
+            try_=try_ or f"{enough(min_peak_bytes)}, or a smaller batch",
         )
         self.budget_bytes = budget_bytes
         self.min_peak_bytes = min_peak_bytes
         self.blockers = blockers
+
+
+def enough(peak_bytes: int) -> str:
+    """`a budget of at least 43.5 MiB`: what is met by a plan of this peak, with the margin and however it is rounded."""
+    from memopt.units import format_bytes
+
+    return f"a budget of at least {format_bytes(int(peak_bytes / (1 - 0.006)) + 1)}"
 
 
 class GateFailed(MemoptError):

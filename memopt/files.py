@@ -65,7 +65,7 @@ def write_atomic(path: Path, data: bytes) -> None:
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     except OSError as error:
-        raise BadFile(f"cannot write {path}", why=str(error), try_="-o FILE in another folder") from error
+        raise BadFile(f"cannot write {path}", why=reason(error), try_="-o FILE in another folder") from error
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -74,7 +74,7 @@ def write_atomic(path: Path, data: bytes) -> None:
         os.chmod(name, 0o666 & ~_umask())
         os.replace(name, path)
     except OSError as error:
-        raise BadFile(f"cannot write {path}", why=str(error), try_="-o FILE in another folder") from error
+        raise BadFile(f"cannot write {path}", why=reason(error), try_="-o FILE in another folder") from error
     finally:
         Path(name).unlink(missing_ok=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import shlex
 from pathlib import Path
 from typing import Final, Literal, TypeVar
 
@@ -243,6 +244,16 @@ class _Versioned(msgspec.Struct):
     schema: str = ""
 
 
+_FILES = {
+    "memopt.trace": ("a profile", "memopt advise {}"),
+    "memopt.plan": ("a plan", "memopt apply {}; or the profile that it was made from"),
+    "memopt.graph": ("a plain graph", "memopt advise --graph {}"),
+    "memopt.schedule": ("the schedule of a plain graph", "a file that memopt profile or memopt advise wrote"),
+    "memopt.outcome": ("the outcome of memopt apply", "a file that memopt profile or memopt advise wrote"),
+}
+"""What else of memopt's a file may be, and what it is for."""
+
+
 def decode_versioned(data: bytes, kind: type[T], schema: str, path: Path, name: str) -> T:
     """`data` as a `kind` whose `schema` field is `schema`. Raises `BadFile` that says what is wrong and where."""
     again = f"memopt {'profile SCRIPT' if name == 'profile' else 'advise PROFILE'}, to write it again"
@@ -254,9 +265,9 @@ def decode_versioned(data: bytes, kind: type[T], schema: str, path: Path, name: 
         raise BadFile(f"{path} is not a {name}", why=str(error) or "nested too deeply", try_=again) from error
     family, _, version = found.rpartition("/")
     if family != schema.rpartition("/")[0] or not family:
-        raise BadFile(
-            f"{path} is not a {name}", why=f"its schema is '{found[:60]}', not '{schema}'", try_=again
-        )
+        what, meant = _FILES.get(family, ("", again))
+        why = f"it is {what}" if what else f"its schema is '{found[:60]}', not '{schema}'"
+        raise BadFile(f"{path} is not a {name}", why=why, try_=meant.format(shlex.quote(str(path))))
     raise BadFile(
         f"{path} is a {name} of version {version[:20]}",
         why=f"this memopt reads version {schema.rpartition('/')[2]}",

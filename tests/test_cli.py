@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from memopt.errors import (
     UsageError,
     VerifyFailed,
 )
+from memopt.units import parse_bytes
 
 ROOT = Path(__file__).parent.parent
 ENV = {
@@ -442,3 +444,32 @@ def test_narrow_encoding_does_not_kill_the_output() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=30)
     assert done.returncode == 0, done.stderr
     assert "?s ? ?" in done.stdout
+
+
+@pytest.mark.parametrize("peak", [1_003_000_000, 1_077_400_000, 104_900, 2**31 - 1])
+def test_the_budget_that_an_error_offers_is_one_that_is_met(peak: int) -> None:
+    """Amounts are rounded to three digits: the peak itself, rounded down, would be refused again."""
+    offered = re.search(r"at least ([0-9.]+ \w+)", BudgetInfeasible(1, peak).try_)
+    assert offered is not None
+    assert parse_bytes(offered[1]) >= peak
+
+
+@pytest.mark.parametrize(
+    ("command", "family", "offered"),
+    [
+        ("advise", "plan", "memopt apply 'my file'"),
+        ("advise", "graph", "memopt advise --graph 'my file'"),
+        ("apply", "trace", "memopt advise 'my file'"),
+    ],
+)
+def test_a_file_of_another_kind_is_called_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    command: str, family: str, offered: str,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("my file").write_text(json.dumps({"schema": f"memopt.{family}/1"}))
+    assert run([command, "my file", *(["--budget", "60%"] if command == "advise" else [])]) == 1
+    said = capsys.readouterr().err
+    assert "  it is a " in said
+    assert "to write it again" not in said
+    assert offered in said.replace(f"{tmp_path}/", "")

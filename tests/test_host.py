@@ -378,10 +378,11 @@ def test_the_pretended_device_would_show_a_missing_wait():
     assert wrong > 0
 
 
-def test_without_an_accelerator_there_is_no_host_tier():
+def test_without_an_accelerator_there_is_no_host_tier_and_the_message_does_not_blame_one_tier():
     if torch.accelerator.is_available():
         pytest.skip("there is one")
-    with pytest.raises(NotPossibleHere, match="host tier"):
+    with pytest.raises(NotPossibleHere, match="no accelerator here"):
         HostStore([100])
-    with pytest.raises(NotPossibleHere):
+    with pytest.raises(NotPossibleHere, match="no accelerator here") as caught:
         TorchAccelerator()
+    assert "the disk tier" not in caught.value.try_  # which asks for one, too
