@@ -10,6 +10,7 @@ import click
 
 from memopt.cli.advise_words import check_goal, check_graph_words, check_words, parse_share, with_variant
 from memopt.cli.device_name import DeviceName
+from memopt.cli.numbers import Real
 from memopt.errors import BudgetInfeasible, MemoptError, UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ _KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer"
     help=f"Only these kinds of action: {_KINDS}; besides them lossy (no action is) and model-change (ctdr's advice).",
 )
 @click.option("--deny", metavar="KINDS", multiple=True, help="None of these kinds of action.")
-@click.option("--time-limit", "time_limit_s", type=click.FloatRange(min=0.1, max=86400), default=None, metavar="SECONDS", help="How long to search.  [default: 8, more beyond 8,000 ops]")  # fmt: skip
+@click.option("--time-limit", "time_limit_s", type=Real(min=0.1, max=86400), default=None, metavar="SECONDS", help="How long to search.  [default: 8, more beyond 8,000 ops]")  # fmt: skip
 @click.option("--max-overhead", metavar="SHARE", help="Find the lowest peak that costs at most this much time: 10%.")  # fmt: skip
 @click.option("--pareto", is_flag=True, help="Plan for budgets from 90% down and show peak against step time.")  # fmt: skip
 @click.option("--max-batch", is_flag=True, help="Find the largest batch that fits the budget, without a plan and with one.")  # fmt: skip
@@ -50,8 +51,8 @@ _KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer"
 )
 @click.option("--graph", metavar="FILE", type=click.Path(path_type=Path), help="Plan a plain graph (memopt.graph/1) instead of a profile.")  # fmt: skip
 @click.option("--schedule", metavar="FILE", type=click.Path(path_type=Path), help="With --graph: where to write the schedule.")  # fmt: skip
-@click.option("--out-gbps", metavar="RATE", type=click.FloatRange(min=0), help="With --graph: link to the host, GB/s.  [default: as --in-gbps, else no link]")  # fmt: skip
-@click.option("--in-gbps", metavar="RATE", type=click.FloatRange(min=0), help="With --graph: link from the host, GB/s.  [default: as --out-gbps, else no link]")  # fmt: skip
+@click.option("--out-gbps", metavar="RATE", type=Real(min=0), help="With --graph: link to the host, GB/s.  [default: as --in-gbps, else no link]")  # fmt: skip
+@click.option("--in-gbps", metavar="RATE", type=Real(min=0), help="With --graph: link from the host, GB/s.  [default: as --out-gbps, else no link]")  # fmt: skip
 @click.argument("profile", required=False, type=click.Path(path_type=Path))
 def advise(profile: Path | None, **options: Any) -> int:
     """Find what to swap, recompute or compress so that a script fits a budget.

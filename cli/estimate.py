@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memopt.cli.device_name import DeviceName
+from memopt.cli.numbers import Real
 from memopt.errors import BadFile, GateFailed, UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class _Command(click.Command):
 @click.command(cls=_Command, context_settings={"allow_interspersed_args": False})
 @click.option("--device", type=DeviceName(), default=None, metavar="NAME", help="The device to estimate for, such as a100-40gb or rtx-4090; cpu: a run on this machine.  [default: a100-80gb]")  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=1), default=None, metavar="N", help="Training steps to follow.  [default: 3; of a script also what comes after them, while that is quick]")  # fmt: skip
-@click.option("--timeout", type=click.FloatRange(min=1), default=600, show_default=True, metavar="SECONDS", help="Give a script up after so long.")  # fmt: skip
+@click.option("--timeout", type=Real(min=1), default=600, show_default=True, metavar="SECONDS", help="Give a script up after so long.")  # fmt: skip
 @click.option("--alloc-conf", default="", metavar="SETTINGS", help="Allocator settings, as PYTORCH_ALLOC_CONF takes them.")  # fmt: skip
 @click.option("--fail-over", metavar="BYTES", default=None, help="Exit with 3 when the process would need more than this.")  # fmt: skip
 @click.option("--max-batch", is_flag=True, help="Find the largest batch that fits the device.")

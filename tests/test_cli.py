@@ -473,3 +473,17 @@ def test_a_file_of_another_kind_is_called_what_it_is(
     assert "  it is a " in said
     assert "to write it again" not in said
     assert offered in said.replace(f"{tmp_path}/", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["advise", "--budget", "60%", "--time-limit", "nan"],
+        ["advise", "--budget", "60%", "--graph", "g.json", "--in-gbps", "nan"],
+        ["advise", "--budget", "60%", "--graph", "g.json", "--out-gbps", "inf"],
+        ["estimate", "--timeout", "nan", "train.py"],
+    ],
+)
+def test_not_a_number_is_within_no_range(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(words) == 2
+    assert "is not a finite number" in capsys.readouterr().err
