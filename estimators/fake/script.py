@@ -25,6 +25,7 @@ def install(recorder: FakeRecorder) -> None:
     """Patch torch in this process, for good."""
     _compilers(recorder)
     _distributed(recorder)
+    _spawned(recorder)
     _sharded(recorder)
     _data_parallel(recorder)
     _inference_mode()
@@ -80,11 +81,11 @@ def _distributed(recorder: FakeRecorder) -> None:
 
     init = dist.init_process_group
 
-    def alone(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+    def alone(backend: Any = None, *args: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        rank = int(os.environ.get("RANK", "0"))
-        size = int(os.environ.get("WORLD_SIZE", "1"))
+        rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
+        size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         recorder.guesser.remark(
             f"the process group is pretended: one process stands for rank {rank} of {size}"
         )
@@ -116,6 +117,19 @@ def _distributed(recorder: FakeRecorder) -> None:
 
     _PARALLEL.DistributedDataParallel = DistributedDataParallel
     _DDP.DistributedDataParallel = DistributedDataParallel
+
+
+def _spawned(recorder: FakeRecorder) -> None:
+    """`torch.multiprocessing.spawn`: the first of its processes runs here, where it is recorded."""
+    import torch.multiprocessing.spawn  # shadowed in its package by the function of its name
+
+    def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **kwargs: Any) -> None:
+        recorder.guesser.remark(f"torch.multiprocessing started process 0 of {nprocs} only, in this one")
+        fn(0, *args)
+
+    owners: tuple[Any, ...] = (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"])
+    for owner in owners:
+        owner.spawn = owner.start_processes = spawn
 
 
 def _sharded(recorder: FakeRecorder) -> None:
