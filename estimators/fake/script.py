@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from memopt.estimators.fake.compiled import CompiledForward, CompiledFunction, follow
+from memopt.estimators.fake.guess import is_users
 from memopt.estimators.fake.record import FakeRecorder
 from memopt.instrument.on_import import call_after_import
 
@@ -120,16 +123,49 @@ def _distributed(recorder: FakeRecorder) -> None:
 
 
 def _spawned(recorder: FakeRecorder) -> None:
-    """`torch.multiprocessing.spawn`: the first of its processes runs here, where it is recorded."""
+    """Processes by rank, of `torch.multiprocessing.spawn` or started one by one: rank 0 runs here, where it is recorded."""
     import torch.multiprocessing.spawn  # shadowed in its package by the function of its name
 
     def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **kwargs: Any) -> None:
-        recorder.guesser.remark(f"torch.multiprocessing started process 0 of {nprocs} only, in this one")
+        recorder.guesser.remark(f"of {nprocs} processes rank 0 was followed, in this one")
         fn(0, *args)
 
     owners: tuple[Any, ...] = (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"])
     for owner in owners:
         owner.spawn = owner.start_processes = spawn
+    process: Any = multiprocessing.process.BaseProcess
+    start = process.start
+
+    def started(self: Any) -> None:
+        if not _is_rank(self):
+            return start(self)  # type: ignore[no-any-return]
+        self._popen = SimpleNamespace(
+            wait=lambda timeout=None: 0,
+            poll=lambda: 0,
+            pid=os.getpid(),
+            terminate=lambda: None,
+            kill=lambda: None,
+        )
+        if self._args[0] == 0:
+            recorder.guesser.remark("of the processes started by rank, rank 0 was followed, in this one")
+            self.run()
+        return None
+
+    process.start = started
+
+
+def _is_rank(process: Any) -> bool:
+    """Whether a process is one of several alike that train: a function of the script's, its rank, and nothing to wait for."""
+    code = getattr(process._target, "__code__", None)
+    waits = any(
+        (hasattr(each, "get") and hasattr(each, "put")) or hasattr(each, "recv") for each in process._args
+    )
+    return (
+        code is not None
+        and is_users(code.co_filename)
+        and type(next(iter(process._args), None)) is int
+        and not waits
+    )
 
 
 def _sharded(recorder: FakeRecorder) -> None:
