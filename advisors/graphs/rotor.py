@@ -54,14 +54,14 @@ def _plans(problem: GraphProblem, stages: Stages) -> Iterator[list[int]]:
     amounts = amounts[np.isfinite(cost[amounts])]
     amounts = amounts[np.unique(cost[amounts], return_index=True)[1]][::-1]
     low, high, trial = 0, len(amounts), 0
-    while low < high and time.monotonic() < problem.until:
+    while low < high:
         runs = _Walk(stages, table).runs(int(amounts[trial]))
         yield runs
         if peak_of_runs(problem.graph, runs) <= problem.budget_bytes:
             low = trial + 1
         elif trial:
             high = trial
-        else:
+        if not low or time.monotonic() > problem.until:
             return
         trial = (low + high) // 2
 
