@@ -65,7 +65,9 @@ class Ending:
             self.later.limit(self._alike(self._taken))
         elif done >= wanted and (least >= wanted or done >= _TURNS * self.steps):
             self._go_on()
-        elif self._alike(self._left) and self.recorder.op_count > _OPS_ENOUGH and (least or done >= self.steps):
+        elif (
+            self._alike(self._left) and self.recorder.op_count > _OPS_ENOUGH and (least or done >= self.steps)
+        ):
             self.recorder.guesser.remark(
                 f"step {done} left memory as step {done - 1} had: no more were followed"
             )
