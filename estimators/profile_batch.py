@@ -142,10 +142,15 @@ def grows(trace: Trace, batch: int) -> list[bool]:
         )
         if follows and shape is not None and _bare(shape) in fixed and not is_input:
             follows = len(shape) > 1 and not _may_be_weight_gradient(trace, storage)
-        if derived[storage] and shape is None:
+        if derived[storage] and (shape is None or _is_bytes(trace.storage_label(storage))):
             follows = True
         found.append(follows)
     return found
+
+
+def _is_bytes(label: str) -> bool:
+    """A library's own reserve (recurrent layers have one), whose length has nothing of the batch's."""
+    return re.search(r"· \d+ uint8$", label) is not None
 
 
 def _bare(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -261,6 +261,13 @@ def test_a_data_set_that_was_there_before_does_not_grow() -> None:
     ]  # fmt: skip
 
 
+def test_a_librarys_reserve_grows_whatever_its_length() -> None:
+    trace = shaped()
+    strings = [text.replace("addmm · 5×200 fp32", "mkldnn_rnn_layer · 4001 uint8") for text in trace.strings]
+    follows = grows(msgspec.structs.replace(trace, strings=strings), 5)
+    assert follows[4]
+
+
 def test_the_arguments_tell_a_batch_that_is_not_the_first_dimension() -> None:
     trace = shaped(script=Script(argv=["train.py", "--batch", "15"], cwd="/"))
     assert recorded_batch(trace) == 15

@@ -68,7 +68,7 @@ def _ask(recorder: Any, key: Any, make: Any, batch: int, op: str, cheap: int = 0
 @hidden("cpu", aten.mkldnn_rnn_layer.default)
 def _rnn(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
     make, batch, key = _rnn_call(args)
-    probe = recorder.probes.add(("rnn", key), make, batch)
+    probe = recorder.probes.add(("rnn", key), make, batch, _cheap_rnn(args))
     probe.workspaces.append(recorder.workspace_later("mkldnn_rnn_layer"))
     if torch.is_grad_enabled():
         probe.outputs.append((recorder.index_of(result[3]), 3))
@@ -119,5 +119,13 @@ def _rnn_backward(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterabl
         return lambda: aten.mkldnn_rnn_layer_backward.default(*inputs, *rest, workspace)
 
     key = ("rnn backward", *(s.key if s else None for s in specs), repr(rest))
-    _ask(recorder, key, make, specs[0].shape[1] if specs[0] else 1, "mkldnn_rnn_layer_backward")
+    _ask(recorder, key, make, args[0].shape[1], "mkldnn_rnn_layer_backward", _cheap_rnn(args))
     return ()
+
+
+def _cheap_rnn(args: Any) -> int:
+    """As `_cheap`, of a layer on `(time, batch, features)`: what it keeps is padded, more at some batch sizes than at others."""
+    steps, width = args[0].shape[0], args[2].shape[1]
+    flops = 2 * steps * (args[1].numel() + args[2].numel())
+    size_bytes = 16 * steps * width * args[0].element_size()
+    return min(_CHEAP_FLOPS // max(1, flops), _CHEAP_BYTES // max(1, size_bytes))
