@@ -90,7 +90,7 @@ def _shares() -> None:
     share = _TENSOR.share_memory_
 
     def shared(self: torch.Tensor) -> torch.Tensor:
-        return self if isinstance(self, FakeTensor) else share(self)  # type: ignore[no-any-return]
+        return self if isinstance(self, FakeTensor) else share(self)
 
     _TENSOR.share_memory_ = shared
 
