@@ -259,8 +259,8 @@ def test_arguments_that_cannot_be_meant(options: dict[str, Any]) -> None:
 
 
 def test_a_refusal_keeps_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a limit of 60 s, 44 are for the search of more than 1,000 ops, and what is left but for 8 % where it has found nothing by then."""
-    graph = graph_of(unit_chain(501))
+    """Of a limit of 60 s, 44 are for the search of more than 2,500 ops, and what is left but for 8 % where it has found nothing by then."""
+    graph = graph_of(unit_chain(1251))
     few = graph_of(chain(12))
     problems: list[GraphProblem] = []
 

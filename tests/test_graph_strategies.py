@@ -105,6 +105,13 @@ def test_rotor_on_a_chain() -> None:
     assert found == {16: 2, 9: 10, 6: 17}
 
 
+def test_rotor_on_a_deep_chain() -> None:
+    """In 40 stages of 140 layers, 8 bytes are the least."""
+    graph = graph_of(unit_chain(140))
+    assert plan_graph(graph, 7, strategy="rotor").peak_bytes <= 7
+    assert plan_graph(graph, 10, strategy="rotor").recompute_ms <= 346
+
+
 def test_capuchin_takes_the_cheaper_of_a_swap_that_is_seen_and_a_recomputation() -> None:
     """At 100 bytes per ms all three swaps hide, at a tenth of a byte none; swaps alone at half a byte are waited for."""
     plain = chain(8)

@@ -27,7 +27,6 @@ from memopt.advisors.graphs.rotor import rotor
 from memopt.advisors.graphs.runs import plain_peak
 from memopt.advisors.graphs.segments import sublinear_greedy, sublinear_sqrt
 from memopt.advisors.graphs.sentinel import sentinel
-from memopt.advisors.graphs.starts import FEW
 from memopt.advisors.graphs.superneurons import superneurons
 from memopt.advisors.graphs.swapadvisor import swapadvisor
 from memopt.advisors.graphs.vdnn import vdnn, vdnn_all, vdnn_conv, vdnn_plus
@@ -69,6 +68,8 @@ FOR_PROFILES = {
 }
 """Strategies that plan profiles only, and what a plain graph lacks for them."""
 
+MANY = 2500
+"""Graphs of more ops are given the usual time within the default limit, so that their plan comes soon."""
 LIMIT_USED = 0.92
 """Of a time limit; the rest is for judging and writing."""
 
@@ -147,7 +148,7 @@ def default_limit_s(graph: Graph) -> float:
 def effort_s(graph: Graph, time_limit_s: float) -> float:
     """Seconds to search within a limit: all of it, while that pays, on a graph of few ops; else what is usual for so many, and what the limit grants beyond
     the default on top."""
-    if graph.op_count <= FEW:
+    if graph.op_count <= MANY:
         return LIMIT_USED * time_limit_s
     more = max(0.0, time_limit_s - default_limit_s(graph))
     return min(LIMIT_USED * time_limit_s, usual_s(graph.op_count) + more)

@@ -3,9 +3,9 @@
 Rule: C(s, t, m), the least time for stages s..t of a chain forth and back in m bytes when what enters s is there, is the less of
 keeping all that stage s saves, F(s) + C(s+1, t, m - saved(s)), and of keeping only what enters a later stage c,
 F(s..c-1) + C(c, t, m - enters(c)) + C(s, c-1, m), over all c: stretches nest. Exact for a chain, for every amount of memory at once in
-`SLOTS` slots, as in the paper. O(stages^3 x slots).
+some hundred slots, as in the paper. O(stages^3 x slots).
 What differs: a graph need be no chain. Stages end where the fewest bytes pass, all that passes such a place is its checkpoint, what a
-stretch lacks besides is made on demand, and of the optima for falling amounts of memory the first that really fits is taken. The
+stretch lacks besides is made on demand, and of the optima for all amounts of memory one of the largest that really fit is taken. The
 "forward pass" is what precedes the unplanned peak (`segments`). Where wide edges pass every place the plan is poor, or there is none.
 """
 
@@ -22,8 +22,8 @@ from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import peak_of_runs
 from memopt.advisors.graphs.segments import Forward, best_of, missing
 
-MOST_STAGES = 40
-SLOTS = 120
+SIZES = ((40, 120), (100, 200))
+"""Most stages, and about how many slots."""
 AMOUNTS = 40
 """Amounts of memory that are tried."""
 
@@ -34,34 +34,46 @@ def rotor(problem: GraphProblem) -> Answer:
 
 
 def rotor_plans(problem: GraphProblem) -> Iterator[list[int]]:
-    """Optimal run sequences for falling amounts of memory, up to the first that meets the budget."""
-    stages = Stages(Forward(problem.graph))
-    if not stages.slots:
-        return
-    table = _Table(stages)
-    last = len(stages.saved) - 1
-    seen = set()
-    for slots in np.unique(np.linspace(0, stages.slots, AMOUNTS).astype(int))[::-1].tolist():
-        cost = float(table.cost[0][last][slots])
-        if time.monotonic() > problem.until or not np.isfinite(cost):
+    """Optimal run sequences for few stages, then for many: for the least memory, and where that meets the budget for more, until the
+    most that does is found."""
+    forward = Forward(problem.graph)
+    for most_stages, slots in SIZES:
+        if time.monotonic() > problem.until:
             return
-        if cost in seen:
-            continue
-        seen.add(cost)
-        runs = _Walk(stages, table).runs(slots)
+        stages = Stages(forward, most_stages, slots)
+        if stages.slots:
+            yield from _plans(problem, stages)
+        if forward.turn < most_stages:
+            return
+
+
+def _plans(problem: GraphProblem, stages: Stages) -> Iterator[list[int]]:
+    table = _Table(stages)
+    cost = table.cost[0, len(stages.saved) - 1]
+    amounts = np.unique(np.linspace(0, stages.slots, AMOUNTS).astype(int))
+    amounts = amounts[np.isfinite(cost[amounts])]
+    amounts = amounts[np.unique(cost[amounts], return_index=True)[1]][::-1]
+    low, high, trial = 0, len(amounts), 0
+    while low < high:
+        runs = _Walk(stages, table).runs(int(amounts[trial]))
         yield runs
         if peak_of_runs(problem.graph, runs) <= problem.budget_bytes:
+            low = trial + 1
+        elif trial:
+            high = trial
+        if not low or time.monotonic() > problem.until:
             return
+        trial = (low + high) // 2
 
 
 class Stages:
     """The forward pass in stages: what each saves for backward and what enters it, in slots, and its time."""
 
-    def __init__(self, forward: Forward) -> None:
+    def __init__(self, forward: Forward, most: int, slots: int) -> None:
         graph = forward.graph
         self.graph: Graph = graph
         self.forward = forward
-        bounds = np.linspace(0, forward.turn + 1, min(forward.turn + 1, MOST_STAGES) + 1).astype(int).tolist()
+        bounds = np.linspace(0, forward.turn + 1, min(forward.turn + 1, most) + 1).astype(int).tolist()
         ends = sorted({a + int(np.argmin(forward.width[a:b])) for a, b in pairwise(bounds)} | {forward.turn})
         starts = [0, *(end + 1 for end in ends[:-1])]
         producer: list[int] = graph.producer.tolist()
@@ -83,7 +95,7 @@ class Stages:
             sum(size[tensor] for tensor in entering if replayable[producer[tensor]])
             for entering in self.entering
         ]
-        unit = max(1.0, sum(saved) / SLOTS)
+        unit = max(1.0, sum(saved) / slots)
         self.saved = [int(-(-each // unit)) for each in saved]
         self.enters = [int(-(-each // unit)) for each in enters]
         self.slots = sum(self.saved)
@@ -94,27 +106,25 @@ class Stages:
 
 
 class _Table:
-    """`cost[s][t]` for each number of slots, and where the stretch is cut: at s all of stage s is kept."""
+    """`cost[s, t]` for each number of slots, and where the stretch is cut: at s all of stage s is kept."""
 
     def __init__(self, stages: Stages) -> None:
         count, slots = len(stages.saved), stages.slots
-        nothing = np.zeros(slots + 1)
-        self.cost: list[dict[int, FloatColumn]] = [{} for _ in range(count + 1)]
-        self.cut: list[dict[int, IntColumn]] = [{} for _ in range(count + 1)]
+        self.cost: FloatColumn = np.zeros((count + 1, count, slots + 1))
+        self.cut: IntColumn = np.zeros((count, count, slots + 1), dtype=np.int64)
+        entered = np.zeros((count, count, slots + 1))
+        """The cost where a checkpoint before stage s takes its slots."""
+        forth_ms = np.cumsum([0.0, *stages.ms])
         for first in range(count - 1, -1, -1):
             for last in range(first, count):
-                rest = self.cost[first + 1].get(last, nothing)
-                best = stages.ms[first] + less_slots(rest, stages.saved[first])
-                taken = np.full(slots + 1, first)
-                ms = 0.0
-                for cut in range(first + 1, last + 1):
-                    ms += stages.ms[cut - 1]
-                    trial = (
-                        ms + less_slots(self.cost[cut][last], stages.enters[cut]) + self.cost[first][cut - 1]
-                    )
-                    taken = np.where(trial < best, cut, taken)
-                    best = np.minimum(trial, best)
-                self.cost[first][last], self.cut[first][last] = best, taken
+                ways = np.empty((last - first + 1, slots + 1))
+                ways[0] = stages.ms[first] + less_slots(self.cost[first + 1, last], stages.saved[first])
+                np.add(entered[first + 1 : last + 1, last], self.cost[first, first:last], out=ways[1:])
+                ways[1:] += (forth_ms[first + 1 : last + 1] - forth_ms[first])[:, None]
+                best = ways.argmin(axis=0)
+                self.cut[first, last] = first + best
+                self.cost[first, last] = ways[best, np.arange(slots + 1)]
+                entered[first, last] = less_slots(self.cost[first, last], stages.enters[first])
 
 
 def less_slots(costs: FloatColumn, slots: int) -> FloatColumn:
@@ -151,7 +161,7 @@ class _Walk:
         stages = self.stages
         if first > last:
             return
-        cut = int(self.table.cut[first][last][slots])
+        cut = int(self.table.cut[first, last, slots])
         if cut == first:
             if not fresh:
                 self._ask(stages.wanted[first])

@@ -37,7 +37,7 @@ FEW = 300
 """Above so many ops, one long search is worth more where copies make each move dearer."""
 LONG = 1000
 """Above so many ops there is time for about a thousand moves: one search, that hardly ever accepts what is dearer."""
-HEAT, COOL = 0.001, 0.0005
+WARM, HEAT, COOL = 0.002, 0.001, 0.0005
 LAST_RESORT = 4.0
 """Of the usual time, until a refusal."""
 FIRST_S = 0.4
@@ -143,9 +143,10 @@ class AutoPlan:
         fruitless = 0
         while (now := time.monotonic()) < until and not search.best_over and search.best_cost > self.enough():
             before, stop = search.best_cost, min(until, now + round_s)
-            self.evolution.run(now + 0.7 * (stop - now), round_s / 10, self.enough())
+            if not self.is_long:
+                self.evolution.run(now + 0.7 * (stop - now), round_s / 10, self.enough())
             search.load_best()
-            search.run(stop, self.enough(), HEAT)
+            search.run(stop, self.enough(), WARM if self.is_long else HEAT)
             fruitless = 0 if search.best_cost < (1 - GAIN) * before else fruitless + 1
             if fruitless == PATIENCE:
                 return
