@@ -52,6 +52,12 @@ def test_an_evaluation_after_training_counts(estimated: object) -> None:
     assert early.left_out[-1].startswith("whatever the script does only after its optimizer step 3")
 
 
+def test_steps_after_a_long_rollout_do_not_end_the_run(estimated: object) -> None:
+    rollout = "with torch.no_grad():\n    for _ in range(2500): torch.ones(2)\n"
+    text = HEAD + rollout + "step(100)\nstep(100)\n" + rollout + "step(100)\nstep(3000)\n"
+    assert peak(estimated(text)) > WEIGHTS + ROW * 3000  # type: ignore[operator]
+
+
 def test_nothing_is_written_after_the_steps_asked_for(estimated: object) -> None:
     Path("results.json").write_text("real")
     text = ALIKE + (

@@ -64,6 +64,57 @@ for step in range(4):
     optimizer.zero_grad()
 """
 
+TYPES = """
+import numpy as np, torch
+Tensor = torch.cuda.FloatTensor if torch.cuda.is_available() else torch.FloatTensor
+first = torch.device(0)
+assert first == torch.device("cuda", 0) and isinstance(first, torch.device)
+assert type(first) == torch.device and torch.zeros(2, device=first).is_cuda and torch.device("cpu").type == "cpu"
+real = Tensor(8, 256).fill_(1.0)
+assert real.is_cuda and isinstance(real, Tensor) and not isinstance(real, torch.cuda.LongTensor) and real.type() == "torch.cuda.FloatTensor"
+assert Tensor(np.ones((2, 3))).shape == (2, 3) and torch.cuda.LongTensor([1, 2]).dtype is torch.int64
+assert torch.ones(2).type(torch.cuda.HalfTensor).dtype is torch.float16 and Tensor([1.0]).is_cuda
+torch.set_default_tensor_type("torch.cuda.FloatTensor")
+assert torch.Tensor(3, 4).is_cuda and torch.Tensor([1e10]).is_cuda and torch.randn(2).is_cuda and not torch.FloatTensor(2).is_cuda
+model = torch.nn.Linear(256, 256)
+assert model.weight.is_cuda
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    model(real).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.set_default_tensor_type(torch.FloatTensor)
+assert not torch.randn(2).is_cuda and not torch.Tensor(3, 4).is_cuda
+"""
+
+SPAWNED = """
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+def main(rank, size, width):
+    dist.init_process_group("nccl", rank=rank, world_size=size)
+    assert dist.get_world_size() == 4 and dist.get_rank() == 0
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(width, width).to(rank), device_ids=[rank])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        model(torch.ones(8, width, device=rank)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+if __name__ == "__main__":
+    {start}
+"""
+
+STARTS = {
+    "spawn": "mp.spawn(main, args=(4, 256), nprocs=4, join=True)",
+    "processes": """torch.nn.Linear(2, 2).cuda().share_memory()
+    ranks = [mp.get_context("spawn").Process(target=main, args=(rank, 4, 256)) for rank in range(4)]
+    for each in ranks: each.start()
+    for each in ranks: each.join()
+    assert not any(each.is_alive() or each.exitcode for each in ranks)""",
+}
+
 CAPTURE = """
 import torch
 weight = torch.nn.Parameter(torch.zeros(4 << 20, device="cuda"))
@@ -126,6 +177,17 @@ def test_a_wrapped_model_and_questions_about_memory(tmp_path: Path) -> None:
 
 def test_a_rank_is_a_device(tmp_path: Path) -> None:
     assert estimated(tmp_path, RANKS).allocated_bytes > 2 * 2 * 256 * 256 * 4
+
+
+def test_older_scripts_name_tensors_by_type(tmp_path: Path) -> None:
+    assert estimated(tmp_path, TYPES).by_category["parameter"] == (256 * 256 + 256) * 4
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_the_first_of_several_ranks_is_followed(tmp_path: Path, start: str) -> None:
+    found = estimated(tmp_path, SPAWNED.replace("{start}", STARTS[start]))
+    assert found.by_category["parameter"] == (256 * 256 + 256) * 4
+    assert any("rank 0 was followed, in this one" in note for note in found.notes)
 
 
 def test_what_a_graph_captured_stays_in_its_own_pool(tmp_path: Path) -> None:

@@ -127,6 +127,15 @@ def test_cublas_workspaces_one_a_thread() -> None:
         assert [row.size_bytes for row in rows] == [size, size]
 
 
+def test_a_loss_reduced_in_place_keeps_its_elements_when_it_is_detached() -> None:
+    with FakeRecorder("cpu") as recorder:
+        loss = F.smooth_l1_loss(recorder.fake((1000,)), recorder.fake((1000,)))
+        kept = loss.detach()
+        row = recorder.row_of(kept)
+    assert row is not None
+    assert row.size_bytes == 4000
+
+
 def test_nothing_stays_patched_after_the_recorder() -> None:
     call, clear = nn.Module.__call__, torch.clear_autocast_cache
     with FakeRecorder("cuda"):

@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._device import _device_constructors
 
+from memopt.estimators.fake import cuda_types as fake_cuda_types
 from memopt.estimators.fake.record import FakeRecorder
 from memopt.estimators.fake.request import Request
 
@@ -38,6 +39,7 @@ def install(recorder: FakeRecorder, request: Request) -> None:
     _default_device_outside(recorder)
     _grouping(recorder)
     fake_cuda_api.install(recorder, request)
+    fake_cuda_types.install(recorder)
     _CUDNN.is_acceptable = lambda tensor: False  # else recurrent layers warn that this build has no cuDNN
 
 
@@ -67,6 +69,8 @@ def _whereabouts(recorder: FakeRecorder) -> None:
         if dtype is None:
             name = str(kind(self))
             return name.replace("torch.", "torch.cuda.") if recorder.device_of(self) == "cuda" else name
+        if isinstance(dtype, fake_cuda_types.TensorType):
+            return self.to("cuda", dtype.dtype)
         if isinstance(dtype, str) and "cuda." in dtype:
             return kind(self.cuda(), dtype.replace("cuda.", ""), *args, **kwargs)
         return kind(self, dtype, *args, **kwargs)

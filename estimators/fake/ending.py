@@ -18,8 +18,8 @@ from memopt.estimators.fake.record import FakeRecorder
 from memopt.estimators.fake.watch import Watch
 from memopt.estimators.recording import Recording
 
-_OPS_ENOUGH = 2_000
-"""From this op on, a second step that leaves memory as the first is the last one: counted, so that every machine answers the same."""
+_OPS_ENOUGH = 1_000
+"""A second step of so many ops that leaves memory as the first is the last one: counted, so that every machine answers the same."""
 _TURNS = 6
 """How often one optimizer may step for each step of another: WGAN's critic does five times."""
 _OPS_ALIKE, _OPS_DIFFERENT = 20_000, 60_000
@@ -44,7 +44,7 @@ class Ending:
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._left: list[int] = []
         self._taken: list[int] = []
-        self._rows = 0
+        self._rows = self._ops = 0
         optimizer: Any = torch.optim.Optimizer
         init = optimizer.__init__
 
@@ -58,6 +58,7 @@ class Ending:
 
     def _stepped(self) -> None:
         done = next(iter(self.watch.steps.values()), 0)
+        large = self.recorder.op_count - self._ops > _OPS_ENOUGH
         least = min((self.watch.steps.get(id(each), 0) for each in self._made), default=done)
         self._note(done)
         wanted = self.steps if len(self._made) < 2 else 2 * self.steps
@@ -65,9 +66,7 @@ class Ending:
             self.later.limit(self._alike(self._taken))
         elif done >= wanted and (least >= wanted or done >= _TURNS * self.steps):
             self._go_on()
-        elif (
-            self._alike(self._left) and self.recorder.op_count > _OPS_ENOUGH and (least or done >= self.steps)
-        ):
+        elif large and self._alike(self._left) and (least or done >= self.steps):
             self.recorder.guesser.remark(
                 f"step {done} left memory as step {done - 1} had: no more were followed"
             )
@@ -78,7 +77,7 @@ class Ending:
         if done == len(self._left) + 1:
             self._left.append(self.recorder.live_bytes)
             self._taken.append(sum(row.size_bytes for row in self.recorder.rows[self._rows :]))
-            self._rows = len(self.recorder.rows)
+            self._rows, self._ops = len(self.recorder.rows), self.recorder.op_count
 
     def _alike(self, values: list[int]) -> bool:
         return len(values) > 1 and values[-1] == values[-2]

@@ -128,4 +128,4 @@ def _cheap_rnn(args: Any) -> int:
     steps, width = args[0].shape[0], args[2].shape[1]
     flops = 2 * steps * (args[1].numel() + args[2].numel())
     size_bytes = 16 * steps * width * args[0].element_size()
-    return min(_CHEAP_FLOPS // max(1, flops), _CHEAP_BYTES // max(1, size_bytes))
+    return int(min(_CHEAP_FLOPS // max(1, flops), _CHEAP_BYTES // max(1, size_bytes)))

@@ -22,7 +22,7 @@ Ops that only a value could answer (`.item()`, `x[mask]`) get a guess that is no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,8 +70,13 @@ if TYPE_CHECKING:
 
 
 class _StorageRef(weakref.ref):  # type: ignore[type-arg]
-    __slots__ = ("key",)
-    key: int
+    __slots__ = ("key", "nbytes")
+
+    def __init__(self, storage: torch.UntypedStorage, freed: Callable[[_StorageRef], None]) -> None:
+        super().__init__(storage, freed)  # type: ignore[call-arg]
+        self.key: int = storage._cdata
+        self.nbytes: int = storage.nbytes()
+        """What its owner says; the row may know of more (a loss reduced in place keeps its elements)."""
 
 
 class FakeRecorder(Ledger, TorchDispatchMode):
@@ -229,7 +234,6 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         known = self._live.pop(old._cdata, None)
         if known is not None:
             ref = _StorageRef(made.untyped_storage(), self._freed)
-            ref.key = made.untyped_storage()._cdata
             self._live[ref.key] = (ref, known[1])
         elif self.target == "cpu":
             self._see(made, "cpu", "data")
@@ -267,7 +271,6 @@ class FakeRecorder(Ledger, TorchDispatchMode):
 
     def _allocate(self, storage: torch.UntypedStorage, op: str) -> None:
         ref = _StorageRef(storage, self._freed)
-        ref.key = storage._cdata
         index = self._row(storage.nbytes(), op)
         self.meetings.born(index)
         self._live[ref.key] = (ref, index)
@@ -276,11 +279,12 @@ class FakeRecorder(Ledger, TorchDispatchMode):
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Its owner gave memory back, or took more, without an op."""
         known = self._live.get(storage._cdata)
-        if known is not None and self.rows[known[1]].size_bytes != storage.nbytes():
+        if known is not None and known[0].nbytes != storage.nbytes():
             self._resized(storage._cdata, known, storage)
 
     def _resized(self, key: int, known: tuple[_StorageRef, int], storage: torch.UntypedStorage) -> None:
         self._event(-(known[1] + 1))
+        known[0].nbytes = storage.nbytes()
         old = self.rows[known[1]]
         index = self._row(storage.nbytes(), old.op, old.category)
         self._live[key] = (known[0], index)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing.process
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from memopt.estimators.fake.compiled import CompiledForward, CompiledFunction, follow
+from memopt.estimators.fake.guess import is_users
 from memopt.estimators.fake.record import FakeRecorder
 from memopt.instrument.on_import import call_after_import
 
@@ -25,6 +28,7 @@ def install(recorder: FakeRecorder) -> None:
     """Patch torch in this process, for good."""
     _compilers(recorder)
     _distributed(recorder)
+    _spawned(recorder)
     _sharded(recorder)
     _data_parallel(recorder)
     _inference_mode()
@@ -80,11 +84,11 @@ def _distributed(recorder: FakeRecorder) -> None:
 
     init = dist.init_process_group
 
-    def alone(backend: Any = None, *args: Any, **kwargs: Any) -> None:
+    def alone(backend: Any = None, *args: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        rank = int(os.environ.get("RANK", "0"))
-        size = int(os.environ.get("WORLD_SIZE", "1"))
+        rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
+        size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         recorder.guesser.remark(
             f"the process group is pretended: one process stands for rank {rank} of {size}"
         )
@@ -116,6 +120,52 @@ def _distributed(recorder: FakeRecorder) -> None:
 
     _PARALLEL.DistributedDataParallel = DistributedDataParallel
     _DDP.DistributedDataParallel = DistributedDataParallel
+
+
+def _spawned(recorder: FakeRecorder) -> None:
+    """Processes by rank, of `torch.multiprocessing.spawn` or started one by one: rank 0 runs here, where it is recorded."""
+    import torch.multiprocessing.spawn  # shadowed in its package by the function of its name
+
+    def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **kwargs: Any) -> None:
+        recorder.guesser.remark(f"of {nprocs} processes rank 0 was followed, in this one")
+        fn(0, *args)
+
+    owners: tuple[Any, ...] = (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"])
+    for owner in owners:
+        owner.spawn = owner.start_processes = spawn
+    process: Any = multiprocessing.process.BaseProcess
+    start = process.start
+
+    def started(self: Any) -> None:
+        if not _is_rank(self):
+            return start(self)  # type: ignore[no-any-return]
+        self._popen = SimpleNamespace(
+            wait=lambda timeout=None: 0,
+            poll=lambda: 0,
+            pid=os.getpid(),
+            terminate=lambda: None,
+            kill=lambda: None,
+        )
+        if self._args[0] == 0:
+            recorder.guesser.remark("of the processes started by rank, rank 0 was followed, in this one")
+            self.run()
+        return None
+
+    process.start = started
+
+
+def _is_rank(process: Any) -> bool:
+    """Whether a process is one of several alike that train: a function of the script's, its rank, and nothing to wait for."""
+    code = getattr(process._target, "__code__", None)
+    waits = any(
+        (hasattr(each, "get") and hasattr(each, "put")) or hasattr(each, "recv") for each in process._args
+    )
+    return (
+        code is not None
+        and is_users(code.co_filename)
+        and type(next(iter(process._args), None)) is int
+        and not waits
+    )
 
 
 def _sharded(recorder: FakeRecorder) -> None:

@@ -29,6 +29,7 @@ def install(recorder: FakeRecorder) -> None:
     _module_apply(recorder)
     _truth_hints()
     _resizes(recorder)
+    _shares()
 
 
 def _values(recorder: FakeRecorder) -> None:
@@ -83,6 +84,15 @@ def _resizes(recorder: FakeRecorder) -> None:
         return result
 
     storage.resize_ = told
+
+
+def _shares() -> None:
+    share = _TENSOR.share_memory_
+
+    def shared(self: torch.Tensor) -> torch.Tensor:
+        return self if isinstance(self, FakeTensor) else share(self)
+
+    _TENSOR.share_memory_ = shared
 
 
 def _copies() -> None:
