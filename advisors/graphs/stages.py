@@ -48,7 +48,7 @@ PROOF, PROOF_OF_LONG = 0.2, 0.15
 """Of the time, for a bound; on long graphs."""
 SMALL = 64
 """HiGHS comes close to the optimum of Checkmate's program for so many ops, in seconds."""
-ROUND, GAIN, PATIENCE = 0.75, 0.001, 2
+ROUND, GAIN, PATIENCE = 0.75, 0.001, 4
 """What lies beyond the usual time is searched in rounds of that share of it, until so many in a row do not take away so much of the overhead."""
 LEAST_S = 0.5
 """HiGHS is not asked for less than that."""
@@ -136,17 +136,19 @@ class AutoPlan:
         self._finish(enough)
 
     def go_on_while_it_pays(self, until: float) -> None:
-        """Rounds of search until a few gain next to nothing, or the time is up."""
+        """Rounds of search until a few gain next to nothing, or the time is up: plans crossed and the best searched from, where a round gained
+        nothing (or the graph is long) from the best alone, warmer."""
         search = self.search
         search.deadline = until
         round_s = ROUND * usual_s(self.problem.graph.op_count)
         fruitless = 0
         while (now := time.monotonic()) < until and not search.best_over and search.best_cost > self.enough():
             before, stop = search.best_cost, min(until, now + round_s)
-            if not self.is_long:
+            alone = self.is_long or fruitless % 2 == 1
+            if not alone:
                 self.evolution.run(now + 0.7 * (stop - now), round_s / 10, self.enough())
             search.load_best()
-            search.run(stop, self.enough(), WARM if self.is_long else HEAT)
+            search.run(stop, self.enough(), WARM if alone else HEAT)
             fruitless = 0 if search.best_cost < (1 - GAIN) * before else fruitless + 1
             if fruitless == PATIENCE:
                 return
