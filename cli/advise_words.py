@@ -56,6 +56,11 @@ def parse_share(text: str) -> float:
         raise UsageError(
             f"'{text}' is not a share of time", why="it is told as a number from 0 up, or in %", try_="10%"
         )
+    if share > 1 and not text.endswith("%"):
+        raise UsageError(
+            f"'{text}' may mean {share:g} % of the step or {share:g} times it",
+            try_=f"{share:g}% or {share * 100:g}%",
+        )
     return share
 
 

@@ -265,7 +265,7 @@ class _Asked:
 
 
 def _alike(one: Recording, other: Recording) -> bool:
-    """Whether both allocate the same, as far as the shorter one goes: a slow run may end a step before a fast one."""
+    """Whether both allocate the same, as far as the shorter one goes: one may have been followed for longer."""
     return all(a.size_bytes == b.size_bytes for a, b in zip(one.rows, other.rows, strict=False))
 
 

@@ -77,6 +77,7 @@ def test_no_profile_here(
         (["-o", os.devnull, "--force"], "it is a device"),
         (["--max-batch", "--strategy", "nope"], "no strategy 'nope'"),
         (["--max-overhead", "much"], "not a share of time"),
+        (["--max-overhead", "10"], "'10' may mean 10 % of the step or 10 times it"),
     ],
 )
 def test_what_was_typed_is_judged_before_any_file(

@@ -19,7 +19,6 @@ from memopt.advisors.relief import least_step_ms
 from memopt.devices import DeviceSpec
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 from memopt.estimators import from_profile
-from memopt.estimators.from_profile import estimate_trace
 from memopt.estimators.profile_retrace import retrace
 from memopt.estimators.recording import Recording
 from memopt.estimators.trace_batch import trace_at_batch
@@ -99,19 +98,11 @@ def test_a_scaled_trace_is_like_a_recorded_one(profile: Profiler, traces: dict[s
     assert trace_at_batch(traces["mobilenet_v2"], 4, 4) is traces["mobilenet_v2"]
 
 
-def test_a_flag_that_the_script_does_not_heed_is_refused(traces: dict[str, Trace]) -> None:
-    """Run with it, the script takes what it took without."""
-    trace = traces["mobilenet_v2"]
-    search = Batches(trace, 2 * trace.peak_bytes, DEFAULT_ALLOW, 0.8, flag="--seed")
-    with pytest.raises(UsageError, match="--seed does not set the script's batch size"):
-        search.plain()
-    with pytest.raises(UsageError, match="allocates the same on fake tensors"):
-        estimate_trace(trace, batch_size=12, batch_arg="--seed", device="a100-40gb")
-
-
-def test_it_is_refused_where_a_slow_run_is_followed_for_fewer_steps(
+def test_a_flag_that_the_script_does_not_heed_is_refused(
     traces: dict[str, Trace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Run with it, the script takes what it took without; so it is said, too, where the one run was followed for fewer steps."""
+
     def shorter(trace: Trace, argv: list[str], spec: DeviceSpec, **kwargs: Any) -> tuple[Recording, bool]:
         whole, partial = retrace(trace, argv, spec, **kwargs)
         if "--seed" not in argv:
@@ -120,8 +111,12 @@ def test_it_is_refused_where_a_slow_run_is_followed_for_fewer_steps(
         return replace(whole, rows=whole.rows[: max(events)], events=events), partial
 
     monkeypatch.setattr(from_profile, "retrace", shorter)
+    trace = traces["mobilenet_v2"]
+    search = Batches(trace, 2 * trace.peak_bytes, DEFAULT_ALLOW, 0.8, flag="--seed")
+    with pytest.raises(UsageError, match="--seed does not set the script's batch size"):
+        search.plain()
     with pytest.raises(UsageError, match="allocates the same on fake tensors"):
-        from_profile.estimate_trace(traces["mobilenet_v2"], batch_size=12, batch_arg="--seed")
+        from_profile.estimate_trace(trace, batch_size=12, batch_arg="--seed", device="a100-40gb")
 
 
 def test_a_plan_makes_room_for_a_larger_batch(traces: dict[str, Trace], tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ FOR_PROFILES = {
 """Strategies that plan profiles only, and what a plain graph lacks for them."""
 
 MANY = 2500
-"""Graphs of more ops are given the usual time within the default limit, so that their plan comes soon."""
+"""Graphs of more ops take the usual time within a limit up to the default, so that their plan comes soon."""
 LIMIT_USED = 0.92
 """Of a time limit; the rest is for judging and writing."""
 
@@ -146,8 +146,8 @@ def default_limit_s(graph: Graph) -> float:
 
 
 def effort_s(graph: Graph, time_limit_s: float) -> float:
-    """Seconds to search within a limit: all of it, while that pays, on a graph of few ops; else what is usual for so many, and what the limit grants beyond
-    the default on top."""
+    """Seconds to search within a limit that was asked for: all of it, while that pays, on a graph of at most `MANY` ops; else what is
+    usual for so many, and what the limit grants beyond the default on top."""
     if graph.op_count <= MANY:
         return LIMIT_USED * time_limit_s
     more = max(0.0, time_limit_s - default_limit_s(graph))

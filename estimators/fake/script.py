@@ -158,7 +158,8 @@ def _is_rank(process: Any) -> bool:
     """Whether a process is one of several alike that train: a function of the script's, its rank, and nothing to wait for."""
     code = getattr(process._target, "__code__", None)
     waits = any(
-        (hasattr(each, "get") and hasattr(each, "put")) or hasattr(each, "recv") for each in process._args
+        (hasattr(each, "get") and hasattr(each, "put")) or hasattr(each, "recv") or hasattr(each, "wait")
+        for each in process._args
     )
     return (
         code is not None
