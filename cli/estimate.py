@@ -11,7 +11,7 @@ import click
 
 from memopt.cli.device_name import DeviceName
 from memopt.cli.numbers import Real
-from memopt.errors import BadFile, GateFailed, UsageError
+from memopt.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:
     from memopt.estimators.estimate import Estimate
@@ -264,16 +264,7 @@ def _profile(path: Path, options: dict[str, Any]) -> Estimate:
     from memopt.cli.console import say
     from memopt.estimators.from_profile import estimate_profile
 
-    try:
-        return estimate_profile(path, options, say)
-    except BadFile as error:
-        if "'memopt.plan/" not in error.why:
-            raise
-        raise UsageError(
-            f"{path} is a plan",
-            why="an estimate is made from a script, an ONNX model or a profile",
-            try_=f"memopt show {path}, or the profile from which the plan was made",
-        ) from error
+    return estimate_profile(path, options, say)
 
 
 def _gate(found: Estimate, gate_bytes: int) -> None:

@@ -13,6 +13,7 @@ from memopt.errors import BadFile
 from memopt.files import read_bytes
 from memopt.plan import Plan, load_plan
 from memopt.trace import Trace, load_trace
+from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
     from memopt.advisors.lints import Lint
@@ -61,15 +62,11 @@ def _lints(trace: Trace) -> list[Lint]:
     return [] if trace.partial else find_lints(trace)
 
 
-class _AnySchema(msgspec.Struct):
-    schema: str = ""
-
-
 def load(path: Path) -> Trace | Plan:
     """The profile or plan at `path`, told apart by the schema inside. Raises `BadFile` for anything else."""
     data = read_bytes(path, "profile or plan")
     try:
-        schema = msgspec.json.decode(data, type=_AnySchema).schema
+        schema = schema_of(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadFile(
             f"{path} is neither a profile nor a plan",

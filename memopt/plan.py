@@ -10,7 +10,8 @@ import msgspec
 from memopt.device import Device
 from memopt.errors import BadFile
 from memopt.files import read_bytes, write_atomic
-from memopt.trace import Script, decode_versioned
+from memopt.trace import Script
+from memopt.versioned import decode_versioned
 
 SCHEMA: Final = "memopt.plan/1"
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import shlex
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal
 
 import msgspec
 
@@ -19,6 +18,7 @@ from memopt.device import Device
 from memopt.errors import BadFile
 from memopt.files import read_bytes, write_atomic
 from memopt.updates import Updates
+from memopt.versioned import decode_versioned
 
 SCHEMA: Final = "memopt.trace/1"
 
@@ -48,8 +48,6 @@ IN_A_LIST = " (in a list)"
 """End of the name of a tensor with a graph that a list held when the iteration began."""
 
 _MOST = 2**62
-
-T = TypeVar("T")
 
 
 class Csr(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,41 +236,6 @@ def load_trace(path: Path) -> Trace:
             f"{path} is not a usable profile", why=problem, try_="memopt profile SCRIPT, to record it again"
         )
     return trace
-
-
-class _Versioned(msgspec.Struct):
-    schema: str = ""
-
-
-_FILES = {
-    "memopt.trace": ("a profile", "memopt advise {}"),
-    "memopt.plan": ("a plan", "memopt apply {}; or the profile that it was made from"),
-    "memopt.graph": ("a plain graph", "memopt advise --graph {}"),
-    "memopt.schedule": ("the schedule of a plain graph", "a file that memopt profile or memopt advise wrote"),
-    "memopt.outcome": ("the outcome of memopt apply", "a file that memopt profile or memopt advise wrote"),
-}
-"""What else of memopt's a file may be, and what it is for."""
-
-
-def decode_versioned(data: bytes, kind: type[T], schema: str, path: Path, name: str) -> T:
-    """`data` as a `kind` whose `schema` field is `schema`. Raises `BadFile` that says what is wrong and where."""
-    again = f"memopt {'profile SCRIPT' if name == 'profile' else 'advise PROFILE'}, to write it again"
-    try:
-        found = msgspec.json.decode(data, type=_Versioned).schema
-        if found == schema:
-            return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise BadFile(f"{path} is not a {name}", why=str(error) or "nested too deeply", try_=again) from error
-    family, _, version = found.rpartition("/")
-    if family != schema.rpartition("/")[0] or not family:
-        what, meant = _FILES.get(family, ("", again))
-        why = f"it is {what}" if what else f"its schema is '{found[:60]}', not '{schema}'"
-        raise BadFile(f"{path} is not a {name}", why=why, try_=meant.format(shlex.quote(str(path))))
-    raise BadFile(
-        f"{path} is a {name} of version {version[:20]}",
-        why=f"this memopt reads version {schema.rpartition('/')[2]}",
-        try_=f"the memopt that wrote it, or {again}",
-    )
 
 
 def _inconsistency(trace: Trace) -> str:

@@ -211,7 +211,7 @@ def test_an_option_of_ours_that_went_to_the_script_is_told(
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [
-        ("plan.json", '{"schema": "memopt.plan/1"}', "it is a plan"),
+        ("plan.json", '{"schema": "memopt.plan/1"}', "plan.json is not a profile\n  it is a plan"),
         ("notes.json", '{"a": 1}', "is not a profile"),
         ("weights.pt", "PK", "neither a script nor an ONNX model nor a profile"),
         ("snapshot.pickle", "\x80\x04.", "memopt profile --from-snapshot"),

@@ -56,7 +56,13 @@ def _cheap(input: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, tran
         return 0
     places = (input if transposed else output)[0, 0].numel()
     flops = 2 * places * weight.numel()
-    size_bytes = input[0].numel() * input.element_size() + output[0].numel() * output.element_size()
+    return _samples(
+        flops, input[0].numel() * input.element_size() + output[0].numel() * output.element_size()
+    )
+
+
+def _samples(flops: int, size_bytes: int) -> int:
+    """How many cost next to nothing where one takes so much."""
     return min(_CHEAP_FLOPS // max(1, flops), _CHEAP_BYTES // max(1, size_bytes))
 
 
@@ -127,5 +133,4 @@ def _cheap_rnn(args: Any) -> int:
     """As `_cheap`, of a layer on `(time, batch, features)`: what it keeps is padded, more at some batch sizes than at others."""
     steps, width = args[0].shape[0], args[2].shape[1]
     flops = 2 * steps * (args[1].numel() + args[2].numel())
-    size_bytes = 16 * steps * width * args[0].element_size()
-    return int(min(_CHEAP_FLOPS // max(1, flops), _CHEAP_BYTES // max(1, size_bytes)))
+    return _samples(flops, 16 * steps * width * args[0].element_size())
