@@ -53,19 +53,21 @@ class Accelerator(Protocol):
 
 
 class TorchAccelerator:
-    """The machine's own accelerator. Raises `SwapFailed` on a CPU-only machine."""
+    """One `device` of the machine. Raises `SwapFailed` where it is none of an accelerator's."""
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         import torch
 
         here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        if here is None:
+        if here is None or device.type != here.type:
             raise SwapFailed(
-                "there is no accelerator here",
+                "there is no accelerator here"
+                if here is None
+                else f"{device} is not an accelerator's memory",
                 why="the host tier, and pinned buffers to the disk, are for the tensors of a GPU",
                 try_="a plan that was made on this machine",
             )
-        self.device = device or torch.device(here.type, torch.accelerator.current_device_index())
+        self.device = device
         self._registered: set[int] = set()
 
     def current_stream(self) -> Stream:
@@ -104,6 +106,11 @@ class TorchAccelerator:
         if row.data_ptr() in self._registered:
             self._registered.discard(row.data_ptr())
             _cuda_runtime().cudaHostUnregister(row.data_ptr())
+
+
+def accelerator_of(device: torch.device) -> Accelerator:
+    """The seam: tests put a pretended device here."""
+    return TorchAccelerator(device)
 
 
 def _cuda_runtime() -> Any:

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memopt.enforcers.accelerator import Accelerator, Event, TorchAccelerator, row_of
+from memopt.enforcers.accelerator import Accelerator, Event, row_of
 from memopt.enforcers.swap import FreeSpace, SwapFailed
 
 if TYPE_CHECKING:
@@ -131,14 +130,14 @@ class Arrival:
 
 
 class HostStore:
-    """Pinned host memory as a place to swap to; `sizes_bytes` are the storages that the plan may have there at once.
+    """Pinned host memory as a place to swap to, `at_once_bytes` of it from the beginning: what the plan has there at once.
 
-    Raises `SwapFailed` on a machine without an accelerator, and where so much cannot be pinned.
+    Raises `SwapFailed` where so much cannot be pinned.
     """
 
-    def __init__(self, sizes_bytes: Iterable[int], *, accelerator: Accelerator | None = None) -> None:
-        self._accelerator = accelerator or TorchAccelerator()
-        self._arena = PinnedArena(self._accelerator, sum(map(_room, sizes_bytes)))
+    def __init__(self, at_once_bytes: int, *, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._arena = PinnedArena(accelerator, at_once_bytes)
         self._out = self._accelerator.new_stream()
         self._in = self._accelerator.new_stream()
         self._leaving: deque[_InFlight] = deque()

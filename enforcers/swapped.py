@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import UntypedStorage
@@ -68,7 +68,7 @@ class SwappedStorage:
 class Swapper:
     """Tiers by name and what is swapped in this iteration."""
 
-    def __init__(self, tiers: dict[str, SwapTier[Any]], tier_of_action: dict[int, str]) -> None:
+    def __init__(self, tiers: Mapping[str, SwapTier[Any]], tier_of_action: dict[int, str]) -> None:
         self._tiers = tiers
         self._tier_of = tier_of_action
         self._swapped: dict[int, weakref.ref[SwappedStorage]] = {}
