@@ -45,6 +45,10 @@ class Accelerator(Protocol):
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Queue copies to `stream` inside the block."""
 
+    def uses(self, storage: torch.UntypedStorage, stream: Stream) -> None:
+        """What is on `stream` when `storage` goes may still use it: no other stream gets its memory before that has run. Costs
+        nothing where the memory belongs to `stream`."""
+
     def pinned(self, nbytes: int) -> torch.Tensor:
         """A page-locked uint8 row."""
 
@@ -83,6 +87,9 @@ class TorchAccelerator:
     def on(self, stream: Any) -> AbstractContextManager[object]:
         entered: AbstractContextManager[object] = stream
         return entered
+
+    def uses(self, storage: torch.UntypedStorage, stream: Any) -> None:
+        row_of(storage).record_stream(stream)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Exactly `nbytes` where CUDA can register them (torch's own pinned allocator rounds up to a power of two)."""

@@ -1,8 +1,11 @@
 """The host tier of a GPU: bytes of whole storages in one pinned arena, moved by two side streams.
 
-Three rules (each broken once by somebody, with silently wrong gradients or no overlap at all):
+Rules (each broken once by somebody, with silently wrong gradients or no overlap at all):
 
-* no `record_stream`: what a copy reads or fills is kept alive here until its event has come to pass;
+* what a copy reads or fills is kept alive here until its event has come to pass, or until the stream that its memory belongs to
+  waits for that event; no `record_stream` for the copy, which would delay the reuse of the memory;
+* a script may compute on several streams: every stream that asks for a storage waits for its arrival, and where that is not the one
+  that its memory belongs to, the allocator is told (that is what `record_stream` is for);
 * the compute stream is taken *before* the side stream is entered; inside, "current" would be the side stream itself;
 * nothing is pinned on the fly: the plan knows the bytes, so the arena is made once; growing is the exception, and counted.
 
@@ -12,12 +15,13 @@ read. Not yet run on a GPU.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memopt.enforcers.accelerator import Accelerator, Event, row_of
+from memopt.enforcers.accelerator import Accelerator, Event, Stream, row_of
 from memopt.enforcers.swap import FreeSpace, SwapFailed
 
 if TYPE_CHECKING:
@@ -96,12 +100,15 @@ def _room(nbytes: int) -> int:
 class HostTicket:
     """Bytes that were given to the host tier. Their place is free again when the ticket is gone."""
 
-    __slots__ = ("__weakref__", "copied", "device", "nbytes", "offset", "row", "source", "taken")
+    __slots__ = ("__weakref__", "copied", "device", "nbytes", "offset", "row", "source", "stream", "taken")
 
-    def __init__(self, storage: torch.UntypedStorage, arena: PinnedArena) -> None:
+    def __init__(self, storage: torch.UntypedStorage, arena: PinnedArena, stream: Stream) -> None:
         self.nbytes = storage.nbytes()
         self.device = storage.device
         self.source: torch.UntypedStorage | None = storage
+        """Until the copy has ended, whoever else has it."""
+        self.stream = stream
+        """The one that has used it."""
         self.taken = False
         segment, self.offset, self.row = arena.take(self.nbytes)
         self.copied: Event | None = None
@@ -122,11 +129,14 @@ class Arrival:
     """A copy to the device that was started."""
 
     event: Event
+    target: torch.UntypedStorage = field(repr=False)
     accelerator: Accelerator = field(repr=False)
 
     def result(self, timeout: float | None = None) -> None:
-        """From here on this thread's compute stream has the bytes; the host does not wait."""
-        self.accelerator.current_stream().wait_event(self.event)
+        """From here on this thread's compute stream has the bytes, and only this one; the host does not wait."""
+        stream = self.accelerator.current_stream()
+        stream.wait_event(self.event)
+        self.accelerator.uses(self.target, stream)
 
 
 class HostStore:
@@ -142,6 +152,8 @@ class HostStore:
         self._in = self._accelerator.new_stream()
         self._leaving: deque[_InFlight] = deque()
         self._coming: deque[_InFlight] = deque()
+        self._lock = threading.RLock()
+        """Backward has a thread for each device."""
         self.failure: SwapFailed | None = None
         self.written_bytes = 0
         self.read_bytes = 0
@@ -153,65 +165,75 @@ class HostStore:
 
     def write_async(self, storage: torch.UntypedStorage) -> HostTicket:
         """Start to copy `storage` out, after what this thread has queued so far. It must not be written to meanwhile."""
-        self.collect()
-        if self.failure is not None:
-            raise self.failure.again()
-        try:
-            ticket = HostTicket(storage, self._arena)
-        except SwapFailed as error:
-            self.failure = error
-            raise
-        ready = self._accelerator.current_stream().record_event()
-        with self._accelerator.on(self._out):
-            self._out.wait_event(ready)
-            ticket.row.copy_(row_of(storage), non_blocking=True)
-            ticket.copied = self._out.record_event()
-        self._leaving.append(_InFlight(ticket.copied, ticket))
-        self.written_bytes += ticket.nbytes
-        return ticket
+        with self._lock:
+            self._collect()
+            if self.failure is not None:
+                raise self.failure.again()
+            stream = self._accelerator.current_stream()
+            try:
+                ticket = HostTicket(storage, self._arena, stream)
+            except SwapFailed as error:
+                self.failure = error
+                raise
+            self._accelerator.uses(storage, stream)
+            ready = stream.record_event()
+            with self._accelerator.on(self._out):
+                self._out.wait_event(ready)
+                ticket.row.copy_(row_of(storage), non_blocking=True)
+                ticket.copied = self._out.record_event()
+            self._leaving.append(_InFlight(ticket.copied, ticket))
+            self.written_bytes += ticket.nbytes
+            return ticket
 
     def read_async(self, ticket: HostTicket, into: torch.UntypedStorage) -> Arrival:
-        """Start to copy the bytes of `ticket` into `into` (of the device); again and again, if wanted."""
-        self.collect()
-        if into.nbytes() < ticket.nbytes:
-            raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
-        if ticket.taken or ticket.copied is None:
-            raise ValueError("this ticket was taken back")
-        ready = self._accelerator.current_stream().record_event()
-        with self._accelerator.on(self._in):
-            self._in.wait_event(ready)
-            self._in.wait_event(ticket.copied)
-            row_of(into)[: ticket.nbytes].copy_(ticket.row, non_blocking=True)
-            event = self._in.record_event()
-        self._coming.append(_InFlight(event, ticket, into))
-        self.read_bytes += ticket.nbytes
-        return Arrival(event, self._accelerator)
+        """Start to copy the bytes of `ticket` into `into`, which was made on this thread's stream; again and again, if wanted."""
+        with self._lock:
+            self._collect()
+            if into.nbytes() < ticket.nbytes:
+                raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
+            if ticket.taken or ticket.copied is None:
+                raise ValueError("this ticket was taken back")
+            ready = self._accelerator.current_stream().record_event()
+            with self._accelerator.on(self._in):
+                self._in.wait_event(ready)
+                self._in.wait_event(ticket.copied)
+                row_of(into)[: ticket.nbytes].copy_(ticket.row, non_blocking=True)
+                event = self._in.record_event()
+            self._coming.append(_InFlight(event, ticket, into))
+            self.read_bytes += ticket.nbytes
+            return Arrival(event, into, self._accelerator)
 
     def wait(self, ticket: HostTicket) -> None:
-        """Let the compute stream wait for the copy, and drop the storage now: what follows in the stream may reuse its memory."""
-        if ticket.copied is not None and ticket.source is not None:
-            self._accelerator.current_stream().wait_event(ticket.copied)
-            ticket.source = None
-        self.collect()
+        """Let the stream that used the storage wait for the copy, and drop it now: what follows in that stream may reuse its memory."""
+        with self._lock:
+            if ticket.copied is not None and ticket.source is not None and not ticket.taken:
+                ticket.stream.wait_event(ticket.copied)
+                ticket.source = None
+            self._collect()
 
     def collect(self) -> int:
         """Drop the storages whose copies have ended; their bytes. Never blocks."""
+        with self._lock:
+            return self._collect()
+
+    def _collect(self) -> int:
         dropped_bytes = 0
         while self._leaving and self._leaving[0].event.query():
             ticket = self._leaving.popleft().ticket
             if ticket.source is not None:
-                dropped_bytes += ticket.nbytes
+                dropped_bytes += 0 if ticket.taken else ticket.nbytes
                 ticket.source = None
         while self._coming and self._coming[0].event.query():
             self._coming.popleft()
         return dropped_bytes
 
     def take_back(self, ticket: HostTicket) -> torch.UntypedStorage | None:
-        """The storage, if the ticket still holds it; None once it has been dropped."""
-        storage, ticket.source = ticket.source, None
-        if storage is not None:
+        """The storage, if the ticket still holds it; None once it has been dropped. The copy, which still reads it, keeps it too."""
+        with self._lock:
+            if ticket.taken or ticket.source is None:
+                return None
             ticket.taken = True
-        return storage
+            return ticket.source
 
     def close(self) -> None:
         """Let every copy end, then give the pinned memory back."""

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memopt.enforcers.accelerator import TorchAccelerator
 from memopt.enforcers.host import BLOCK_BYTES, GROW_BYTES, HostStore, PinnedArena
 from memopt.enforcers.swap import SwapFailed
+from memopt.enforcers.swapped import Swapper
 from memopt.errors import NotPossibleHere
 
 
@@ -91,6 +92,7 @@ class PretendedDevice:
         self.streams = [self.compute]
         self.ranks = [self.compute]
         self.entered: list[str] = []
+        self.used: list[tuple[int, PretendedStream]] = []
         self.pinned_bytes: list[int] = []
         self.unpinned = 0
         self.newest_memory = memoryview(b"")
@@ -114,6 +116,14 @@ class PretendedDevice:
         with QueueCopies(stream):
             yield
         self.inside = False
+
+    def uses(self, storage: torch.UntypedStorage, stream: PretendedStream) -> None:
+        self.used.append((storage.data_ptr(), stream))
+
+    def another_stream(self) -> PretendedStream:
+        """The script computes on it from now on."""
+        self.compute = self.new_stream()
+        return self.compute
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         if sum(self.pinned_bytes) + nbytes > self.most_pinned_bytes:
@@ -140,15 +150,13 @@ class PretendedDevice:
         assert all(not stream.work for stream in self.streams), "streams wait for each other"
 
     def storage(self, payload: bytes) -> torch.UntypedStorage:
-        """A storage that the compute stream will fill with `payload`; once it is dropped, the compute stream scribbles over it."""
-        memory = bytearray(max(1, len(payload)))
+        """A storage that the compute stream will fill with `payload`; once it is dropped, that stream scribbles over it."""
+        home, memory = self.compute, bytearray(max(1, len(payload)))
         self.memory.append(memory)
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         view = self.newest_memory = memoryview(memory)[: len(payload)]
-        self.compute.queue(lambda: view.__setitem__(slice(None), payload))
-        weakref.finalize(
-            storage, self.compute.queue, lambda: view.__setitem__(slice(None), b"\xee" * len(payload))
-        )
+        home.queue(lambda: view.__setitem__(slice(None), payload))
+        weakref.finalize(storage, home.queue, lambda: view.__setitem__(slice(None), b"\xee" * len(payload)))
         return storage
 
     def look(self, storage: torch.UntypedStorage, nbytes: int) -> list[bytes]:
@@ -201,6 +209,8 @@ def test_taken_back_is_the_storage_itself():
     ticket = store.write_async(storage)
     assert store.take_back(ticket) is storage
     assert store.take_back(ticket) is None
+    store.wait(ticket)
+    assert ticket.source is storage, "the copy still reads it, whoever lets go of it"
     assert ticket.taken
     with pytest.raises(ValueError, match="taken back"):
         store.read_async(ticket, torch.UntypedStorage(10))
@@ -209,6 +219,65 @@ def test_taken_back_is_the_storage_itself():
     seen = device.look(storage, 10)
     device.run()
     assert seen == [b"0123456789"]
+
+
+def test_every_stream_that_asks_waits_and_the_memory_is_kept_for_it():
+    for seed in range(30):
+        device = PretendedDevice(seed)
+        store = HostStore(1024, accelerator=device)
+        swapper = Swapper({"host": store}, {0: "host"})
+        storage = device.storage(b"abc" * 300)
+        swapped = swapper.swap_out(0, storage)
+        swapper.swap_out(0, storage)
+        assert device.used == [(storage.data_ptr(), device.compute)], "as if it were another stream's memory"
+        del storage
+        swapper.wait_for_all()
+        looks = []
+        for _ in range(3):
+            back = swapped.get()
+            looks.append(device.look(back, 900))
+            assert device.used[-1] == (back.data_ptr(), device.compute)
+            device.another_stream()
+        device.run()
+        assert looks == [[b"abc" * 300]] * 3
+
+
+def test_the_stream_whose_memory_it_is_waits_for_the_copy_out():
+    for seed in range(30):
+        device = PretendedDevice(seed)
+        store = HostStore(1024, accelerator=device)
+        ticket = store.write_async(device.storage(b"abc" * 300))
+        device.another_stream()
+        store.wait(ticket)
+        again = torch.UntypedStorage(900)
+        store.read_async(ticket, again).result()
+        seen = device.look(again, 900)
+        device.run()
+        assert seen == [b"abc" * 300]
+
+
+def test_out_of_memory_in_a_prefetch_is_asked_for_again_by_whoever_needs_it(monkeypatch):
+    device = PretendedDevice()
+    swapper = Swapper({"host": HostStore(1024, accelerator=device)}, {0: "host"})
+    swapped = swapper.swap_out(0, device.storage(b"abc" * 300))
+    swapper.wait_for_all()
+    room = [False, False, True]
+
+    def allocate(nbytes, device):
+        if not room.pop(0):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.UntypedStorage(nbytes)
+
+    monkeypatch.setattr("memopt.enforcers.swapped.UntypedStorage", allocate)
+    swapper.prefetch([0])
+    seen = device.look(swapped.get(), 900)
+    device.run()
+    assert seen == [b"abc" * 300]
+    swapped.waiting = 1
+    swapped.served()
+    room += [False, False]
+    with pytest.raises(torch.OutOfMemoryError):
+        swapped.get()
 
 
 def test_a_target_that_is_too_small_is_refused():
