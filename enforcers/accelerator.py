@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memopt.enforcers.swap import SwapFailed
+from memopt.enforcers.host_memory import most_bytes
+from memopt.enforcers.swap import SwapFailed, without_frames
 
 if TYPE_CHECKING:
     import torch
@@ -100,14 +102,26 @@ class TorchAccelerator:
             if int(_cuda_runtime().cudaHostRegister(row.data_ptr(), nbytes, 0)) == 0:
                 self._registered.add(row.data_ptr())
                 return row
+            self._forget_error()
+            del row
+        rounded, most = 1 << max(0, nbytes - 1).bit_length(), most_bytes()
         try:
+            if most is not None and rounded > most:
+                raise RuntimeError(f"torch rounds up to {rounded} bytes, and the host has {most} left")
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
             raise SwapFailed(
                 f"{nbytes} bytes of host memory cannot be pinned",
                 why=str(error),
                 try_="ulimit -l unlimited, or the disk tier",
-            ) from error
+            ) from without_frames(error)
+
+    def _forget_error(self) -> None:
+        """A call that failed leaves its error to the next kernel launch of this thread, the script's: let one of ours report it."""
+        import torch
+
+        with contextlib.suppress(RuntimeError):
+            torch.empty(1, device=self.device).fill_(0)
 
     def unpin(self, row: torch.Tensor) -> None:
         if row.data_ptr() in self._registered:

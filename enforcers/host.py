@@ -18,11 +18,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memopt.enforcers.accelerator import Accelerator, Event, Stream, row_of
+from memopt.enforcers.host_memory import most_bytes
 from memopt.enforcers.swap import FreeSpace, SwapFailed
+from memopt.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -38,15 +41,23 @@ class _Segment:
 
 
 class PinnedArena:
-    """Pinned memory of a size that the plan knows, handed out by first fit; grows, by `grown_bytes` in all, if it must."""
+    """Pinned memory of a size that the plan knows, handed out by first fit; grows, by `grown_bytes` in all, if it must.
 
-    def __init__(self, accelerator: Accelerator, nbytes: int) -> None:
+    Never beyond `most_bytes()`, what the host has left at that moment: a process that passes it is killed. A first piece that would is
+    made smaller, and what finds no place there is refused.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, nbytes: int, most_bytes: Callable[[], int | None] = most_bytes
+    ) -> None:
         self._accelerator = accelerator
+        self._most_bytes = most_bytes
         self._segments: list[_Segment] = []
         self._freed: deque[tuple[_Segment, int, int]] = deque()
+        self._full: SwapFailed | None = None
         self.grown_bytes = 0
-        if nbytes:
-            self._add(nbytes)
+        if nbytes and (within := self._within(nbytes)):
+            self._add(within)
 
     @property
     def size_bytes(self) -> int:
@@ -58,16 +69,14 @@ class PinnedArena:
         return sum(segment.space.free_bytes for segment in self._segments)
 
     def take(self, nbytes: int) -> tuple[_Segment, int, torch.Tensor]:
-        """(segment, offset, row) of `nbytes`."""
+        """(segment, offset, row) of `nbytes`. Raises `SwapFailed` where there is no place and none can be added."""
         self._collect()
         room = _room(nbytes)
         for segment in self._segments:
             offset = segment.space.take(room)
             if offset is not None:
                 return segment, offset, segment.row[offset : offset + nbytes]
-        added = max(room, GROW_BYTES)
-        segment = self._add(added)
-        self.grown_bytes += added
+        segment = self._grow(room)
         offset = segment.space.take(room)
         assert offset == 0
         return segment, offset, segment.row[:nbytes]
@@ -85,6 +94,30 @@ class PinnedArena:
         while self._freed:
             segment, offset, room = self._freed.popleft()
             segment.space.give(offset, room)
+
+    def _grow(self, room: int) -> _Segment:
+        """A segment for `room` bytes and more. Where that was refused once it is not tried again: it takes long."""
+        if self._full is not None:
+            raise self._full.again()
+        added = max(room, self._within(max(room, GROW_BYTES)))
+        try:
+            if added > self._within(added):
+                raise SwapFailed(
+                    f"the host has no room for {format_bytes(room)} more of swapped tensors",
+                    why=f"{format_bytes(self.size_bytes)} are pinned already, and {format_bytes(self._within(added))} more may be",
+                    try_="memopt advise --deny swap-host, or a larger budget",
+                )
+            segment = self._add(added)
+        except SwapFailed as error:
+            self._full = error.again()
+            raise
+        self.grown_bytes += added
+        return segment
+
+    def _within(self, nbytes: int) -> int:
+        """`nbytes`, or what the host has of it."""
+        most = self._most_bytes()
+        return nbytes if most is None else min(nbytes, most // BLOCK_BYTES * BLOCK_BYTES)
 
     def _add(self, nbytes: int) -> _Segment:
         size = _room(nbytes)
@@ -142,7 +175,7 @@ class Arrival:
 class HostStore:
     """Pinned host memory as a place to swap to, `at_once_bytes` of it from the beginning: what the plan has there at once.
 
-    Raises `SwapFailed` where so much cannot be pinned.
+    Raises `SwapFailed` where nothing can be pinned. A write that finds no place raises it too, and others go on.
     """
 
     def __init__(self, at_once_bytes: int, *, accelerator: Accelerator) -> None:
@@ -167,13 +200,11 @@ class HostStore:
         """Start to copy `storage` out, after what this thread has queued so far. It must not be written to meanwhile."""
         with self._lock:
             self._collect()
-            if self.failure is not None:
-                raise self.failure.again()
             stream = self._accelerator.current_stream()
             try:
                 ticket = HostTicket(storage, self._arena, stream)
             except SwapFailed as error:
-                self.failure = error
+                self.failure = self.failure or error.again()
                 raise
             self._accelerator.uses(storage, stream)
             ready = stream.record_event()

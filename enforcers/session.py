@@ -115,6 +115,7 @@ class ApplySession:
 
     def _tiers(self, actions: list[Action]) -> Swapper | None:
         """Where the plan swaps to; each tier opens when the first storage leaves."""
+        from memopt.enforcers.host import BLOCK_BYTES
         from memopt.enforcers.swapped import Swapper
         from memopt.enforcers.tiers import PerDevice, disk_tier, host_tier
 
@@ -126,7 +127,8 @@ class ApplySession:
         if not wanted:
             return None
         tiers: dict[str, PerDevice] = {"disk": disk_tier(self._options.swap_dir)}
-        tiers["host"] = host_tier(sum(action.size_bytes for action in actions if action.tier == "host"))
+        to_host = [action.size_bytes for action in actions if action.tier == "host"]
+        tiers["host"] = host_tier((self._plan.host_bytes or sum(to_host)) + BLOCK_BYTES * len(to_host))
         return Swapper(tiers, wanted)
 
     def _forked(self) -> None:

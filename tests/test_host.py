@@ -326,16 +326,39 @@ def test_no_pinned_memory_to_be_had_is_told_and_keeps_the_bytes():
     store = HostStore(1000, accelerator=device)
     kept = store.write_async(device.storage(b"k" * 1000))
     storage = device.storage(b"z" * 1000)
-    with pytest.raises(SwapFailed) as caught:
-        store.write_async(storage)
-    assert store.failure is caught.value
+    for _ in range(2):
+        with pytest.raises(SwapFailed, match="cannot be pinned"):
+            store.write_async(storage)
+    assert store.failure is not None
+    device.most_pinned_bytes = 1 << 40
     with pytest.raises(SwapFailed):
-        store.write_async(storage)
+        store.write_async(storage)  # not tried again, once refused
     target = torch.UntypedStorage(1000)
     store.read_async(kept, target).result()
     seen = device.look(target, 1000)
     device.run()
     assert seen == [b"k" * 1000]
+    del kept
+    store.collect()
+    assert store.write_async(storage).nbytes == 1000, "there is room again"
+
+
+def test_the_arena_takes_no_more_than_the_host_has():
+    device = PretendedDevice()
+    left = [10_000]
+    arena = PinnedArena(device, 1 << 30, most_bytes=lambda: left[0])
+    assert device.pinned_bytes == [9728], "whole blocks"
+    with pytest.raises(SwapFailed, match=r"no room for 20\.0 KiB more"):
+        arena.take(20_480)
+    assert arena.grown_bytes == 0
+    assert arena.take(9728)[1] == 0
+    small = PinnedArena(device, 512, most_bytes=lambda: left[0])
+    small.take(512)
+    assert small.take(600)[1] == 0
+    assert small.grown_bytes == 9728, "less than usual"
+    left[0] = 100
+    assert PinnedArena(device, 512, most_bytes=lambda: left[0]).size_bytes == 0
+    assert PinnedArena(device, 512, most_bytes=lambda: None).size_bytes == 512
 
 
 def test_a_place_is_not_used_again_while_a_copy_out_of_it_is_under_way():

@@ -121,3 +121,24 @@ def test_nothing_asks_for_a_device_before_the_first_storage_leaves(
     assert outcome is not None
     assert outcome.actions.done == 0
     assert "no such device (a test says so); what could not be copied was kept" in outcome.notes
+
+
+def micro_batches(steps: int) -> list[str]:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(4):
+            model(torch.randn(1024, 64)).square().mean().backward()
+        optimizer.step()
+    return []
+
+
+def test_the_plan_says_how_much_is_on_the_host_at_once(tmp_path: Path) -> None:
+    trace = recorded(micro_batches, tmp_path)
+    to_host = Decision(kind="swap", tier="host")
+    plan = plan_of(trace, lambda problem: dict.fromkeys(problem.candidates, to_host))
+    in_all = sum(action.size_bytes for action in plan.actions)
+    assert len(plan.actions) % 4 == 0
+    assert plan.host_bytes == in_all // 4, "each graph is gone before the next is made"
+    assert plan_of(trace, lambda _: {}).host_bytes == 0
