@@ -226,6 +226,8 @@ class ApplySession:
         if os.getpid() != self._pid or self._engine is None or self._frames is None:
             return
         engine = self._engine
+        if engine.capturing.now():
+            return
         engine.settle_all()
         if count == 1:
             engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
@@ -255,9 +257,10 @@ class ApplySession:
             self._updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
         if self._engine is None or self._frames is None:
             return
-        self._engine.settle_all()
-        if self._swapper is not None and self._plan.device.kind == "cpu":
-            self._swapper.wait_for_all()
+        if not self._engine.capturing.now():
+            self._engine.settle_all()
+            if self._swapper is not None and self._plan.device.kind == "cpu":
+                self._swapper.wait_for_all()
         self._engine.leave()
         self._frames.paused = True
 
