@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -60,10 +61,21 @@ def write_plan(
         base_bytes=trace.base_bytes,
         saved_tensors=len(trace.slots.node),
         saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),
+        host_bytes=_host_bytes(problem, decisions),
         actions=actions,
         script_actions=_of_the_optimizer(problem, decisions, timeline),
         notes=[*notes],
     )
+
+
+def _host_bytes(problem: Problem, decisions: Decisions) -> int:
+    """Most bytes that the host tier has at once: a storage from the op that packs it until its last handle is gone."""
+    changes: list[tuple[int, int]] = []
+    for storage, decision in decisions.items():
+        if decision.kind == "swap" and decision.tier == "host":
+            saved = problem.view.saved[storage]
+            changes += [(saved.acted_op, saved.size_bytes), (saved.release + 1, -saved.size_bytes)]
+    return max(itertools.accumulate(size for _, size in sorted(changes)), default=0)
 
 
 def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline) -> list[ScriptAction]:

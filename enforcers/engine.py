@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.codecs import CODECS, decode, encode, encode_for
 from memopt.enforcers.encoded import Encoded, flat_storage
 from memopt.enforcers.flat_call import CallForm, flatten_call
@@ -65,6 +66,7 @@ class Engine(TorchDispatchMode):
         self._iterations = iterations
         self._swapper = swapper
         self._device = device
+        self.capturing = Capturing(device)
         self._thread = frames.thread
         self._regions = frames.regions
         self.values = Values(frames.thread)
@@ -129,7 +131,7 @@ class Engine(TorchDispatchMode):
         iterations = self._iterations
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
             return func(*args, **kwargs)
-        if self._regions.compiling or not self._thread.is_here:
+        if self._regions.compiling or not self._thread.is_here or self.capturing.now():
             return func(*args, **kwargs)
         if not _PLAIN_TYPES.issuperset(types):
             return func(*args, **kwargs) if is_tracing(types) else NotImplemented
@@ -201,7 +203,8 @@ class Engine(TorchDispatchMode):
         frame = self._frames.current
         ordinal = frame.packs
         frame.packs += 1
-        if self._swapper is not None:
+        keep = self.capturing.why_keep()
+        if self._swapper is not None and not keep:
             due = self._tables.due.get(frame.key)
             if due is not None and ordinal in due:
                 self._swapper.wait_until_away(due[ordinal])
@@ -214,6 +217,9 @@ class Engine(TorchDispatchMode):
                 if triggers is None or ordinal not in triggers
                 else Trigger(tensor, triggers[ordinal])
             )
+        if keep:
+            self._decline(slot, keep)
+            return Kept(tensor)
         if not self._fits(tensor, slot):
             self._diverged(frame)
             return Kept(tensor)
@@ -234,6 +240,8 @@ class Engine(TorchDispatchMode):
 
     def unpack(self, handle: Kept | Planned) -> Tensor:
         """The hook: the tensor, made again, read back or decoded. May be called again (`retain_graph`)."""
+        if self.capturing.now() and isinstance(handle, Kept):
+            return handle.get()
         if self._swapper is not None and self.active:
             self._swapper.collect()
         if isinstance(handle, Kept):
