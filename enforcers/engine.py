@@ -42,6 +42,7 @@ from memopt.instrument.ops import (
     is_plain,
     is_tracing,
     kind_of,
+    same_bits_again,
     updated_statistics,
 )
 from memopt.instrument.saved import Kept, check_version, let_go_of_bytes
@@ -181,7 +182,7 @@ class Engine(TorchDispatchMode):
 
     def _record(self, func: Any, kind: OpKind, flat: list[Any], form: CallForm) -> Record | None:
         """The call, remembered before it runs; None when it could not be made again."""
-        if self._regions.depth:
+        if self._regions.depth or not same_bits_again(func, (a for a in flat if isinstance(a, Tensor))):
             return None
         try:
             record = record_op(func, kind, flat, form, self.values.freeze)

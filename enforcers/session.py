@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
 from memopt.instrument.forks import call_around_fork
@@ -171,7 +173,7 @@ class ApplySession:
             )
         measured = self._measurements
         notes += measured.notes()
-        return Outcome(
+        outcome = Outcome(
             budget_bytes=plan.budget_bytes,
             unplanned_peak_bytes=plan.unplanned_peak_bytes,
             predicted_peak_bytes=plan.predicted_peak_bytes,
@@ -186,6 +188,7 @@ class ApplySession:
             process_peak_bytes=measured.process_peak_bytes,
             notes=notes,
         )
+        return msgspec.structs.replace(outcome, **measured.on_the_gpu())
 
     def _declined(self) -> list[str]:
         if self._engine is None:
