@@ -30,7 +30,7 @@ from memopt.enforcers.records import (
     record_op,
 )
 from memopt.enforcers.swapped import SwappedStorage, Swapper
-from memopt.enforcers.tables import PlannedSlot, Tables
+from memopt.enforcers.tables import AtUse, PlannedSlot, Tables
 from memopt.enforcers.values import Values
 from memopt.estimators.slot_needs import Need
 from memopt.instrument.frames import Frame, Frames
@@ -211,13 +211,9 @@ class Engine(TorchDispatchMode):
                 self._swapper.wait_until_away(due[ordinal])
         slots = self._tables.slots.get(frame.key)
         slot = slots.get(ordinal) if slots is not None else None
-        triggers = self._tables.triggers.get(frame.key) if self._swapper is not None else None
         if slot is None or frame.diverged:
-            return (
-                Kept(tensor)
-                if triggers is None or ordinal not in triggers
-                else Trigger(tensor, triggers[ordinal])
-            )
+            brings = self._tables.at_use.get(frame.key, {}).get(ordinal)
+            return Kept(tensor) if brings is None else Trigger(tensor, brings)
         if keep:
             self._decline(slot, keep)
             return Kept(tensor)
@@ -246,18 +242,24 @@ class Engine(TorchDispatchMode):
         if self._swapper is not None and self.active:
             self._swapper.collect()
         if isinstance(handle, Kept):
-            if isinstance(handle, Trigger) and self._swapper is not None:
-                self._swapper.prefetch(handle.actions)
+            if isinstance(handle, Trigger):
+                self._bring_about(handle.brings)
             return handle.get()
-        triggers = self._tables.triggers.get(handle.slot.ref.module)
-        if triggers is not None and self._swapper is not None and handle.slot.ref.ordinal in triggers:
-            self._swapper.prefetch(triggers[handle.slot.ref.ordinal])
+        ref = handle.slot.ref
+        self._bring_about(self._tables.at_use.get(ref.module, {}).get(ref.ordinal))
         if handle.witness is not None:
             check_version(handle.witness, handle.version, handle, shape=handle.place.size)
         if handle.tensor is not None:
             check_version(handle.tensor, handle.version, handle)
             return handle.tensor
         return self._restore(handle)
+
+    def _bring_about(self, moment: AtUse | None) -> None:
+        """What the plan has happen when a slot is asked for: room is made before it is taken."""
+        if moment is not None and self._swapper is not None:
+            if moment.due:
+                self._swapper.wait_until_away(moment.due)
+            self._swapper.prefetch(moment.prefetch)
 
     def _restore(self, handle: Planned) -> Tensor:
         content = handle.content
