@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from memopt.instrument.accumulate import goes_into_first
+from memopt.instrument.as_plain import as_plain
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.lines import user_line
@@ -111,13 +112,14 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        run = as_plain(func)
         if not self._recording or self._regions.compiling:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if any(t not in PLAIN_TYPES for t in types):
-            return func(*args, **kwargs) if is_tracing(types) else NotImplemented
+            return run(*args, **kwargs) if is_tracing(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
-            out = func(*args, **kwargs)
+            out = run(*args, **kwargs)
             if isinstance(out, Tensor):
                 self.met.row_of(out)  # torch.tensor([...]) shows itself by a view op alone
             return out
@@ -125,7 +127,7 @@ class Recorder(TorchDispatchMode):
         if op >= self._most_ops:
             self.overflow = True
             self.stop()
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         try:
             self._poll(op - 1)
             row = self._open_row(kind, op, args, kwargs)
@@ -133,7 +135,7 @@ class Recorder(TorchDispatchMode):
         except Exception as error:
             row, into_first = self._unseen(kind, error), False
         self.ops.append(row)
-        out = self._clock.run(op, func, args, kwargs)
+        out = self._clock.run(op, run, args, kwargs)
         try:
             if into_first:
                 row.writes.append(self.met.goes_on_in(args[0], out, op))
