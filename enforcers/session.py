@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.engine import Engine
     from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
     from memopt.enforcers.swapped import Swapper
+    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import SavedTensorHooks
@@ -63,6 +64,7 @@ class ApplySession:
         self._iterations: Iterations | None = None
         self._hooks: SavedTensorHooks | None = None
         self._swapper: Swapper | None = None
+        self._forms: PlainForms | None = None
         self._updates: OptimizerInBackward | None = None
         self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
@@ -89,6 +91,7 @@ class ApplySession:
     def _set_up(self) -> None:
         from memopt.enforcers.engine import Engine
         from memopt.enforcers.tables import tables_of
+        from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
@@ -105,6 +108,8 @@ class ApplySession:
             if self._plan.device.kind == "cpu":
                 keep_freed_pages()
             self._frames.install()
+            self._forms = PlainForms()
+            self._forms.install()
             self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
             self._hooks.install()
             self._engine.enter()
@@ -146,7 +151,7 @@ class ApplySession:
         outcome = self._outcome()
         if self._engine is not None:
             self._engine.stop()
-        for part in (self._hooks, self._updates, self._iterations, self._frames):
+        for part in (self._hooks, self._updates, self._iterations, self._frames, self._forms):
             if part is not None:
                 part.remove()
         if self._swapper is not None:
