@@ -39,8 +39,7 @@ def _loop(steps):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     digests = []
     for _ in range(steps):
-        hidden = model(torch.randn(32, 64)) * 1.5
-        loss = WritesItsInput.apply(hidden)
+        loss = WritesItsInput.apply(model(torch.randn(32, 64)) * 1.5)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -97,15 +96,17 @@ def launch(tmp_path, monkeypatch):
 
 
 def test_what_a_triton_kernel_gets_is_not_computed_again(tmp_path, launch):
+    def loss_of(hidden):
+        squared = hidden.tanh().square()
+        launch(double_unseen, hidden.detach())  # after tanh has read it
+        return squared.sum() + hidden.square().sum()
+
     def loop(steps):
         model = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 48))
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         digests = []
         for _ in range(steps):
-            hidden = model(torch.randn(32, 64))
-            squared = hidden.tanh()
-            launch(double_unseen, hidden.detach())  # after tanh has read it, before its square saves it
-            loss = (hidden * hidden).sum() + squared.sum()
+            loss = loss_of(model(torch.randn(32, 64)) * 1.5)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
