@@ -165,6 +165,9 @@ class ApplySession:
         planned = len([action for action in plan.actions if action.kind != "keep"]) + (in_backward > 0)
         done = len(self._done) + (stepped >= in_backward > 0)
         notes = [*self.notes, *self._declined()]
+        if engine is not None and engine.other_bits:
+            names = ", ".join(sorted(engine.other_bits))
+            notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
         if self._swapper is not None:
             notes += [f"{failure}; what could not be copied was kept" for failure in self._swapper.failures()]
         if stepped < in_backward and self._updates is not None:

@@ -144,12 +144,21 @@ class ProfileSession:
         if not self._over:
             self._over = True
             self._guard(lambda: self._wind_up(problem, out_of_memory))
-            for part in (self._hooks, self._iterations, self._frames, self._forms):
+            self._watch_no_more()
+            for part in (self._iterations, self._forms):
                 if part is not None:
                     part.remove()
             if self._recordings is not None:
                 self._recordings.close()
         return self.trace
+
+    def _watch_no_more(self) -> None:
+        """What is left is timed as it runs plain: saved tensors and module calls pass nobody."""
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+        if self._frames is not None:
+            self._frames.remove()
 
     def _wind_up(self, problem: str, out_of_memory: bool) -> None:
         recordings = self._recordings
@@ -188,6 +197,7 @@ class ProfileSession:
     def _publish_whole(self, result: Result) -> None:
         """`result` is of an iteration that was recorded to its end."""
         self._done = True
+        self._watch_no_more()
         recorder = result.recorder
         self._publish(
             self._build(result, f"it stops after {len(recorder.ops)} ops" if recorder.overflow else "")
@@ -224,11 +234,11 @@ class ProfileSession:
 
     def thread_changed(self) -> None:
         assert self._frames is not None
-        assert self._hooks is not None
         if self._recordings is not None:
             self._guard(self._recordings.drop)
         self._frames.thread_changed()
-        self._guard(self._hooks.thread_changed)
+        if self._hooks is not None:
+            self._guard(self._hooks.thread_changed)
         self._frames.thread.at_end(self._leave_thread)
 
     def _leave_thread(self) -> None:
