@@ -223,7 +223,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path, data):
 def test_the_peak_of_a_run_on_an_h100_is_estimated_to_half_a_percent(capsys):
     figures = json.loads((ROOT / "benchmarks" / "gpu" / "data" / "h100_headline.jsonl").read_text())
     assert figures["job"] == "headline gpt2"
-    command = ["benchmarks.gpu.train", *"gpt2 16 bf16 adamw-fused --steps 12".split()]
+    command = ["benchmarks.gpu.train", "gpt2", "16", "bf16", "adamw-fused", "--steps", "12"]
     for peer in ([], ["--peer", "checkpoint"]):
         measured = figures["checkpoint" if peer else "plain"]
         found = estimate_script([*command, *peer], as_module=True, device="h100-80gb-sxm", steps=2)
