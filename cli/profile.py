@@ -100,7 +100,7 @@ def profile(
 def tier_opener(folder: Path) -> OpenTier:
     """Where saved tensors go while a script that does not fit is recorded: the host for a GPU, else the disk."""
 
-    def open_tier(device: str) -> Tier:
+    def open_tier() -> Tier:
         from memopt.enforcers.tiers import offload_tier
 
         return offload_tier(folder)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
 from memopt.instrument.forks import call_around_fork
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.engine import Engine
     from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
     from memopt.enforcers.swapped import Swapper
+    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import SavedTensorHooks
@@ -61,6 +64,7 @@ class ApplySession:
         self._iterations: Iterations | None = None
         self._hooks: SavedTensorHooks | None = None
         self._swapper: Swapper | None = None
+        self._forms: PlainForms | None = None
         self._updates: OptimizerInBackward | None = None
         self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
@@ -87,6 +91,7 @@ class ApplySession:
     def _set_up(self) -> None:
         from memopt.enforcers.engine import Engine
         from memopt.enforcers.tables import tables_of
+        from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
@@ -103,6 +108,8 @@ class ApplySession:
             if self._plan.device.kind == "cpu":
                 keep_freed_pages()
             self._frames.install()
+            self._forms = PlainForms()
+            self._forms.install()
             self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
             self._hooks.install()
             self._engine.enter()
@@ -144,7 +151,7 @@ class ApplySession:
         outcome = self._outcome()
         if self._engine is not None:
             self._engine.stop()
-        for part in (self._hooks, self._updates, self._iterations, self._frames):
+        for part in (self._hooks, self._updates, self._iterations, self._frames, self._forms):
             if part is not None:
                 part.remove()
         if self._swapper is not None:
@@ -171,7 +178,7 @@ class ApplySession:
             )
         measured = self._measurements
         notes += measured.notes()
-        return Outcome(
+        outcome = Outcome(
             budget_bytes=plan.budget_bytes,
             unplanned_peak_bytes=plan.unplanned_peak_bytes,
             predicted_peak_bytes=plan.predicted_peak_bytes,
@@ -186,6 +193,7 @@ class ApplySession:
             process_peak_bytes=measured.process_peak_bytes,
             notes=notes,
         )
+        return msgspec.structs.replace(outcome, **measured.on_the_gpu())
 
     def _declined(self) -> list[str]:
         if self._engine is None:

@@ -33,8 +33,8 @@ class Tier(Protocol):
     def close(self) -> None: ...
 
 
-OpenTier = Callable[[str], Tier]
-"""Device type -> a tier for it."""
+OpenTier = Callable[[], Tier]
+"""Makes a tier for the storages of all devices."""
 
 
 class OffloadingRecorder(Recorder):

@@ -29,6 +29,7 @@ from memopt.trace import CACHE_EMPTIED, Trace
 if TYPE_CHECKING:
     import torch
 
+    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import Kept, SavedTensorHooks
@@ -55,6 +56,7 @@ class ProfileSession:
         self._plain = PlainSteps()
         self._optimizers: set[int] = set()
         self._hooks: SavedTensorHooks | None = None
+        self._forms: PlainForms | None = None
         self._done = False
         """There is nothing left to record."""
         self._timed = False
@@ -77,6 +79,7 @@ class ProfileSession:
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
+        from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
@@ -86,6 +89,8 @@ class ProfileSession:
         watch()
         self._frames = Frames()
         self._frames.install()
+        self._forms = PlainForms()
+        self._forms.install()
         self._iterations = Iterations(self, self._frames.thread)
         self._iterations.install()
         call_around_fork(self._before_fork, self._after_fork, self._forked)
@@ -139,7 +144,7 @@ class ProfileSession:
         if not self._over:
             self._over = True
             self._guard(lambda: self._wind_up(problem, out_of_memory))
-            for part in (self._hooks, self._iterations, self._frames):
+            for part in (self._hooks, self._iterations, self._frames, self._forms):
                 if part is not None:
                     part.remove()
             if self._recordings is not None:
@@ -153,7 +158,7 @@ class ProfileSession:
         whole = recordings.result
         if recordings.now is not None:
             self._cut_off = recordings.now.iteration
-            recordings.end()
+            recordings.end(out_of_memory=out_of_memory)
         if self.trace is None and whole is None and self._part is not None:
             whole = self._part
             recordings.notes.append(

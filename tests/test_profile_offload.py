@@ -41,7 +41,7 @@ def _offloaded(folder: Path, seen: list[str]) -> tuple[Trace, DiskStore]:
     script.write_text("# run in process\n")
     stores: list[DiskStore] = []
 
-    def open_tier(device: str) -> DiskStore:
+    def open_tier() -> DiskStore:
         stores.append(DiskStore(folder))
         return stores[0]
 
