@@ -210,20 +210,25 @@ class _Digests:
         return None
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        from memopt.instrument.gradient_reads import kept_gradient
+
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if kept_gradient(parameter) is not None:
                     self.gradient_is_whole(optimizer, parameter)
         self._step += 1
 
     def gradient_is_whole(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        from memopt.instrument.gradient_reads import kept_gradient
+
         position = 0
         for group in optimizer.param_groups:
             for each in group["params"]:
                 if each is parameter:
-                    assert parameter.grad is not None
+                    gradient = kept_gradient(parameter)
+                    assert gradient is not None
                     name = f"{type(optimizer).__name__} step {self._step} parameter {position}"
-                    self._gradients[name] = digest(parameter.grad)
+                    self._gradients[name] = digest(gradient)
                 position += 1
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
@@ -257,11 +262,14 @@ def _state() -> dict[str, str]:
 
 
 def _gradients() -> dict[str, str]:
+    from memopt.instrument.gradient_reads import kept_gradient
+
     found = {}
     for top, module in _modules():
         for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
-                found[f"{top}.{name}"] = digest(parameter.grad)
+            gradient = kept_gradient(parameter)
+            if gradient is not None:
+                found[f"{top}.{name}"] = digest(gradient)
     return _by_content(found)
 
 
