@@ -39,6 +39,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     recording: Recording
     problem: str = ""
     line: str = ""
+    traceback: str = ""
+    """Of the problem, library frames included, if `MEMOPT_TRACEBACK` is set."""
     guesses: list[str] = []
     """Lines at which a truth value was guessed, latest last."""
     backwards: int = 0
