@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memopt.devices import DeviceSpec, common_gpus, find_device
-from memopt.errors import MemoptError, UsageError
+from memopt.errors import MemoptError, NotPossibleHere, UsageError
 from memopt.estimators.allocator_replay import AllocatorEvents, AllocatorOutcome, replay, smallest_that_runs
 from memopt.estimators.allocator_settings import AllocatorSettings, parse_settings
 from memopt.estimators.calibrated import Calibration, calibration_of
@@ -45,6 +45,8 @@ class Estimate:
     error: dict[str, float]
     """Half-width of the error bar as a share, by answer."""
     left_out: list[str]
+    unfollowed: str = ""
+    """Of a script: up to where it was followed, if not to its end."""
     partial: bool
     notes: list[str]
     by_category: dict[str, int]
@@ -75,16 +77,33 @@ def estimate_script(
     as_module: bool = False,
     alloc_conf: str = "",
     steps: int | None = None,
+    further: bool | None = None,
     timeout_s: float = 600.0,
 ) -> Estimate:
     """The peak memory of training with the script `argv` on `device` (`cpu`: this machine's own operators).
 
-    Followed are so many `steps`; unless given three, and what comes after them while that is quick.
+    Followed are so many `steps`, or three; and `further` what comes after them while that is quick, unless steps are given.
+
+    Raises `NotPossibleHere` when the script cannot be followed, or puts nothing on the GPU that was asked about.
     """
     spec = find_device(device)
-    request = request_on(spec, argv, as_module=as_module, steps=steps)
+    further = steps is None if further is None else further
+    request = request_on(spec, argv, as_module=as_module, steps=steps, further=further)
     recording, partial = record_script(request, timeout_s=timeout_s)
-    return estimate_recording(recording, spec, alloc_conf=alloc_conf, partial=partial)
+    _refuse_idle(recording, spec, argv)
+    found = estimate_recording(recording, spec, alloc_conf=alloc_conf, partial=partial)
+    return replace(found, unfollowed=_unfollowed(recording))
+
+
+def _refuse_idle(recording: Recording, spec: DeviceSpec, argv: list[str]) -> None:
+    """Raise where the script put nothing on the GPU that was asked about: what it needs there is no answer."""
+    if recording.target == "cpu" or any(row.size_bytes for row in recording.rows):
+        return
+    raise NotPossibleHere(
+        f"the script put nothing on the GPU: there is nothing to estimate for {spec.name}",
+        why="no tensor was made on cuda or moved there, so the model would train on the CPU",
+        try_=f"memopt estimate --device cpu {' '.join(argv)}, or model.to('cuda') and batches on cuda in the script",
+    )
 
 
 def estimate_recording(
@@ -137,7 +156,6 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
             "Python's and torch's own memory",
             "what NumPy and the data loader hold outside tensors",
             *_possible(recording),
-            *_untouched(recording),
         ],
         partial=partial,
         notes=recording.notes,
@@ -181,10 +199,10 @@ def _on_gpu(
             "reserved": bar.reserved,
             "process": round((bar.reserved * outcome.peak_reserved_bytes + uncertainty) / max(process, 1), 3),
         },
-        left_out=[*_no_context(spec, context), *_possible(recording), *_untouched(recording)],
+        left_out=[*_no_context(spec, context), *_possible(recording)],
         partial=partial,
         notes=[
-            *_unused(outcome.peak_allocated_bytes),
+            *_unused(recording, outcome.peak_allocated_bytes),
             *settings_note,
             *recording.notes,
             *calibration.notes(),
@@ -252,12 +270,16 @@ def _context(calibration: Calibration) -> tuple[int, int]:
     return amount.size_bytes, max(amount.high_bytes - amount.size_bytes, amount.size_bytes - amount.low_bytes)
 
 
-def _unused(peak_bytes: int) -> list[str]:
-    if peak_bytes:
+def _unused(recording: Recording, peak_bytes: int) -> list[str]:
+    """What to say first where the model trains elsewhere."""
+    way_out = "memopt estimate --device cpu, or a script that moves its model there (.to('cuda'))"
+    if not peak_bytes:
+        return [f"nothing was put on the GPU: what is told is an idle one; {way_out}"]
+    trained = any(row.category in ("parameter", "gradient") and row.size_bytes for row in recording.rows)
+    if trained or not any(kind == "step" for kind, _ in recording.marks):
         return []
     return [
-        "nothing was put on the GPU: what is told is an idle one; "
-        "memopt estimate --device cpu, or a script that moves its model there (.to('cuda'))"
+        f"no parameter was put on the GPU: the model trains on the CPU, unless it is offloaded; {way_out}"
     ]
 
 
@@ -274,15 +296,13 @@ def _possible(recording: Recording) -> list[str]:
     ]
 
 
-def _untouched(recording: Recording) -> list[str]:
+def _unfollowed(recording: Recording) -> str:
+    """Up to where the script was followed, if not to its end: what may need more comes after that."""
     if recording.marks and recording.marks[-1][0] == "end":
-        return []
+        return ""
     steps = sum(1 for kind, _ in recording.marks if kind == "step")
-    if not steps:
-        return ["whatever the script does after the steps that were followed"]
-    return [
-        f"whatever the script does only after its optimizer step {steps} (evaluation at an epoch's end, checkpoints)"
-    ]
+    where = f"optimizer step {steps}" if steps else "the steps that were asked for"
+    return f"followed up to {where}: what only comes after that (evaluation, checkpoints) is not counted"
 
 
 def _at_peak(recording: Recording, event_count: int) -> dict[str, Any]:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def print_estimate(console: Console, found: Estimate, target: str, *, explain: bool = False) -> None:
     """Print `found` for the `target` that was asked about."""
-    console.print(f"{target} on {found.device}{' (partial)' if found.partial else ''}", style="bold")
+    console.print(f"{target} on {found.device}{' (partial)' if found.partial else ''}", style="bold", end="")
+    console.print(f", {found.unfollowed}" if found.unfollowed else "")
     console.print(_answers(found))
     for line in _bounds(found):
         console.print(line)
@@ -24,7 +25,8 @@ def print_estimate(console: Console, found: Estimate, target: str, *, explain: b
         console.print(_parts(found))
     for line in _fits(found):
         console.print(line)
-    console.print("left out: " + "; ".join(found.left_out))
+    if found.left_out:
+        console.print("left out: " + "; ".join(found.left_out))
     if explain:
         console.print(_modules(found))
         console.print(_policies(found))

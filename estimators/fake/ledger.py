@@ -34,6 +34,8 @@ class Ledger:
         self.op_count = 0
         self.op_limit = 0
         """The op at which the run has seen enough; 0: none."""
+        self.batches_enough: int | None = None
+        """How many more batches of a loader that has many are worth following; None: all."""
         self.memory_fraction = 1.0
         self.alloc_conf = ""
         self.ordinal = 0

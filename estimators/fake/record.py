@@ -281,9 +281,17 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             return
         if device != self.target or is_traceable_wrapper_subclass(tensor):
             return  # what a wrapper holds was seen by itself
-        if getattr(tensor, "fake_device", tensor.device).type == "meta" or not storage.resizable():
-            return  # no memory, or NumPy's
+        if getattr(tensor, "fake_device", tensor.device).type == "meta":
+            return
+        if device == "cuda" and not storage.resizable():
+            return  # NumPy's, on the host
         self._allocate(storage, op)
+
+    def _see_foreign(self, tensors: list[torch.Tensor]) -> None:
+        """What an op reads and no op made counts as what ops make does: memory of NumPy, of a mapped or a shared file."""
+        for tensor in tensors:
+            if not isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
+                self._see(tensor, "cpu", "data")
 
     def _see_sparse(self, tensor: torch.Tensor, device: str, op: str) -> None:
         self.guesser.remark("of ops on sparse tensors only results and the largest temporaries are counted")
@@ -401,6 +409,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         device: str,
     ) -> Any:
         fakes = any(isinstance(t, FakeTensor) for t in tensors)
+        if self.target == "cpu":
+            self._see_foreign(tensors)
         if fakes:
             own = args
             if any(t.grad_fn is not None and not isinstance(t, FakeTensor) for t in tensors):

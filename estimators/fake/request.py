@@ -51,7 +51,9 @@ STEPS = 3
 """How many are followed where nobody says: the first makes the optimizer's state, the next is like all others."""
 
 
-def request_on(spec: DeviceSpec, argv: list[str], *, as_module: bool, steps: int | None) -> Request:
+def request_on(
+    spec: DeviceSpec, argv: list[str], *, as_module: bool, steps: int | None, further: bool = False
+) -> Request:
     """Of `argv` on `spec`, with what a calibration measured there; without `steps` as many as it takes."""
     pretended = on_device(spec)
     return Request(
@@ -63,5 +65,5 @@ def request_on(spec: DeviceSpec, argv: list[str], *, as_module: bool, steps: int
         multiprocessors=spec.multiprocessors,
         hidden=pretended["hidden"],
         steps=steps or STEPS,
-        further=steps is None,
+        further=further,
     )
