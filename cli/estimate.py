@@ -43,7 +43,7 @@ class _Command(click.Command):
 @click.option("--steps", type=click.IntRange(min=1), default=None, metavar="N", help="Training steps to follow; of a script also what comes after them, while that is quick.  [default: 3]")  # fmt: skip
 @click.option("--timeout", type=Real(min=1), default=600, show_default=True, metavar="SECONDS", help="Give a script up after so long.")  # fmt: skip
 @click.option("--alloc-conf", default="", metavar="SETTINGS", help="Allocator settings, as PYTORCH_ALLOC_CONF takes them.")  # fmt: skip
-@click.option("--fail-over", metavar="BYTES", default=None, help="Exit with 3 when the process would need more than this.")  # fmt: skip
+@click.option("--fail-over", metavar="BYTES", default=None, help="Exit with 3 when the process may need more than this.")  # fmt: skip
 @click.option("--max-batch", is_flag=True, help="Find the largest batch that fits the device.")
 @click.option("--batch-arg", metavar="FLAG", default=None, help="The script's own flag that sets the batch size, for --max-batch and profiles (--batch-arg=--batch-size).")  # fmt: skip
 @click.option("--method", type=click.Choice(["auto", "retrace", "scale"]), default="auto", help="Run the profile's script on fake tensors, or scale what was recorded.  [default: the first, if it works]  (profile)")  # fmt: skip
@@ -271,10 +271,12 @@ def _profile(path: Path, options: dict[str, Any]) -> Estimate:
 def _gate(found: Estimate, gate_bytes: int) -> None:
     from memopt.units import format_bytes
 
-    need = found.process_bytes or found.allocated_bytes
+    told = found.process_bytes or found.allocated_bytes
+    need = max(told, found.most_bytes.get("process" if found.process_bytes else "allocated", 0))
     if need > gate_bytes:
+        up_to = f"up to {format_bytes(need)} ({format_bytes(told)} told, the rest left out)"
         raise GateFailed(
-            f"the run needs {format_bytes(need)}, more than {format_bytes(gate_bytes)}",
+            f"the run needs {up_to if need > told else format_bytes(need)}, more than {format_bytes(gate_bytes)}",
             why=", ".join(
                 f"{name} {format_bytes(size)}" for name, size in list(found.by_category.items())[:4]
             ),

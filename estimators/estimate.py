@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,6 +61,8 @@ class Estimate:
     """Of an estimate from a profile: `replayed`, `re-traced` or `scaled`."""
     bounded: list[str] = field(default_factory=list)
     """Lines on which sizes depend on data, and what was taken there: the answers above are upper bounds."""
+    most_bytes: dict[str, int] = field(default_factory=dict)
+    """By answer, and for `smallest`, what is needed where all that `left_out` gives an amount for is taken: what must fit."""
     range_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Then, by answer, what is needed when least is selected there and when most is; without it the least is not known."""
 
@@ -143,6 +146,7 @@ def _by_answer(found: Estimate) -> dict[str, int]:
 
 def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
     peak, at = recording.peak()
+    most = peak + recording.possible_bytes
     return Estimate(
         target="cpu",
         device=spec.name,
@@ -162,30 +166,49 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
         fits_named=Fit(
             name=spec.name,
             memory_bytes=spec.memory_bytes,
-            verdict="yes" if peak <= spec.memory_bytes else "no",
+            verdict="yes" if most <= spec.memory_bytes else "no",
         ),
+        most_bytes={"allocated": most},
         **_at_peak(recording, at),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """A recording's events in the caching allocator."""
+
+    events: AllocatorEvents
+    free: AllocatorOutcome
+    """Without limits."""
+    smallest_bytes: int | None
+
+    @staticmethod
+    def of(recording: Recording, settings: AllocatorSettings) -> _Replayed:
+        events = AllocatorEvents.of(list(recording.allocations()))
+        smallest: int | None = None
+        with suppress(MemoptError):
+            smallest = smallest_that_runs(events, settings)
+        return _Replayed(events, replay(events, settings), smallest)
+
+    @property
+    def least_bytes(self) -> int:
+        return self.smallest_bytes or self.free.peak_reserved_bytes
 
 
 def _on_gpu(
     recording: Recording, spec: DeviceSpec, alloc_conf: str, partial: bool, context_bytes: int | None
 ) -> Estimate:
-    events = AllocatorEvents.of(list(recording.allocations()))
     settings, settings_note = _settings(recording, alloc_conf)
     calibration = calibration_of(spec)
     context, uncertainty = _context(calibration) if context_bytes is None else (context_bytes, 0)
-    free = replay(events, settings)
-    outcome, named = _there(events, settings, spec, context, free)
+    told = _Replayed.of(recording, settings)
+    most = _Replayed.of(recording.at_most(), settings) if recording.possible else told
+    outcome, _ = _there(told, settings, spec, context)
+    fullest, named = _there(most, settings, spec, context)
     _, at = recording.peak(512)
-    try:
-        smallest: int | None = smallest_that_runs(events, settings)
-    except MemoptError:
-        smallest = None
     process = outcome.peak_reserved_bytes + context
     bar = error_bar(recording)
-    need = (smallest or outcome.peak_reserved_bytes) + context
-    wanted = free.peak_reserved_bytes + context
+    least, wanted = most.least_bytes + context, most.free.peak_reserved_bytes + context
     return Estimate(
         target="cuda",
         device=spec.name,
@@ -193,11 +216,17 @@ def _on_gpu(
         reserved_bytes=outcome.peak_reserved_bytes,
         process_bytes=process,
         context_bytes=context,
-        smallest_bytes=smallest,
+        smallest_bytes=told.smallest_bytes,
         error={
             "allocated": bar.allocated,
             "reserved": bar.reserved,
             "process": round((bar.reserved * outcome.peak_reserved_bytes + uncertainty) / max(process, 1), 3),
+        },
+        most_bytes={
+            "allocated": max(outcome.peak_allocated_bytes, fullest.peak_allocated_bytes),
+            "reserved": max(outcome.peak_reserved_bytes, fullest.peak_reserved_bytes),
+            "process": max(process, fullest.peak_reserved_bytes + context),
+            "smallest": max(told.least_bytes, most.least_bytes),
         },
         left_out=[*_no_context(spec, context), *_possible(recording)],
         partial=partial,
@@ -207,7 +236,7 @@ def _on_gpu(
             *recording.notes,
             *calibration.notes(),
         ],
-        fits=[_fit(each, settings, context, wanted, need) for each in common_gpus()],
+        fits=[_fit(each, settings, context, wanted, least) for each in common_gpus()],
         fits_named=named,
         **_at_peak(recording, at),
     )
@@ -231,17 +260,14 @@ def _settings(recording: Recording, alloc_conf: str) -> tuple[AllocatorSettings,
 
 
 def _there(
-    events: AllocatorEvents,
-    settings: AllocatorSettings,
-    spec: DeviceSpec,
-    context_bytes: int,
-    free: AllocatorOutcome,
+    replayed: _Replayed, settings: AllocatorSettings, spec: DeviceSpec, context_bytes: int
 ) -> tuple[AllocatorOutcome, Fit]:
-    """How the run goes on `spec` itself, whose limits change it where they bind; `free` is the one without limits."""
+    """How the run goes on `spec` itself, whose limits change it where they bind."""
     limit, room = settings.limit_bytes(spec.memory_bytes), spec.memory_bytes - context_bytes
+    free = replayed.free
     outcome, verdict = free, "yes"
     if free.peak_reserved_bytes > min(room, room if limit is None else limit) or settings.collects:
-        bound = replay(events, settings, limit, device_bytes=max(room, 0))
+        bound = replay(replayed.events, settings, limit, device_bytes=max(room, 0))
         verdict = "no" if not bound.ran else "tight" if bound.retries else "yes"
         outcome = bound if bound.ran else free
     return outcome, Fit(name=spec.name, memory_bytes=spec.memory_bytes, verdict=verdict)
