@@ -318,3 +318,26 @@ def test_possible_workspaces_keep_the_order_of_marks() -> None:
     assert most.events == [1, 2, 3, -3, -2, 4, -4]
     assert most.marks == [("backward", 2), ("empty_cache", 5)]
     assert most.peak()[0] == 200 * MIB
+
+
+def test_a_script_that_trains_on_the_cpu_is_refused_before_any_figure(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(64, 64)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(4):\n"
+        "    model(torch.randn(8, 64)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    with pytest.raises(NotPossibleHere, match="put nothing on the GPU") as refused:
+        run("--fail-over", "1GB", "--device", "t4", str(script))
+    assert f"memopt estimate --device cpu {script}" in refused.value.try_
+
+
+def test_a_model_that_stays_on_the_cpu_is_told_first(capsys: pytest.CaptureFixture[str]) -> None:
+    idle = replace(recording(), rows=[replace(row, category="activation") for row in recording().rows])
+    found = estimate_recording(idle, find_device("t4"))
+    assert found.notes[0].startswith("no parameter was put on the GPU: the model trains on the CPU")
+    assert not any(
+        "no parameter" in note for note in estimate_recording(recording(), find_device("t4")).notes
+    )

@@ -56,6 +56,17 @@ def test_an_evaluation_after_training_counts(estimated: object) -> None:
     assert peak(estimated(text, steps=3, further=True)) == peak(late)  # type: ignore[operator]
 
 
+def test_memory_of_numpys_counts_where_an_op_reads_it(estimated: object) -> None:
+    """As `memopt profile` counts it: a storage is a storage, whoever allocated it."""
+    own, foreign = "torch.randn(3000, 1000)", "torch.from_numpy(numpy.zeros((3000, 1000), numpy.float32))"
+    text = (
+        "import numpy\n"
+        + HEAD
+        + "x = ROWS\nfor _ in range(4):\n    model(x).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    assert peak(estimated(text.replace("ROWS", own))) == peak(estimated(text.replace("ROWS", foreign)))  # type: ignore[operator]
+
+
 LARGE = """
 def large(rows):
     with torch.no_grad():
