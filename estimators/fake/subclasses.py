@@ -35,7 +35,7 @@ def _fake_kind(cls: Any) -> Any:
 def _subclasses(recorder: FakeRecorder) -> None:
     make = _TENSOR._make_subclass
 
-    def made(cls: Any, data: torch.Tensor, require_grad: bool = False, **kwargs: Any) -> Any:
+    def made(cls: Any, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
         data = recorder.as_fake(data) if issubclass(cls, FakeTensor) and not recorder.inside else data
         plain = not isinstance(data, FakeTensor) or recorder.inside
         if plain or cls is torch.Tensor or issubclass(cls, torch.nn.Buffer):
