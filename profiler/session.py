@@ -29,6 +29,7 @@ from memopt.trace import CACHE_EMPTIED, Trace
 if TYPE_CHECKING:
     import torch
 
+    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import Kept, SavedTensorHooks
@@ -55,6 +56,7 @@ class ProfileSession:
         self._plain = PlainSteps()
         self._optimizers: set[int] = set()
         self._hooks: SavedTensorHooks | None = None
+        self._forms: PlainForms | None = None
         self._done = False
         """There is nothing left to record."""
         self._timed = False
@@ -77,6 +79,7 @@ class ProfileSession:
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
+        from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
@@ -86,6 +89,8 @@ class ProfileSession:
         watch()
         self._frames = Frames()
         self._frames.install()
+        self._forms = PlainForms()
+        self._forms.install()
         self._iterations = Iterations(self, self._frames.thread)
         self._iterations.install()
         call_around_fork(self._before_fork, self._after_fork, self._forked)
@@ -139,12 +144,21 @@ class ProfileSession:
         if not self._over:
             self._over = True
             self._guard(lambda: self._wind_up(problem, out_of_memory))
-            for part in (self._hooks, self._iterations, self._frames):
+            self._watch_no_more()
+            for part in (self._iterations, self._forms):
                 if part is not None:
                     part.remove()
             if self._recordings is not None:
                 self._recordings.close()
         return self.trace
+
+    def _watch_no_more(self) -> None:
+        """What is left is timed as it runs plain: saved tensors and module calls pass nobody."""
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+        if self._frames is not None:
+            self._frames.remove()
 
     def _wind_up(self, problem: str, out_of_memory: bool) -> None:
         recordings = self._recordings
@@ -153,7 +167,7 @@ class ProfileSession:
         whole = recordings.result
         if recordings.now is not None:
             self._cut_off = recordings.now.iteration
-            recordings.end()
+            recordings.end(out_of_memory=out_of_memory)
         if self.trace is None and whole is None and self._part is not None:
             whole = self._part
             recordings.notes.append(
@@ -183,6 +197,7 @@ class ProfileSession:
     def _publish_whole(self, result: Result) -> None:
         """`result` is of an iteration that was recorded to its end."""
         self._done = True
+        self._watch_no_more()
         recorder = result.recorder
         self._publish(
             self._build(result, f"it stops after {len(recorder.ops)} ops" if recorder.overflow else "")
@@ -219,11 +234,11 @@ class ProfileSession:
 
     def thread_changed(self) -> None:
         assert self._frames is not None
-        assert self._hooks is not None
         if self._recordings is not None:
             self._guard(self._recordings.drop)
         self._frames.thread_changed()
-        self._guard(self._hooks.thread_changed)
+        if self._hooks is not None:
+            self._guard(self._hooks.thread_changed)
         self._frames.thread.at_end(self._leave_thread)
 
     def _leave_thread(self) -> None:
