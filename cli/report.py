@@ -10,16 +10,13 @@ import click
 
 from memopt.errors import UsageError
 
-FORMATS = {
-    "html": "report.html",
-}
-"""Format -> the end of the file's name."""
+FORMATS = ("html", "perfetto", "memory-viz", "csv", "parquet", "json", "markdown", "png")
 
 
 @click.command()
 @click.option("-o", "--output", metavar="FILE", help="Where to write it; - is stdout.  [default: memopt-NAME.report.html]")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the file if it exists.")
-@click.option("--format", "form", type=click.Choice(list(FORMATS)), default="html", show_default=True, help="What to write.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(FORMATS), default="html", show_default=True, help="What to write.")  # fmt: skip
 @click.option("--open", "and_open", is_flag=True, help="Open the page in a browser.")
 @click.option("--no-source", is_flag=True, help="Leave out lines, paths and arguments of the script.")
 @click.argument("paths", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
@@ -33,11 +30,12 @@ def report(
     """
     from memopt.cli.console import progress, say
     from memopt.files import refuse_overwrite, write_atomic
+    from memopt.reports.export import FORMATS as ENDINGS
     from memopt.reports.export import exported
     from memopt.reports.inputs import read_inputs
 
     to_stdout = output == "-"
-    path = Path(output) if output and not to_stdout else Path(f"memopt-{_stem(paths[0])}.{FORMATS[form]}")
+    path = Path(output) if output and not to_stdout else Path(f"memopt-{_stem(paths[0])}.{ENDINGS[form]}")
     if and_open and (to_stdout or form != "html"):
         raise UsageError("--open opens a page that was written to a file", try_="memopt report --open FILE")
     if not to_stdout:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from memopt.outcome import Outcome
@@ -31,8 +32,21 @@ class Headline:
     notes: Sequence[str] = field(default_factory=list)
 
 
-def of_inputs(inputs: Inputs) -> Headline:
-    """The headline of a report; of what tells most where the files are of several kinds."""
+def of_inputs(inputs: Inputs, *, with_source: bool = True) -> Headline:
+    """The headline of a report; of what tells most where the files are of several kinds. Without source: no command and no line."""
+    found = _of_inputs(inputs)
+    if with_source:
+        return found
+    leads = [lead for lead in found.leads if not _LINE.search(lead)]
+    return replace(
+        found, eyebrow="", leads=leads, notes=[note for note in found.notes if not _LINE.search(note)]
+    )
+
+
+_LINE = re.compile(r"\.py\b|:\d+\b")
+
+
+def _of_inputs(inputs: Inputs) -> Headline:
     if len(inputs.runs) > 1:
         return _of_two(inputs.runs[0], inputs.runs[-1])
     outcome = inputs.outcomes[0][1] if inputs.outcomes else None

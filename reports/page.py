@@ -27,12 +27,13 @@ _PACK_FROM_BYTES = 400_000
 def page(inputs: Inputs, names: Sequence[str], *, with_source: bool = True) -> str:
     """The page for `inputs`, which came from the files `names`. Without source: no line, path or argument of the script is in it."""
     drawn: dict[str, Any] = {}
-    parts = [sections.hero(of_inputs(inputs) if with_source else _without_command(inputs))]
+    headline = of_inputs(inputs, with_source=with_source)
+    parts = [sections.hero(headline)]
     parts += [f'<p class="note">{esc(note.rstrip("."), 600)}.</p>' for note in inputs.notes]
-    parts += _comparison(inputs.runs, drawn)
+    parts += _comparison(inputs.runs, drawn, with_source)
     parts += _of_runs(inputs, drawn, with_source)
     for _, plan in inputs.plans:
-        parts.append(sections.actions(plan))
+        parts.append(sections.actions(plan, with_source=with_source))
     parts += [sections.outcome(found) for _, found in inputs.outcomes]
     parts += [sections.estimate(found) for _, found in inputs.estimates]
     for number, (_, found) in enumerate(inputs.curves):
@@ -43,16 +44,10 @@ def page(inputs: Inputs, names: Sequence[str], *, with_source: bool = True) -> s
         "runs": [run_data(run, with_lines=with_source) for run in inputs.runs],
         "figures": {name: json.loads(figure.to_json()) for name, figure in drawn.items()},
     }
-    return _filled("".join(parts), data, of_inputs(inputs).title)
+    return _filled("".join(parts), data, headline.title)
 
 
-def _without_command(inputs: Inputs) -> Any:
-    from dataclasses import replace
-
-    return replace(of_inputs(inputs), eyebrow="")
-
-
-def _comparison(runs: Sequence[Run], drawn: dict[str, Any]) -> list[str]:
+def _comparison(runs: Sequence[Run], drawn: dict[str, Any], with_source: bool) -> list[str]:
     if len(runs) < 2:
         return []
     drawn["curves"] = figures.curves([(run.name, run.trace) for run in runs])
@@ -60,7 +55,7 @@ def _comparison(runs: Sequence[Run], drawn: dict[str, Any]) -> list[str]:
     sub = f"Grey: {esc(runs[0].name)}. Blue: {esc(runs[1].name)}. One scale; each iteration from its beginning to its end."
     return [
         sections.figure("curves", "Both over one iteration", sub, f"Bytes over the iteration of {names}"),
-        sections.delta(runs[0], runs[-1]),
+        sections.delta(runs[0], runs[-1], with_source=with_source),
     ]
 
 
@@ -86,14 +81,14 @@ def _of_runs(inputs: Inputs, drawn: dict[str, Any], with_source: bool) -> list[s
         if lanes is not None:
             drawn[f"lanes{number}"] = lanes
             parts.append(sections.figure(f"lanes{number}", "What the plan adds to a step", "Copies run beside the computing; what is computed again does not.", "Replays and copies in time"))  # fmt: skip
-        parts.append(sections.actions(plan))
+        parts.append(sections.actions(plan, with_source=with_source))
     for run in runs:
         if not run.trace.partial and run.trace.op_count:
             from memopt.advisors.lints import find_lints
 
             found = find_lints(run.trace)
             if found:
-                parts.append(sections.lints(found, Source(run.trace.script, wanted=with_source)))
+                parts.append(sections.lints(found, Source(run.trace.script) if with_source else None))
                 break
     return parts
 

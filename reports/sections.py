@@ -107,7 +107,7 @@ def iteration(runs: Sequence[Run]) -> str:
         tools = _segment("Profile", "run", [(str(i), run.name) for i, run in enumerate(runs)]) + tools
     tools += '<button class="ghost" type="button" data-do="whole">Whole step</button>'
     body = (
-        '<div class="fig" id="area" role="img" aria-label="Bytes on the device over one iteration, stacked by category. The slider below chooses a moment; the text below it says the same in words."></div>'
+        '<div class="fig" id="area" role="group" aria-label="Bytes on the device over one iteration, stacked by category. The slider below chooses a moment; the text below it says the same in words."></div>'
         '<input class="scrub" id="moment-slider" type="range" min="0" max="2000" step="1" aria-label="Moment of the iteration: the op that is looked at">'
         '<div class="moment"><p aria-live="polite"><span id="moment-what"></span><br><span class="where" id="moment-where"></span></p>'
         '<span class="steps"><button class="ghost" type="button" data-do="earlier" aria-label="One op earlier">←</button>'
@@ -132,7 +132,7 @@ def strip(planned: bool) -> str:
     }
     key = "".join(f'<li><i class="hatch {kind}"></i>{words}</li>' for kind, words in hatch.items())
     body = (
-        '<div class="fig" id="strip" role="img" aria-label="Lifetimes of the tensors that are alive; the table below lists the same tensors."></div>'
+        '<div class="fig" id="strip" role="group" aria-label="Lifetimes of the tensors that are alive; the table below lists the same tensors."></div>'
         f'<p class="sub" id="strip-note"></p>{f"<ul class=key>{key}</ul>" if planned else ""}'
     )
     sub = (
@@ -159,7 +159,7 @@ def tensor_table() -> str:
 
 
 def modules() -> str:
-    body = '<div class="fig" id="modules" role="img" aria-label="Bytes by module"></div>'
+    body = '<div class="fig" id="modules" role="group" aria-label="Bytes by module"></div>'
     sub = "Width is bytes of the tensors that are alive, below the module that made or owns them. Click a module to go into it."
     return card("modules-card", 'Where in the model <span data-moment="1"></span>', body, sub=sub)
 
@@ -168,17 +168,17 @@ def figure(name: str, title: str, sub: str, label: str) -> str:
     return card(
         f"{name}-card",
         title,
-        f'<div class="fig" id="{name}" data-figure="{name}" role="img" aria-label="{esc(label)}"></div>',
+        f'<div class="fig" id="{name}" data-figure="{name}" role="group" aria-label="{esc(label)}"></div>',
         sub=sub,
     )
 
 
-def actions(plan: Plan) -> str:
+def actions(plan: Plan, *, with_source: bool = True) -> str:
     """What the plan does, tensor by tensor, and about the run as a whole."""
     frame = frames.actions(plan)
     rows = [
         [
-            Cell(row.label, html=f'<span>{esc(row.label)}</span>{f"<small><code>{esc(row.line)}</code></small>" if row.line else ""}'),
+            Cell(row.label, html=f'<span>{esc(row.label)}</span>{f"<small><code>{esc(row.line)}</code></small>" if row.line and with_source else ""}'),
             Cell(row.does), size(row.size_bytes), size(row.saved_bytes), time(row.cost_ms), Cell(row.why),
         ]
         for row in frame.head(_MOST_ROWS).itertuples()
@@ -205,15 +205,15 @@ def actions(plan: Plan) -> str:
     )
 
 
-def lints(found: Sequence[Lint], source: Source) -> str:
-    """What the script itself could do better, with its lines."""
+def lints(found: Sequence[Lint], source: Source | None) -> str:
+    """What the script itself could do better, with its lines; without a `source` no line is named."""
     parts = []
     for each in found:
         lines = "".join(
             f"<span{' class=hit' if hit else ''}><i>{number}</i>{esc(text, 160)}</span>"
-            for number, text, hit in source.around(each.line)
+            for number, text, hit in (source.around(each.line) if source else [])
         )
-        where = f"<code>{esc(each.line)}</code>" if each.line else ""
+        where = f"<code>{esc(each.line)}</code>" if each.line and source else ""
         parts.append(
             f'<div class="lint"><div><span class="size">{format_bytes(each.size_bytes)}</span><br>{where}</div>'
             f'<div><p><b>{esc(each.name)}</b>: {esc(each.what, 400)}.</p><p class="try">Try: {esc(each.try_, 400)}</p>'
@@ -239,7 +239,7 @@ def outcome(found: Outcome) -> str:
     return card(
         "outcome",
         "What the run under the plan came to",
-        table(("", "Without the plan", "Predicted", "Measured"), rows, "Outcome"),
+        table(("Figure", "Without the plan", "Predicted", "Measured"), rows, "Outcome"),
         sub=words,
     )
 
@@ -277,11 +277,16 @@ def estimate(found: dict[str, Any]) -> str:
     return card("estimate", "What the estimate is made of", body, sub=sub, long=True)
 
 
-def delta(a: Run, b: Run) -> str:
+def delta(a: Run, b: Run, *, with_source: bool = True) -> str:
     """What became more and what less at the peak, by kind, module and line."""
     tables = ""
     before, after = (frames.tensors(run.trace)[lambda f: f.at_peak] for run in (a, b))
-    for title, by in (("By kind", "category"), ("By module", "module"), ("By line", "line")):
+    parts = [
+        ("By kind", "category"),
+        ("By module", "module"),
+        *([("By line", "line")] if with_source else []),
+    ]
+    for title, by in parts:
         rows = [
             [Cell(name or "(none)"), size(x), size(y), _change(y - x)]
             for name, x, y in changes(before, after, by)[:14]

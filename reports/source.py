@@ -15,13 +15,13 @@ _MOST_BYTES = 4 * 2**20
 class Source:
     """The file of `script`, if it is there and its hash is the one that was recorded."""
 
-    def __init__(self, script: Script, *, wanted: bool = True) -> None:
-        self._script, self._wanted = script, wanted
+    def __init__(self, script: Script) -> None:
+        self._script = script
 
     @cached_property
     def _lines(self) -> list[str]:
         script = self._script
-        if not self._wanted or script.as_module or not script.argv or not script.sha256:
+        if script.as_module or not script.argv or not script.sha256:
             return []
         path = Path(script.cwd, script.argv[0])
         try:
