@@ -121,7 +121,9 @@ def _run_figures(trace: Trace) -> list[Figure]:
         ("Peak", format_bytes(trace.peak_bytes), room),
         ("At the start", format_bytes(trace.base_bytes), "parameters, state"),
         ("Step", format_ms(trace.step_ms) if trace.step_ms else "–", f"iteration {trace.iteration}"),
-        ("Recorded", f"{trace.op_count:,} ops", f"{trace.storage_count:,} tensors"),
+        ("Recorded", f"{trace.op_count:,} ops", f"{trace.storage_count:,} tensors")
+        if trace.op_count > 1
+        else ("Found", f"{trace.storage_count:,} tensors", ""),
         ("Device", device.kind, device.name if device.name != device.kind else ""),
     ]
 

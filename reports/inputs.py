@@ -13,7 +13,7 @@ from memopt.errors import BadFile, MemoptError, UsageError
 from memopt.files import read_bytes
 from memopt.outcome import Outcome, load_outcome
 from memopt.plan import Plan, load_plan
-from memopt.trace import Trace, load_trace
+from memopt.trace import Csr, Ops, Trace, load_trace
 from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ def read_inputs(paths: list[Path]) -> Inputs:
         place = _lay(inputs, path, plan, traces, read)
         if place is None:
             inputs.plans.append((path.name, plan))
-    inputs.runs = [Run(short_name(path), trace, read.get(i)) for i, (path, trace) in enumerate(traces)]
+    inputs.runs = [
+        Run(short_name(path), with_a_moment(trace), read.get(i)) for i, (path, trace) in enumerate(traces)
+    ]
     return inputs
 
 
@@ -146,6 +148,22 @@ def _lay(
         f"{path.name} is shown without its profile {plan.profile}: {why or 'there is no such file here'}"
     )
     return None
+
+
+def with_a_moment(trace: Trace) -> Trace:
+    """`trace`; one without ops (what was on the device when a script died) gets a row that stands for its moment."""
+    if trace.op_count:
+        return trace
+    strings = [*trace.strings, "memopt.moment", "@", ""]
+    name, module, line = range(len(trace.strings), len(strings))
+    named = sum(trace.storages.size_bytes)
+    rest = max(0, trace.peak_bytes - named)
+    none = Csr.of([[]])
+    ops = Ops(
+        name=[name], module=[module], ordinal=[0], phase=[3], flags=[0], line=[line], time_us=[0.0], live_bytes=[named],
+        extra_bytes=[rest], workspace_bytes=[rest], reads=none, writes=none, forward_op=[-1],
+    )  # fmt: skip
+    return msgspec.structs.replace(trace, ops=ops, strings=strings)
 
 
 def short_name(path: Path) -> str:

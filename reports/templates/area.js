@@ -19,7 +19,7 @@ function thinned(high, from, to) {
 
 function drawArea(run) {
   const node = $("area");
-  if (!node || !run.n) return;
+  if (!node || run.n < 2) return;
   const [from, to] = window_(run), series = seriesShown(run), high = highShown(run);
   const at = thinned(high, from, to), x = [...at.map((op) => xOf(run, op)), xOf(run, run.n)];
   at.push(run.n - 1); // the last step has its width too
@@ -91,8 +91,11 @@ function tell(run, op) {
   const parts = Object.keys(series).map((name) => [name, series[name][op]]).filter(([, size]) => size > 0);
   parts.sort((a, b) => order.indexOf(a[0]) - order.indexOf(b[0]));
   const module = run.text(run.ops.module[op]), line = run.text(run.ops.line[op]);
-  $("moment-what").replaceChildren(el("b", {}, bytes(total)), ` while op ${op} of ${run.n} runs`, op === peakOf(highShown(run)) ? ", the peak" : "");
-  $("moment-where").replaceChildren(`${phaseOf(run, op)}: `, el("code", {}, run.text(run.ops.name[op])), module ? ` in ${module}` : "", line ? " at " : "", line ? el("code", {}, line) : "");
+  if (run.n < 2) {
+    $("moment-what").replaceChildren(el("b", {}, bytes(total)), " when it ended");
+    $("moment-where").replaceChildren(run.text(run.ops.line[op]));
+  } else $("moment-what").replaceChildren(el("b", {}, bytes(total)), ` while op ${op} of ${run.n} runs`, op === peakOf(highShown(run)) ? ", the peak" : "");
+  if (run.n > 1) $("moment-where").replaceChildren(`${phaseOf(run, op)}: `, el("code", {}, run.text(run.ops.name[op])), module ? ` in ${module}` : "", line ? " at " : "", line ? el("code", {}, line) : "");
   $("mix").replaceChildren(...parts.map(([name, size]) => { const bar = paint(el("i", { title: `${name} ${bytes(size)}` }), run.colors[name]); bar.style.flexGrow = size; return bar; }));
   $("key").replaceChildren(...parts.sort((a, b) => b[1] - a[1]).map(([name, size]) => el("li", {}, paint(el("i", { class: "dot" }), run.colors[name]), name, el("b", {}, bytes(size)), el("span", {}, percent(size, total)))));
 }

@@ -8,6 +8,7 @@ function drawRun() {
   const many = $("moment-slider");
   if (many) { many.value = String(slide(run, momentOp(run))); many.setAttribute("aria-valuetext", `op ${momentOp(run)}, ${bytes(highShown(run)[momentOp(run)] || 0)}`); }
   if ($("dotted")) $("dotted").textContent = run.after ? `Dotted: ${state.view === "plan" ? "without" : "with"} the plan.` : "";
+  document.documentElement.toggleAttribute("data-one", run.n < 2);
   drawArea(run); tell(run, momentOp(run)); drawStrip(run); chips(run); drawTable(run); drawModules(run); pressed();
   const where = run.n ? (momentOp(run) === peakOf(highShown(run)) ? "at the peak" : momentOp(run) === run.at && run.partial ? "when it ended" : `at op ${momentOp(run)}`) : "";
   for (const node of document.querySelectorAll("[data-moment]")) node.textContent = where;

@@ -14,7 +14,7 @@ function bars(run, op) {
 
 function drawStrip(run) {
   const node = $("strip");
-  if (!node || !run.n) return;
+  if (!node || run.n < 2) return;
   const t = run.tensors, op = momentOp(run), { large, rest, restBytes, total } = bars(run, op);
   const byCategory = new Map(), away = new Map();
   let below = 0, marked = null;

@@ -14,7 +14,7 @@ const COLUMNS = [
 const TITLES = { idle: "For so long nobody but autograd holds it", again: "Time to make it again from what is kept", swap: "Time to copy it out and back, before any of it is hidden" };
 
 function sizeNow(run, row) { const each = isAway(run, row, momentOp(run)); return each ? each.left : run.tensors.bytes[row]; }
-function columns(run) { return COLUMNS.filter(([id]) => (id !== "plan" || run.away.size) && (id !== "line" || run.tensors.line.some((place) => run.text(place)))); }
+function columns(run) { return COLUMNS.filter(([id]) => (!["idle", "again", "swap"].includes(id) || run.tensors[id].some((value) => value !== null)) && (id !== "plan" || run.away.size) && (id !== "line" || run.tensors.line.some((place) => run.text(place)))); }
 
 function matching(run) {
   const words = state.q.toLowerCase().split(/\s+/).filter(Boolean), off = new Set(state.off.split(",").filter(Boolean));
