@@ -75,13 +75,14 @@ class Adviser:
 
     def in_backward(self, problem: Problem, *, margin: float = MARGIN) -> Problem | None:
         """`problem` of the run whose optimizer steps inside backward; none where that cannot be, or lowers nothing."""
-        moved = self._moved(problem, margin)
+        moved = self.moved(problem, margin)
         if moved is None:
             return None
         lower = moved.plain.peak_bytes < problem.plain.peak_bytes or _excess(moved) < _excess(problem)
         return moved if lower else None
 
-    def _moved(self, problem: Problem, margin: float) -> Problem | None:
+    def moved(self, problem: Problem, margin: float = MARGIN) -> Problem | None:
+        """`problem` of the run whose optimizer steps inside backward, whether that lowers anything or not; none where it cannot."""
         if "optimizer" not in self.allow or why_not(self.trace):
             return None
         if self._moved_view is None:
@@ -101,7 +102,7 @@ class Adviser:
         """What no plan can go below, whether the optimizer steps inside backward or not."""
         if self._floor is None:
             problem = self.problem(1)
-            moved = self._moved(problem, MARGIN)
+            moved = self.moved(problem, MARGIN)
             self._floor = lowest_floor([problem] if moved is None else [problem, moved])
         return self._floor
 
@@ -164,7 +165,7 @@ class Adviser:
         moved = self.in_backward(problem, margin=margin)
         if moved is not None:
             found = plan_jointly(planner, moved)
-        elif (movable := self._moved(problem, margin)) is not None:
+        elif (movable := self.moved(problem, margin)) is not None:
             found = plan_moved_at_last(planner, movable)
         else:
             found = problem, planner.plan(problem)

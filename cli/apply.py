@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from memopt.cli.device_here import require_device
+from memopt.cli.on_oom import leaving_traces
 from memopt.errors import BadFile, MemoptError, NotEnforced, NotPossibleHere, RunFailed, UsageError, reason
 from memopt.plan import ALLOCATOR_VARIABLES
 
@@ -227,7 +228,7 @@ def _run(
     session.install()
     pid = os.getpid()
     try:
-        code = runner.run(command)
+        code = runner.run(command, raised=leaving_traces(command))
     except KeyboardInterrupt:
         end()
         runner.die_of(signal.SIGINT)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from memopt.cli.device_here import require_device
+from memopt.cli.on_oom import leaving_traces
 from memopt.cli.ranks import path_of_rank
 from memopt.errors import MemoptError, RunFailed, UsageError
 
@@ -153,7 +154,9 @@ class _Ending:
         call_after_import("torch", at_torch)
         session.install()
         try:
-            code = runner.run(command, raised=session.ended_by)
+            code = runner.run(
+                command, raised=leaving_traces(command, session.ended_by, lambda: session.trace)
+            )
         except KeyboardInterrupt:
             if os.getpid() == self._pid:
                 self._end(session, ended_well=False, interrupted=True)

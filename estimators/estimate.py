@@ -19,6 +19,8 @@ from memopt.estimators.recording import Recording
 from memopt.units import format_bytes
 
 DEFAULT_DEVICE = "a100-80gb"
+SCHEMA = "memopt.estimate/1"
+"""Of what `--json` prints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +72,7 @@ class Estimate:
         """Plain values for `--json`."""
         from dataclasses import asdict
 
-        return asdict(self)
+        return {"schema": SCHEMA, **asdict(self)}
 
 
 def estimate_script(
