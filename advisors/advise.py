@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from memopt.advisors.auto import Auto
-from memopt.advisors.blockers import Floor, lowest_floor
+from memopt.advisors.blockers import Floor, Reached, lowest_floor
 from memopt.advisors.jointly import plan_jointly, plan_moved_at_last
 from memopt.advisors.modnn import Modnn
 from memopt.advisors.plan_writer import write_plan
@@ -133,6 +133,7 @@ class Adviser:
                 error.min_peak_bytes,
                 (*error.blockers, self.floor.words, *without_a_plan),
                 try_=error.try_,
+                reached=error.reached,
             ) from None
         if not decisions and problem.instead_of is None:
             raise BudgetInfeasible(
@@ -141,6 +142,30 @@ class Adviser:
                 ("the peak lies outside of the ops that were recorded, where no plan reaches",),
             )
         return problem, decisions, (*notes, *_optimality(problem, decisions), *self._unused())
+
+    def lowest(self, strategy: str = "auto") -> Decided:
+        """What is decided for the smallest peak that `strategy` finds, with the shortest step found for it."""
+        try:
+            return self.decide(1, strategy)
+        except BudgetInfeasible as error:
+            smallest, reached = error.min_peak_bytes, error.reached
+        plain = self.problem(smallest)
+        if not isinstance(reached, Reached) or smallest >= plain.unplanned_peak_bytes:
+            note = (
+                f"nothing to do: no plan found lowers the peak of {format_bytes(plain.unplanned_peak_bytes)}"
+            )
+            return self.problem(plain.unplanned_peak_bytes), {}, (note, self.floor.words)
+        problem, decisions = reached.problem.with_budget(smallest), reached.decisions
+        note = f"the smallest peak found; {self.floor.words}"
+        try:
+            again, faster = self._search(
+                self.problem(smallest, margin=0.0), self.strategy(strategy), margin=0.0
+            )
+        except (BudgetInfeasible, KeyboardInterrupt):
+            return problem, decisions, (note,)
+        if again.run(faster).step_ms < problem.run(decisions).step_ms:
+            problem, decisions = again, faster
+        return problem, decisions, (note, *self._unused())
 
     def _unused(self) -> list[str]:
         """Kinds that were allowed in vain."""
