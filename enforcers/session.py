@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.swapped import Swapper
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
+    from memopt.instrument.loop import Loop
     from memopt.instrument.saved import SavedTensorHooks
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ class ApplySession:
         self._left_plain = 0
         """Iterations of which that was true, but the first."""
         self.notes: list[str] = []
+        self._shares_loop = False
+        """Frames and iterations are another's to install and remove."""
 
     # --- life
 
@@ -78,14 +81,22 @@ class ApplySession:
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
+        self._try_to_set_up(None)
+
+    def begin_in(self, loop: Loop) -> None:
+        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
+        self._shares_loop = True
+        self._try_to_set_up(loop)
+
+    def _try_to_set_up(self, loop: Loop | None) -> None:
         try:
-            self._set_up()
+            self._set_up(loop)
         except Exception as error:
             log.error("memopt could not set up the plan; the script runs plain", exc_info=True)
             self.notes.append(f"nothing was enforced: {type(error).__name__}: {error}")
             self._engine = None
 
-    def _set_up(self) -> None:
+    def _set_up(self, loop: Loop | None) -> None:
         from memopt.enforcers.engine import Engine
         from memopt.enforcers.tables import tables_of
         from memopt.instrument.frames import Frames
@@ -93,17 +104,21 @@ class ApplySession:
         from memopt.instrument.saved import SavedTensorHooks
         from memopt.instrument.script_profiler import watch
 
-        watch()
-        self._frames = Frames()
-        self._iterations = Iterations(self, self._frames.thread)
-        self._iterations.install()
+        if loop is None:
+            watch()
+            self._frames = Frames()
+            self._iterations = Iterations(self, self._frames.thread)
+            self._iterations.install()
+        else:
+            self._frames, self._iterations = loop.frames, loop.iterations
         tables = tables_of(self._plan)
         self._swapper = self._open_tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
         if not tables.empty:
             if self._plan.device.kind == "cpu":
                 keep_freed_pages()
-            self._frames.install()
+            if loop is None:
+                self._frames.install()
             self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
             self._hooks.install()
             self._engine.enter()
@@ -156,7 +171,8 @@ class ApplySession:
         outcome = self._outcome()
         if self._engine is not None:
             self._engine.stop()
-        for part in (self._hooks, self._updates, self._iterations, self._frames):
+        watchers = () if self._shares_loop else (self._iterations, self._frames)
+        for part in (self._hooks, self._updates, *watchers):
             if part is not None:
                 part.remove()
         if self._swapper is not None:

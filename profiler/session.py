@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
+    from memopt.instrument.loop import Loop
     from memopt.instrument.saved import Kept, SavedTensorHooks
 
 log = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class ProfileSession:
         self.failure: MemoptError | None = None
         """What went wrong in memopt itself; the script is not disturbed by it."""
         self.torch_seen = False
+        self._shares_loop = False
+        """Frames and iterations are another's to remove."""
 
     # --- life
 
@@ -79,15 +82,26 @@ class ProfileSession:
     def _torch_imported(self) -> None:
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
-        from memopt.instrument.saved import SavedTensorHooks
         from memopt.instrument.script_profiler import watch
 
-        self.torch_seen = True
         watch()
         self._frames = Frames()
         self._frames.install()
         self._iterations = Iterations(self, self._frames.thread)
         self._iterations.install()
+        self._begin()
+
+    def begin_in(self, loop: Loop) -> None:
+        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
+        self._frames, self._iterations, self._shares_loop = loop.frames, loop.iterations, True
+        self._begin()
+
+    def _begin(self) -> None:
+        from memopt.instrument.saved import SavedTensorHooks
+
+        assert self._frames is not None
+        assert self._iterations is not None
+        self.torch_seen = True
         call_around_fork(self._before_fork, self._after_fork, self._forked)
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self._hooks.install()
@@ -139,7 +153,8 @@ class ProfileSession:
         if not self._over:
             self._over = True
             self._guard(lambda: self._wind_up(problem, out_of_memory))
-            for part in (self._hooks, self._iterations, self._frames):
+            watchers = () if self._shares_loop else (self._iterations, self._frames)
+            for part in (self._hooks, *watchers):
                 if part is not None:
                     part.remove()
             if self._recordings is not None:
