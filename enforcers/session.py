@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from memopt.enforcers.engine import Engine
     from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
+    from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
     from memopt.enforcers.swap import SwapTier
     from memopt.enforcers.swapped import Swapper
     from memopt.instrument.frames import Frames
@@ -64,6 +65,7 @@ class ApplySession:
         self._hooks: SavedTensorHooks | None = None
         self._swapper: Swapper | None = None
         self._updates: OptimizerInBackward | None = None
+        self._pieces: OptimizerInPieces | None = None
         self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
         self._in_two_threads = False
@@ -127,6 +129,13 @@ class ApplySession:
 
             self._updates = OptimizerInBackward(self._iterations, self._will_change, self._gradient_is_whole)
             self._updates.install()
+        pieces = self._plan.in_pieces
+        if pieces is not None:
+            from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
+
+            tier = pieces.tier
+            opened = (lambda: self._open_tier(str(tier), [])) if tier is not None else None
+            self._pieces = OptimizerInPieces(self._iterations, pieces.piece_bytes, opened)
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
 
     def _open_tiers(self, actions: list[Action]) -> Swapper | None:
@@ -172,7 +181,7 @@ class ApplySession:
         if self._engine is not None:
             self._engine.stop()
         watchers = () if self._shares_loop else (self._iterations, self._frames)
-        for part in (self._hooks, self._updates, *watchers):
+        for part in (self._hooks, self._updates, self._pieces, *watchers):
             if part is not None:
                 part.remove()
         if self._swapper is not None:
@@ -183,14 +192,22 @@ class ApplySession:
         plan, engine = self._plan, self._engine
         in_backward = plan.in_backward.parameters if plan.in_backward is not None else 0
         stepped = self._updates.most_used if self._updates is not None else 0
-        planned = len([action for action in plan.actions if action.kind != "keep"]) + (in_backward > 0)
-        done = len(self._done) + (stepped >= in_backward > 0)
+        in_pieces = plan.in_pieces.parameters if plan.in_pieces is not None else 0
+        in_turn = self._pieces.most_used if self._pieces is not None else 0
+        planned = len([action for action in plan.actions if action.kind != "keep"])
+        planned += (in_backward > 0) + (in_pieces > 0)
+        done = len(self._done) + (stepped >= in_backward > 0) + (in_turn >= in_pieces > 0)
         notes = [*self.notes, *self._declined()]
         if self._swapper is not None:
             notes += [f"{failure}; what could not be copied was kept" for failure in self._swapper.failures()]
         if stepped < in_backward and self._updates is not None:
             why = "; ".join(self._updates.declined) or "no step came right after a backward call"
             notes.append(f"{stepped} of {in_backward} parameters were stepped inside backward: {why}")
+        if self._pieces is not None:
+            notes += self._pieces.failures()
+            if in_turn < in_pieces:
+                why = "; ".join(self._pieces.declined) or "no step was made"
+                notes.append(f"{in_turn} of {in_pieces} parameters were stepped in pieces: {why}")
         if self._hooks is not None and self._hooks.stepped_aside:
             notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
         if self._left_plain:
@@ -306,6 +323,8 @@ class ApplySession:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self._will_change(parameter)
+        if self._pieces is not None:
+            self._pieces.step_begins(optimizer)
 
     def _will_change(self, parameter: torch.Tensor) -> None:
         """What is to be made from the parameter as it is now is made now."""
@@ -319,5 +338,7 @@ class ApplySession:
             self._also.gradient_is_whole(optimizer, parameter)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._pieces is not None:
+            self._pieces.step_ended()
         if self._updates is not None:
             self._updates.step_ended(optimizer)
