@@ -29,6 +29,9 @@ _LINK_SHARE = {"disk": 0.6, "host": 0.9}
 """Share of a measured link rate that plans count on: a copy that is late costs memory as well as time."""
 
 
+_SHARES_AWAY = (0.3, 0.6, 1.0)
+"""Of all parameters' bytes: the state of the largest that have so much of them may be in a tier between steps."""
+
 Decided = tuple[Problem, Decisions, tuple[str, ...]]
 """The problem (of the run as it is, or with the optimizer inside backward), what is decided, and notes for the reader."""
 
@@ -61,7 +64,7 @@ class Adviser:
     """Did Ctrl-C end a search?"""
     _view: TraceView | None = None
     _moved_view: TraceView | None = None
-    _in_pieces_views: dict[Tier | None, tuple[TraceView, Pieces]] = field(default_factory=dict)
+    _in_pieces_views: dict[tuple[Tier | None, float], tuple[TraceView, Pieces]] = field(default_factory=dict)
     _floor: Floor | None = None
 
     @property
@@ -104,11 +107,16 @@ class Adviser:
         if "optimizer" not in self.allow or why_not_in_pieces(self.trace):
             return []
         found: list[Problem] = []
-        for tier in (None, *self._state_tiers(problem.device)):
-            if tier not in self._in_pieces_views:
-                trace, pieces = in_pieces(self.trace, tier, problem.device)
-                self._in_pieces_views[tier] = TraceView(trace), pieces
-            view, pieces = self._in_pieces_views[tier]
+        tiers = self._state_tiers(problem.device)
+        ways: list[tuple[Tier | None, float]] = [
+            (None, 0.0),
+            *((tier, share) for tier in tiers for share in _SHARES_AWAY),
+        ]
+        for way in ways:
+            if way not in self._in_pieces_views:
+                trace, pieces = in_pieces(self.trace, way[0], problem.device, way[1])
+                self._in_pieces_views[way] = TraceView(trace), pieces
+            view, pieces = self._in_pieces_views[way]
             other = Problem(
                 view,
                 Simulator(view, problem.device),

@@ -58,7 +58,7 @@ def plan_moved_at_last(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
 
 _CHEAP = 0.02
 """Share of the step that is not worth looking at the optimizer's state for."""
-_SHARE_FOR_PIECES = 0.5
+_SHARE_FOR_PIECES = 0.4
 
 
 def plan_with_pieces(

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 @click.option("--outcome", "outcome_path", metavar="FILE", type=click.Path(path_type=Path), help="Write predicted and measured figures there, as JSON; %r in it is the rank.")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the outcome file if it exists.")
 @click.option("--verify", "verify_steps", metavar="N", type=click.IntRange(min=1), help="Run N iterations plain and N enforced and compare them bit for bit; exit 1 on any difference. Measures no peak.")  # fmt: skip
+@click.option(
+    "--deterministic", is_flag=True, help="With --verify: both runs use torch's deterministic algorithms."
+)
 @click.option("--strict", is_flag=True, help="Refuse when the script has changed since it was profiled.")
 @click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder for the swap file.  [default: the system's for temporary files]")  # fmt: skip
 @click.option("--no-measure", is_flag=True, help="Do not measure the peak: on a CPU that slows a few iterations and takes memory of its own.")  # fmt: skip
@@ -35,6 +38,7 @@ def apply(
     outcome_path: Path | None,
     force: bool,
     verify_steps: int | None,
+    deterministic: bool,
     strict: bool,
     swap_dir: Path | None,
     no_measure: bool,
@@ -70,7 +74,13 @@ def apply(
     for warning in _doubts(loaded, command, strict=strict):
         say(warning)
     if verify_steps is not None:
-        return _verify(plan_path, command, verify_steps, folder, outcome_path)
+        return _verify(plan_path, command, verify_steps, folder, outcome_path, deterministic=deterministic)
+    if deterministic:
+        raise UsageError(
+            "--deterministic goes with --verify",
+            why="a run under a plan uses the algorithms that the script asks for",
+            try_="--verify 3 --deterministic",
+        )
     session = ApplySession(loaded, Options(swap_dir=folder, measure=not no_measure))
     return _run(session, command, outcome_path, quiet=quiet)
 
@@ -145,12 +155,20 @@ def _doubts(plan: Plan, command: Command, *, strict: bool) -> list[str]:
     return doubts
 
 
-def _verify(plan_path: Path, command: Command, steps: int, swap_dir: Path, outcome_path: Path | None) -> int:
+def _verify(
+    plan_path: Path,
+    command: Command,
+    steps: int,
+    swap_dir: Path,
+    outcome_path: Path | None,
+    *,
+    deterministic: bool,
+) -> int:
     from memopt.cli.console import out, progress, say
     from memopt.enforcers.verify import verify
 
     with progress(f"running {steps} iterations plain and {steps} enforced"):
-        verified = verify(plan_path, list(command.argv), steps, swap_dir)
+        verified = verify(plan_path, list(command.argv), steps, swap_dir, deterministic=deterministic)
     same = f"losses, gradients, parameters and buffers of {verified.iterations} iterations, bit for bit"
     out().print(f"identical: {same}")
     if verified.outcome is None:

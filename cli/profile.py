@@ -100,14 +100,10 @@ def profile(
 def tier_opener(folder: Path) -> OpenTier:
     """Where saved tensors go while a script that does not fit is recorded: the host for a GPU, else the disk."""
 
-    def open_tier(device: str) -> Tier:
-        if device != "cpu":
-            from memopt.enforcers.host import HostStore
+    def open_tier() -> Tier:
+        from memopt.enforcers.tiers import offload_tier
 
-            return HostStore([])
-        from memopt.enforcers.disk import DiskStore
-
-        return DiskStore(folder)
+        return offload_tier(folder)
 
     return open_tier
 

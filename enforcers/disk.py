@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memopt.enforcers.carrier import Carrier, InMemory, OnDevice, Piece
-from memopt.enforcers.swap import FreeSpace, SwapFailed, without_frames
+from memopt.enforcers.swap import FreeSpace, Pending, SwapFailed, without_frames
 from memopt.enforcers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
 
 if TYPE_CHECKING:
@@ -89,6 +89,19 @@ class _Transfer:
     def piece(self, start: int) -> Piece:
         """The one that begins there."""
         return Piece(start, min(PIECE_BYTES, self.ticket.nbytes - start), self.ready)
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """Bytes on their way to an accelerator's memory."""
+
+    done: Future[None]
+    target: torch.UntypedStorage
+    accelerator: Accelerator
+
+    def result(self, timeout: float | None = None) -> None:
+        self.done.result(timeout)
+        self.accelerator.uses(self.target, self.accelerator.current_stream())
 
 
 class DiskStore:
@@ -155,11 +168,13 @@ class DiskStore:
         if not self._workers:
             self._start()
         ticket = Ticket(storage, self._freed)
+        if self._accelerator is not None:
+            self._accelerator.uses(storage, self._accelerator.current_stream())
         self._submit(_WRITE, ticket, storage, ticket.written)
         return ticket
 
-    def read_async(self, ticket: Ticket, into: torch.UntypedStorage) -> Future[None]:
-        """Start to fill `into` (at least as large) from `ticket`; again and again, if wanted."""
+    def read_async(self, ticket: Ticket, into: torch.UntypedStorage) -> Pending:
+        """Start to fill `into` (at least as large, made on this thread's stream) from `ticket`; again and again, if wanted."""
         self.collect()
         if into.nbytes() < ticket.nbytes:
             raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
@@ -167,7 +182,7 @@ class DiskStore:
             raise ValueError("this ticket was taken back")
         done: Future[None] = Future()
         self._submit(_READ, ticket, into, done)
-        return done
+        return done if self._accelerator is None else _Arrival(done, into, self._accelerator)
 
     def wait(self, ticket: Ticket) -> None:
         """Until `ticket` is written; raises `SwapFailed` if it could not be (it then still holds its storage)."""

@@ -49,6 +49,22 @@ class Measurements:
     def peak_bytes(self) -> int | None:
         return max(self._peaks)[0] if self._peaks else None
 
+    def on_the_gpu(self) -> dict[str, int]:
+        """For the outcome: allocated and reserved bytes at most, and what the process holds there; nothing without a GPU."""
+        import torch
+
+        if self._plan.device.kind != "cuda" or not torch.cuda.is_initialized():
+            return {}
+        from memopt.instrument.cuda_statistics import process_bytes, statistics_of
+
+        index = torch.cuda.current_device()
+        allocated, reserved = statistics_of(index).peaks_of_the_script()
+        return {
+            "allocated_peak_bytes": allocated,
+            "reserved_peak_bytes": reserved,
+            "on_device_bytes": process_bytes(index),
+        }
+
     @property
     def step_ms(self) -> float | None:
         return median(self._times_ms) if self._times_ms else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,11 +37,19 @@ class OptimizerInPieces:
     """Told of the training loop; steps what it may in pieces."""
 
     def __init__(
-        self, iterations: Iterations, piece_bytes: int, open_tier: Callable[[], SwapTier[Any]] | None
+        self,
+        iterations: Iterations,
+        piece_bytes: int,
+        tier: SwapTier[Any] | None,
+        most_away: int | None = None,
     ) -> None:
-        """`open_tier`: where state goes between steps; none: it stays."""
-        self._iterations, self._piece_bytes, self._open_tier = iterations, piece_bytes, open_tier
-        self._tier: SwapTier[Any] | None = None
+        """`tier`: where state goes between steps; none: it stays. `most_away`: of so many parameters, the largest; none: of all."""
+        self._iterations, self._piece_bytes, self._tier, self._most_away = (
+            iterations,
+            piece_bytes,
+            tier,
+            most_away,
+        )
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Stepped] = (
             weakref.WeakKeyDictionary()
         )
@@ -74,7 +82,7 @@ class OptimizerInPieces:
             return
         stepped = self._stepped.get(optimizer)
         if stepped is None:
-            stepped = self._stepped[optimizer] = _Stepped(optimizer, self._piece_bytes, self._tier_here())
+            stepped = self._stepped[optimizer] = _Stepped(self._piece_bytes, self._tier, self._most_away)
         stepped.step(optimizer, gradients)
         for group in optimizer.param_groups:
             for each in group["params"]:
@@ -87,15 +95,6 @@ class OptimizerInPieces:
         if optimizer not in self._trusted:
             self._trusted[optimizer] = same_bits_in_pieces(optimizer)
         return self._trusted[optimizer]
-
-    def _tier_here(self) -> SwapTier[Any] | None:
-        if self._tier is None and self._open_tier is not None:
-            try:
-                self._tier = self._open_tier()
-            except SwapFailed as error:
-                self._open_tier = None
-                self.declined[f"state stays: {error.what}"] += 1
-        return self._tier
 
     def step_ended(self) -> None:
         """The script's own step is over: gradients are where they were."""
@@ -164,10 +163,10 @@ class _Piece:
 class _Stepped:
     """One optimizer: its pieces, and where their state is."""
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, piece_bytes: int, tier: SwapTier[Any] | None
-    ) -> None:
-        self._piece_bytes, self._tier = piece_bytes, tier
+    def __init__(self, piece_bytes: int, tier: SwapTier[Any] | None, most_away: int | None) -> None:
+        self._piece_bytes, self._tier, self._most_away = piece_bytes, tier, most_away
+        self._leave_it: set[int] = set()
+        """ids of parameters whose state is to be in the tier between steps."""
         self._pieces: list[_Piece] = []
         self._layout: tuple[int, ...] = ()
         self._names: dict[int, tuple[str, ...]] = {}
@@ -211,10 +210,17 @@ class _Stepped:
         if layout != self._layout or not self._pieces:
             self.bring_back()
             self._layout = layout
-            self._pieces = [_Piece(segments) for segments in pieces_of(optimizer, self._piece_bytes)]
+            self._leave_it = self._largest(optimizer)
+            cut = pieces_of(optimizer, self._piece_bytes, lambda each: id(each) in self._leave_it)
+            self._pieces = [_Piece(segments) for segments in cut]
         if self._tier is not None and self._state is None:
             self._state = StateElsewhere(optimizer.state, self.bring_back)
             optimizer.state = self._state
+
+    def _largest(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """The parameters whose state goes away: all, or as many as were asked for, the largest first."""
+        every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+        return {id(each) for each in sorted(every, key=lambda each: -each.nbytes)[: self._most_away]}
 
     def _pageable(self, state: Any) -> set[int]:
         """Parameters whose state nobody else holds: those whose is away already, and those whose would be free if we let go."""
@@ -222,6 +228,8 @@ class _Stepped:
         for parameter in {
             id(s.parameter): s.parameter for piece in self._pieces for s in piece.segments
         }.values():
+            if id(parameter) not in self._leave_it:
+                continue
             inner = dict.get(state, parameter)
             if inner is None or (sys.getrefcount(inner) <= 3 and _nobody_else_holds(inner, parameter)):
                 found.add(id(parameter))

@@ -6,14 +6,16 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
 from memopt.instrument.forks import call_around_fork
 from memopt.instrument.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
-from memopt.plan import Action, Plan
+from memopt.plan import Action, Plan, ScriptAction
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from memopt.enforcers.engine import Engine
     from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
     from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
-    from memopt.enforcers.swap import SwapTier
     from memopt.enforcers.swapped import Swapper
+    from memopt.enforcers.tiers import PerDevice
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.loop import Loop
@@ -114,7 +116,7 @@ class ApplySession:
         else:
             self._frames, self._iterations = loop.frames, loop.iterations
         tables = tables_of(self._plan)
-        self._swapper = self._open_tiers(tables.actions)
+        self._swapper = self._tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
         if not tables.empty:
             if self._plan.device.kind == "cpu":
@@ -133,39 +135,35 @@ class ApplySession:
         if pieces is not None:
             from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
 
-            tier = pieces.tier
-            opened = (lambda: self._open_tier(str(tier), [])) if tier is not None else None
-            self._pieces = OptimizerInPieces(self._iterations, pieces.piece_bytes, opened)
+            tier, most = self._state_tier(pieces), pieces.away or None
+            self._pieces = OptimizerInPieces(self._iterations, pieces.piece_bytes, tier, most)
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
 
-    def _open_tiers(self, actions: list[Action]) -> Swapper | None:
+    def _tiers(self, actions: list[Action]) -> Swapper | None:
+        """Where the plan swaps to; each tier opens when the first storage leaves."""
+        from memopt.enforcers.host import BLOCK_BYTES
         from memopt.enforcers.swapped import Swapper
+        from memopt.enforcers.tiers import disk_tier, host_tier
 
         wanted = {
-            number: action.tier
+            number: str(action.tier)
             for number, action in enumerate(actions)
             if action.kind == "swap" and action.tier
         }
         if not wanted:
             return None
-        tiers: dict[str, SwapTier[Any]] = {}
-        for tier in sorted(set(wanted.values())):
-            try:
-                tiers[tier] = self._open_tier(tier, actions)
-            except Exception as error:
-                self.notes.append(f"no {tier} tier: {error}; what was to be swapped there is kept")
-        return Swapper(tiers, {number: str(tier) for number, tier in wanted.items()})
+        tiers: dict[str, PerDevice] = {"disk": disk_tier(self._options.swap_dir)}
+        to_host = [action.size_bytes for action in actions if action.tier == "host"]
+        tiers["host"] = host_tier((self._plan.host_bytes or sum(to_host)) + BLOCK_BYTES * len(to_host))
+        return Swapper(tiers, wanted)
 
-    def _open_tier(self, tier: str, actions: list[Action]) -> SwapTier[Any]:
-        if tier == "disk":
-            from memopt.enforcers.accelerator import TorchAccelerator
-            from memopt.enforcers.disk import DiskStore
+    def _state_tier(self, pieces: ScriptAction) -> PerDevice | None:
+        """Where optimizer state is between steps; it stays open until the process ends, for whoever reads it then."""
+        from memopt.enforcers.tiers import disk_tier, host_tier
 
-            on_host = self._plan.device.kind == "cpu"
-            return DiskStore(self._options.swap_dir, accelerator=None if on_host else TorchAccelerator())
-        from memopt.enforcers.host import HostStore
-
-        return HostStore([action.size_bytes for action in actions if action.tier == "host"])
+        if pieces.tier is None:
+            return None
+        return disk_tier(self._options.swap_dir) if pieces.tier == "disk" else host_tier(pieces.away_bytes)
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
@@ -216,7 +214,7 @@ class ApplySession:
             )
         measured = self._measurements
         notes += measured.notes()
-        return Outcome(
+        outcome = Outcome(
             budget_bytes=plan.budget_bytes,
             unplanned_peak_bytes=plan.unplanned_peak_bytes,
             predicted_peak_bytes=plan.predicted_peak_bytes,
@@ -231,6 +229,7 @@ class ApplySession:
             process_peak_bytes=measured.process_peak_bytes,
             notes=notes,
         )
+        return msgspec.structs.replace(outcome, **measured.on_the_gpu())
 
     def _declined(self) -> list[str]:
         if self._engine is None:
@@ -271,6 +270,8 @@ class ApplySession:
         if os.getpid() != self._pid or self._engine is None or self._frames is None:
             return
         engine = self._engine
+        if engine.capturing.now():
+            return
         engine.settle_all()
         if count == 1:
             engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
@@ -300,9 +301,10 @@ class ApplySession:
             self._updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
         if self._engine is None or self._frames is None:
             return
-        self._engine.settle_all()
-        if self._swapper is not None and self._plan.device.kind == "cpu":
-            self._swapper.wait_for_all()
+        if not self._engine.capturing.now():
+            self._engine.settle_all()
+            if self._swapper is not None and self._plan.device.kind == "cpu":
+                self._swapper.wait_for_all()
         self._engine.leave()
         self._frames.paused = True
 

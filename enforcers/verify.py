@@ -1,7 +1,7 @@
 """`apply --verify N`: the script plain and enforced, in two processes with the same seeds, compared bit for bit.
 
 Each process writes one line an iteration: digests of the losses, gradients, parameters and buffers. The module is also the
-program of those processes: `python -c BOOTSTRAP plan plain|enforced N out`.
+program of those processes: `python -c BOOTSTRAP plan plain|enforced[-deterministic] N out`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ class Verified:
     """None where the script ended by other means than its end."""
 
 
-def verify(plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> Verified:
-    """Compare `steps` iterations. Raises `VerifyFailed` at the first difference, and where there was nothing to compare."""
-    plain, code, _ = _run("plain", plan_path, argv, steps, swap_dir)
-    enforced, enforced_code, outcome = _run("enforced", plan_path, argv, steps, swap_dir)
+def verify(
+    plan_path: Path, argv: list[str], steps: int, swap_dir: Path, *, deterministic: bool = False
+) -> Verified:
+    """Compare `steps` iterations, with torch's deterministic algorithms if asked. Raises `VerifyFailed` at the first difference, and where there was nothing to compare."""
+    mode = "-deterministic" if deterministic else ""
+    plain, code, _ = _run(f"plain{mode}", plan_path, argv, steps, swap_dir)
+    enforced, enforced_code, outcome = _run(f"enforced{mode}", plan_path, argv, steps, swap_dir)
     if not plain:
         raise VerifyFailed(
             "nothing could be compared",
@@ -62,12 +65,12 @@ def verify(plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> Veri
                 try_="memopt profile and memopt advise again, for the script as it is now",
             )
         return Verified(iterations=len(plain), exit_code=code, outcome=outcome)
-    again, _, _ = _run("plain", plan_path, argv, steps, swap_dir)
+    again, _, _ = _run(f"plain{mode}", plan_path, argv, steps, swap_dir)
     if _difference(plain, again):
         raise VerifyFailed(
             "the runs differ, but so do two plain runs: the script does not repeat by itself",
             why=_difference(plain, again),
-            try_="torch.use_deterministic_algorithms(True) and fixed seeds in the script",
+            try_="--deterministic, or fixed seeds in the script",
         )
     raise VerifyFailed(
         "the enforced run differs from the plain one",
@@ -114,6 +117,10 @@ def child() -> None:
     plan_path, mode, steps, out, swap_dir, *argv = sys.argv[1:]
     plan = load_plan(Path(plan_path))
     digests = _Digests(Path(out), int(steps))
+    mode, _, deterministic = mode.partition("-")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        call_after_import("torch", _use_deterministic_algorithms)
     if mode == "enforced":
         from memopt.enforcers.session import ApplySession, Options
 
@@ -134,6 +141,13 @@ def child() -> None:
 def command_of(plan: Plan, argv: list[str]) -> Command:
     """The command that `plan` was made from, or the same script with other arguments."""
     return Command(tuple(argv or plan.script.argv), plan.script.as_module)
+
+
+def _use_deterministic_algorithms() -> None:
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
 
 
 def _seed() -> None:

@@ -45,6 +45,8 @@ class Pieces:
     parameters: int
     state_bytes: int
     """Away between steps, of all that the optimizer keeps; 0 without a tier."""
+    away: int = 0
+    """Of how many parameters, the largest; 0: of all."""
 
 
 def why_not(trace: Trace) -> str:
@@ -57,16 +59,26 @@ def why_not(trace: Trace) -> str:
     return "" if not trace.partial and _Step(trace).parameters else "the recording is not whole"
 
 
-def in_pieces(trace: Trace, tier: Tier | None, device: Device) -> tuple[Trace, Pieces]:
-    """The trace with the step in pieces, and how it is cut. Raises `NotPossibleHere`."""
+def in_pieces(trace: Trace, tier: Tier | None, device: Device, share: float = 1.0) -> tuple[Trace, Pieces]:
+    """The trace with the step in pieces, and how it is cut: with a tier, the state of the largest parameters is there between steps, so
+    many that they have `share` of all parameters' bytes. Raises `NotPossibleHere`."""
     reason = why_not(trace)
     if reason:
         raise NotPossibleHere("the optimizer cannot step in pieces", why=reason)
     step = _Step(trace)
-    piece_bytes = step.piece_bytes
-    window = step.window_bytes if tier is not None else step.state_bytes
-    pieces = Pieces(piece_bytes, tier, len(step.parameters), step.state_bytes if tier is not None else 0)
-    return step.changed(window, pieces.state_bytes, _added_ms(step, tier, device)), pieces
+    if tier is None:
+        pieces = Pieces(step.piece_bytes, None, len(step.parameters), 0)
+        return step.changed(step.state_bytes, 0, _calls_ms(step)), pieces
+    away, away_bytes = step.largest(share)
+    window = step.state_bytes - away_bytes + min(away_bytes, WINDOW * step.bundle_bytes)
+    pieces = Pieces(
+        step.piece_bytes,
+        tier,
+        len(step.parameters),
+        away_bytes,
+        away if away < len(step.parameters) else 0,
+    )
+    return step.changed(window, away_bytes, _paging_ms(step, tier, device, away_bytes)), pieces
 
 
 class _Step:
@@ -118,9 +130,14 @@ class _Step:
             -self.state_bytes * min(self.piece_bytes, self.parameter_bytes) // max(1, self.parameter_bytes)
         )
 
-    @property
-    def window_bytes(self) -> int:
-        return min(self.state_bytes, WINDOW * self.bundle_bytes)
+    def largest(self, share: float) -> tuple[int, int]:
+        """How many parameters, the largest first, have `share` of all bytes, and the bytes of their state."""
+        sizes = sorted((self.trace.storages.size_bytes[each] for each in self.parameters), reverse=True)
+        bytes_so_far = list(itertools.accumulate(sizes))
+        count = next(
+            (n for n, have in enumerate(bytes_so_far, 1) if have >= share * bytes_so_far[-1]), len(sizes)
+        )
+        return count, self.state_bytes * bytes_so_far[count - 1] // bytes_so_far[-1]
 
     @cached_property
     def temporaries(self) -> list[int]:
@@ -188,9 +205,8 @@ class _Step:
         old_high = max(map(sum, zip(ops.live_bytes, ops.extra_bytes, strict=True)), default=0)
         outside = old.peak_bytes - away_bytes if old.peak_bytes > max(old_high, old.base_bytes) else 0
         sizes = [*old.storages.size_bytes]
-        if away_bytes:
-            for storage in self.state:
-                sizes[storage] = 0
+        for storage in self.state:
+            sizes[storage] = sizes[storage] * (self.state_bytes - away_bytes) // self.state_bytes
         base = old.base_bytes - away_bytes
         return msgspec.structs.replace(
             old,
@@ -212,20 +228,23 @@ def _of(trace: Trace, ops: Iterable[int], category: int) -> set[int]:
     return {storage for storage in written if categories[storage] == category}
 
 
-def _added_ms(step: _Step, tier: Tier | None, device: Device) -> float:
+def _calls_ms(step: _Step) -> float:
+    return SEGMENT_MS * (len(step.parameters) + step.count) + PIECE_MS * step.count
+
+
+def _paging_ms(step: _Step, tier: Tier, device: Device, away_bytes: int) -> float:
     """What the step takes longer: more calls, and copies that nothing hides."""
-    calls_ms = SEGMENT_MS * (len(step.parameters) + step.count) + PIECE_MS * step.count
-    if tier is None:
-        return calls_ms
     out_rate = device.host_out_bytes_per_s if tier == "host" else device.disk_out_bytes_per_s
     in_rate = device.host_in_bytes_per_s if tier == "host" else device.disk_in_bytes_per_s
     if min(out_rate, in_rate) <= 0:
         return float("inf")
-    bundle, count = step.bundle_bytes, step.count
+    bundle = step.bundle_bytes
+    count = -(-away_bytes // max(1, bundle))
     own_ms = sum(step.trace.ops.time_us[op] for op in step.ops) / 1000
-    compute_ms = calls_ms + own_ms
+    beside_ms = own_ms * away_bytes / step.state_bytes if step.state_bytes else 0.0
     if device.kind == "cpu" and device.copy_bytes_per_s > 0:
-        compute_ms += 2 * count * (HANDOVER_MS + ONE_CORE * 1000 * bundle / device.copy_bytes_per_s)
+        beside_ms += 2 * count * (HANDOVER_MS + ONE_CORE * 1000 * bundle / device.copy_bytes_per_s)
     in_ms, out_ms = 1000 * bundle / in_rate, 1000 * bundle / out_rate
     lanes_ms = count * (in_ms + out_ms) if tier == "disk" else count * max(in_ms, out_ms)
-    return max(compute_ms, lanes_ms) + in_ms + out_ms - own_ms
+    own_share_ms = own_ms * away_bytes / step.state_bytes if step.state_bytes else 0.0
+    return _calls_ms(step) + max(beside_ms, lanes_ms) + in_ms + out_ms - own_share_ms

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +53,13 @@ class Segment:
         return whole.as_strided((self.numel,), (1,), whole.storage_offset() + self.start)
 
 
-def pieces_of(optimizer: torch.optim.Optimizer, piece_bytes: int) -> list[list[Segment]]:
-    """The parameters in pieces of at most `piece_bytes`, in order; a piece has segments of one group and one data type only."""
+def pieces_of(
+    optimizer: torch.optim.Optimizer,
+    piece_bytes: int,
+    leaves: Callable[[Tensor], bool] = lambda parameter: True,
+) -> list[list[Segment]]:
+    """The parameters in pieces of at most `piece_bytes`, in order; a piece has segments of one group and one data type only, and of
+    parameters that are alike in what `leaves` tells."""
     pieces: list[list[Segment]] = []
     left, last = 0, None
     for number, group in enumerate(optimizer.param_groups):
@@ -61,7 +67,7 @@ def pieces_of(optimizer: torch.optim.Optimizer, piece_bytes: int) -> list[list[S
             if not parameter.requires_grad or not parameter.numel():
                 continue
             most = max(ALIGNED, piece_bytes // parameter.itemsize // ALIGNED * ALIGNED)
-            kind = number, parameter.dtype, parameter.device
+            kind = number, parameter.dtype, parameter.device, leaves(parameter)
             start = 0
             while start < parameter.numel():
                 if kind != last or left <= 0:

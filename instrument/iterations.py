@@ -32,6 +32,11 @@ _MOST_ROUNDS = 16
 """An optimizer that was there at the first step of all is waited for while the one that steps has ended fewer rounds than this."""
 
 
+_TIMED = 30
+"""Iterations at whose end a GPU is waited for: a loop that reads nothing back runs ahead of it, and would be timed as it launches. Later
+the queue is full, and it launches as fast as the GPU computes."""
+
+
 class Listener(Protocol):
     """Told of what the training loop does. All calls come from the thread that trains."""
 
@@ -214,11 +219,18 @@ class Iterations:
             self._end_iteration()
 
     def _end_iteration(self) -> None:
+        if self.count < _TIMED:
+            _wait_for_gpu()
         now = time.perf_counter_ns()
         self.count += 1
         elapsed_ms = (now - self._began_ns) / 1e6
         self._listener.iteration_ended(self.count, elapsed_ms)
         self._began_ns = time.perf_counter_ns()
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
 
 
 _STEP = optim.Optimizer.profile_hook_step(lambda: None).__code__

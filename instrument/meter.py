@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from memopt.instrument.allocator_events import Started, note_freed, started_profile, stop_profile
+from memopt.instrument.cuda_statistics import statistics_of
 from memopt.instrument.living import living
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script_profiler import on_script
@@ -75,16 +76,17 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """The caching allocator's own high-water mark. Has not run on a GPU yet (docs/status.md)."""
+    """The caching allocator's own high-water mark of the bytes that were asked for, on the current device."""
 
     base_bytes = 0
 
     def start(self) -> None:
-        self.base_bytes = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        self._statistics = statistics_of(torch.cuda.current_device())
+        self.base_bytes, _ = self._statistics.bytes_now()
+        self._statistics.reset()
 
     def stop(self) -> int | None:
-        return torch.cuda.max_memory_allocated()
+        return self._statistics.bytes_now()[1]
 
 
 def meter_for(device: str) -> Meter:

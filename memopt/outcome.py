@@ -36,6 +36,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Times that the run did other ops than the profiled one; each lost savings until the next module boundary."""
     process_peak_bytes: int = 0
     """Largest resident set of the process before torch's profiler was started to measure; 0 when not known."""
+    allocated_peak_bytes: int = 0
+    """On a GPU: what the caching allocator had handed out at most, over the whole run, each block rounded up; 0 elsewhere."""
+    reserved_peak_bytes: int = 0
+    """On a GPU: what it had taken from the driver at most."""
+    on_device_bytes: int = 0
+    """On a GPU: what the driver counts for the process at the end, context and kernels included, as nvidia-smi shows; 0 where unknown."""
     steps: int = 0
     """Iterations that were enforced."""
     other_steps: int = 0

@@ -90,6 +90,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """Of a recompute: not held when it is made on the way to another tensor, but made again for its own consumers."""
     away_by: SlotRef | None = None
     """Of a swap: when this slot is packed, the run waits until the copy out is done, as the predicted peak takes it to be."""
+    away_at_use: bool = False
+    """The slot of `away_by` is packed too early: the run waits when it is unpacked, in backward."""
     prefetch: SlotRef | None = None
     """The swap-in starts when this slot is unpacked; none: when the tensor itself is asked for."""
     records: list[OpRef] = []
@@ -115,6 +117,10 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     """Of `optimizer in pieces`: bytes of parameters that are stepped at once."""
     tier: Tier | None = None
     """Of `optimizer in pieces`: where its state is between steps; none: on the device."""
+    away_bytes: int = 0
+    """Of `optimizer in pieces`: how much of it is there."""
+    away: int = 0
+    """Of `optimizer in pieces`: the state of so many parameters, the largest of each optimizer; 0: of all."""
 
     @property
     def can_be_applied(self) -> bool:
@@ -150,6 +156,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How many tensors autograd saved in the profiled iteration; 0 when not known."""
     saved_elements: int = 0
     """Their elements together: an iteration that saves others is another one than was planned for."""
+    host_bytes: int = 0
+    """Most bytes that the actions have in the host's memory at once; 0 when not known."""
     actions: list[Action]
     script_actions: list[ScriptAction] = []
     notes: list[str] = []
@@ -182,6 +190,7 @@ def load_plan(path: Path) -> Plan:
 
 def _inconsistency(plan: Plan) -> str:
     numbers = [plan.budget_bytes, plan.unplanned_peak_bytes, plan.predicted_peak_bytes, plan.base_bytes]
+    numbers.append(plan.host_bytes)
     if min(numbers) < 0 or max(numbers) >= 2**62:
         return "a number of bytes is negative or beyond any memory"
     if not all(0 <= time < 1e12 for time in (plan.plain_step_ms, plan.predicted_step_ms)):

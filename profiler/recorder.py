@@ -27,6 +27,7 @@ from memopt.instrument.ops import (
     is_plain,
     is_tracing,
     kind_of,
+    same_bits_again,
     updated_statistics,
 )
 from memopt.instrument.saved import Kept
@@ -128,7 +129,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         try:
             self._poll(op - 1)
-            row = self._open_row(kind, op, args, kwargs)
+            row = self._open_row(func, kind, op, args, kwargs)
             into_first = row.phase == BACKWARD and goes_into_first(func, args, kwargs, self._maker_of)
         except Exception as error:
             row, into_first = self._unseen(kind, error), False
@@ -149,23 +150,29 @@ class Recorder(TorchDispatchMode):
         """What is known now was there before."""
         self.base_bytes = self.met.begin()
 
+    def also_held(self, all_bytes: int) -> None:
+        """On the device there are `all_bytes` now: what no tensor shows (workspaces of cuBLAS, buckets of DDP) is a row of its own."""
+        hidden_bytes = all_bytes - self.base_bytes
+        if hidden_bytes > 0:
+            self.met.hidden(hidden_bytes)
+            self.base_bytes = all_bytes
+
     def _unseen(self, kind: OpKind, error: Exception) -> OpRow:
         """An op whose tensors could not be looked at must run all the same."""
         self.notes.add(f"{kind.name} could not be looked into ({type(error).__name__}: {error})"[:200])
         return OpRow(kind=kind, module="@", ordinal=0, phase=OTHER, line="", forward_op=-1, reads=[])
 
-    def _open_row(self, kind: OpKind, op: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpRow:
+    def _open_row(
+        self, func: Any, kind: OpKind, op: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpRow:
         frame, forward_op, phase = self._frames.current, -1, self._phase()
         if phase == BACKWARD:
             frame, forward_op = self._backward_place(frame, op)
         else:
             self._node_ops.setdefault(torch._C._autograd._get_sequence_nr() - 1, op)
         statistics = {id(t) for t in updated_statistics(kind, args)}
-        reads = [
-            self.met.value_of(t)
-            for t in tree_iter((args, kwargs))
-            if isinstance(t, Tensor) and id(t) not in statistics
-        ]
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        reads = [self.met.value_of(t) for t in tensors if id(t) not in statistics]
         row = OpRow(
             kind=kind,
             module=frame.key,
@@ -174,6 +181,7 @@ class Recorder(TorchDispatchMode):
             line=self.ops[forward_op].line if forward_op >= 0 else user_line(),
             forward_op=forward_op,
             reads=sorted({value for value in reads if value >= 0}),
+            other_bits=not same_bits_again(func, tensors),
             compiled=self._regions.depth > 0,
         )
         return row

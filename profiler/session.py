@@ -168,7 +168,7 @@ class ProfileSession:
         whole = recordings.result
         if recordings.now is not None:
             self._cut_off = recordings.now.iteration
-            recordings.end()
+            recordings.end(out_of_memory=out_of_memory)
         if self.trace is None and whole is None and self._part is not None:
             whole = self._part
             recordings.notes.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, version_of
@@ -12,11 +13,15 @@ from memopt.profiler.clock import OpClock
 from memopt.profiler.known import LEFT_OVER
 from memopt.profiler.rows import OpRow, StorageRow
 
+HIDDEN = "held by libraries, in no tensor (workspaces of cuBLAS, ...)"
 _SURE = ("parameter", "gradient", "optimizer state", "buffer")
 
 
 class StorageRows:
-    """A row for each storage on `device`, by its address while it lives. `ops` grows while the recording goes on."""
+    """A row for each storage on `device`, by its address while it lives. `ops` grows while the recording goes on.
+
+    Without a device those on all are met; `only` tells afterwards which counts.
+    """
 
     def __init__(self, device: str, ops: list[OpRow], clock: OpClock) -> None:
         self._device = device
@@ -56,7 +61,12 @@ class StorageRows:
         self._numbers[address] = number
         self._refs[address] = weakref.ref(storage, lambda _: self._died(address))
         row = StorageRow(
-            size_bytes=size, birth=born, value=-1, meta=describe(tensor), version=version_of(tensor)
+            size_bytes=size,
+            birth=born,
+            value=-1,
+            meta=describe(tensor),
+            version=version_of(tensor),
+            device=storage.device.type,
         )
         self.rows.append(row)
         former = self._emptied.pop(address, None)
@@ -69,19 +79,35 @@ class StorageRows:
                 row.birth, row.found = len(self._ops), True
         return number
 
+    def hidden(self, size_bytes: int) -> None:
+        """Bytes that were there before and belong to no tensor of Python's."""
+        number = len(self.rows)
+        self.rows.append(StorageRow(size_bytes, -1, -1, category="workspace", name=HIDDEN, lent=True))
+        self.rows[number].value = self._new_value(number, -1, -1)
+
     def _storage_of(self, tensor: Tensor) -> Any:
         """The tensor's storage on the watched device; None where it has none of its own bytes (sparse, meta, wrappers, zeros of a tangent)."""
         try:
-            if tensor.device.type != self._device or tensor._is_zerotensor():
+            if not self._is_watched(tensor.device) or tensor._is_zerotensor():
                 return None
             storage = tensor.untyped_storage()
             if type(tensor) not in PLAIN_TYPES and (
-                storage.device.type != self._device or not storage.data_ptr()
+                not self._is_watched(storage.device) or not storage.data_ptr()
             ):
                 return None
         except (NotImplementedError, RuntimeError, AttributeError, ValueError):
             return None
         return storage
+
+    def _is_watched(self, device: torch.device) -> bool:
+        return device.type == self._device if self._device else device.type != "meta"
+
+    def only(self, device: str) -> None:
+        """Rows of other devices than `device` weigh nothing."""
+        if not self._device:
+            for row in self.rows:
+                row.size_bytes *= row.device == device
+            self._device = device
 
     # --- ends
 
