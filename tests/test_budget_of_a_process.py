@@ -1,0 +1,52 @@
+"""Bytes typed as a budget for a GPU are those that nvidia-smi shows: the context and the allocator's gaps come off first."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from memopt.device import Device
+from memopt.errors import BudgetInfeasible
+from memopt.estimators.beside_tensors import beside_tensors, parse_budget
+from memopt.estimators.from_profile import estimate_trace
+from tests.toy_trace import toy_trace
+
+MIB = 1 << 20
+A100 = Device(kind="cuda", name="NVIDIA A100-SXM4-40GB", context_bytes=500 * MIB, allocator="native")
+
+
+def test_on_a_cpu_a_budget_is_of_tensors():
+    budget = parse_budget("1GiB", toy_trace(), unplanned_bytes=1)
+    assert (budget.tensors_bytes, budget.whole_bytes, budget.notes) == (1 << 30, 0, ())
+
+
+def test_on_a_gpu_the_context_and_the_allocator_come_off():
+    trace = toy_trace(device=A100)
+    beside = beside_tensors(trace)
+    assert beside.context_bytes == 500 * MIB
+    smallest = estimate_trace(trace).smallest_bytes
+    assert beside.allocator_bytes == smallest - trace.peak_bytes >= 0
+    budget = parse_budget("1GiB", trace, unplanned_bytes=1)
+    assert budget.tensors_bytes == (1 << 30) - beside.total_bytes
+    assert budget.whole_bytes == 1 << 30
+    assert "500 MiB go to the CUDA context" in budget.notes[0]
+
+
+def test_a_share_is_of_the_tensors_own_peak_everywhere():
+    budget = parse_budget("60%", toy_trace(device=A100), unplanned_bytes=1000)
+    assert (budget.tensors_bytes, budget.whole_bytes) == (600, 0)
+
+
+def test_a_gpu_that_no_table_knows_still_has_its_context():
+    trace = msgspec.structs.replace(toy_trace(), device=Device(kind="cuda", name="Quantum 9000", context_bytes=MIB))  # fmt: skip
+    assert beside_tensors(trace).total_bytes == MIB
+
+
+def test_a_refusal_tells_bytes_of_the_process():
+    budget = parse_budget("600MiB", toy_trace(device=A100), unplanned_bytes=1)
+    told = budget.told(BudgetInfeasible(budget.tensors_bytes, 300 * MIB, ("why",)))
+    assert told.budget_bytes == 600 * MIB
+    assert told.min_peak_bytes == 300 * MIB + budget.beside.total_bytes
+    assert told.blockers[0] == "why"
+    with pytest.raises(BudgetInfeasible, match="600 MiB cannot be met"):
+        raise told
