@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
+import torch
 
 from memopt.device import Device
-from memopt.errors import BudgetInfeasible
+from memopt.enforcers.memory_limit import hold, limit_of
+from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.beside_tensors import beside_tensors, parse_budget
 from memopt.estimators.from_profile import estimate_trace
+from memopt.plan import Plan
 from tests.toy_trace import toy_trace
 
 MIB = 1 << 20
@@ -50,3 +55,31 @@ def test_a_refusal_tells_bytes_of_the_process():
     assert told.blockers[0] == "why"
     with pytest.raises(BudgetInfeasible, match="600 MiB cannot be met"):
         raise told
+
+
+def _plan(device: Device, whole_bytes: int) -> Plan:
+    trace = toy_trace(device=device)
+    return Plan(
+        memopt="", created="", script=trace.script, device=device, profile="", strategy="", budget_bytes=1, unplanned_peak_bytes=1,
+        predicted_peak_bytes=1, plain_step_ms=1.0, predicted_step_ms=1.0, actions=[], script_actions=[], notes=[], whole_budget_bytes=whole_bytes,
+    )  # fmt: skip
+
+
+def test_a_held_run_may_reserve_the_budget_less_the_context(monkeypatch):
+    assert limit_of(_plan(A100, 1500 * MIB)) == 1000 * MIB
+    told, waiting = [], []
+    monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=4000 * MIB))  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, index: told.append((share, index)))  # fmt: skip
+    hold(1000 * MIB)
+    assert told == []  # no context before the script wants one
+    waiting[0]()
+    assert told == [(0.25, 0), (0.25, 1)]
+
+
+def test_what_cannot_be_held_is_refused():
+    with pytest.raises(NotPossibleHere, match="for a GPU"):
+        limit_of(_plan(Device(kind="cpu"), 1500 * MIB))
+    with pytest.raises(NotPossibleHere, match="cannot be held"):
+        limit_of(_plan(A100, 0))
