@@ -294,7 +294,9 @@ class Recorder(TorchDispatchMode):
                 slot = self.slots[row]
                 consumer = called if called >= 0 else self._op_after(slot, node.name())
                 slot.node, slot.slot, slot.consumer, slot.attributes = node.name(), name, consumer, attributes
-                if not is_torchs_own(node):  # its kernels may have written what it saved (Liger's cross entropy)
+                if not is_torchs_own(
+                    node
+                ):  # its kernels may have written what it saved (Liger's cross entropy)
                     self.storages[slot.storage].unseen = True
 
     def _op_after(self, slot: SlotRow, node: str) -> int:

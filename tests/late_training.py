@@ -111,6 +111,7 @@ class Training:
         self._looks: list[tuple[list[bytes], bytes, str]] = []
         self._saved: list[LateEvent] = []
         """For each layer, the point after the op that saves it; the last moves on with backward."""
+        self._asked_for_memory = -1
         self._step = 0
         self.swapped_out = 0
 
