@@ -174,6 +174,7 @@ RULES = (
 )
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_without_any_one_rule_some_order_fails(rule: Rule, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, ValueError, torch.OutOfMemoryError)):
