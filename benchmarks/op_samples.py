@@ -11,6 +11,7 @@ compressed, or one of them by lot. Any difference is named, and is a bug; the ex
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +69,14 @@ def _made(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.requires_grad else tensor
 
 
+@cache
 def _ops() -> list[Any]:
+    """What their import makes, a million objects, is left out where all objects are searched."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
+    gc.collect()
+    gc.freeze()
     return [info for info in op_db if not info.name.startswith(_SKIP)]
 
 

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.advise_words import check_goal, check_graph_words, check_words, parse_share, with_variant
+from memopt.cli.advise_words import (
+    check_goal,
+    check_graph_words,
+    check_words,
+    is_lowest,
+    parse_share,
+    with_command,
+    with_variant,
+)
 from memopt.cli.device_name import DeviceName
 from memopt.cli.numbers import Real
 from memopt.errors import BudgetInfeasible, MemoptError, UsageError
@@ -26,9 +34,9 @@ _KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer"
 
 
 @click.command()
-@click.option("--budget", "-b", metavar="BYTES", help="Most that may be on the device: 16GB, 16GiB, 60% of the unplanned peak.")  # fmt: skip
+@click.option("--budget", "-b", metavar="BYTES", help="Most that may be on the device: 16GB, 16GiB, 60% of the unplanned peak; min: as little as can be.")  # fmt: skip
 @click.option("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="Where to write the plan.  [default: memopt-SCRIPT.plan.json]")  # fmt: skip
-@click.option("-f", "--force", is_flag=True, help="Overwrite the file if it exists.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite the file, whoever wrote it.")
 @click.option("--device", type=DeviceName(), metavar="NAME", help="Plan for this GPU with modelled times, such as a100-40gb; without --budget for what it has room for.")  # fmt: skip
 @click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="Who plans (memopt strategies lists them); several: a comparison.  [default: auto]")  # fmt: skip
 @click.option("--variant", metavar="NAME", help="With --strategy vdnn: all, conv or dyn; with dtr: eqclass, local or megengine.")  # fmt: skip
@@ -99,19 +107,22 @@ def _advise_graph(profile: Path | None, options: dict[str, Any]) -> int:
     check_graph_words(profile, options)
     from memopt.cli.graph_plan import advise_graph
 
-    return advise_graph(
-        options["graph"],
-        budget=_required_budget(options),
-        schedule=options["schedule"],
-        out_gbps=options["out_gbps"],
-        in_gbps=options["in_gbps"],
-        allow=options["allow"],
-        deny=options["deny"],
-        strategies=options["strategies"],
-        time_limit_s=options["time_limit_s"],
-        force=options["force"],
-        as_json=options["as_json"],
+    names = (
+        "schedule",
+        "out_gbps",
+        "in_gbps",
+        "allow",
+        "deny",
+        "strategies",
+        "time_limit_s",
+        "force",
+        "as_json",
     )
+    given = {name: options[name] for name in names}
+    try:
+        return advise_graph(options["graph"], budget=_required_budget(options), **given)
+    except BudgetInfeasible as error:
+        raise with_command(error, options["graph"], options) from None
 
 
 def _required_budget(options: dict[str, Any]) -> str:
@@ -151,7 +162,7 @@ class _Advise:
         from memopt.advisors.advise import Adviser
         from memopt.advisors.lints import find_lints
         from memopt.advisors.problem import allowed, usual_limit_s
-        from memopt.files import refuse_overwrite
+        from memopt.cli.own_files import refuse_foreign
         from memopt.trace import load_trace
 
         options = self.options
@@ -161,9 +172,9 @@ class _Advise:
         check_goal(options, self.strategies)
         allow = allowed(options["allow"], options["deny"])
         trace = on_device(load_trace(self.path), options["device"])
-        ending = "pareto.json" if options["pareto"] else "plan.json"
-        self.output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.{ending}")
-        refuse_overwrite(self.output, force=options["force"])
+        kind = "pareto" if options["pareto"] else "plan"
+        self.output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.{kind}.json")
+        refuse_foreign(self.output, f"memopt.{kind}", script=trace.script, force=options["force"])
         limit = options["time_limit_s"] or usual_limit_s(trace.op_count)
         adviser = Adviser(trace, allow, limit, str(self.path))
         self.lints = [] if trace.partial else find_lints(trace)
@@ -178,7 +189,7 @@ class _Advise:
                 plan, explanation = self._plan(adviser)
         except BudgetInfeasible as error:
             self._print_infeasible(error, adviser, None)
-            raise
+            raise with_command(error, self.path, options) from None
         return self._done(adviser, plan, explanation, None)
 
     def _budget(self, adviser: Adviser) -> int:
@@ -195,6 +206,8 @@ class _Advise:
             matching(adviser.problem(1), tensor)
         if self.options["max_overhead"]:
             found = lowest_peak(adviser, parse_share(self.options["max_overhead"]), strategy)
+        elif is_lowest(self.options):
+            found = adviser.lowest(strategy)
         else:
             found = adviser.decide(self._budget(adviser), strategy)
         problem, decisions, notes = found
@@ -212,6 +225,8 @@ class _Advise:
             return self._done(adviser, best, None, rows)
         error = failure(rows, budget)
         self._print_infeasible(error, adviser, rows)
+        if isinstance(error, BudgetInfeasible):
+            raise with_command(error, self.path, self.options)
         if error is not None:
             raise error
         return 0
@@ -311,7 +326,9 @@ class _Advise:
                 points.append(point)
                 step(1)
         points = without_dominated(points)
-        figures = pareto_figures(points, adviser.unplanned_peak_bytes) | self._figures(adviser, None)
+        figures = pareto_figures(points, adviser.unplanned_peak_bytes, adviser.trace.script) | self._figures(
+            adviser, None
+        )
         write_atomic(self.output, encode(figures).encode() + b"\n")
         if self.options["as_json"]:
             click.echo(encode(figures))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.errors import BudgetInfeasible, UsageError, enough
+from memopt.cli.advise_words import with_command
+from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
     from memopt.advisors.lints import Lint
@@ -23,7 +24,7 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     from memopt.cli.advise import on_device, room_as_budget, script_stem
     from memopt.cli.advise_tables import lints_table
     from memopt.cli.console import err, say
-    from memopt.files import refuse_overwrite
+    from memopt.cli.own_files import refuse_foreign
     from memopt.trace import load_trace
     from memopt.units import parse_bytes
 
@@ -31,7 +32,7 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     _check_words(options)
     trace = on_device(load_trace(path), options["device"])
     output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.plan.json")
-    refuse_overwrite(output, force=options["force"])
+    refuse_foreign(output, "memopt.plan", script=trace.script, force=options["force"])
     search = Batches(
         trace,
         parse_bytes(options["budget"], of_bytes=trace.peak_bytes),
@@ -47,12 +48,10 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     if planned.plan is None:
         if lints and not options["as_json"]:
             err().print(lints_table(lints))
-        raise BudgetInfeasible(
-            search.budget_bytes,
-            planned.peak_bytes,
-            ("not even a batch of 1 fits, with any plan found",),
-            try_=enough(planned.peak_bytes),
+        refused = BudgetInfeasible(
+            search.budget_bytes, planned.peak_bytes, ("not even a batch of 1 fits, with any plan found",)
         )
+        raise with_command(refused, path, options)
     planned.plan.save(output)
     _print(plain, planned, search.recorded, search.budget_bytes, output, lints, as_json=options["as_json"])
     say(f"wrote {output}")
