@@ -159,15 +159,18 @@ class _InFlight:
 class Arrival:
     """A copy to the device that was started."""
 
-    event: Event
+    copy: _InFlight
     target: torch.UntypedStorage = field(repr=False)
     accelerator: Accelerator = field(repr=False)
 
     def result(self, timeout: float | None = None) -> None:
         """From here on this thread's compute stream has the bytes, and only this one; the host does not wait."""
         stream = self.accelerator.current_stream()
-        stream.wait_event(self.event)
+        stream.wait_event(self.copy.event)
         self.accelerator.uses(self.target, stream)
+        self.copy.target = (
+            None  # whose memory it is now comes after the copy, however far the host runs ahead
+        )
 
 
 class HostStore:
@@ -227,9 +230,10 @@ class HostStore:
                 self._in.wait_event(ticket.copied)
                 row_of(into)[: ticket.nbytes].copy_(ticket.row, non_blocking=True)
                 event = self._in.record_event()
-            self._coming.append(_InFlight(event, ticket, into))
+            copy = _InFlight(event, ticket, into)
+            self._coming.append(copy)
             self.read_bytes += ticket.nbytes
-            return Arrival(event, into, self._accelerator)
+            return Arrival(copy, into, self._accelerator)
 
     def wait(self, ticket: HostTicket) -> None:
         """Let this thread's stream wait for the copy, and drop the storage now: what follows in the stream may reuse its memory."""

@@ -321,8 +321,10 @@ class LateDevice:
     @contextlib.contextmanager
     def on(self, stream: LateStream) -> Iterator[None]:
         self.world.here.entered = stream
-        yield
-        self.world.here.entered = None
+        try:
+            yield
+        finally:
+            self.world.here.entered = None
 
     def uses(self, storage: LateStorage, stream: LateStream) -> None:
         with self.world.lock:

@@ -5,10 +5,10 @@ The script alone is free of races, whatever the streams do; so a race, or a byte
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -111,6 +111,7 @@ class Training:
         self._looks: list[tuple[list[bytes], bytes, str]] = []
         self._saved: list[LateEvent] = []
         """For each layer, the point after the op that saves it; the last moves on with backward."""
+        self._asked_for_memory = -1
         self._step = 0
         self.swapped_out = 0
 
@@ -149,9 +150,15 @@ class Training:
         for tier in self.tiers.values():
             tier.close()
         self.end_of_step()
+        assert not any(device.pinned_rows for device in self.devices), "pinned memory is left"
+
+    def stop(self) -> None:
+        """Leave no thread behind, whatever has failed."""
+        for tier in self.tiers.values():
+            with contextlib.suppress(Exception):
+                tier.close()
         for thread in self._backward:
             thread.shutdown()
-        assert not any(device.pinned_rows for device in self.devices), "pinned memory is left"
 
     # --- the parts of a step
 
@@ -271,7 +278,7 @@ class Training:
         return self.devices[device.index].memory.allocate(nbytes)
 
 
-@contextmanager
+@contextlib.contextmanager
 def training(
     layers: tuple[Layer, ...], folder: Path, *, kit: Kit | None = None, seed: int = 0
 ) -> Iterator[Training]:
@@ -279,11 +286,14 @@ def training(
     kit = kit or Kit()
     made = Training(layers, folder, kit=kit, seed=seed)
     with replaced(kit, made):
-        yield made
-        made.close()
+        try:
+            yield made
+            made.close()
+        finally:
+            made.stop()
 
 
-@contextmanager
+@contextlib.contextmanager
 def replaced(kit: Kit, made: Training) -> Iterator[None]:
     """The names that are torch's."""
     names: list[tuple[Any, str, Any]] = [
