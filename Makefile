@@ -48,8 +48,8 @@ bench: $(READY) ## Models x budgets: predicted and measured peak and step time, 
 bench-estimate: $(READY) ## Estimated against measured peaks, all parts of benchmarks/estimate.py (ARGS="lm litgpt")
 	$(BIN)/python -m benchmarks.estimate $(ARGS)
 
-bench-gpu: $(READY) ## Peaks of real runs on a GPU: ARGS="record --out DIR" there, ARGS="compare DIR" anywhere
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
+bench-gpu: $(READY) ## On a GPU: is it right, fast, and as estimated? ARGS="correctness --out DIR"; benchmarks/gpu says more
+	$(BIN)/python -m benchmarks.gpu.campaign $(ARGS)
 
 bench-advise: $(READY) ## Strategies against each other: every benchmarks/advise*.py
 	@for file in benchmarks/advise*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done
