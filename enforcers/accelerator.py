@@ -1,4 +1,4 @@
-"""The few things that the tiers ask of a device, so that tests can pretend one. Not yet run on a GPU."""
+"""The few things that the tiers ask of a device, so that tests can pretend one."""
 
 from __future__ import annotations
 
