@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 @click.option(
     "--deterministic", is_flag=True, help="With --verify: both runs use torch's deterministic algorithms."
 )
+@click.option(
+    "--hold",
+    is_flag=True,
+    help="On a GPU: let the allocator have no more than the budget, so that a run that would pass it fails there.",
+)
 @click.option("--strict", is_flag=True, help="Refuse when the script has changed since it was profiled; exit 4 when nothing of the plan could be enforced.")  # fmt: skip
 @click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder for the swap file.  [default: the system's for temporary files]")  # fmt: skip
 @click.option("--no-measure", is_flag=True, help="Do not measure the peak: on a CPU that slows a few iterations and takes memory of its own.")  # fmt: skip
@@ -41,6 +46,7 @@ def apply(
     force: bool,
     verify_steps: int | None,
     deterministic: bool,
+    hold: bool,
     strict: bool,
     swap_dir: Path | None,
     no_measure: bool,
@@ -55,6 +61,7 @@ def apply(
     """
     from memopt.cli.console import say
     from memopt.cli.ranks import path_of_rank
+    from memopt.enforcers.memory_limit import limit_of
     from memopt.enforcers.session import ApplySession, Options
     from memopt.files import refuse_overwrite, swap_folder
     from memopt.plan import load_plan
@@ -83,7 +90,8 @@ def apply(
             why="a run under a plan uses the algorithms that the script asks for",
             try_="--verify 3 --deterministic",
         )
-    session = ApplySession(loaded, Options(swap_dir=folder, measure=not no_measure))
+    limit_bytes = limit_of(loaded) if hold else 0
+    session = ApplySession(loaded, Options(swap_dir=folder, measure=not no_measure, limit_bytes=limit_bytes))
     return _run(session, command, outcome_path, quiet=quiet, strict=strict)
 
 

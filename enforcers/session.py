@@ -40,6 +40,8 @@ class Options:
 
     swap_dir: Path
     measure: bool = True
+    limit_bytes: int = 0
+    """What a GPU's allocator may reserve; 0: all there is."""
 
 
 class Witness(Protocol):
@@ -104,6 +106,7 @@ class ApplySession:
 
     def _set_up(self, loop: Loop | None) -> None:
         from memopt.enforcers.engine import Engine
+        from memopt.enforcers.memory_limit import hold
         from memopt.enforcers.tables import tables_of
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
@@ -118,6 +121,8 @@ class ApplySession:
             self._iterations.install()
         else:
             self._frames, self._iterations = loop.frames, loop.iterations
+        if self._options.limit_bytes:
+            hold(self._options.limit_bytes)
         tables = tables_of(self._plan)
         self._swapper = self._tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
