@@ -30,7 +30,8 @@ from tests.test_apply_cli import ROOT
 from tests.test_examples import EXAMPLES, SMALL
 
 STEPS = 4
-LONG = ("char_gpt", "vit_amp")
+SHORT = ("dcgan", "lstm", "resnet")
+"""All of them, with more seeds: `benchmarks.late_schedules --sessions`."""
 LSTM = ROOT / "examples" / "lstm.py"
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -89,26 +90,38 @@ def planned(script: Path, folder: Path, seed: int = 0) -> tuple[Loop, Plan]:
     return loop, plan_of(msgspec.structs.replace(trace, device=device), swapped_anyhow(seed))
 
 
+@pytest.fixture(scope="module")
+def lstm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Loop, Plan, list[str]]:
+    """The loop, a plan for it, and what a plain run of it computes."""
+    loop, plan = planned(LSTM, tmp_path_factory.mktemp("lstm"))
+    return loop, plan, seeded(loop, STEPS)
+
+
 @pytest.mark.parametrize(
-    "script",
-    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in LONG), id=path.stem) for path in EXAMPLES],
+    "script", [path for path in EXAMPLES if path.stem in SHORT], ids=lambda path: path.stem
 )
-def test_an_example_computes_the_same_whenever_the_copies_come(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop, plan = planned(script, tmp_path)
+def test_an_example_computes_the_same_whenever_the_copies_come(script: Path, tmp_path: Path) -> None:
+    same_bits(script, tmp_path, seed=1)
+
+
+def same_bits(script: Path, folder: Path, seed: int) -> int:
+    """The swaps of a plan under which the example computes what it computes plain."""
+    loop, plan = planned(script, folder, seed)
     plain = seeded(loop, STEPS)
-    computed, outcome, device, kernels = run_late(loop, plan, tmp_path, STEPS, monkeypatch, seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        computed, outcome, device, kernels = run_late(loop, plan, folder, STEPS, patch, seed)
     assert computed == plain
     assert outcome.actions.done == len(plan.actions) >= 10
     assert {action.tier for action in plan.actions} == {"host", "disk"}
     assert kernels.noted > 100 * STEPS
     assert device.uses_told > STEPS * len(plan.actions)
+    return len(plan.actions)
 
 
-def test_out_of_memory_in_prefetches_costs_no_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loop, plan = planned(LSTM, tmp_path)
-    plain = seeded(loop, STEPS)
+def test_out_of_memory_in_prefetches_costs_no_bit(
+    lstm: tuple[Loop, Plan, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, plan, plain = lstm
     asked, refused = [0], [0]
 
     def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
@@ -126,28 +139,27 @@ def test_out_of_memory_in_prefetches_costs_no_bit(tmp_path: Path, monkeypatch: p
 
 
 def test_while_a_graph_is_captured_the_tiers_are_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lstm: tuple[Loop, Plan, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The late device bears neither a copy nor a question then."""
-    loop, plan = planned(LSTM, tmp_path)
-    plain = seeded(loop, 6)
+    loop, plan, plain = lstm
     worlds: list[World] = []
     steps = [0]
 
     def stepped(*_: object) -> None:
         steps[0] += 1
         if worlds:
-            worlds[0].capturing = steps[0] in (3, 4)
+            worlds[0].capturing = steps[0] in (2,)
 
     hook = register_optimizer_step_post_hook(stepped)
     try:
         computed, outcome, _, _ = run_late(
-            loop, plan, tmp_path, 6, monkeypatch, seed=3, told=lambda device: worlds.append(device.world)
+            loop, plan, tmp_path, STEPS, monkeypatch, seed=3, told=lambda device: worlds.append(device.world)
         )
     finally:
         hook.remove()
     assert computed == plain
-    assert steps[0] >= 6
+    assert steps[0] == STEPS
     assert outcome.actions.done > 0
 
 
@@ -161,10 +173,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("rule", BROKEN)
 def test_a_run_without_one_of_the_tiers_rules_fails(
-    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rule: str, lstm: tuple[Loop, Plan, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop, plan = planned(LSTM, tmp_path)
-    plain = seeded(loop, STEPS)
+    loop, plan, plain = lstm
     changed: Any = mutant(host, *BROKEN[rule])
 
     def run() -> None:
