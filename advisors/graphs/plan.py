@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.auto import auto
 from memopt.advisors.graphs.autoswap import autoswap
 from memopt.advisors.graphs.autotm import autotm
@@ -108,7 +108,7 @@ def plan_graph(
             why=FOR_PROFILES[strategy],
             try_="--strategy auto",
         )
-    begin = time.monotonic()
+    begin = now()
     problem = GraphProblem(
         graph=graph,
         budget_bytes=budget_bytes,
@@ -121,7 +121,7 @@ def plan_graph(
     )
     plan = GRAPH_STRATEGIES[strategy] if graph.op_count else nothing_to_run
     schedule = finish(problem, plan(problem), strategy)
-    schedule.stats["seconds"] = round(time.monotonic() - begin, 3)
+    schedule.stats["seconds"] = round(now() - begin, 3)
     return schedule
 
 

@@ -7,11 +7,11 @@ and the cheapest in earnest is kept. With a link, what is dear to recompute may 
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.lanes import Swap
 from memopt.advisors.graphs.lives import EMPTY
 from memopt.advisors.graphs.moves import Moves
@@ -101,7 +101,7 @@ class Recreate(Moves):
     def press(self, until: float, most_cost: float = math.inf) -> None:
         """Evict wherever memory is short, as far as that goes: a slot that nothing relieves is left as it is. Cannot be undone."""
         hopeless = np.zeros(len(self.state.memory), dtype=np.bool_)
-        while time.monotonic() < until:
+        while now() < until:
             memory = np.where(hopeless, 0, self.state.memory)
             slot = int(memory.argmax())
             if int(memory[slot]) <= self.budget:
