@@ -10,6 +10,8 @@ from typing import Any
 from memopt.errors import BudgetInfeasible, UsageError, enough
 
 _ANY_PEAK_BYTES = 2**30
+_HARDLY_BYTES = 1000
+"""A smaller budget was hardly meant in bytes."""
 LOWEST = "min"
 """The budget that asks for the smallest peak that is found."""
 _ZERO = re.compile(r"0+(\.0*)?\s*([kmgt]?i?b?|%)?")
@@ -34,7 +36,13 @@ def check_words(options: dict[str, Any]) -> None:
             find_strategy(name)
     kinds_named(options["allow"]), kinds_named(options["deny"])
     if options["budget"] is not None and not is_lowest(options):
-        parse_bytes(options["budget"], of_bytes=_ANY_PEAK_BYTES)
+        budget = parse_bytes(options["budget"], of_bytes=_ANY_PEAK_BYTES)
+        if budget < _HARDLY_BYTES and options["budget"].strip().isdecimal():
+            raise UsageError(
+                f"a budget of {budget} is {budget} bytes",
+                why="a number without a unit is bytes",
+                try_=f"--budget {budget}GB, or --budget {budget}B where that is meant",
+            )
     if options["max_overhead"] is not None:
         parse_share(options["max_overhead"])
 
