@@ -157,7 +157,8 @@ def _of_plan(plan: Plan, trace: Trace | None, outcome: Outcome | None) -> Headli
     ]
     leads.append("Losses, gradients, parameters and buffers stay bit for bit what they are.")
     if outcome is not None:
-        leads.append(f"Measured: {verdict.of_outcome(outcome)}")
+        words = verdict.of_outcome(outcome)
+        leads.append(f"Measured: {words[:1].lower()}{words[1:]}")
     figures: list[Figure] = [
         ("Without the plan", format_bytes(before), format_ms(plan.plain_step_ms)),
         (
