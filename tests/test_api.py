@@ -18,6 +18,7 @@ from rich.console import Console
 
 import memopt
 from memopt.advisors.advise import advise
+from memopt.advisors.plan_reader import read_plan
 from memopt.errors import BadFile, RunFailed, UsageError
 from memopt.outcome import Outcome
 from memopt.trace import load_trace
@@ -141,6 +142,35 @@ def test_a_block_is_profiled_planned_and_enforced_to_the_same_bits(tmp_path: Pat
         train(4)
     with pytest.raises(UsageError, match="exists already"), memopt.profile(tmp_path / "run.profile.json.gz"):
         train(4)
+
+
+def test_a_plan_that_steps_inside_backward_is_drawn_as_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memopt.profiler.updates.speaks_of_gradients", lambda: "")
+    path = tmp_path / "wide.profile.json.gz"
+    with memopt.profile(path):
+        net = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(5):
+            loss = net(torch.randn(4, 512)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            del loss
+    trace = load_trace(path)
+    plan = advise(trace, budget_bytes=int(0.9 * trace.peak_bytes), profile=path.name)
+    assert plan.in_backward is not None
+    read = read_plan(plan, trace)
+    assert read.moves_the_optimizer
+    assert (read.timeline.peak_bytes, read.timeline.step_ms) == (
+        plan.predicted_peak_bytes,
+        plan.predicted_step_ms,
+    )
+    plan.save(tmp_path / "wide.plan.json")
+    found = memopt.load(tmp_path / "wide.plan.json")
+    assert max(found.plot().data[0].y) == plan.predicted_peak_bytes
+    assert "ptimizer in backward" in found.report(tmp_path / "page.html").read_text()
 
 
 def test_a_block_that_trains_nothing_says_so() -> None:
