@@ -23,6 +23,7 @@ class Lazy(NamedTuple):
 
 
 COMMANDS = {
+    "run": Lazy("memopt.cli.run:run", "Run the script within a memory budget: all of the below in one run."),
     "profile": Lazy("memopt.cli.profile:profile", "Record one steady iteration of a training script."),
     "estimate": Lazy("memopt.cli.estimate:estimate", "Tell the peak memory before anything is run."),
     "advise": Lazy("memopt.cli.advise:advise", "Find what to swap, recompute or compress to fit a budget."),

@@ -169,8 +169,13 @@ class Values:
                 if value is not None:
                     value.storage = None
 
+    def will_be_rewritten(self, tensor: Tensor) -> None:
+        """A kernel that nobody sees into gets `tensor` and may write it: what needs its present bytes is made now."""
+        if is_plain(tensor):
+            self.source_changes(tensor.untyped_storage()._cdata)
+
     def rewritten_unseen(self, tensor: Tensor) -> None:
-        """A compiled region has changed `tensor`: what was recorded made another value."""
+        """A kernel that nobody sees into has changed `tensor`: what was recorded made another value."""
         if is_plain(tensor):
             self.overwritten([tensor.untyped_storage()])
 

@@ -75,6 +75,8 @@ class Iterations:
         self.accumulates = True
         """The last backward call left gradients behind, as `torch.autograd.grad` does not."""
         self._steps_open = 0
+        self.step_has_arguments = False
+        """The step that begins was given some: a closure."""
         self._stepped_inside = False
         """An optimizer has stepped during the backward call that is running."""
         self._handles: list[Any] = []
@@ -187,6 +189,7 @@ class Iterations:
         if not self._ours():
             return
         self._steps_open = _steps_under_way()
+        self.step_has_arguments = len(args) > 1 or bool(kwargs)
         self._listener.step_begins(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from memopt.instrument.allocator_events import Started, note_freed, started_profile, stop_profile
 from memopt.instrument.cuda_statistics import statistics_of
+from memopt.instrument.gradient_reads import kept_gradient
 from memopt.instrument.living import living
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script_profiler import on_script
@@ -115,7 +116,7 @@ def living_storages(device: str) -> list[UntypedStorage]:
 def _gradient_of(tensor: Tensor) -> Tensor | None:
     """Nobody in Python may have looked at it yet: then it is no object of Python's."""
     try:
-        return tensor.grad if tensor.is_leaf and tensor.requires_grad else None
+        return kept_gradient(tensor)
     except (NotImplementedError, RuntimeError, TypeError):
         return None
 

@@ -176,6 +176,13 @@ class StorageRows:
             row.version, row.value, row.unseen = version, self._new_value(number, -1, -1), True
         return row.value
 
+    def rewritten_unseen(self, tensor: Tensor) -> None:
+        """A kernel that nobody sees into may have written `tensor`."""
+        number = self.row_of(tensor)
+        if number >= 0 and not self._ended:
+            row = self.rows[number]
+            row.value, row.unseen = self._new_value(number, -1, -1), True
+
     def born(self, tensor: Tensor, op: int, output: int) -> int | None:
         """`op` gave `tensor`: the value that it made, None where the storage was there before."""
         known = len(self.rows)
