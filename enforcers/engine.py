@@ -188,8 +188,8 @@ class Engine(TorchDispatchMode):
 
     def _record(self, func: Any, kind: OpKind, flat: list[Any], form: CallForm) -> Record | None:
         """The call, remembered before it runs; None when it could not be made again."""
-        if self._regions.depth:
-            return None
+        if self._regions.depth or not kind.replayable:
+            return None  # what a plan says may have been edited
         if not same_bits_again(func, (a for a in flat if isinstance(a, Tensor))):
             self.other_bits.add(kind.name)
             return None

@@ -39,10 +39,8 @@ class Values:
         """Do records hold tensors that somebody may change?"""
         return bool(self._pins)
 
-    def freeze(self, tensor: Tensor) -> View | Pinned | Tensor:
-        """What a record holds of an argument: a view of a value that can be made again, or the tensor itself."""
-        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
-            return tensor
+    def freeze(self, tensor: Tensor) -> View | Pinned:
+        """What a record holds of an argument, a strided one: a view of a value that can be made again, or the tensor itself."""
         storage = tensor.untyped_storage()
         value = self.value_in(tensor, storage)
         if value is not None:

@@ -108,7 +108,14 @@ def kind_of(func: torch._ops.OpOverload) -> OpKind:
 
 
 def same_bits_again(func: torch._ops.OpOverload, tensors: Iterable[Tensor]) -> bool:
-    """Does the op give the same bits when it runs again on inputs like these, in another thread too? Only asked of replayable ops."""
+    """Does the op give the same bits when it runs again on inputs like these, in another thread too? Only asked of replayable ops.
+
+    Of sparse and quantized inputs nobody knows whether they are still what they were: `_to_dense` alone, run again, moves the
+    version counter of a CSR tensor.
+    """
+    tensors = list(tensors)
+    if any(tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
+        return False
     packet = func._schema.name
     if packet not in _OTHER_BITS_ON_A_GPU and packet not in _SCANS and packet not in _TUNED:
         return True
