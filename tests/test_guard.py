@@ -16,6 +16,7 @@ from memopt.enforcers.guard import Guard
 from memopt.enforcers.swap import SwapFailed
 from memopt.enforcers.tiers import disk_tier
 from memopt.enforcers.verify import digest
+from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.loop import Loop
@@ -45,7 +46,7 @@ def guarded(
     iterations = Iterations(relay, frames.thread)
     iterations.install()
     tier = disk_tier(folder)
-    relay.guard = Guard(Loop(frames, iterations), tier, "cpu", budget_bytes)
+    relay.guard = Guard(Loop(frames, iterations, PlainForms()), tier, "cpu", budget_bytes)
     relay.guard.begin()
     try:
         return seeded(loop, steps), relay.guard
