@@ -10,7 +10,7 @@ Rules (each broken once by somebody, with silently wrong gradients or no overlap
 * nothing is pinned on the fly: the plan knows the bytes, so the arena is made once; growing is the exception, and counted.
 
 Every block of pinned memory stays with its ticket until the last copy out of it has ended, so a place is never written while it is
-read. Not yet run on a GPU.
+read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memopt.enforcers.accelerator import Accelerator, Event, Users, row_of
-from memopt.enforcers.host_memory import most_bytes
+from memopt.enforcers.accelerator import Accelerator, Event, Users, most_bytes, row_of
 from memopt.enforcers.swap import FreeSpace, SwapFailed
 from memopt.units import format_bytes
 
