@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memopt.enforcers.host_memory import most_bytes
 from memopt.enforcers.swap import SwapFailed, without_frames
+from memopt.instrument.host_memory import available_bytes
 
 if TYPE_CHECKING:
     import torch
+
+
+_PINNED_SHARE = 0.9
+"""Of the host's memory that is left; the script goes on to load batches beside it."""
 
 
 class Event(Protocol):
@@ -164,6 +169,14 @@ class TorchAccelerator:
         if row.data_ptr() in self._registered:
             self._registered.discard(row.data_ptr())
             _cuda_runtime().cudaHostUnregister(row.data_ptr())
+
+
+def most_bytes() -> int | None:
+    """Bytes that may be pinned now: most of what the host has left, the other ranks of this machine having as much. None: not known."""
+    left, ranks = available_bytes(), os.environ.get("LOCAL_WORLD_SIZE", "")
+    return (
+        None if left is None else int(_PINNED_SHARE * left) // max(1, int(ranks) if ranks.isdecimal() else 1)
+    )
 
 
 def accelerator_of(device: torch.device) -> Accelerator | None:

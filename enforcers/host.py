@@ -22,8 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memopt.enforcers.accelerator import Accelerator, Event, Users, row_of
-from memopt.enforcers.host_memory import most_bytes
+from memopt.enforcers.accelerator import Accelerator, Event, Users, most_bytes, row_of
 from memopt.enforcers.swap import FreeSpace, SwapFailed
 from memopt.units import format_bytes
 

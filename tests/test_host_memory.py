@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from memopt.enforcers.host_memory import most_bytes
+from memopt.enforcers import accelerator
+from memopt.enforcers.accelerator import most_bytes
+from memopt.instrument.host_memory import available_bytes
 
 
 def write(root: Path, files: dict[str, str]) -> None:
@@ -16,14 +18,13 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+def root(tmp_path: Path) -> Path:
     write(tmp_path, {"proc/meminfo": "MemTotal:  100 kB\nMemAvailable:  10 kB\n"})
     return tmp_path
 
 
 def test_of_a_machine_without_groups(root: Path) -> None:
-    assert most_bytes(root) == int(0.9 * 10240)
+    assert available_bytes(root) == 10240
 
 
 def test_the_tightest_group_of_all_above_counts(root: Path) -> None:
@@ -38,7 +39,7 @@ def test_the_tightest_group_of_all_above_counts(root: Path) -> None:
             "sys/fs/cgroup/job/memory.stat": "anon 4000\ninactive_file 1000\n",
         },
     )
-    assert most_bytes(root) == int(0.9 * 5000)
+    assert available_bytes(root) == 5000
 
 
 def test_the_older_kind_of_group(root: Path) -> None:
@@ -52,18 +53,23 @@ def test_the_older_kind_of_group(root: Path) -> None:
             "sys/fs/cgroup/memory/job/memory.usage_in_bytes": "5000\n",
         },
     )
-    assert most_bytes(root) == 900
+    assert available_bytes(root) == 1000
 
 
-def test_ranks_of_one_machine_share(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_one_machine_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accelerator, "available_bytes", lambda: 10_000)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert most_bytes() == 9000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert most_bytes(root) == int(0.9 * 10240) // 4
+    assert most_bytes() == 2250
+    monkeypatch.setattr(accelerator, "available_bytes", lambda: None)
+    assert most_bytes() is None
 
 
 def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
-    assert most_bytes(tmp_path) is None
+    assert available_bytes(tmp_path) is None
 
 
 def test_on_this_machine() -> None:
-    found = most_bytes()
+    found = available_bytes()
     assert found is None or 1 << 20 < found < 1 << 50

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-_SHARE = 0.9
-"""Of what is available; the script goes on to load batches beside it."""
 
-
-def most_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that may be pinned now, the other ranks of this machine having as much; None where the system does not tell."""
-    found = [bytes_ for bytes_ in (_of_machine(root), *_of_groups(root)) if bytes_ is not None]
-    if not found:
-        return None
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(_SHARE * min(found)) // max(1, int(ranks) if ranks.isdecimal() else 1)
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """The least of what the machine and the groups have left, without swapping; None where the system does not tell."""
+    known = [left for left in (_of_machine(root), *_of_groups(root)) if left is not None]
+    return min(known, default=None)
 
 
 def _of_machine(root: Path) -> int | None:
