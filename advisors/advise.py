@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from memopt.advisors.auto import Auto
-from memopt.advisors.blockers import Floor, lowest_floor
+from memopt.advisors.blockers import Floor, Reached, lowest_floor
 from memopt.advisors.jointly import plan_jointly, plan_moved_at_last, plan_with_pieces
 from memopt.advisors.modnn import Modnn
 from memopt.advisors.plan_writer import write_plan
@@ -81,13 +81,14 @@ class Adviser:
 
     def in_backward(self, problem: Problem, *, margin: float = MARGIN) -> Problem | None:
         """`problem` of the run whose optimizer steps inside backward; none where that cannot be, or lowers nothing."""
-        moved = self._moved(problem, margin)
+        moved = self.moved(problem, margin)
         if moved is None:
             return None
         lower = moved.plain.peak_bytes < problem.plain.peak_bytes or _excess(moved) < _excess(problem)
         return moved if lower else None
 
-    def _moved(self, problem: Problem, margin: float) -> Problem | None:
+    def moved(self, problem: Problem, margin: float = MARGIN) -> Problem | None:
+        """`problem` of the run whose optimizer steps inside backward, whether that lowers anything or not; none where it cannot."""
         if "optimizer" not in self.allow or why_not(self.trace):
             return None
         if self._moved_view is None:
@@ -143,7 +144,7 @@ class Adviser:
         """What no plan can go below, whether the optimizer steps inside backward or not."""
         if self._floor is None:
             problem = self.problem(1)
-            moved = self._moved(problem, MARGIN)
+            moved = self.moved(problem, MARGIN)
             others = [moved] if moved is not None else []
             self._floor = lowest_floor([problem, *others, *self.in_pieces(problem)])
         return self._floor
@@ -175,6 +176,7 @@ class Adviser:
                 error.min_peak_bytes,
                 (*error.blockers, self.floor.words, *without_a_plan),
                 try_=error.try_,
+                reached=error.reached,
             ) from None
         if not decisions and problem.instead_of is None:
             raise BudgetInfeasible(
@@ -183,6 +185,30 @@ class Adviser:
                 ("the peak lies outside of the ops that were recorded, where no plan reaches",),
             )
         return problem, decisions, (*notes, *_optimality(problem, decisions), *self._unused())
+
+    def lowest(self, strategy: str = "auto") -> Decided:
+        """What is decided for the smallest peak that `strategy` finds, with the shortest step found for it."""
+        try:
+            return self.decide(1, strategy)
+        except BudgetInfeasible as error:
+            smallest, reached = error.min_peak_bytes, error.reached
+        plain = self.problem(smallest)
+        if not isinstance(reached, Reached) or smallest >= plain.unplanned_peak_bytes:
+            note = (
+                f"nothing to do: no plan found lowers the peak of {format_bytes(plain.unplanned_peak_bytes)}"
+            )
+            return self.problem(plain.unplanned_peak_bytes), {}, (note, self.floor.words)
+        problem, decisions = reached.problem.with_budget(smallest), reached.decisions
+        note = f"the smallest peak found; {self.floor.words}"
+        try:
+            again, faster = self._search(
+                self.problem(smallest, margin=0.0), self.strategy(strategy), margin=0.0
+            )
+        except (BudgetInfeasible, KeyboardInterrupt):
+            return problem, decisions, (note,)
+        if again.run(faster).step_ms < problem.run(decisions).step_ms:
+            problem, decisions = again, faster
+        return problem, decisions, (note, *self._unused())
 
     def _unused(self) -> list[str]:
         """Kinds that were allowed in vain."""
@@ -204,7 +230,7 @@ class Adviser:
     ) -> tuple[Problem, Decisions]:
         if not isinstance(planner, Auto):
             return problem, planner.plan(problem)
-        moved = self._moved(problem, margin)
+        moved = self.moved(problem, margin)
         found = plan_with_pieces(
             planner,
             problem,
@@ -220,7 +246,7 @@ class Adviser:
         moved = self.in_backward(problem, margin=margin)
         if moved is not None:
             found = plan_jointly(planner, moved)
-        elif (movable := self._moved(problem, margin)) is not None:
+        elif (movable := self.moved(problem, margin)) is not None:
             found = plan_moved_at_last(planner, movable)
         else:
             found = problem, planner.plan(problem)

@@ -6,8 +6,9 @@ import msgspec
 
 from memopt.advisors.advise import Adviser
 from memopt.errors import BudgetInfeasible
+from memopt.estimators.beside_tensors import parse_budget
 from memopt.plan import Plan
-from memopt.units import format_bytes, parse_bytes
+from memopt.units import format_bytes
 
 NOT_MET = "the budget cannot be met: "
 """Begin of the note that says what holds the floor."""
@@ -19,7 +20,8 @@ _WIDER = 1.05
 def best_effort(adviser: Adviser, budget: str) -> Plan:
     """The plan for `budget` (`16GB`, `60%` of the unplanned peak). Where it cannot be met, the plan of the smallest peak found, with a
     note that begins with `NOT_MET`; its `budget_bytes` are those that were asked for."""
-    budget_bytes = wanted_bytes = parse_bytes(budget, of_bytes=adviser.unplanned_peak_bytes)
+    asked = parse_budget(budget, adviser.trace, unplanned_bytes=adviser.unplanned_peak_bytes)
+    budget_bytes = wanted_bytes = asked.tensors_bytes
     blocked: BudgetInfeasible | None = None
     for tried in range(_TRIES):
         try:
@@ -32,6 +34,7 @@ def best_effort(adviser: Adviser, budget: str) -> Plan:
             break
     else:
         plan = adviser.plan(adviser.unplanned_peak_bytes)
+    plan = asked.noted(plan)
     if blocked is None:
         return plan
     peak = format_bytes(plan.predicted_peak_bytes)

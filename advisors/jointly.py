@@ -23,10 +23,11 @@ def plan_jointly(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
     plain, limit_s = moved.instead_of, auto.time_limit_s
     assert plain is not None
     hopeless = plain.floor_bytes > plain.target_bytes
+    alone = hopeless and plain.floor_bytes >= moved.floor_bytes
     try:
-        found = auto.within(moved, limit_s * (1.0 if hopeless else _SHARE_OF_THE_FIRST))
+        found = auto.within(moved, limit_s * (1.0 if alone else _SHARE_OF_THE_FIRST))
     except BudgetInfeasible as error:
-        if hopeless:
+        if hopeless and plain.floor_bytes >= error.min_peak_bytes:
             raise
         return plain, _instead(auto, plain, limit_s * (1 - _SHARE_OF_THE_FIRST), error)
     same = plain.run(found)

@@ -161,6 +161,12 @@ class Problem:
         other.least_step_ms = None
         return other
 
+    def with_budget(self, budget_bytes: int) -> Problem:
+        """The same problem under another budget, which leaves no margin."""
+        other = self.with_target(budget_bytes)
+        other._memo, other.budget_bytes = self._memo, budget_bytes
+        return other
+
     def limited(self, deadline: float) -> Problem:
         """The same problem; `run` raises `OutOfTime` once `clock.now()` has passed `deadline`."""
         other = self.with_target(self.target_bytes)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memopt.cli.own_files import refuse_foreign
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
-from memopt.files import refuse_overwrite
 from memopt.units import format_bytes, format_ms, parse_bytes
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def advise_graph(
 
     kinds = _kinds(allow, deny)
     names = list(dict.fromkeys(find_graph_strategy(name) for name in strategies or ("auto",)))
-    if schedule is not None:
-        refuse_overwrite(schedule, force=force)
     graph = read_graph(graph_path)
+    if schedule is not None:
+        refuse_foreign(schedule, "memopt.schedule", graph=graph.name, force=force)
     peak_bytes = unplanned_peak(graph)
     budget_bytes = parse_bytes(budget, of_bytes=peak_bytes)
     options = {

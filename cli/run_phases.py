@@ -140,6 +140,7 @@ class Phases:
         self._guard(self._begin)
 
     def _begin(self) -> None:
+        from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.loop import Loop
@@ -150,7 +151,9 @@ class Phases:
         frames.install()
         iterations = Iterations(self, frames.thread)
         iterations.install()
-        self._loop = Loop(frames, iterations)
+        forms = PlainForms()
+        forms.install()
+        self._loop = Loop(frames, iterations, forms)
         plan = None if self._wishes.online else self._cache.plan()
         if plan is not None and self._still_holds(plan):
             self.course.from_cache = True
@@ -353,8 +356,7 @@ class Phases:
             course.problem = course.problem or (str(failure) if failure is not None else "")
         course.still_planning = self._background is not None and not self._background.is_over
         if self._loop is not None:
-            self._loop.iterations.remove()
-            self._loop.frames.remove()
+            self._loop.remove()
             self._loop = None
         return course
 

@@ -33,6 +33,7 @@ from memopt.enforcers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.tables import AtUse, PlannedSlot, Tables
 from memopt.enforcers.values import Values
 from memopt.estimators.slot_needs import Need
+from memopt.instrument.as_plain import as_plain
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.ops import (
@@ -71,6 +72,7 @@ class Engine(TorchDispatchMode):
         self._thread = frames.thread
         self._regions = frames.regions
         self.values = Values(frames.thread)
+        self._regions.will_rewrite = self.values.will_be_rewritten
         self._regions.rewrote = self.values.rewritten_unseen
         frames.resizes.told = self.values.will_be_resized
         self._unsettled: list[Planned] = []
@@ -81,6 +83,8 @@ class Engine(TorchDispatchMode):
         """Action -> slots on which it was taken in this iteration."""
         self.declined: dict[int, str] = {}
         """Action -> why it was not taken, the first reason of the run."""
+        self.other_bits: set[str] = set()
+        """Ops that were to be run again, and may give other bits then."""
         self.divergences = 0
         """Module calls, over the run, in which something was not as planned."""
         self.saved_tensors = 0
@@ -129,16 +133,17 @@ class Engine(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        run = as_plain(func)
         iterations = self._iterations
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if self._regions.compiling or not self._thread.is_here or self.capturing.now():
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if not _PLAIN_TYPES.issuperset(types):
-            return func(*args, **kwargs) if is_tracing(types) else NotImplemented
+            return run(*args, **kwargs) if is_tracing(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if self._swapper is not None:
             self._swapper.collect()
         frame = self._frames.current
@@ -150,12 +155,13 @@ class Engine(TorchDispatchMode):
             describe_call(kind.name, func, args, kwargs) if readers and kind.name in readers else None
         )
         if not recorded and not self._unsettled and not kind.writes and kind.statistics is None:
-            return func(*args, **kwargs)
-        return self._watch(func, kind, args, kwargs, recorded)
+            return run(*args, **kwargs)
+        return self._watch(func, run, kind, args, kwargs, recorded)
 
     def _watch(
         self,
         func: Any,
+        run: Any,
         kind: OpKind,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -169,7 +175,7 @@ class Engine(TorchDispatchMode):
         for statistics in updated_statistics(kind, args):
             self.values.source_changes(statistics.untyped_storage()._cdata, but=record)
         written = self.values.about_to_write(kind, args, kwargs, record)
-        out = func(*args, **kwargs)
+        out = run(*args, **kwargs)
         self.values.overwritten(written)
         if record is not None:
             self.values.remember(record, flat, out)
@@ -182,7 +188,10 @@ class Engine(TorchDispatchMode):
 
     def _record(self, func: Any, kind: OpKind, flat: list[Any], form: CallForm) -> Record | None:
         """The call, remembered before it runs; None when it could not be made again."""
-        if self._regions.depth or not same_bits_again(func, (a for a in flat if isinstance(a, Tensor))):
+        if self._regions.depth or not kind.replayable:
+            return None  # what a plan says may have been edited
+        if not same_bits_again(func, (a for a in flat if isinstance(a, Tensor))):
+            self.other_bits.add(kind.name)
             return None
         try:
             record = record_op(func, kind, flat, form, self.values.freeze)

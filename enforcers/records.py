@@ -332,7 +332,7 @@ def record_op(
     kind: OpKind,
     flat: list[Any],
     form: CallForm,
-    freeze: Callable[[Tensor], View | Pinned | Tensor],
+    freeze: Callable[[Tensor], View | Pinned],
 ) -> Record:
     """Remember a call before it runs; `freeze` says what to hold of each tensor argument."""
     rng = generator_state(flat) if kind.random else None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
     from memopt.enforcers.swapped import Swapper
     from memopt.enforcers.tiers import PerDevice
+    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.loop import Loop
@@ -39,6 +40,8 @@ class Options:
 
     swap_dir: Path
     measure: bool = True
+    limit_bytes: int = 0
+    """What a GPU's allocator may reserve; 0: all there is."""
 
 
 class Witness(Protocol):
@@ -66,6 +69,7 @@ class ApplySession:
         self._iterations: Iterations | None = None
         self._hooks: SavedTensorHooks | None = None
         self._swapper: Swapper | None = None
+        self._forms: PlainForms | None = None
         self._updates: OptimizerInBackward | None = None
         self._pieces: OptimizerInPieces | None = None
         self._measurements = Measurements(plan, peaks=options.measure)
@@ -112,7 +116,9 @@ class ApplySession:
 
     def _set_up(self, loop: Loop | None) -> None:
         from memopt.enforcers.engine import Engine
+        from memopt.enforcers.memory_limit import hold
         from memopt.enforcers.tables import tables_of
+        from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
@@ -125,6 +131,8 @@ class ApplySession:
             self._iterations.install()
         else:
             self._frames, self._iterations = loop.frames, loop.iterations
+        if self._options.limit_bytes:
+            hold(self._options.limit_bytes)
         tables = tables_of(self._plan)
         self._swapper = self._tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
@@ -133,6 +141,8 @@ class ApplySession:
                 keep_freed_pages()
             if loop is None:
                 self._frames.install()
+                self._forms = PlainForms()
+                self._forms.install()
             self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
             self._hooks.install()
             self._engine.enter()
@@ -188,7 +198,7 @@ class ApplySession:
         outcome = self._outcome()
         if self._engine is not None:
             self._engine.stop()
-        watchers = () if self._shares_loop else (self._iterations, self._frames)
+        watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
         for part in (self._hooks, self._updates, self._pieces, *watchers):
             if part is not None:
                 part.remove()
@@ -206,6 +216,9 @@ class ApplySession:
         planned += (in_backward > 0) + (in_pieces > 0)
         done = len(self._done) + (stepped >= in_backward > 0) + (in_turn >= in_pieces > 0)
         notes = [*self.notes, *self._declined()]
+        if engine is not None and engine.other_bits:
+            names = ", ".join(sorted(engine.other_bits))
+            notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
         if self._swapper is not None:
             notes += [f"{failure}; what could not be copied was kept" for failure in self._swapper.failures()]
         if stepped < in_backward and self._updates is not None:

@@ -251,20 +251,43 @@ def flash_attention_backward(
     key_length: int,
     head_dim: int,
     item_bytes: int,
+    splits: int = 1,
 ) -> tuple[HiddenTensor, ...]:
     """What `_flash_attention_backward` allocates beside its outputs, in order.
 
-    Source: flash_api.cpp `mha_bwd`: softmax_d in fp32, dq accumulated in fp32 over rows padded to 128, and with grouped
-    queries dk and dv for every query head. The head is padded to 8 for the inputs, to 32 (64 above 128) for dq.
+    Source: flash_api.cpp `mha_bwd`: softmax_d in fp32, dq accumulated in fp32 over rows padded to 128 (in so many `splits`
+    where algorithms are to be deterministic), and with grouped queries dk and dv for every query head. The head is padded
+    to 8 for the inputs, to 32 (64 above 128) for dq; FlashAttention before 2.7, in torch before 2.9, padded to 32 up to 192.
     """
-    rows = _up(query_length, 128)
+    rows = batch * _up(query_length, 128)
+    return _flash(rows, batch * key_length, heads, kv_heads, head_dim, item_bytes, splits)
+
+
+def packed_flash_attention_backward(
+    *,
+    sequences: int,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    item_bytes: int,
+    splits: int = 1,
+) -> tuple[HiddenTensor, ...]:
+    """Likewise of `queries` and `keys` in all, of so many sequences without padding: flash_api.cpp `mha_varlen_bwd`."""
+    return _flash(queries + 128 * sequences, keys, heads, kv_heads, head_dim, item_bytes, splits)
+
+
+def _flash(
+    rows: int, keys: int, heads: int, kv_heads: int, head_dim: int, item_bytes: int, splits: int
+) -> tuple[HiddenTensor, ...]:
     padded_dim = _up(head_dim, 32 if head_dim <= 128 else 64)
     tensors = [
-        HiddenTensor("softmax_d", batch * heads * rows * 4),
-        HiddenTensor("dq_accum", batch * rows * heads * padded_dim * 4),
+        HiddenTensor("softmax_d", rows * heads * 4),
+        HiddenTensor("dq_accum", splits * rows * heads * padded_dim * 4),
     ]
     if kv_heads != heads:
-        expanded = batch * key_length * heads * _up(head_dim, 8) * item_bytes
+        expanded = keys * heads * _up(head_dim, 8) * item_bytes
         tensors += [HiddenTensor("dk_expanded", expanded), HiddenTensor("dv_expanded", expanded)]
     return tuple(tensors)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -185,8 +186,15 @@ class Iterations:
         if self.boundary == "backward":
             self._end_iteration()
 
+    def _steps_for_us(self) -> bool:
+        """Is it the training thread that steps, or autograd's for it? Hooks of a GPU's backward run in a thread of the device's."""
+        if self._ours():
+            return True
+        inside = self._depth > 0 and os.getpid() == self._pid and torch._C._current_graph_task_id() != -1
+        return inside and isinstance(threading.current_thread(), threading._DummyThread)
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._ours():
+        if not self._steps_for_us():
             return
         self._steps_open = _steps_under_way()
         self.step_has_arguments = len(args) > 1 or bool(kwargs)
@@ -195,7 +203,7 @@ class Iterations:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         inside = self._depth > 0 and self._steps_open <= 1 and os.getpid() == self._pid
         self._stepped_inside |= inside  # perhaps in a thread of autograd's
-        if not self._ours():
+        if not self._steps_for_us():
             return
         self._steps_open = _steps_under_way() - 1
         self._listener.step_ended(optimizer)

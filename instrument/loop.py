@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
 
@@ -16,3 +17,9 @@ class Loop:
 
     frames: Frames
     iterations: Iterations
+    forms: PlainForms
+
+    def remove(self) -> None:
+        """Watch no more."""
+        for part in (self.iterations, self.frames, self.forms):
+            part.remove()

@@ -38,7 +38,7 @@ _NOT_REPLAYABLE = {
     "aten::index_add", "aten::index_add_", "aten::scatter_add", "aten::scatter_add_", "aten::index_put_",
     "aten::_index_put_impl_", "aten::put_", "aten::bincount", "aten::histc", "aten::scatter_reduce",
     "aten::_to_copy.cross_device", "aten::_cudnn_rnn", "aten::_thnn_fused_lstm_cell", "aten::lstsq",
-    "aten::linalg_lstsq", "aten::_scaled_dot_product_cudnn_attention", "aten::equal", "aten::is_same_size",
+    "aten::linalg_lstsq", "aten::linalg_pinv", "aten::_trilinear", "aten::_scaled_dot_product_cudnn_attention", "aten::equal", "aten::is_same_size",
 }  # fmt: skip
 """Ops whose result depends on more than their inputs' values, that need not give the same bits twice, or that move memory."""
 
@@ -108,7 +108,14 @@ def kind_of(func: torch._ops.OpOverload) -> OpKind:
 
 
 def same_bits_again(func: torch._ops.OpOverload, tensors: Iterable[Tensor]) -> bool:
-    """Does the op give the same bits when it runs again on inputs like these, in another thread too? Only asked of replayable ops."""
+    """Does the op give the same bits when it runs again on inputs like these, in another thread too? Only asked of replayable ops.
+
+    Of sparse and quantized inputs nobody knows whether they are still what they were: `_to_dense` alone, run again, moves the
+    version counter of a CSR tensor.
+    """
+    tensors = list(tensors)
+    if any(tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
+        return False
     packet = func._schema.name
     if packet not in _OTHER_BITS_ON_A_GPU and packet not in _SCANS and packet not in _TUNED:
         return True

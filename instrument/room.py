@@ -9,7 +9,10 @@ _SHARE = 0.95
 
 
 def free_bytes(kind: str) -> int | None:
-    """Bytes that tensors of this process may take on a device of type `kind`, those that they have already included. None: not known."""
+    """Bytes that this process may take on a device of type `kind`, those that it has already included. None: not known.
+
+    On a GPU its CUDA context counts too, on the host only what tensors may take.
+    """
     if kind == "cpu":
         known = [each for each in (_available(), _left_of_the_cgroup()) if each is not None]
         return int(_SHARE * min(known)) if known else None
@@ -17,7 +20,10 @@ def free_bytes(kind: str) -> int | None:
 
     if kind != "cuda" or not torch.cuda.is_available():
         return None
-    return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved()
+    free = int(torch.cuda.mem_get_info()[0])
+    from memopt.instrument.cuda_statistics import process_bytes
+
+    return free + (process_bytes(torch.cuda.current_device()) or torch.cuda.memory_reserved())
 
 
 def _available() -> int | None:

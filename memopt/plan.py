@@ -146,10 +146,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     profile: str
     strategy: str
     budget_bytes: int
+    """What tensors may have."""
     unplanned_peak_bytes: int
     predicted_peak_bytes: int
     plain_step_ms: float
     predicted_step_ms: float
+    whole_budget_bytes: int = 0
+    """What was asked for, where that is for all that the process holds on its GPU: the context and the allocator's gaps too."""
     base_bytes: int = 0
     """On the device when the profiled iteration began; 0 when not known."""
     saved_tensors: int = 0

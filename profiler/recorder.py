@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from memopt.instrument.accumulate import goes_into_first
+from memopt.instrument.as_plain import as_plain
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.lines import user_line
-from memopt.instrument.nodes import attributes_of, saved_by
+from memopt.instrument.nodes import attributes_of, is_torchs_own, saved_by
 from memopt.instrument.ops import (
     PLAIN_TYPES,
     OpKind,
@@ -72,6 +73,7 @@ class Recorder(TorchDispatchMode):
         self.met = StorageRows(device, self.ops, clock)
         self.storages, self.values = self.met.rows, self.met.values
         frames.resizes.told = self.met.will_be_resized
+        frames.regions.rewrote = self.met.rewritten_unseen
         self._pending: dict[int, int] = {}
         """Saved storages that somebody else still holds: row -> cdata."""
         self._unpacked = 0
@@ -112,13 +114,14 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        run = as_plain(func)
         if not self._recording or self._regions.compiling:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if any(t not in PLAIN_TYPES for t in types):
-            return func(*args, **kwargs) if is_tracing(types) else NotImplemented
+            return run(*args, **kwargs) if is_tracing(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
-            out = func(*args, **kwargs)
+            out = run(*args, **kwargs)
             if isinstance(out, Tensor):
                 self.met.row_of(out)  # torch.tensor([...]) shows itself by a view op alone
             return out
@@ -126,7 +129,7 @@ class Recorder(TorchDispatchMode):
         if op >= self._most_ops:
             self.overflow = True
             self.stop()
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         try:
             self._poll(op - 1)
             row = self._open_row(func, kind, op, args, kwargs)
@@ -134,7 +137,7 @@ class Recorder(TorchDispatchMode):
         except Exception as error:
             row, into_first = self._unseen(kind, error), False
         self.ops.append(row)
-        out = self._clock.run(op, func, args, kwargs)
+        out = self._clock.run(op, run, args, kwargs)
         try:
             if into_first:
                 row.writes.append(self.met.goes_on_in(args[0], out, op))
@@ -291,6 +294,10 @@ class Recorder(TorchDispatchMode):
                 slot = self.slots[row]
                 consumer = called if called >= 0 else self._op_after(slot, node.name())
                 slot.node, slot.slot, slot.consumer, slot.attributes = node.name(), name, consumer, attributes
+                if not is_torchs_own(
+                    node
+                ):  # its kernels may have written what it saved (Liger's cross entropy)
+                    self.storages[slot.storage].unseen = True
 
     def _op_after(self, slot: SlotRow, node: str) -> int:
         """The op that ran next, if it is that of `node`, which is not known where the op made another node first (`hardtanh_`)."""

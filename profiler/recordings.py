@@ -97,6 +97,10 @@ class Recordings:
 
     def begin(self, iteration: int, *, with_bytes: bool) -> None:
         """Record from here on."""
+        from torch import nn
+
+        from memopt.instrument.buckets import bucket_sizes
+        from memopt.instrument.living import living
         from memopt.profiler.cache_calls import CacheCalls
         from memopt.profiler.known import device_in_use, tell_all
         from memopt.profiler.updates import watch_updates
@@ -108,6 +112,7 @@ class Recordings:
         recorder = self._recorder(clock, most)
         if iteration > 1:
             self.names = tell_all(recorder.met.know, self._frames)
+            recorder.met.expect(bucket_sizes(living(nn.Module)[0], self.device))
         recorder.begin()
         clock.start()
         recorder.also_held(clock.base_bytes)

@@ -29,6 +29,7 @@ from memopt.trace import CACHE_EMPTIED, Trace
 if TYPE_CHECKING:
     import torch
 
+    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.loop import Loop
@@ -56,6 +57,7 @@ class ProfileSession:
         self._plain = PlainSteps()
         self._optimizers: set[int] = set()
         self._hooks: SavedTensorHooks | None = None
+        self._forms: PlainForms | None = None
         self._done = False
         """There is nothing left to record."""
         self._timed = False
@@ -80,6 +82,7 @@ class ProfileSession:
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
+        from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.script_profiler import watch
@@ -87,6 +90,8 @@ class ProfileSession:
         watch()
         self._frames = Frames()
         self._frames.install()
+        self._forms = PlainForms()
+        self._forms.install()
         self._iterations = Iterations(self, self._frames.thread)
         self._iterations.install()
         self._begin()
@@ -153,13 +158,22 @@ class ProfileSession:
         if not self._over:
             self._over = True
             self._guard(lambda: self._wind_up(problem, out_of_memory))
-            watchers = () if self._shares_loop else (self._iterations, self._frames)
-            for part in (self._hooks, *watchers):
+            self._watch_no_more()
+            watchers = () if self._shares_loop else (self._iterations, self._forms)
+            for part in watchers:
                 if part is not None:
                     part.remove()
             if self._recordings is not None:
                 self._recordings.close()
         return self.trace
+
+    def _watch_no_more(self) -> None:
+        """What is left is timed as it runs plain: saved tensors and module calls pass nobody."""
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+        if self._frames is not None and not self._shares_loop:
+            self._frames.remove()
 
     def _wind_up(self, problem: str, out_of_memory: bool) -> None:
         recordings = self._recordings
@@ -198,6 +212,7 @@ class ProfileSession:
     def _publish_whole(self, result: Result) -> None:
         """`result` is of an iteration that was recorded to its end."""
         self._done = True
+        self._watch_no_more()
         recorder = result.recorder
         self._publish(
             self._build(result, f"it stops after {len(recorder.ops)} ops" if recorder.overflow else "")
@@ -234,11 +249,11 @@ class ProfileSession:
 
     def thread_changed(self) -> None:
         assert self._frames is not None
-        assert self._hooks is not None
         if self._recordings is not None:
             self._guard(self._recordings.drop)
         self._frames.thread_changed()
-        self._guard(self._hooks.thread_changed)
+        if self._hooks is not None:
+            self._guard(self._hooks.thread_changed)
         self._frames.thread.at_end(self._leave_thread)
 
     def _leave_thread(self) -> None:

@@ -62,6 +62,8 @@ def _row(
 
 
 def _divergences(outcome: Outcome) -> str:
+    if outcome.actions.planned and not outcome.actions.done:
+        return "nothing of the plan was enforced"
     if not outcome.divergences:
         return "the run followed the profile" + (" where it could" if outcome.other_steps else "")
     times = f"{outcome.divergences} time{'s' if outcome.divergences > 1 else ''}"

@@ -449,7 +449,7 @@ def test_narrow_encoding_does_not_kill_the_output() -> None:
 @pytest.mark.parametrize("peak", [1_003_000_000, 1_077_400_000, 104_900, 2**31 - 1])
 def test_the_budget_that_an_error_offers_is_one_that_is_met(peak: int) -> None:
     """Amounts are rounded to three digits: the peak itself, rounded down, would be refused again."""
-    offered = re.search(r"at least ([0-9.]+ \w+)", BudgetInfeasible(1, peak).try_)
+    offered = re.search(r"--budget ([0-9.]+\w+)", BudgetInfeasible(1, peak).try_)
     assert offered is not None
     assert parse_bytes(offered[1]) >= peak
 

@@ -46,7 +46,9 @@ def test_json_and_schedule(graph: Path, tmp_path: Path, capsys: pytest.CaptureFi
     schedule = json.loads(target.read_text())
     assert schedule["schema"] == "memopt.schedule/1"
     assert [what for verb, what in schedule["steps"] if verb == "run"] == [0, 1, 2, 3, 0, 4]
-    with pytest.raises(UsageError):
+    assert advise_graph(graph, budget="75%", schedule=target, time_limit_s=1) == 0, "of the same graph"
+    target.write_text(target.read_text().replace('"chain"', '"another"'))
+    with pytest.raises(UsageError, match="exists already"):
         advise_graph(graph, budget="300", schedule=target)
     assert advise_graph(graph, budget="75%", schedule=target, force=True, time_limit_s=1) == 0
 

@@ -18,6 +18,7 @@ from memopt.estimators.hidden_memory import (
     efficient_attention_backward,
     flash_attention_backward,
     load_rows,
+    packed_flash_attention_backward,
     parse_workspace_config,
 )
 
@@ -168,6 +169,31 @@ def test_flash_backward_with_grouped_queries_expands_keys() -> None:
         128 * 32 * 96 * 4,
         256 * 32 * 80 * 2,
         256 * 32 * 80 * 2,
+    ]
+
+
+def test_flash_backward_pads_wide_heads_to_64_and_splits_where_it_must_be_deterministic() -> None:
+    wide: dict[str, Any] = {
+        "batch": 1,
+        "heads": 4,
+        "kv_heads": 4,
+        "query_length": 128,
+        "key_length": 128,
+        "item_bytes": 2,
+    }
+    assert flash_attention_backward(**wide, head_dim=160)[1].size_bytes == 128 * 4 * 192 * 4
+    assert flash_attention_backward(**wide, head_dim=96, splits=3)[1].size_bytes == 3 * 128 * 4 * 96 * 4
+
+
+def test_packed_flash_backward_keeps_sequences_128_rows_apart() -> None:
+    tensors = packed_flash_attention_backward(
+        sequences=3, heads=4, kv_heads=2, queries=1000, keys=1000, head_dim=64, item_bytes=2
+    )
+    assert [t.size_bytes for t in tensors] == [
+        4 * 1384 * 4,
+        1384 * 4 * 64 * 4,
+        1000 * 4 * 64 * 2,
+        1000 * 4 * 64 * 2,
     ]
 
 
