@@ -33,6 +33,7 @@ COMMANDS = {
     "compare": Lazy(
         "memopt.cli.compare:compare", "Tell what one run needs more than another; a gate for CI."
     ),
+    "live": Lazy("memopt.cli.live:live", "Show a script's memory in the terminal while it runs."),
     "doctor": Lazy("memopt.cli.doctor:doctor", "Tell versions, devices and what is possible here."),
     "strategies": Lazy("memopt.cli.strategies:strategies", "List the planning strategies."),
     "calibrate": Lazy(

@@ -12,6 +12,7 @@ import click
 
 from memopt.cli.device_here import require_device
 from memopt.cli.numbers import Real
+from memopt.cli.on_oom import leaving_traces
 from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ class _Run:
         self._phases.install()
         pid = os.getpid()
         try:
-            code = runner.run(self._command, raised=self._phases.ended_by)
+            code = runner.run(self._command, raised=leaving_traces(self._command, self._phases.ended_by))
         except KeyboardInterrupt:
             self._end()
             runner.die_of(signal.SIGINT)

@@ -15,6 +15,7 @@ from memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from memopt.advisors.plan_reader import ReadPlan
+    from memopt.outcome import Outcome
 
 COLORS = {
     "parameter": "#0072b2",
@@ -248,3 +249,37 @@ def byte_axis(most: int) -> dict[str, Any]:
 def translucent(color: str, alpha: float) -> str:
     red, green, blue = (int(color[i : i + 2], 16) for i in (1, 3, 5))
     return f"rgba({red},{green},{blue},{alpha})"
+
+
+def peaks(outcome: Outcome) -> Figure:
+    """Three bars and the budget: the peak without the plan, as predicted, as measured."""
+    import plotly.graph_objects as go
+
+    bars = {
+        "without the plan": (outcome.unplanned_peak_bytes, BEFORE),
+        "predicted": (outcome.predicted_peak_bytes, COLORS["parameter"]),
+        "measured": (outcome.measured_peak_bytes or 0, AFTER),
+    }
+    figure = go.Figure(layout=plain_layout(300))
+    figure.add_bar(
+        x=list(bars), y=[size for size, _ in bars.values()], text=[format_bytes(size) for size, _ in bars.values()],
+        marker_color=[color for _, color in bars.values()], hoverinfo="skip",
+    )  # fmt: skip
+    figure.add_hline(
+        y=outcome.budget_bytes, line={"dash": "dash", "width": 1.5, "color": "#d55e00"}, name="budget"
+    )
+    figure.update_yaxes(byte_axis(max(outcome.budget_bytes, *(size for size, _ in bars.values()))))
+    return figure
+
+
+def shares(by_category: dict[str, int]) -> Figure:
+    """One bar a category."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout=plain_layout(300))
+    figure.add_bar(
+        x=list(by_category), y=list(by_category.values()), text=[format_bytes(size) for size in by_category.values()],
+        marker_color=[COLORS.get(name, BEFORE) for name in by_category], hoverinfo="skip",
+    )  # fmt: skip
+    figure.update_yaxes(byte_axis(max(by_category.values(), default=0)))
+    return figure

@@ -77,14 +77,13 @@ def _of_run(trace: Trace) -> Headline:
     moment = end or peak
     if trace.partial:
         reason = trace.partial.rstrip(".")
-        early = "Out of memory" if "out of memory" in trace.partial else "It ended early"
-        title = f"{early}, with {format_bytes(moment.total_bytes)} on the device"
+        title = f"{_ending(trace.partial)} {format_bytes(moment.total_bytes)} on the device"
         leads = [
             f"{reason[:1].upper()}{reason[1:]}.",
-            f"What filled it then: {verdict.shares(moment)}.",
+            f"What is there then: {verdict.shares(moment)}.",
             _biggest(moment),
         ]
-        tone = "bad"
+        tone = "" if _SNAPSHOT in trace.partial else "bad"
     else:
         top, size = next(iter(peak.by_category.items()), ("nothing", 0))
         part = f", {100 * size / max(1, peak.total_bytes):.0f} % of it {verdict.plural(top)}" if size else ""
@@ -93,6 +92,15 @@ def _of_run(trace: Trace) -> Headline:
     return Headline(
         title, [lead for lead in leads if lead], _run_figures(trace), tone, command_of(trace), trace.notes
     )
+
+
+_SNAPSHOT = "made from a memory snapshot"
+
+
+def _ending(partial: str) -> str:
+    if _SNAPSHOT in partial:
+        return "The snapshot peaks with"
+    return "Out of memory, with" if "out of memory" in partial else "It ended early, with"
 
 
 def _where(trace: Trace, peak: Moment) -> str:
@@ -151,13 +159,14 @@ def _of_plan(plan: Plan, trace: Trace | None, outcome: Outcome | None) -> Headli
     what = ", ".join(
         f"{count} {doing[kind]}" for kind, count in sorted(kinds.items(), key=lambda each: -each[1])
     )
-    leads = [
-        f"The budget is {format_bytes(plan.budget_bytes)}. "
-        + (f"Of the tensors that autograd saves, {what}." if what else "No tensor has to move.")
-    ]
+    does = [f"of the tensors that autograd saves, {what}"] if what else []
+    does += [f"{each.what} is set" if each.kind == "allocator" else each.what for each in plan.script_actions]
+    said = "; ".join(does) or "no tensor has to move"
+    leads = [f"The budget is {format_bytes(plan.budget_bytes)}. {said[:1].upper()}{said[1:]}."]
     leads.append("Losses, gradients, parameters and buffers stay bit for bit what they are.")
     if outcome is not None:
-        leads.append(f"Measured: {verdict.of_outcome(outcome)}")
+        words = verdict.of_outcome(outcome)
+        leads.append(f"Measured: {words[:1].lower()}{words[1:]}")
     figures: list[Figure] = [
         ("Without the plan", format_bytes(before), format_ms(plan.plain_step_ms)),
         (

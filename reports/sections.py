@@ -82,7 +82,9 @@ def hero(headline: Headline) -> str:
         for name, value, small in headline.figures
     )
     leads = "".join(f'<p class="lead">{together(esc(lead, 600))}</p>' for lead in headline.leads)
-    notes = "".join(f'<p class="note">{esc(note.rstrip("."), 600)}.</p>' for note in headline.notes)
+    notes = "".join(
+        f'<p class="note">{esc(note[:1].upper() + note[1:].rstrip("."), 600)}.</p>' for note in headline.notes
+    )
     return (
         f'<section class="hero"><p class="eyebrow">{esc(headline.eyebrow, 400)}</p>'
         f'<h1 class="{headline.tone}">{together(esc(headline.title, 300))}</h1>{leads}{notes}'
@@ -193,7 +195,13 @@ def actions(plan: Plan, *, with_source: bool = True) -> str:
     more = f'<p class="sub">{rest} smaller actions are in the plan file.</p>' if rest > 0 else ""
     body = (
         whole
-        + (table(heads, rows, "Actions of the plan") if rows else "<p>No tensor has to move.</p>")
+        + (
+            table(heads, rows, "Actions of the plan")
+            if rows
+            else ""
+            if whole
+            else "<p>No tensor has to move.</p>"
+        )
         + more
     )
     return card(

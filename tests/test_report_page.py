@@ -14,14 +14,16 @@ import pytest
 from memopt.advisors.plan_reader import read_plan
 from memopt.errors import MemoptError
 from memopt.plan import load_plan
+from memopt.profiler.out_of_memory import trace_of_now
 from memopt.reports.inputs import read_inputs
 from memopt.reports.moment import peak_of
 from memopt.reports.page import page as page_of
-from memopt.trace import Trace, load_trace
+from memopt.trace import Script, Trace, load_trace
 from memopt.units import format_bytes
 from tests.browser import chromium, needs_browser, opened
 from tests.large_trace import large_trace
 from tests.profiled import profiler
+from tests.test_snapshot import snapshot_of
 from tests.toy_trace import toy_trace
 
 pytestmark = needs_browser
@@ -279,6 +281,29 @@ def test_two_profiles_lie_on_one_scale(files: Path, browser: Any) -> None:
         found.page.click("[data-set='run=1']")
         trace = load_trace(files / "gpt.profile.json.gz")
         assert f"of {trace.op_count}" in found.text(".moment")
+
+
+def test_a_snapshot_of_torchs_is_shown_too(tmp_path: Path, browser: Any) -> None:
+    path = snapshot_of(tmp_path, "medium_512_inference")
+    inputs = read_inputs([path])
+    target = tmp_path / "snapshot.html"
+    target.write_text(page_of(inputs, [path.name]))
+    with opened(browser, target) as found:
+        assert (
+            found.text("h1").replace("\u00a0", " ")
+            == f"The snapshot peaks with {format_bytes(inputs.runs[0].trace.peak_bytes)} on the device"
+        )
+        assert found.page.locator("#rows tr.row").count() == 20
+
+
+def test_a_moment_without_ops_is_a_table(tmp_path: Path, browser: Any) -> None:
+    trace = trace_of_now(
+        Script(argv=["train.py"], cwd="/"), "the script ran out of memory: so it said", "train.py:7"
+    )
+    with opened(browser, made(tmp_path, trace)) as found:
+        assert found.text("h1").startswith("Out of memory, with ")
+        assert not found.page.is_visible("#area")
+        assert found.text("#moment-what").endswith("when it ended")
 
 
 def test_hostile_names_stay_text(tmp_path: Path, browser: Any) -> None:
