@@ -26,8 +26,10 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.swapped import SwappedStorage
+from memopt.instrument.as_plain import as_plain
 from memopt.instrument.loop import Loop
 from memopt.instrument.meter import living_storages
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, is_tracing, kind_of
@@ -130,6 +132,7 @@ class Guard(TorchDispatchMode):
         self._expected: dict[tuple[str, int], int] = {}
         """(overload, bytes of its inputs) -> bytes that it made the last time."""
         self._hooks = SavedTensorHooks(self.pack, self.unpack)
+        self._capturing = Capturing(device)
         self.active = True
         self.moved = 0
         """Storages that have left."""
@@ -177,19 +180,20 @@ class Guard(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self.active or self._regions.compiling:
-            return func(*args, **kwargs)
+        run = as_plain(func)
+        if not self.active or self._regions.compiling or self._capturing.now():
+            return run(*args, **kwargs)
         if any(t not in PLAIN_TYPES for t in types):
-            return func(*args, **kwargs) if is_tracing(types) else NotImplemented
+            return run(*args, **kwargs) if is_tracing(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         key = kind.name, _bytes_of((args, kwargs))
         expected = self._expected.get(key)
         if expected is None:
             expected = _would_make(func, args, kwargs)
         self._make_room(expected, kind.name)
-        out = func(*args, **kwargs)
+        out = run(*args, **kwargs)
         before = self._live.now()
         for tensor in tree_iter(out):
             if isinstance(tensor, Tensor) and is_plain(tensor) and tensor.device.type == self._device:
@@ -205,7 +209,7 @@ class Guard(TorchDispatchMode):
         """The hook: a handle that may send its bytes away."""
         if not self.active or self._iterations.in_backward or not self._thread.is_here:
             return Kept(tensor)
-        if tensor.device.type != self._device or not is_plain(tensor):
+        if tensor.device.type != self._device or not is_plain(tensor) or self._capturing.why_keep():
             return Kept(tensor)
         storage = tensor.untyped_storage()
         if storage.nbytes() < LEAST_BYTES or is_lent(storage) or (tensor.is_leaf and tensor.requires_grad):

@@ -118,6 +118,8 @@ class OptimizerInPieces:
 
 
 def _odd(gradients: Iterable[Tensor]) -> str:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph was being captured"
     for each in gradients:
         if each.layout is not torch.strided or type(each) is not Tensor:
             return "a gradient is sparse, or a tensor of another kind"

@@ -41,19 +41,18 @@ class Relay:
 def guarded(
     loop: TrainingLoop, folder: Path, budget_bytes: int, steps: int = STEPS
 ) -> tuple[list[str], Guard]:
-    relay, frames = Relay(), Frames()
-    frames.install()
+    relay, frames, forms = Relay(), Frames(), PlainForms()
     iterations = Iterations(relay, frames.thread)
-    iterations.install()
-    tier = disk_tier(folder)
-    relay.guard = Guard(Loop(frames, iterations, PlainForms()), tier, "cpu", budget_bytes)
+    for part in (frames, iterations, forms):
+        part.install()
+    tier, watched = disk_tier(folder), Loop(frames, iterations, forms)
+    relay.guard = Guard(watched, tier, "cpu", budget_bytes)
     relay.guard.begin()
     try:
         return seeded(loop, steps), relay.guard
     finally:
         relay.guard.end()
-        iterations.remove()
-        frames.remove()
+        watched.remove()
         tier.close()
 
 
