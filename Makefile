@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 ROOMS := instrument profiler estimators advisors enforcers reports cli
 SOURCES := memopt $(ROOMS) tests benchmarks examples
 
-.PHONY: help install demo test lint format types docs bench bench-estimate bench-gpu bench-advise clean
+.PHONY: help install demo test lint format types docs bench bench-estimate bench-gpu bench-advise bench-run clean
 
 help: ## Show what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -51,11 +51,14 @@ bench: $(READY) ## Models x budgets: predicted and measured peak and step time, 
 bench-estimate: $(READY) ## Estimated against measured peaks, all parts of benchmarks/estimate.py (ARGS="lm litgpt")
 	$(BIN)/python -m benchmarks.estimate $(ARGS)
 
-bench-gpu: $(READY) ## Peaks of real runs on a GPU: ARGS="record --out DIR" there, ARGS="compare DIR" anywhere
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
+bench-gpu: $(READY) ## On a GPU: is it right, fast, and as estimated? ARGS="correctness --out DIR"; benchmarks/gpu says more
+	$(BIN)/python -m benchmarks.gpu.campaign $(ARGS)
 
 bench-advise: $(READY) ## Strategies against each other: every benchmarks/advise*.py
 	@for file in benchmarks/advise*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done
+
+bench-run: $(READY) ## Scripts of many kinds under memopt run: planned, held, same bits (ARGS="--kinds language lora")
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
 clean: ## Remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

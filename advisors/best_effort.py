@@ -12,7 +12,9 @@ from memopt.units import format_bytes
 
 NOT_MET = "the budget cannot be met: "
 """Begin of the note that says what holds the floor."""
-_TRIES = 3
+_TRIES = 6
+_WIDER = 1.05
+"""From the second try on: where time is short, a search may miss a peak that the one before came to."""
 
 
 def best_effort(adviser: Adviser, budget: str) -> Plan:
@@ -21,12 +23,13 @@ def best_effort(adviser: Adviser, budget: str) -> Plan:
     asked = parse_budget(budget, adviser.trace, unplanned_bytes=adviser.unplanned_peak_bytes)
     budget_bytes = wanted_bytes = asked.tensors_bytes
     blocked: BudgetInfeasible | None = None
-    for _ in range(_TRIES):
+    for tried in range(_TRIES):
         try:
             plan = adviser.plan(wanted_bytes)
         except BudgetInfeasible as error:
             blocked = blocked or error
-            wanted_bytes = max(int(error.min_peak_bytes * 1.006), wanted_bytes) + 1
+            wider_bytes = int(wanted_bytes * _WIDER) if tried else wanted_bytes
+            wanted_bytes = max(int(error.min_peak_bytes * 1.006), wider_bytes) + 1
         else:
             break
     else:

@@ -74,7 +74,7 @@ def plan_with_pieces(
     what `in_one` looks at. Raises `BudgetInfeasible` with the lowest peak of all."""
     errors: list[BudgetInfeasible] = []
     found: list[tuple[Problem, Decisions]] = []
-    if floor_bytes <= plain.target_bytes or not others:
+    if floor_bytes <= plain.target_bytes:
         try:
             found.append(in_one())
         except BudgetInfeasible as error:
@@ -83,7 +83,12 @@ def plan_with_pieces(
             if auto.interrupted or _overhead(plain, *found[0]) <= _CHEAP:
                 return found[0]
     possible = [each for each in others if each.floor_bytes <= each.target_bytes]
-    for other in possible or ([] if found else others[-1:]):
+    if not possible and not found and not errors:  # nothing meets it: what comes nearest
+        if not others or floor_bytes < min(each.floor_bytes for each in others):
+            return in_one()
+        nearest = min(others, key=lambda each: each.floor_bytes)
+        return nearest, auto.within(nearest, auto.time_limit_s)
+    for other in possible:
         if auto.interrupted:
             break
         if found and other.view.trace.step_ms >= min(problem.run(d).step_ms for problem, d in found):
@@ -92,8 +97,6 @@ def plan_with_pieces(
             found.append((other, auto.within(other, _SHARE_FOR_PIECES * auto.time_limit_s)))
         except BudgetInfeasible as error:
             errors.append(error)
-    if not found and not errors:
-        return in_one()
     if not found:
         raise min(errors, key=lambda each: each.min_peak_bytes)
     return min(found, key=lambda pair: pair[0].run(pair[1]).step_ms)

@@ -330,7 +330,9 @@ class _Advise:
         from memopt.reports.summary import encode
 
         points: list[Point] = []
-        with progress("planning for budgets from 90 % down") as step:
+        from memopt.advisors.frontier import SHARES
+
+        with progress("planning for budgets from 90 % down", total=len(SHARES)) as step:
             for point in frontier(adviser, self.strategies[0]):
                 points.append(point)
                 step(1)

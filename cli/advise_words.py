@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 from memopt.errors import BudgetInfeasible, UsageError, enough
 
 _ANY_PEAK_BYTES = 2**30
+_HARDLY_BYTES = 1000
+"""A smaller budget was hardly meant in bytes."""
 LOWEST = "min"
 """The budget that asks for the smallest peak that is found."""
+_ZERO = re.compile(r"0+(\.0*)?\s*([kmgt]?i?b?|%)?")
 _REPEATED = (
     ("strategies", "--strategy"), ("allow", "--allow"), ("deny", "--deny"), ("device", "--device"), ("batch_arg", "--batch-arg"),
     ("out_gbps", "--out-gbps"), ("in_gbps", "--in-gbps"), ("time_limit_s", "--time-limit"), ("output", "-o"), ("schedule", "--schedule"),
@@ -32,14 +36,27 @@ def check_words(options: dict[str, Any]) -> None:
             find_strategy(name)
     kinds_named(options["allow"]), kinds_named(options["deny"])
     if options["budget"] is not None and not is_lowest(options):
-        parse_bytes(options["budget"], of_bytes=_ANY_PEAK_BYTES)
+        budget = parse_bytes(options["budget"], of_bytes=_ANY_PEAK_BYTES)
+        if budget < _HARDLY_BYTES and options["budget"].strip().isdecimal():
+            raise UsageError(
+                f"a budget of {budget} is {budget} bytes",
+                why="a number without a unit is bytes",
+                try_=f"--budget {budget}GB, or --budget {budget}B where that is meant",
+            )
     if options["max_overhead"] is not None:
         parse_share(options["max_overhead"])
 
 
 def is_lowest(options: dict[str, Any]) -> bool:
     """Is the smallest peak asked for? Raises `UsageError` where that goes with something else."""
-    if options["budget"] is None or options["budget"].strip().lower() != LOWEST:
+    budget = (options["budget"] or "").strip().lower()
+    if _ZERO.fullmatch(budget):
+        raise UsageError(
+            f"a budget of {budget} cannot be met",
+            why="whatever runs takes memory",
+            try_="--budget min, for as little as can be, or --budget 16GB",
+        )
+    if budget != LOWEST:
         return False
     if len(options["strategies"]) > 1 or options["max_batch"]:
         raise UsageError(

@@ -57,7 +57,8 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     _print(plain, planned, search.recorded, search.budget_bytes, output, lints, as_json=options["as_json"])
     say(f"wrote {output}")
     _say_what_to_heed(planned, search)
-    say(f"next: memopt apply {shlex.quote(str(output))}")
+    if _names_the_batch(planned, search):
+        say(f"next: memopt apply {shlex.quote(str(output))}")
     return 0
 
 
@@ -80,12 +81,21 @@ def _say_what_to_heed(planned: Largest, search: Batches) -> None:
 
     assert planned.plan is not None
     batch = planned.batch
-    if planned.plan.script.argv == search.trace.script.argv and batch != search.recorded:
-        say(f"the script's arguments do not name the batch: apply the plan at batch {batch}")
+    if not _names_the_batch(planned, search):
+        say(
+            f"the plan is for batch {batch}, which no argument of the script sets: set it in the script, then memopt profile and "
+            f"memopt advise once more; or name its flag with --batch-arg"
+        )
     if planned.method == "scaled":
         say(
             f"kernels may need other workspaces at batch {batch}: to be sure, profile it there and advise again"
         )
+
+
+def _names_the_batch(planned: Largest, search: Batches) -> bool:
+    """Does the plan's command run the batch that the plan is for?"""
+    assert planned.plan is not None
+    return planned.batch == search.recorded or planned.plan.script.argv != search.trace.script.argv
 
 
 def _print(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--budget", "-b", metavar="BYTES", help="Most that may be on the device: 16GB, 16GiB, 60% of the unplanned peak.  [default: what it has free]")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="Whose memory it is.  [default: where the parameters are]")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Record, stop the script and show the plan; enforce nothing.")
+@click.option("--online", is_flag=True, help="Make no plan: move saved tensors away, and optimizer state, whenever the budget would be passed.")  # fmt: skip
 @click.option("--fresh", is_flag=True, help="Record again, whatever .memopt/ knows of this command.")
 @click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder for the swap file.  [default: the system's for temporary files]")  # fmt: skip
 @click.option("--allow", metavar="KINDS", multiple=True, help="Only these kinds of action, as in memopt advise.")  # fmt: skip
@@ -59,6 +60,8 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> int:
     if outcome_path is not None:
         outcome_path = path_of_rank(str(outcome_path), ".json")
         refuse_overwrite(outcome_path, force=options["force"])
+    if options["online"] and options["dry_run"]:
+        raise UsageError("--dry-run shows a plan, and --online makes none", try_="one of the two")
     if options["dry_run"]:
         from memopt.cli.run_dry import dry_run
 
@@ -76,7 +79,7 @@ def _check(options: dict[str, Any]) -> None:
     from memopt.units import parse_bytes
 
     if options["budget"] is not None:
-        parse_bytes(options["budget"], of_bytes=2**40)
+        parse_bytes(options["budget"], of_bytes=None if options["online"] else 2**40)
     if options["device"] is not None:
         require_device(options["device"], f"nothing can be held on {options['device']}", try_="memopt run without --device")  # fmt: skip
     folder = swap_folder(options["swap_dir"])
@@ -90,16 +93,20 @@ def _check(options: dict[str, Any]) -> None:
 
 def _wishes(options: dict[str, Any]) -> Wishes:
     from memopt.cli.run_phases import Wishes
+    from memopt.enforcers.tiers import offload_tier
     from memopt.files import swap_folder
 
+    folder = swap_folder(options["swap_dir"])
     return Wishes(
         budget=options["budget"],
         device=options["device"] or "",
-        swap_dir=swap_folder(options["swap_dir"]),
+        swap_dir=folder,
         allow=options["allow"],
         deny=options["deny"],
         time_limit_s=options["time_limit_s"],
         measure=not options["no_measure"],
+        offload=lambda: offload_tier(folder),
+        online=options["online"],
     )
 
 

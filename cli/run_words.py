@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING
 
 from memopt.advisors.best_effort import NOT_MET
@@ -34,10 +35,33 @@ def did_what_it_said(course: Course) -> bool:
 def last_words(course: Course) -> list[str]:
     """Lines for stderr, without `memopt: `."""
     plan, outcome = course.plan, course.outcome
+    if course.online and course.guards and not course.problem:
+        return _guarded(course)
     if plan is None or outcome is None:
         return [_not_enforced(course)]
     lines = [_held(plan, outcome), _beside(plan, outcome), _cost(course, plan, outcome)]
+    if course.fell_back_after is not None:
+        lines.append(f"after iteration {course.fell_back_after} the script saved more than was planned for, and ran without the plan: {_guarded(course)[0]}")  # fmt: skip
     return lines + [f"note: {each}" for each in outcome.notes[:_MOST_NOTES]]
+
+
+def _guarded(course: Course) -> list[str]:
+    """What became of a run without a plan."""
+    guard, budget = course.guards[-1], format_bytes(course.budget_bytes or 0)
+    peak = format_bytes(guard.most_bytes)
+    if guard.most_bytes > guard.budget_bytes:
+        held = f"NOT held: live bytes reached {peak}, budget {budget}"
+        if guard.over_bytes > 0:
+            held += f"; before {guard.over_at} nothing was left that could be moved"
+    else:
+        held = f"held: live bytes reached {peak}, within the budget of {budget}"
+    moved = (
+        f"{guard.moved} storages ({format_bytes(guard.moved_bytes)}) were moved away in {course.iterations} iterations"
+        if guard.moved
+        else f"nothing had to be moved in {course.iterations} iterations"
+    )
+    times = [course.times_ms[each] for each in sorted(course.times_ms) if each > 1]
+    return [held, moved, f"step {format_ms(median(times))}" if times else "no whole step was seen"]
 
 
 def _not_enforced(course: Course) -> str:

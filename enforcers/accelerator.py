@@ -1,4 +1,4 @@
-"""The few things that the tiers ask of a device, so that tests can pretend one. Not yet run on a GPU."""
+"""The few things that the tiers ask of a device, so that tests can pretend one."""
 
 from __future__ import annotations
 
@@ -166,9 +166,9 @@ class TorchAccelerator:
             _cuda_runtime().cudaHostUnregister(row.data_ptr())
 
 
-def accelerator_of(device: torch.device) -> Accelerator:
-    """The seam: tests put a pretended device here."""
-    return TorchAccelerator(device)
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """The accelerator whose memory `device` is; None: the host's own. The seam: tests put a pretended device here."""
+    return None if device.type == "cpu" else TorchAccelerator(device)
 
 
 def _cuda_runtime() -> Any:

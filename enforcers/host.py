@@ -10,7 +10,7 @@ Rules (each broken once by somebody, with silently wrong gradients or no overlap
 * nothing is pinned on the fly: the plan knows the bytes, so the arena is made once; growing is the exception, and counted.
 
 Every block of pinned memory stays with its ticket until the last copy out of it has ended, so a place is never written while it is
-read. Not yet run on a GPU.
+read. What has run on a GPU: docs/status.md.
 """
 
 from __future__ import annotations

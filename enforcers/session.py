@@ -82,6 +82,16 @@ class ApplySession:
         self._shares_loop = False
         """Frames and iterations are another's to install and remove."""
 
+    @property
+    def pieces(self) -> OptimizerInPieces | None:
+        """What steps the optimizer in pieces, where the plan says so."""
+        return self._pieces
+
+    @property
+    def larger_steps(self) -> int:
+        """Iterations so far in which autograd saved clearly more than in the profiled one."""
+        return self._measurements.larger_steps
+
     # --- life
 
     def install(self) -> None:

@@ -69,6 +69,8 @@ class Iterations:
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._expected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers of other parameters that were there when the first one stepped."""
+        self._after_backwards = False
+        """Backward calls had ended iterations before it first stepped."""
         self._pid = os.getpid()
         self._began_ns = 0
         self._backwards = 0
@@ -98,13 +100,16 @@ class Iterations:
 
     @property
     def waits_for_another(self) -> bool:
-        """Is there an optimizer that may still move the boundary, since it belongs to a round that is not over?"""
+        """May an optimizer still move the boundary: one of a round that is not over, or, where iterations have ended with backward calls,
+        the first? A script may check gradients, or warm up, before it makes one."""
+        if self.boundary == "backward":
+            return self.count < _MOST_ROUNDS
         return self.rounds < _MOST_ROUNDS and any(each not in self._stepped for each in self._expected)
 
     @property
     def came_late(self) -> bool:
         """Has the optimizer whose steps end iterations been waited for?"""
-        return self.chosen in self._expected
+        return self._after_backwards or self.chosen in self._expected
 
     @property
     def _is_left_behind(self) -> bool:
@@ -218,6 +223,7 @@ class Iterations:
         self._others_steps += chosen is not optimizer and self._steps_open == 0
         if chosen is None or (is_new and joins) or self._is_left_behind:
             self._chosen = weakref.ref(optimizer)
+            self._after_backwards = self.boundary == "backward"
             self.boundary = "optimizer"
             chosen, self.rounds, self._others_steps, self._most_others_steps = optimizer, 0, 0, 0
         if chosen is optimizer and self._steps_open == 0:

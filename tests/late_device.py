@@ -116,6 +116,16 @@ class LateEvent:
         self.world.waited_for(self)
 
 
+@dataclass(slots=True)
+class Mark:
+    """The point itself, in a stream's work."""
+
+    event: LateEvent
+
+    def __call__(self) -> None:
+        self.event.passed = True
+
+
 class LateStream:
     """A queue of work."""
 
@@ -213,11 +223,7 @@ class World:
         with self.lock:
             self.seen_by_host(stream)
             event = LateEvent(self, stream.clock.copy())
-
-            def pass_by() -> None:
-                event.passed = True
-
-            stream.work.append(pass_by)
+            stream.work.append(Mark(event))
             self.go_on()
             return event
 

@@ -92,10 +92,10 @@ class Training:
     """Steps of `layers` under a swapper of the `kit`, each in another order of the streams."""
 
     def __init__(
-        self, layers: tuple[Layer, ...], folder: Path, *, kit: Kit | None = None, seed: int = 0
+        self, layers: tuple[Layer, ...], folder: Path, *, kit: Kit | None = None, world: World
     ) -> None:
         self.layers = layers
-        self.world = World(seed)
+        self.world = world
         self.devices = [LateDevice(self.world, n) for n in range(1 + max(each.device for each in layers))]
         self.streams = [
             [device.default, LateStream(self.world, f"gpu{n} compute b")]
@@ -242,6 +242,19 @@ class Training:
         if stream is not other:
             stream.wait_event(other.record_event())
 
+    # --- one by one
+
+    def filled(self, number: int) -> LateStorage:
+        """The storage of a layer, with its bytes."""
+        device = self.devices[self.layers[number].device]
+        storage = device.memory.allocate(self.layers[number].nbytes)
+        self._fill(device.current_stream(), storage, self._content(number))
+        return storage
+
+    def look_at(self, storage: LateStorage, number: int) -> None:
+        """It is read, on this thread's stream."""
+        self._look(self.devices[self.layers[number].device].current_stream(), storage, number, "a test")
+
     # --- kernels
 
     def _content(self, number: int) -> bytes:
@@ -280,11 +293,16 @@ class Training:
 
 @contextlib.contextmanager
 def training(
-    layers: tuple[Layer, ...], folder: Path, *, kit: Kit | None = None, seed: int = 0
+    layers: tuple[Layer, ...],
+    folder: Path,
+    *,
+    kit: Kit | None = None,
+    seed: int = 0,
+    world: World | None = None,
 ) -> Iterator[Training]:
     """A `Training` for which the tiers' rows and storages are the late device's."""
     kit = kit or Kit()
-    made = Training(layers, folder, kit=kit, seed=seed)
+    made = Training(layers, folder, kit=kit, world=world or World(seed))
     with replaced(kit, made):
         try:
             yield made

@@ -74,6 +74,8 @@ def test_no_profile_here(
     [
         (["--strategy", "capuchn"], "try: capuchin"),
         (["--budget", "abc"], "not an amount of memory"),
+        (["--budget", "16"], "try: --budget 16GB, or --budget 16B"),
+        (["--budget", "0"], "try: --budget min"),
         (["--allow", "magic"], "not a kind of action"),
         (["--device", "a100-40"], None),
         (["-o", os.devnull, "--force"], "it is a device"),

@@ -487,3 +487,20 @@ def test_a_file_of_another_kind_is_called_what_it_is(
 def test_not_a_number_is_within_no_range(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words) == 2
     assert "is not a finite number" in capsys.readouterr().err
+
+
+def test_an_argument_of_the_script_is_told_to_follow_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["apply", "plan.json", "--epochs", "90"]) == 2
+    assert "try: memopt apply PLAN -- --epochs ..." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["profile"], ["estimate"]])
+def test_a_notebook_is_no_script(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.ipynb").write_text("{}")
+    assert run([*command, "train.ipynb"]) == 2
+    said = capsys.readouterr().err
+    assert "it is a notebook" in said
+    assert "nbconvert" in said

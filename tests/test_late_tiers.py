@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from memopt.enforcers import accelerator, carrier, disk, host, swapped
+from tests.late_orders import every_order
 from tests.late_training import Kit, Layer, random_layers, training
 from tests.mutants import mutant
 
@@ -42,6 +43,29 @@ def test_no_order_of_the_streams_shows_a_race(plan: int | tuple[Layer, ...], tmp
 
 def layers_of(plan: int | tuple[Layer, ...]) -> tuple[Layer, ...]:
     return random_layers(plan) if isinstance(plan, int) else plan
+
+
+SMALL = {
+    "one stream": Layer(device=0, home=0, saver=0, readers=(0,), nbytes=100, tier="host"),
+    "dropped at once": Layer(
+        device=0, home=0, saver=0, readers=(0,), nbytes=100, tier="host", waits_back=(0,)
+    ),
+    "brought back early": Layer(
+        device=0, home=0, saver=0, readers=(0,), nbytes=100, tier="host", waits_back=(0,), prefetches=(0,)
+    ),
+    "read on another stream": Layer(device=0, home=0, saver=0, readers=(1,), nbytes=100, tier="host"),
+    "saved on another stream": Layer(device=0, home=0, saver=1, readers=(0,), nbytes=100, tier="host"),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_order_of_a_small_plan(name: str, tmp_path: Path) -> None:
+    orders = 0
+    for world in every_order(2000):
+        with training((SMALL[name],), tmp_path, world=world) as steps:
+            steps.step(0)
+        orders += 1
+    assert 10 < orders < 2000, "all of them"
 
 
 def test_the_plans_have_what_is_asked_of_them() -> None:

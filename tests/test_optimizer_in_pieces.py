@@ -382,6 +382,33 @@ def test_state_is_away_between_steps(tmp_path: Path) -> None:
     assert [a - b for a, b in zip(before, seen, strict=True)] == pytest.approx([2 << 20] * 3, rel=0.01)
 
 
+def test_state_that_came_back_goes_away_again(tmp_path: Path) -> None:
+    """After a checkpoint, and where the plan is enforced in the midst of a run."""
+    from memopt.instrument.meter import living_storages
+
+    seen: list[int] = []
+
+    def loop(steps: int) -> list[str]:
+        parameter = nn.Parameter(torch.ones(1 << 18))
+        optimizer = torch.optim.Adam([parameter], lr=0.1)
+        found = []
+        for step in range(steps):
+            parameter.grad = torch.ones(1 << 18)
+            optimizer.step()
+            parameter.grad = None
+            if step == 1:
+                found.append(saved(optimizer))
+            seen.append(sum(each.nbytes() for each in living_storages("cpu")))
+        return [*found, digest(parameter)]
+
+    plain = seeded(loop, 4)
+    before, seen[:] = list(seen), []
+    computed, _ = enforced(loop, plan_for("disk", piece_bytes=1 << 16), tmp_path, 4)
+    assert computed == plain
+    less = [a - b for a, b in zip(before, seen, strict=True)]
+    assert less == pytest.approx([2 << 20, 0, 2 << 20, 2 << 20], rel=0.01, abs=4096)
+
+
 # --- the pieces
 
 

@@ -51,6 +51,7 @@ from memopt.estimators.fake.ledger import Enough, Ledger, Point
 from memopt.estimators.fake.meeting import Meetings
 from memopt.estimators.fake.probe import Probes
 from memopt.estimators.fake.real import stays_real
+from memopt.estimators.fake.shapes import Shapes
 from memopt.estimators.fake.share import note_share
 from memopt.estimators.fake.sparse import note_distinct, sparse_result
 from memopt.estimators.fake.streams import Streams
@@ -96,6 +97,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self.hidden = hidden or HiddenMemory.of(find_device("a100-80gb"))
         self.capability = self.hidden.device.capability_pair
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.shapes = Shapes(self.fake_mode)
         self.guesser = guesser or Guesser()
         self.probes = Probes()
         self.meetings = Meetings(self)
@@ -109,6 +111,11 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self._claim: str | None = None
         self.watch: Watch | None = None
         self._stack = ExitStack()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Dynamo never runs here: keeping it out of every op would take longer than the op."""
+        return False
 
     # entering and leaving
 
@@ -422,7 +429,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             sparse = sparse_result(self, func, args, kwargs)
             if sparse is not None:
                 return sparse
-            result = _own(func, own, func(*args, **kwargs))
+            result = _own(func, own, self.shapes.run(func, args, kwargs))
             note_share(func, args, result)
             note_distinct(func, own, result)
             return result
