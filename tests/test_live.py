@@ -107,14 +107,15 @@ def read_until(leader: int, what: bytes, seconds: float = 90.0) -> bytes:
 
 
 def test_the_script_has_its_terminal_and_the_foot_follows_its_size(tmp_path: Path) -> None:
-    process, leader = start(tmp_path, "12", "3")
+    process, leader = start(tmp_path, "60", "3")
     text = read_until(leader, b"step 1\r\n")
     assert b"a terminal\r\n" in text
     resize(leader, 24, 60)
+    text += read_until(leader, b"\x1b[1;19r", seconds=30)
     text += read_until(leader, b"")
     assert process.wait(timeout=60) == 3
     os.close(leader)
-    assert [int(n) for n in re.findall(rb"^.*?step (\d+)\r\n", text, re.MULTILINE)][-1] == 11
+    assert [int(n) for n in re.findall(rb"^.*?step (\d+)\r\n", text, re.MULTILINE)][-1] == 59
     assert b"\x1b[1;25r" in text, "30 rows, of which 5 are the foot"
     assert b"\x1b[1;19r" in text, "24 rows after the change"
     assert text.rindex(b"\x1b[r") > text.rindex(b"\x1b[1;19r"), "at the end the whole terminal scrolls again"
