@@ -31,7 +31,7 @@ class Away:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """A plan laid on its profile. Op numbers are those of `problem.view`, whose optimizer steps inside backward if the plan says so."""
+    """A plan laid on its profile. Op numbers are those of `problem.view`, whose optimizer steps where the plan lets it."""
 
     plan: Plan
     problem: Problem
@@ -65,18 +65,33 @@ class ReadPlan:
 def read_plan(plan: Plan, trace: Trace) -> ReadPlan:
     """`plan` laid on `trace`. Raises `BadFile` where the plan was not made from this profile."""
     adviser = Adviser(trace, DEFAULT_ALLOW)
-    problem = adviser.problem(max(1, plan.budget_bytes))
-    if plan.in_backward is not None:
-        moved = adviser.moved(problem)
-        if moved is None:
-            raise _another("its optimizer cannot step inside backward")
-        problem = moved
+    problem = _problem(adviser, plan)
     decisions: Decisions = {}
     for action in plan.actions:
         if action.kind != "keep":
             decisions[action.storage] = _decision(problem, action)
     timeline = problem.simulator.run(decisions, lanes=True)
     return ReadPlan(plan, problem, decisions, timeline)
+
+
+def _problem(adviser: Adviser, plan: Plan) -> Problem:
+    """Of the run whose optimizer steps where the plan lets it."""
+    problem = adviser.problem(max(1, plan.budget_bytes))
+    if plan.in_backward is not None:
+        moved = adviser.moved(problem)
+        if moved is None:
+            raise _another("its optimizer cannot step inside backward")
+        return moved
+    wanted = plan.in_pieces
+    if wanted is None:
+        return problem
+    for other in adviser.in_pieces(problem):
+        pieces = other.pieces
+        if pieces is not None and (pieces.tier, pieces.piece_bytes, pieces.away, pieces.state_bytes) == (
+            wanted.tier, wanted.piece_bytes, wanted.away, wanted.away_bytes,
+        ):  # fmt: skip
+            return other
+    raise _another("its optimizer cannot step in such pieces")
 
 
 def _decision(problem: Problem, action: Action) -> Decision:

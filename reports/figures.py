@@ -29,6 +29,11 @@ COLORS = {
 }
 """After Okabe and Ito, who chose colours that no common colour blindness confuses."""
 BEFORE, AFTER = "#9a9a9a", "#009e73"
+CURVES = (
+    BEFORE,
+    *(COLORS[name] for name in ("parameter", "activation", "input", "optimizer state", "temporary")),
+)
+"""Of runs over each other, the first in grey."""
 MOST_POINTS = 1600
 """Of a curve, at first; a zoom into the page draws all that is in the window."""
 
@@ -203,13 +208,13 @@ def curves(runs: list[tuple[str, Trace]]) -> Figure:
 
     figure = go.Figure(layout=plain_layout())
     most = 0
-    for (name, trace), color, dash in zip(runs, (BEFORE, COLORS["parameter"], COLORS["activation"]), ("solid", "solid", "dot"), strict=False):  # fmt: skip
+    for (name, trace), color in zip(runs, itertools.cycle(CURVES), strict=False):
         high = high_bytes(trace)
         at = thinned(high)
         most = max(most, int(high.max()) if len(high) else 0)
         figure.add_scatter(
             x=_shares(trace)[at].tolist(), y=high[at].tolist(), name=name, mode="lines", fill="tozeroy",
-            fillcolor=translucent(color, 0.12), line={"width": 2, "color": color, "shape": "hv", "dash": dash},
+            fillcolor=translucent(color, 0.12), line={"width": 2, "color": color, "shape": "hv"},
             customdata=[format_bytes(int(value)) for value in high[at]], hovertemplate="%{customdata}<extra></extra>",
         )  # fmt: skip
     figure.update_yaxes(byte_axis(most))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -52,9 +53,13 @@ def _comparison(runs: Sequence[Run], drawn: dict[str, Any], with_source: bool) -
         return []
     drawn["curves"] = figures.curves([(run.name, run.trace) for run in runs])
     names = " and ".join(run.name for run in runs[:3])
-    sub = f"Grey: {esc(runs[0].name)}. Blue: {esc(runs[1].name)}. One scale; each iteration from its beginning to its end."
+    key = "".join(
+        f'<li><i class="dot" style="--c:{color}"></i>{esc(run.name)}</li>'
+        for run, color in zip(runs, itertools.cycle(figures.CURVES), strict=False)
+    )
+    sub = f"One scale; each iteration from its beginning to its end.</p><ul class=key>{key}</ul><p>"
     return [
-        sections.figure("curves", "Both over one iteration", sub, f"Bytes over the iteration of {names}"),
+        sections.figure("curves", "Over one iteration", sub, f"Bytes over the iteration of {names}"),
         sections.delta(runs[0], runs[-1], with_source=with_source),
     ]
 

@@ -16,7 +16,13 @@ _BLOCK = re.compile(r"<!-- help -->.*?<!-- end of help -->", re.DOTALL)
 
 def help_of(name: str) -> str:
     """What `memopt NAME --help` prints, 100 columns wide."""
-    parent = click.Context(group, info_name="memopt", max_content_width=100, terminal_width=100)
+    parent = click.Context(
+        group,
+        info_name="memopt",
+        max_content_width=100,
+        terminal_width=100,
+        help_option_names=["-h", "--help"],
+    )
     with click.Context(load(name), info_name=name, parent=parent, terminal_width=100) as context:
         return load(name).get_help(context)
 

@@ -144,9 +144,11 @@ def test_a_block_is_profiled_planned_and_enforced_to_the_same_bits(tmp_path: Pat
         train(4)
 
 
-def test_a_plan_that_steps_inside_backward_is_drawn_as_promised(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("share", [0.95, 0.9, 0.75])
+def test_a_plan_that_moves_the_optimizer_is_drawn_as_promised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
+    """Be it inside backward or in pieces, whichever the planner takes."""
     monkeypatch.setattr("memopt.profiler.updates.speaks_of_gradients", lambda: "")
     path = tmp_path / "wide.profile.json.gz"
     with memopt.profile(path):
@@ -159,8 +161,8 @@ def test_a_plan_that_steps_inside_backward_is_drawn_as_promised(
             optimizer.step()
             del loss
     trace = load_trace(path)
-    plan = advise(trace, budget_bytes=int(0.9 * trace.peak_bytes), profile=path.name)
-    assert plan.in_backward is not None
+    plan = advise(trace, budget_bytes=int(share * trace.peak_bytes), profile=path.name)
+    assert plan.script_actions
     read = read_plan(plan, trace)
     assert read.moves_the_optimizer
     assert (read.timeline.peak_bytes, read.timeline.step_ms) == (
@@ -170,7 +172,7 @@ def test_a_plan_that_steps_inside_backward_is_drawn_as_promised(
     plan.save(tmp_path / "wide.plan.json")
     found = memopt.load(tmp_path / "wide.plan.json")
     assert max(found.plot().data[0].y) == plan.predicted_peak_bytes
-    assert "ptimizer in backward" in found.report(tmp_path / "page.html").read_text()
+    assert plan.script_actions[0].what[1:] in found.report(tmp_path / "page.html").read_text()
 
 
 def test_a_block_that_trains_nothing_says_so() -> None:
