@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -12,9 +13,10 @@ from memopt.advisors.clock import now
 from memopt.advisors.problem import Candidate, Decisions, Problem
 from memopt.estimators.chains import Chain
 from memopt.estimators.decision import Decision
+from memopt.estimators.in_pieces import Pieces
 from memopt.estimators.slot_needs import VALUES, Need, Value
 from memopt.estimators.trace_view import Saved
-from memopt.plan import OPTIMIZER_IN_BACKWARD, Action, OpRef, Plan, ScriptAction, SlotRef
+from memopt.plan import OPTIMIZER_IN_BACKWARD, OPTIMIZER_IN_PIECES, Action, OpRef, Plan, ScriptAction, SlotRef
 from memopt.timeline import Timeline
 from memopt.units import format_bytes, format_ms
 
@@ -60,10 +62,21 @@ def write_plan(
         base_bytes=trace.base_bytes,
         saved_tensors=len(trace.slots.node),
         saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),
+        host_bytes=_host_bytes(problem, decisions),
         actions=actions,
         script_actions=_of_the_optimizer(problem, decisions, timeline),
         notes=[*notes],
     )
+
+
+def _host_bytes(problem: Problem, decisions: Decisions) -> int:
+    """Most bytes that the host tier has at once: a storage from the op that packs it until its last handle is gone."""
+    changes: list[tuple[int, int]] = []
+    for storage, decision in decisions.items():
+        if decision.kind == "swap" and decision.tier == "host":
+            saved = problem.view.saved[storage]
+            changes += [(saved.acted_op, saved.size_bytes), (saved.release + 1, -saved.size_bytes)]
+    return max(itertools.accumulate(size for _, size in sorted(changes)), default=0)
 
 
 def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline) -> list[ScriptAction]:
@@ -72,6 +85,8 @@ def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline
     updates = plain.view.trace.updates if plain is not None else None
     if plain is None or updates is None:
         return []
+    if problem.pieces is not None:
+        return [_in_pieces(problem, plain, problem.pieces, decisions, timeline)]
     without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
     count = len(updates.parameter)
     return [
@@ -84,6 +99,33 @@ def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline
             cost_ms=round(problem.view.trace.step_ms - problem.plain_step_ms, 4),
         )
     ]
+
+
+def _in_pieces(
+    problem: Problem, plain: Problem, pieces: Pieces, decisions: Decisions, timeline: Timeline
+) -> ScriptAction:
+    """The step in pieces: its words, what it saves, what it costs."""
+    updates = plain.view.trace.updates
+    kind = updates.optimizer if updates is not None else "the optimizer"
+    size = format_bytes(pieces.piece_bytes)
+    why = f"{kind} steps {size} of parameters at once, with the same bits: its temporaries are no larger"
+    if pieces.tier is not None:
+        why += (
+            f"; {format_bytes(pieces.state_bytes)} of its state are in the {pieces.tier} tier between steps"
+        )
+    without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
+    return ScriptAction(
+        kind="optimizer",
+        what=OPTIMIZER_IN_PIECES,
+        why=why,
+        saved_bytes=max(0, without - timeline.peak_bytes),
+        parameters=pieces.parameters,
+        cost_ms=round(max(0.0, problem.view.trace.step_ms - problem.plain_step_ms), 4),
+        piece_bytes=pieces.piece_bytes,
+        tier=pieces.tier,
+        away_bytes=pieces.state_bytes,
+        away=pieces.away,
+    )
 
 
 class _Writer:
@@ -99,12 +141,15 @@ class _Writer:
             for op in chain.ops:
                 self.chain_of_op.setdefault(op, []).append(chain)
         self.away_from = problem.simulator.away_from(decisions)
-        self.packed = sorted((op, slot) for slot, op in enumerate(self.trace.slots.packed_before))
-        """(Op that follows, slot), in the order of packing."""
+        packed = [(op, False, slot) for slot, op in enumerate(self.trace.slots.packed_before)]
+        unpacked = [(op, True, slot) for op, slot in self.view.first_unpacked.items()]
+        self.moments = sorted(packed + unpacked)
+        """(Op that follows, whether the slot is unpacked before it rather than packed, slot): when the run can be made to wait."""
 
     def action(self, candidate: Candidate, decision: Decision) -> Action:
         saved = candidate.saved
         saved_bytes, cost_ms = self._margins(candidate, decision)
+        away_by, away_at_use = self._away_by(saved)
         prefetch = self.view.first_unpacked.get(decision.prefetch_op) if decision.prefetch_op >= 0 else None
         return Action(
             kind=decision.kind,
@@ -118,22 +163,28 @@ class _Writer:
             tier=decision.tier,
             again=decision.again,
             codec=decision.codec,
-            away_by=self._away_by(saved),
+            away_by=away_by,
+            away_at_use=away_at_use,
             prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
             records=[self.op_ref(op) for op in self._recorded(saved)] if decision.kind == "recompute" else [],
             line=self.trace.strings[self.trace.storages.line[saved.storage]],
         )
 
-    def _away_by(self, saved: Saved) -> SlotRef | None:
-        """The last pack by which a swapped storage may still be on its way out; None where that is in backward."""
+    def _away_by(self, saved: Saved) -> tuple[SlotRef | None, bool]:
+        """The last pack by which a swapped storage may still be on its way out; in backward, the last unpack (True)."""
         gone = self.away_from.get(saved.storage)
         if gone is None:
-            return None
-        place = bisect.bisect_right(self.packed, (gone, len(self.packed))) - 1
-        if place >= 0 and self.packed[place][0] <= saved.gone_after:
+            return None, False
+        place = bisect.bisect_right(self.moments, (gone, True, len(self.moments))) - 1
+        if place >= 0 and self.moments[place][0] <= saved.gone_after:
             place += 1
-        within = 0 <= place < len(self.packed) and self.packed[place][0] >= saved.gone_after
-        return self.slot_ref(self.packed[place][1]) if within else None
+        if (
+            not 0 <= place < len(self.moments)
+            or not saved.gone_after <= self.moments[place][0] < saved.first_use
+        ):
+            return None, False
+        _, in_backward, slot = self.moments[place]
+        return self.slot_ref(slot), in_backward
 
     def _margins(self, candidate: Candidate, decision: Decision) -> tuple[int, float]:
         """(bytes by which the peak would rise, ms that would be saved) without this action."""

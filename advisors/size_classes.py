@@ -11,6 +11,7 @@ The genetic algorithm is DEAP's (mu + lambda) with tournaments, two-point crosso
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.advisors.problem import OutOfTime
+
+log = logging.getLogger(__name__)
 
 _POPULATION = 12
 _GENERATIONS = 12
@@ -121,8 +124,15 @@ class Pool:
 
 
 def _genetic(size_count: int, evaluate: Callable[[Sequence[float]], tuple[float, float]]) -> None:
-    """Let DEAP look for the chromosome that `evaluate` likes best. It draws from `random` itself, whose state is put back."""
-    from deap import algorithms, base, tools
+    """Let DEAP look for the chromosome that `evaluate` likes best. It draws from `random` itself, whose state is put back.
+
+    Where DEAP cannot be imported (it needs compiled libraries of its own), the classes stay as they are.
+    """
+    try:
+        from deap import algorithms, base, tools
+    except ImportError as error:
+        log.warning("swapadvisor plans without its genetic search: %s", error)
+        return
 
     class Fitness(base.Fitness):  # type: ignore[misc]
         weights = (-1.0, -1.0)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from memopt.advisors.frontier import Point
     from memopt.advisors.lints import Lint
     from memopt.cli.comparison import Row
+    from memopt.estimators.beside_tensors import Budget
     from memopt.plan import Plan
     from memopt.trace import Trace
 
@@ -135,9 +136,8 @@ def room_as_budget(options: dict[str, Any]) -> None:
     """Without a goal, the budget is what the named device has room for."""
     if options["device"] and not any(options[name] for name in ("budget", "max_overhead", "pareto")):
         from memopt.devices import find_device
-        from memopt.estimators.modelled import room_bytes
 
-        options["budget"] = str(room_bytes(find_device(options["device"])))
+        options["budget"] = str(find_device(options["device"]).memory_bytes)
 
 
 def on_device(trace: Trace, name: str | None) -> Trace:
@@ -157,6 +157,7 @@ class _Advise:
         self.path, self.options = path, options
         self.strategies: tuple[str, ...] = options["strategies"] or ("auto",)
         self.lints: list[Lint] = []
+        self.budget: Budget | None = None
 
     def run(self) -> int:
         from memopt.advisors.advise import Adviser
@@ -188,14 +189,19 @@ class _Advise:
             with progress(f"planning {trace.op_count} ops", short=True):
                 plan, explanation = self._plan(adviser)
         except BudgetInfeasible as error:
+            error = error if self.budget is None else self.budget.told(error)
             self._print_infeasible(error, adviser, None)
             raise with_command(error, self.path, options) from None
         return self._done(adviser, plan, explanation, None)
 
     def _budget(self, adviser: Adviser) -> int:
-        from memopt.units import parse_bytes
+        """Bytes that tensors may have."""
+        from memopt.estimators.beside_tensors import parse_budget
 
-        return parse_bytes(self.options["budget"], of_bytes=adviser.unplanned_peak_bytes)
+        self.budget = parse_budget(
+            self.options["budget"], adviser.trace, unplanned_bytes=adviser.unplanned_peak_bytes
+        )
+        return self.budget.tensors_bytes
 
     def _plan(self, adviser: Adviser) -> tuple[Plan, Explanation | None]:
         from memopt.advisors.explain import explain, matching
@@ -226,7 +232,8 @@ class _Advise:
         error = failure(rows, budget)
         self._print_infeasible(error, adviser, rows)
         if isinstance(error, BudgetInfeasible):
-            raise with_command(error, self.path, self.options)
+            assert self.budget is not None
+            raise with_command(self.budget.told(error), self.path, self.options)
         if error is not None:
             raise error
         return 0
@@ -241,6 +248,8 @@ class _Advise:
         trace = adviser.trace
         if trace.device.modelled:
             plan = msgspec.structs.replace(plan, notes=[*plan.notes, trace.notes[-1]])
+        if self.budget is not None:
+            plan = self.budget.noted(plan)
         plan.save(self.output)
         self._print(plan, explanation, rows, adviser)
         say(f"wrote {self.output}")

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import click
 
 from memopt.cli.device_here import require_device
-from memopt.errors import BadFile, MemoptError, NotPossibleHere, RunFailed, UsageError, reason
+from memopt.cli.on_oom import leaving_traces
+from memopt.errors import BadFile, MemoptError, NotEnforced, NotPossibleHere, RunFailed, UsageError, reason
 from memopt.plan import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
     from memopt.enforcers.session import ApplySession
     from memopt.instrument.runner import Command
+    from memopt.outcome import Outcome
     from memopt.plan import Plan
 
 
@@ -25,7 +27,15 @@ if TYPE_CHECKING:
 @click.option("--outcome", "outcome_path", metavar="FILE", type=click.Path(path_type=Path), help="Write predicted and measured figures there, as JSON; %r in it is the rank.")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the outcome file if it exists.")
 @click.option("--verify", "verify_steps", metavar="N", type=click.IntRange(min=1), help="Run N iterations plain and N enforced and compare them bit for bit; exit 1 on any difference. Measures no peak.")  # fmt: skip
-@click.option("--strict", is_flag=True, help="Refuse when the script has changed since it was profiled.")
+@click.option(
+    "--deterministic", is_flag=True, help="With --verify: both runs use torch's deterministic algorithms."
+)
+@click.option(
+    "--hold",
+    is_flag=True,
+    help="On a GPU: let the allocator have no more than the budget, so that a run that would pass it fails there.",
+)
+@click.option("--strict", is_flag=True, help="Refuse when the script has changed since it was profiled; exit 4 when nothing of the plan could be enforced.")  # fmt: skip
 @click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder for the swap file.  [default: the system's for temporary files]")  # fmt: skip
 @click.option("--no-measure", is_flag=True, help="Do not measure the peak: on a CPU that slows a few iterations and takes memory of its own.")  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing at the end.")
@@ -35,6 +45,8 @@ def apply(
     outcome_path: Path | None,
     force: bool,
     verify_steps: int | None,
+    deterministic: bool,
+    hold: bool,
     strict: bool,
     swap_dir: Path | None,
     no_measure: bool,
@@ -49,6 +61,7 @@ def apply(
     """
     from memopt.cli.console import say
     from memopt.cli.ranks import path_of_rank
+    from memopt.enforcers.memory_limit import limit_of
     from memopt.enforcers.session import ApplySession, Options
     from memopt.files import refuse_overwrite, swap_folder
     from memopt.plan import load_plan
@@ -70,9 +83,16 @@ def apply(
     for warning in _doubts(loaded, command, strict=strict):
         say(warning)
     if verify_steps is not None:
-        return _verify(plan_path, command, verify_steps, folder, outcome_path)
-    session = ApplySession(loaded, Options(swap_dir=folder, measure=not no_measure))
-    return _run(session, command, outcome_path, quiet=quiet)
+        return _verify(plan_path, command, verify_steps, folder, outcome_path, deterministic=deterministic)
+    if deterministic:
+        raise UsageError(
+            "--deterministic goes with --verify",
+            why="a run under a plan uses the algorithms that the script asks for",
+            try_="--verify 3 --deterministic",
+        )
+    limit_bytes = limit_of(loaded) if hold else 0
+    session = ApplySession(loaded, Options(swap_dir=folder, measure=not no_measure, limit_bytes=limit_bytes))
+    return _run(session, command, outcome_path, quiet=quiet, strict=strict)
 
 
 def prepare_run(plan: Plan, environment: MutableMapping[str, str]) -> list[str]:
@@ -145,12 +165,20 @@ def _doubts(plan: Plan, command: Command, *, strict: bool) -> list[str]:
     return doubts
 
 
-def _verify(plan_path: Path, command: Command, steps: int, swap_dir: Path, outcome_path: Path | None) -> int:
+def _verify(
+    plan_path: Path,
+    command: Command,
+    steps: int,
+    swap_dir: Path,
+    outcome_path: Path | None,
+    *,
+    deterministic: bool,
+) -> int:
     from memopt.cli.console import out, progress, say
     from memopt.enforcers.verify import verify
 
     with progress(f"running {steps} iterations plain and {steps} enforced"):
-        verified = verify(plan_path, list(command.argv), steps, swap_dir)
+        verified = verify(plan_path, list(command.argv), steps, swap_dir, deterministic=deterministic)
     same = f"losses, gradients, parameters and buffers of {verified.iterations} iterations, bit for bit"
     out().print(f"identical: {same}")
     if verified.outcome is None:
@@ -168,13 +196,15 @@ def _verify(plan_path: Path, command: Command, steps: int, swap_dir: Path, outco
     return 0
 
 
-def _run(session: ApplySession, command: Command, outcome_path: Path | None, *, quiet: bool) -> int:
+def _run(
+    session: ApplySession, command: Command, outcome_path: Path | None, *, quiet: bool, strict: bool
+) -> int:
     from memopt.cli.console import outlive_the_scripts_stderr, say
     from memopt.instrument import runner
     from memopt.instrument.on_import import call_after_import
     from memopt.instrument.signals import before_terminating
 
-    unwritten: list[MemoptError] = []
+    failed: list[int] = []
 
     def end() -> None:
         outlive_the_scripts_stderr()
@@ -185,13 +215,19 @@ def _run(session: ApplySession, command: Command, outcome_path: Path | None, *, 
             try:
                 outcome.save(outcome_path)
             except MemoptError as error:
-                unwritten.append(error)
+                failed.append(RunFailed.exit_code)
                 say(str(error))
         if not quiet:
             from memopt.cli.console import err
             from memopt.reports.outcome import render_outcome
 
             err().print(render_outcome(outcome))
+        if outcome.actions.planned and not outcome.actions.done:
+            plain = not_enforced(outcome)
+            if strict:
+                failed.append(plain.exit_code)
+            if strict or not quiet:
+                say(str(plain))
 
     def listen() -> None:
         before_terminating(end)
@@ -200,11 +236,23 @@ def _run(session: ApplySession, command: Command, outcome_path: Path | None, *, 
     session.install()
     pid = os.getpid()
     try:
-        code = runner.run(command)
+        code = runner.run(command, raised=leaving_traces(command))
     except KeyboardInterrupt:
         end()
         runner.die_of(signal.SIGINT)
     if os.getpid() != pid:
         runner.leave_child(code)
     end()
-    return code or (RunFailed.exit_code if unwritten else 0)
+    return code or (failed[0] if failed else 0)
+
+
+def not_enforced(outcome: Outcome) -> NotEnforced:
+    """What to say when none of the plan's actions was taken."""
+    why = "; ".join(outcome.notes)
+    if not outcome.steps:
+        why = "no iteration of training was seen in this process"
+    return NotEnforced(
+        f"nothing of the plan was enforced: 0 of {outcome.actions.planned} actions",
+        why=why or "the run did not call what the profile saw",
+        try_="memopt profile and memopt advise again, for the script as it is now",
+    )

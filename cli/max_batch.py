@@ -25,17 +25,18 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     from memopt.cli.advise_tables import lints_table
     from memopt.cli.console import err, say
     from memopt.cli.own_files import refuse_foreign
+    from memopt.estimators.beside_tensors import parse_budget
     from memopt.trace import load_trace
-    from memopt.units import parse_bytes
 
     room_as_budget(options)
     _check_words(options)
     trace = on_device(load_trace(path), options["device"])
     output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.plan.json")
     refuse_foreign(output, "memopt.plan", script=trace.script, force=options["force"])
+    budget = parse_budget(options["budget"], trace, unplanned_bytes=trace.peak_bytes)
     search = Batches(
         trace,
-        parse_bytes(options["budget"], of_bytes=trace.peak_bytes),
+        budget.tensors_bytes,
         allowed(options["allow"], options["deny"]),
         options["time_limit_s"] or TIME_LIMIT_S,
         strategy=(options["strategies"] or ("auto",))[0],
@@ -51,8 +52,8 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
         refused = BudgetInfeasible(
             search.budget_bytes, planned.peak_bytes, ("not even a batch of 1 fits, with any plan found",)
         )
-        raise with_command(refused, path, options)
-    planned.plan.save(output)
+        raise with_command(budget.told(refused), path, options)
+    budget.noted(planned.plan).save(output)
     _print(plain, planned, search.recorded, search.budget_bytes, output, lints, as_json=options["as_json"])
     say(f"wrote {output}")
     _say_what_to_heed(planned, search)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from memopt.cli.device_here import require_device
+from memopt.cli.on_oom import leaving_traces
 from memopt.cli.ranks import path_of_rank
 from memopt.errors import MemoptError, RunFailed, UsageError
 
@@ -104,14 +105,10 @@ def profile(
 def tier_opener(folder: Path) -> OpenTier:
     """Where saved tensors go while a script that does not fit is recorded: the host for a GPU, else the disk."""
 
-    def open_tier(device: str) -> Tier:
-        if device != "cpu":
-            from memopt.enforcers.host import HostStore
+    def open_tier() -> Tier:
+        from memopt.enforcers.tiers import offload_tier
 
-            return HostStore([])
-        from memopt.enforcers.disk import DiskStore
-
-        return DiskStore(folder)
+        return offload_tier(folder)
 
     return open_tier
 
@@ -161,7 +158,9 @@ class _Ending:
         call_after_import("torch", at_torch)
         session.install()
         try:
-            code = runner.run(command, raised=session.ended_by)
+            code = runner.run(
+                command, raised=leaving_traces(command, session.ended_by, lambda: session.trace)
+            )
         except KeyboardInterrupt:
             if os.getpid() == self._pid:
                 self._end(session, ended_well=False, interrupted=True)

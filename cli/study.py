@@ -28,6 +28,7 @@ def study(path: Path, options: dict[str, Any]) -> int:
     from memopt.advisors.problem import TIME_LIMIT_S, allowed, kinds_named
     from memopt.cli.advise import on_device, room_as_budget, script_stem
     from memopt.cli.own_files import refuse_foreign
+    from memopt.estimators.beside_tensors import parse_budget
     from memopt.trace import load_trace
 
     counsel = _counsel(options)
@@ -41,7 +42,8 @@ def study(path: Path, options: dict[str, Any]) -> int:
         refuse_foreign(output, "memopt.plan", script=trace.script, force=options["force"])
     usual = allowed((), tuple(options["deny"]))
     adviser = Adviser(trace, usual, options["time_limit_s"] or TIME_LIMIT_S, str(path))
-    problem = adviser.problem(_budget(options, adviser.unplanned_peak_bytes))
+    budget = parse_budget(options["budget"] or "100%", trace, unplanned_bytes=adviser.unplanned_peak_bytes)
+    problem = adviser.problem(budget.tensors_bytes)
     advice = counsel.study(problem, named - denied)
     met = options["budget"] is None or advice.peak_bytes <= problem.budget_bytes
     write = bool(options["output"]) or (advice.enforced and met)
@@ -55,7 +57,7 @@ def study(path: Path, options: dict[str, Any]) -> int:
             advice.peak_bytes,
             (f"this is what {counsel.name} comes to; --strategy auto may find a plan",),
         )
-        raise with_command(refused, path, options)
+        raise with_command(budget.told(refused), path, options)
     if write:
         _write(adviser.write(problem, {}, counsel.name, advice.notes), advice, output)
     return 0
@@ -69,12 +71,6 @@ def _counsel(options: dict[str, Any]) -> Counsel:
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} does not go with --strategy {names[0]}")
     return COUNSELS[names[0]]
-
-
-def _budget(options: dict[str, Any], unplanned_bytes: int) -> int:
-    from memopt.units import parse_bytes
-
-    return parse_bytes(options["budget"] or "100%", of_bytes=unplanned_bytes)
 
 
 def _print(

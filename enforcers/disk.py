@@ -25,8 +25,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memopt.enforcers.accelerator import Users
 from memopt.enforcers.carrier import Carrier, InMemory, OnDevice, Piece
-from memopt.enforcers.swap import FreeSpace, SwapFailed, without_frames
+from memopt.enforcers.swap import FreeSpace, Pending, SwapFailed, without_frames
 from memopt.enforcers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
 
 if TYPE_CHECKING:
@@ -91,6 +92,19 @@ class _Transfer:
         return Piece(start, min(PIECE_BYTES, self.ticket.nbytes - start), self.ready)
 
 
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """Bytes on their way to an accelerator's memory."""
+
+    done: Future[None]
+    target: torch.UntypedStorage
+    accelerator: Accelerator
+
+    def result(self, timeout: float | None = None) -> None:
+        self.done.result(timeout)
+        self.accelerator.uses(self.target, self.accelerator.current_stream())
+
+
 class DiskStore:
     """A swap file in `folder` and the threads that serve it; `reserve_bytes` are asked of the disk at once. Storages are those of
     the host, or of `accelerator`.
@@ -115,6 +129,7 @@ class DiskStore:
         self.in_memory = is_in_memory(self.folder)
         self._threads = threads
         self._accelerator = accelerator
+        self._users = None if accelerator is None else Users(accelerator)
         self._pid = os.getpid()
         self._file = SwapFile(self.folder)
         self._space = FreeSpace()
@@ -158,8 +173,8 @@ class DiskStore:
         self._submit(_WRITE, ticket, storage, ticket.written)
         return ticket
 
-    def read_async(self, ticket: Ticket, into: torch.UntypedStorage) -> Future[None]:
-        """Start to fill `into` (at least as large) from `ticket`; again and again, if wanted."""
+    def read_async(self, ticket: Ticket, into: torch.UntypedStorage) -> Pending:
+        """Start to fill `into` (at least as large, made on this thread's stream) from `ticket`; again and again, if wanted."""
         self.collect()
         if into.nbytes() < ticket.nbytes:
             raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
@@ -167,7 +182,7 @@ class DiskStore:
             raise ValueError("this ticket was taken back")
         done: Future[None] = Future()
         self._submit(_READ, ticket, into, done)
-        return done
+        return done if self._accelerator is None else _Arrival(done, into, self._accelerator)
 
     def wait(self, ticket: Ticket) -> None:
         """Until `ticket` is written; raises `SwapFailed` if it could not be (it then still holds its storage)."""
@@ -187,6 +202,9 @@ class DiskStore:
                 if ticket.source is not None:
                     dropped.append(ticket.source)
                 ticket.source = None
+        if self._users is not None:
+            for storage in dropped:
+                self._users.may_use(storage)
         return sum(storage.nbytes() for storage in dropped)
 
     def take_back(self, ticket: Ticket) -> torch.UntypedStorage | None:
@@ -237,8 +255,7 @@ class DiskStore:
             worker.start()
 
     def _submit(self, kind: int, ticket: Ticket, memory: torch.UntypedStorage, done: Future[None]) -> None:
-        here = self._accelerator
-        ready = None if here is None else here.current_stream().record_event()
+        ready = self._users.current().record_event() if self._users is not None else None
         transfer = _Transfer(ticket, memory, done, _pieces(ticket.nbytes), ready)
         for piece in range(transfer.pieces):
             self._queue.put((kind, next(self._order), transfer, piece))

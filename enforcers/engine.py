@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.codecs import CODECS, decode, encode, encode_for
 from memopt.enforcers.encoded import Encoded, flat_storage
 from memopt.enforcers.flat_call import CallForm, flatten_call
@@ -29,9 +30,10 @@ from memopt.enforcers.records import (
     record_op,
 )
 from memopt.enforcers.swapped import SwappedStorage, Swapper
-from memopt.enforcers.tables import PlannedSlot, Tables
+from memopt.enforcers.tables import AtUse, PlannedSlot, Tables
 from memopt.enforcers.values import Values
 from memopt.estimators.slot_needs import Need
+from memopt.instrument.as_plain import as_plain
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.ops import (
@@ -41,6 +43,7 @@ from memopt.instrument.ops import (
     is_plain,
     is_tracing,
     kind_of,
+    same_bits_again,
     updated_statistics,
 )
 from memopt.instrument.saved import Kept, check_version, let_go_of_bytes
@@ -65,9 +68,11 @@ class Engine(TorchDispatchMode):
         self._iterations = iterations
         self._swapper = swapper
         self._device = device
+        self.capturing = Capturing(device)
         self._thread = frames.thread
         self._regions = frames.regions
         self.values = Values(frames.thread)
+        self._regions.will_rewrite = self.values.will_be_rewritten
         self._regions.rewrote = self.values.rewritten_unseen
         frames.resizes.told = self.values.will_be_resized
         self._unsettled: list[Planned] = []
@@ -78,6 +83,8 @@ class Engine(TorchDispatchMode):
         """Action -> slots on which it was taken in this iteration."""
         self.declined: dict[int, str] = {}
         """Action -> why it was not taken, the first reason of the run."""
+        self.other_bits: set[str] = set()
+        """Ops that were to be run again, and may give other bits then."""
         self.divergences = 0
         """Module calls, over the run, in which something was not as planned."""
         self.saved_tensors = 0
@@ -126,16 +133,17 @@ class Engine(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        run = as_plain(func)
         iterations = self._iterations
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
-            return func(*args, **kwargs)
-        if self._regions.compiling or not self._thread.is_here:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
+        if self._regions.compiling or not self._thread.is_here or self.capturing.now():
+            return run(*args, **kwargs)
         if not _PLAIN_TYPES.issuperset(types):
-            return func(*args, **kwargs) if is_tracing(types) else NotImplemented
+            return run(*args, **kwargs) if is_tracing(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if self._swapper is not None:
             self._swapper.collect()
         frame = self._frames.current
@@ -147,12 +155,13 @@ class Engine(TorchDispatchMode):
             describe_call(kind.name, func, args, kwargs) if readers and kind.name in readers else None
         )
         if not recorded and not self._unsettled and not kind.writes and kind.statistics is None:
-            return func(*args, **kwargs)
-        return self._watch(func, kind, args, kwargs, recorded)
+            return run(*args, **kwargs)
+        return self._watch(func, run, kind, args, kwargs, recorded)
 
     def _watch(
         self,
         func: Any,
+        run: Any,
         kind: OpKind,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -166,7 +175,7 @@ class Engine(TorchDispatchMode):
         for statistics in updated_statistics(kind, args):
             self.values.source_changes(statistics.untyped_storage()._cdata, but=record)
         written = self.values.about_to_write(kind, args, kwargs, record)
-        out = func(*args, **kwargs)
+        out = run(*args, **kwargs)
         self.values.overwritten(written)
         if record is not None:
             self.values.remember(record, flat, out)
@@ -179,7 +188,10 @@ class Engine(TorchDispatchMode):
 
     def _record(self, func: Any, kind: OpKind, flat: list[Any], form: CallForm) -> Record | None:
         """The call, remembered before it runs; None when it could not be made again."""
-        if self._regions.depth:
+        if self._regions.depth or not kind.replayable:
+            return None  # what a plan says may have been edited
+        if not same_bits_again(func, (a for a in flat if isinstance(a, Tensor))):
+            self.other_bits.add(kind.name)
             return None
         try:
             record = record_op(func, kind, flat, form, self.values.freeze)
@@ -201,19 +213,19 @@ class Engine(TorchDispatchMode):
         frame = self._frames.current
         ordinal = frame.packs
         frame.packs += 1
-        if self._swapper is not None:
+        keep = self.capturing.why_keep()
+        if self._swapper is not None and not keep:
             due = self._tables.due.get(frame.key)
             if due is not None and ordinal in due:
                 self._swapper.wait_until_away(due[ordinal])
         slots = self._tables.slots.get(frame.key)
         slot = slots.get(ordinal) if slots is not None else None
-        triggers = self._tables.triggers.get(frame.key) if self._swapper is not None else None
         if slot is None or frame.diverged:
-            return (
-                Kept(tensor)
-                if triggers is None or ordinal not in triggers
-                else Trigger(tensor, triggers[ordinal])
-            )
+            brings = self._tables.at_use.get(frame.key, {}).get(ordinal)
+            return Kept(tensor) if brings is None else Trigger(tensor, brings)
+        if keep:
+            self._decline(slot, keep)
+            return Kept(tensor)
         if not self._fits(tensor, slot):
             self._diverged(frame)
             return Kept(tensor)
@@ -234,21 +246,29 @@ class Engine(TorchDispatchMode):
 
     def unpack(self, handle: Kept | Planned) -> Tensor:
         """The hook: the tensor, made again, read back or decoded. May be called again (`retain_graph`)."""
+        if self.capturing.now() and isinstance(handle, Kept):
+            return handle.get()
         if self._swapper is not None and self.active:
             self._swapper.collect()
         if isinstance(handle, Kept):
-            if isinstance(handle, Trigger) and self._swapper is not None:
-                self._swapper.prefetch(handle.actions)
+            if isinstance(handle, Trigger):
+                self._bring_about(handle.brings)
             return handle.get()
-        triggers = self._tables.triggers.get(handle.slot.ref.module)
-        if triggers is not None and self._swapper is not None and handle.slot.ref.ordinal in triggers:
-            self._swapper.prefetch(triggers[handle.slot.ref.ordinal])
+        ref = handle.slot.ref
+        self._bring_about(self._tables.at_use.get(ref.module, {}).get(ref.ordinal))
         if handle.witness is not None:
             check_version(handle.witness, handle.version, handle, shape=handle.place.size)
         if handle.tensor is not None:
             check_version(handle.tensor, handle.version, handle)
             return handle.tensor
         return self._restore(handle)
+
+    def _bring_about(self, moment: AtUse | None) -> None:
+        """What the plan has happen when a slot is asked for: room is made before it is taken."""
+        if moment is not None and self._swapper is not None:
+            if moment.due:
+                self._swapper.wait_until_away(moment.due)
+            self._swapper.prefetch(moment.prefetch)
 
     def _restore(self, handle: Planned) -> Tensor:
         content = handle.content

@@ -7,7 +7,7 @@ from torch import Tensor, UntypedStorage
 from memopt.enforcers.encoded import Encoded
 from memopt.enforcers.records import Value
 from memopt.enforcers.swapped import SwappedStorage
-from memopt.enforcers.tables import PlannedSlot
+from memopt.enforcers.tables import AtUse, PlannedSlot
 from memopt.instrument.saved import Kept, Place, share
 
 
@@ -41,10 +41,10 @@ class Planned:
 
 
 class Trigger(Kept):
-    """A kept tensor whose unpack starts swap-ins."""
+    """A kept tensor whose unpack is a moment of the plan."""
 
-    __slots__ = ("actions",)
+    __slots__ = ("brings",)
 
-    def __init__(self, tensor: Tensor, actions: list[int]) -> None:
+    def __init__(self, tensor: Tensor, brings: AtUse) -> None:
         super().__init__(tensor)
-        self.actions = actions
+        self.brings = brings

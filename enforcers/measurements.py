@@ -21,6 +21,9 @@ one, as every other is where a script does something each second time.
 Never two in a row: the optimizer's own `record_function` is open where iterations end, and one that was opened under a profiler
 writes into freed memory if it is closed under the next."""
 
+_LARGER = 1.02
+"""Times as many elements as the profiled iteration saved."""
+
 _MORE_AT_THE_START = 0.01
 """Of the plan's peak: what an iteration has to begin with above the profiled one to be told of."""
 
@@ -49,6 +52,22 @@ class Measurements:
     def peak_bytes(self) -> int | None:
         return max(self._peaks)[0] if self._peaks else None
 
+    def on_the_gpu(self) -> dict[str, int]:
+        """For the outcome: allocated and reserved bytes at most, and what the process holds there; nothing without a GPU."""
+        import torch
+
+        if self._plan.device.kind != "cuda" or not torch.cuda.is_initialized():
+            return {}
+        from memopt.instrument.cuda_statistics import process_bytes, statistics_of
+
+        index = torch.cuda.current_device()
+        allocated, reserved = statistics_of(index).peaks_of_the_script()
+        return {
+            "allocated_peak_bytes": allocated,
+            "reserved_peak_bytes": reserved,
+            "on_device_bytes": process_bytes(index),
+        }
+
     @property
     def step_ms(self) -> float | None:
         return median(self._times_ms) if self._times_ms else None
@@ -56,6 +75,11 @@ class Measurements:
     @property
     def other_steps(self) -> int:
         return len(self._others)
+
+    @property
+    def larger_steps(self) -> int:
+        """Those of them that saved clearly more."""
+        return sum(ratio > _LARGER for ratio in self._others)
 
     @property
     def process_peak_bytes(self) -> int:

@@ -153,12 +153,19 @@ class Record:
 
 
 def generator_state(args: list[Any]) -> tuple[Any, Tensor]:
-    """The generator that an op with these flat arguments draws from, and its state now."""
+    """The generator that an op with these flat arguments draws from, and its state now.
+
+    A device that is named (`torch.rand(3, device="cuda")`, `torch.randn_like(x, device="cpu")`) goes before that of the tensors;
+    one without an index is the current one.
+    """
     generator = next((a for a in args if isinstance(a, torch.Generator)), None)
     if generator is None:
-        device = next((a.device for a in args if isinstance(a, Tensor)), torch.device("cpu"))
+        named = (a for a in args if isinstance(a, torch.device))
+        theirs = (a.device for a in args if isinstance(a, Tensor))
+        device = next(named, None) or next(theirs, torch.device("cpu"))
         if device.type == "cuda":
-            generator = torch.cuda.default_generators[device.index or 0]
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generator = torch.cuda.default_generators[index]
         else:
             generator = torch.default_generator
     return generator, generator.get_state()
@@ -325,7 +332,7 @@ def record_op(
     kind: OpKind,
     flat: list[Any],
     form: CallForm,
-    freeze: Callable[[Tensor], View | Pinned | Tensor],
+    freeze: Callable[[Tensor], View | Pinned],
 ) -> Record:
     """Remember a call before it runs; `freeze` says what to hold of each tensor argument."""
     rng = generator_state(flat) if kind.random else None

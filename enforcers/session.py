@@ -6,24 +6,29 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
 from memopt.instrument.forks import call_around_fork
 from memopt.instrument.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
-from memopt.plan import Action, Plan
+from memopt.plan import Action, Plan, ScriptAction
 
 if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
     from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
-    from memopt.enforcers.swap import SwapTier
+    from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
     from memopt.enforcers.swapped import Swapper
+    from memopt.enforcers.tiers import PerDevice
+    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
+    from memopt.instrument.loop import Loop
     from memopt.instrument.saved import SavedTensorHooks
 
 log = logging.getLogger(__name__)
@@ -35,6 +40,8 @@ class Options:
 
     swap_dir: Path
     measure: bool = True
+    limit_bytes: int = 0
+    """What a GPU's allocator may reserve; 0: all there is."""
 
 
 class Witness(Protocol):
@@ -62,7 +69,9 @@ class ApplySession:
         self._iterations: Iterations | None = None
         self._hooks: SavedTensorHooks | None = None
         self._swapper: Swapper | None = None
+        self._forms: PlainForms | None = None
         self._updates: OptimizerInBackward | None = None
+        self._pieces: OptimizerInPieces | None = None
         self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
         self._in_two_threads = False
@@ -70,6 +79,18 @@ class ApplySession:
         self._left_plain = 0
         """Iterations of which that was true, but the first."""
         self.notes: list[str] = []
+        self._shares_loop = False
+        """Frames and iterations are another's to install and remove."""
+
+    @property
+    def pieces(self) -> OptimizerInPieces | None:
+        """What steps the optimizer in pieces, where the plan says so."""
+        return self._pieces
+
+    @property
+    def larger_steps(self) -> int:
+        """Iterations so far in which autograd saved clearly more than in the profiled one."""
+        return self._measurements.larger_steps
 
     # --- life
 
@@ -78,32 +99,50 @@ class ApplySession:
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
+        self._try_to_set_up(None)
+
+    def begin_in(self, loop: Loop) -> None:
+        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
+        self._shares_loop = True
+        self._try_to_set_up(loop)
+
+    def _try_to_set_up(self, loop: Loop | None) -> None:
         try:
-            self._set_up()
+            self._set_up(loop)
         except Exception as error:
             log.error("memopt could not set up the plan; the script runs plain", exc_info=True)
             self.notes.append(f"nothing was enforced: {type(error).__name__}: {error}")
             self._engine = None
 
-    def _set_up(self) -> None:
+    def _set_up(self, loop: Loop | None) -> None:
         from memopt.enforcers.engine import Engine
+        from memopt.enforcers.memory_limit import hold
         from memopt.enforcers.tables import tables_of
+        from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
         from memopt.instrument.script_profiler import watch
 
-        watch()
-        self._frames = Frames()
-        self._iterations = Iterations(self, self._frames.thread)
-        self._iterations.install()
+        if loop is None:
+            watch()
+            self._frames = Frames()
+            self._iterations = Iterations(self, self._frames.thread)
+            self._iterations.install()
+        else:
+            self._frames, self._iterations = loop.frames, loop.iterations
+        if self._options.limit_bytes:
+            hold(self._options.limit_bytes)
         tables = tables_of(self._plan)
-        self._swapper = self._open_tiers(tables.actions)
+        self._swapper = self._tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
         if not tables.empty:
             if self._plan.device.kind == "cpu":
                 keep_freed_pages()
-            self._frames.install()
+            if loop is None:
+                self._frames.install()
+                self._forms = PlainForms()
+                self._forms.install()
             self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
             self._hooks.install()
             self._engine.enter()
@@ -112,36 +151,39 @@ class ApplySession:
 
             self._updates = OptimizerInBackward(self._iterations, self._will_change, self._gradient_is_whole)
             self._updates.install()
+        pieces = self._plan.in_pieces
+        if pieces is not None:
+            from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
+
+            tier, most = self._state_tier(pieces), pieces.away or None
+            self._pieces = OptimizerInPieces(self._iterations, pieces.piece_bytes, tier, most)
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
 
-    def _open_tiers(self, actions: list[Action]) -> Swapper | None:
+    def _tiers(self, actions: list[Action]) -> Swapper | None:
+        """Where the plan swaps to; each tier opens when the first storage leaves."""
+        from memopt.enforcers.host import BLOCK_BYTES
         from memopt.enforcers.swapped import Swapper
+        from memopt.enforcers.tiers import disk_tier, host_tier
 
         wanted = {
-            number: action.tier
+            number: str(action.tier)
             for number, action in enumerate(actions)
             if action.kind == "swap" and action.tier
         }
         if not wanted:
             return None
-        tiers: dict[str, SwapTier[Any]] = {}
-        for tier in sorted(set(wanted.values())):
-            try:
-                tiers[tier] = self._open_tier(tier, actions)
-            except Exception as error:
-                self.notes.append(f"no {tier} tier: {error}; what was to be swapped there is kept")
-        return Swapper(tiers, {number: str(tier) for number, tier in wanted.items()})
+        tiers: dict[str, PerDevice] = {"disk": disk_tier(self._options.swap_dir)}
+        to_host = [action.size_bytes for action in actions if action.tier == "host"]
+        tiers["host"] = host_tier((self._plan.host_bytes or sum(to_host)) + BLOCK_BYTES * len(to_host))
+        return Swapper(tiers, wanted)
 
-    def _open_tier(self, tier: str, actions: list[Action]) -> SwapTier[Any]:
-        if tier == "disk":
-            from memopt.enforcers.accelerator import TorchAccelerator
-            from memopt.enforcers.disk import DiskStore
+    def _state_tier(self, pieces: ScriptAction) -> PerDevice | None:
+        """Where optimizer state is between steps; it stays open until the process ends, for whoever reads it then."""
+        from memopt.enforcers.tiers import disk_tier, host_tier
 
-            on_host = self._plan.device.kind == "cpu"
-            return DiskStore(self._options.swap_dir, accelerator=None if on_host else TorchAccelerator())
-        from memopt.enforcers.host import HostStore
-
-        return HostStore([action.size_bytes for action in actions if action.tier == "host"])
+        if pieces.tier is None:
+            return None
+        return disk_tier(self._options.swap_dir) if pieces.tier == "disk" else host_tier(pieces.away_bytes)
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
@@ -156,7 +198,8 @@ class ApplySession:
         outcome = self._outcome()
         if self._engine is not None:
             self._engine.stop()
-        for part in (self._hooks, self._updates, self._iterations, self._frames):
+        watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
+        for part in (self._hooks, self._updates, self._pieces, *watchers):
             if part is not None:
                 part.remove()
         if self._swapper is not None:
@@ -167,14 +210,25 @@ class ApplySession:
         plan, engine = self._plan, self._engine
         in_backward = plan.in_backward.parameters if plan.in_backward is not None else 0
         stepped = self._updates.most_used if self._updates is not None else 0
-        planned = len([action for action in plan.actions if action.kind != "keep"]) + (in_backward > 0)
-        done = len(self._done) + (stepped >= in_backward > 0)
+        in_pieces = plan.in_pieces.parameters if plan.in_pieces is not None else 0
+        in_turn = self._pieces.most_used if self._pieces is not None else 0
+        planned = len([action for action in plan.actions if action.kind != "keep"])
+        planned += (in_backward > 0) + (in_pieces > 0)
+        done = len(self._done) + (stepped >= in_backward > 0) + (in_turn >= in_pieces > 0)
         notes = [*self.notes, *self._declined()]
+        if engine is not None and engine.other_bits:
+            names = ", ".join(sorted(engine.other_bits))
+            notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
         if self._swapper is not None:
             notes += [f"{failure}; what could not be copied was kept" for failure in self._swapper.failures()]
         if stepped < in_backward and self._updates is not None:
             why = "; ".join(self._updates.declined) or "no step came right after a backward call"
             notes.append(f"{stepped} of {in_backward} parameters were stepped inside backward: {why}")
+        if self._pieces is not None:
+            notes += self._pieces.failures()
+            if in_turn < in_pieces:
+                why = "; ".join(self._pieces.declined) or "no step was made"
+                notes.append(f"{in_turn} of {in_pieces} parameters were stepped in pieces: {why}")
         if self._hooks is not None and self._hooks.stepped_aside:
             notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
         if self._left_plain:
@@ -183,7 +237,7 @@ class ApplySession:
             )
         measured = self._measurements
         notes += measured.notes()
-        return Outcome(
+        outcome = Outcome(
             budget_bytes=plan.budget_bytes,
             unplanned_peak_bytes=plan.unplanned_peak_bytes,
             predicted_peak_bytes=plan.predicted_peak_bytes,
@@ -198,6 +252,7 @@ class ApplySession:
             process_peak_bytes=measured.process_peak_bytes,
             notes=notes,
         )
+        return msgspec.structs.replace(outcome, **measured.on_the_gpu())
 
     def _declined(self) -> list[str]:
         if self._engine is None:
@@ -238,6 +293,8 @@ class ApplySession:
         if os.getpid() != self._pid or self._engine is None or self._frames is None:
             return
         engine = self._engine
+        if engine.capturing.now():
+            return
         engine.settle_all()
         if count == 1:
             engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
@@ -267,9 +324,10 @@ class ApplySession:
             self._updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
         if self._engine is None or self._frames is None:
             return
-        self._engine.settle_all()
-        if self._swapper is not None and self._plan.device.kind == "cpu":
-            self._swapper.wait_for_all()
+        if not self._engine.capturing.now():
+            self._engine.settle_all()
+            if self._swapper is not None and self._plan.device.kind == "cpu":
+                self._swapper.wait_for_all()
         self._engine.leave()
         self._frames.paused = True
 
@@ -290,6 +348,8 @@ class ApplySession:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self._will_change(parameter)
+        if self._pieces is not None:
+            self._pieces.step_begins(optimizer)
 
     def _will_change(self, parameter: torch.Tensor) -> None:
         """What is to be made from the parameter as it is now is made now."""
@@ -303,5 +363,7 @@ class ApplySession:
             self._also.gradient_is_whole(optimizer, parameter)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._pieces is not None:
+            self._pieces.step_ended()
         if self._updates is not None:
             self._updates.step_ended(optimizer)

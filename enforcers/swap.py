@@ -45,8 +45,9 @@ class Pending(Protocol):
 class SwapTier(Protocol[AnyTicket]):
     """Where swapped bytes go. `DiskStore` and `HostStore` are both one."""
 
-    failure: SwapFailed | None
-    """The first thing that went wrong; while it is set every further write is refused with it."""
+    @property
+    def failure(self) -> SwapFailed | None:
+        """The first thing that went wrong, for the outcome to tell."""
 
     def write_async(self, storage: torch.UntypedStorage, /) -> AnyTicket:
         """Start to take `storage` away. The ticket holds it until the copy is safe and `collect` comes by. Do not write to it."""

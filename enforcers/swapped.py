@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import UntypedStorage
@@ -12,33 +13,52 @@ from memopt.enforcers.swap import Pending, SwapFailed, SwapTier, without_frames
 
 
 class SwappedStorage:
-    """One storage that a tier holds, shared by all handles on it."""
+    """One storage that a tier holds, shared by all handles on it. Asked for by any thread: backward has one for each device."""
 
-    __slots__ = ("__weakref__", "_coming", "_home", "_storage", "_ticket", "_tier", "source", "waiting")
+    __slots__ = (
+        "__weakref__",
+        "_arrival",
+        "_home",
+        "_lock",
+        "_storage",
+        "_ticket",
+        "_tier",
+        "source",
+        "waiting",
+    )
 
     def __init__(self, tier: SwapTier[Any], storage: UntypedStorage) -> None:
         self._tier = tier
         self._ticket = tier.write_async(storage)
         self._storage: UntypedStorage | None = None
-        self._coming: Pending | None = None
+        self._arrival: Pending | None = None
         self._home = False
         """The swap was called off: the bytes are here only."""
+        self._lock = threading.RLock()
         self.source = weakref.ref(storage)
         self.waiting = 0
         """Handles that have not been served."""
 
     def prefetch(self) -> None:
-        """Start to bring it back; a storage that has not left yet just stays."""
-        if self._storage is not None:
-            return
-        held = self._tier.take_back(self._ticket)
-        if held is not None:
-            self._storage = held
-            self._home = True
-            return
-        like = self._ticket
-        self._storage = UntypedStorage(like.nbytes, device=like.device)
-        self._coming = self._tier.read_async(like, self._storage)
+        """Start to bring it back; one that has not left yet just stays, one for which there is no room yet waits for `get`."""
+        try:
+            self._bring()
+        except RuntimeError:  # out of memory: whoever needs it asks again, when more has been let go of
+            self._tier.collect()
+
+    def _bring(self) -> None:
+        with self._lock:
+            if self._storage is not None:
+                return
+            held = self._tier.take_back(self._ticket)
+            if held is not None:
+                self._storage = held
+                self._home = True
+                return
+            like = self._ticket
+            storage = UntypedStorage(like.nbytes, device=like.device)
+            self._arrival = self._tier.read_async(like, storage)
+            self._storage = storage
 
     def wait_until_away(self) -> None:
         """Until the copy is safe. Raises `SwapFailed` if it failed; the storage is kept then."""
@@ -46,29 +66,31 @@ class SwappedStorage:
             self._tier.wait(self._ticket)
 
     def get(self) -> UntypedStorage:
-        """The storage with its bytes; waits for the copy."""
+        """The storage with its bytes; waits for the copy, as does the stream of everybody who asks."""
         alive = self.source()
         if alive is not None:
             return alive
         self.prefetch()
-        if self._coming is not None:
-            self._coming.result()
-            self._coming = None
-        storage = self._storage
+        with self._lock:
+            self._bring()
+            arrival, storage = self._arrival, self._storage
         assert storage is not None
+        if arrival is not None:
+            arrival.result()
         return storage
 
     def served(self) -> None:
         """One handle has been served; the device copy goes with the last one."""
-        self.waiting -= 1
-        if self.waiting <= 0 and not self._home:
-            self._storage = None
+        with self._lock:
+            self.waiting -= 1
+            if self.waiting <= 0 and not self._home:
+                self._storage = self._arrival = None
 
 
 class Swapper:
     """Tiers by name and what is swapped in this iteration."""
 
-    def __init__(self, tiers: dict[str, SwapTier[Any]], tier_of_action: dict[int, str]) -> None:
+    def __init__(self, tiers: Mapping[str, SwapTier[Any]], tier_of_action: dict[int, str]) -> None:
         self._tiers = tiers
         self._tier_of = tier_of_action
         self._swapped: dict[int, weakref.ref[SwappedStorage]] = {}

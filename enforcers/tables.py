@@ -19,6 +19,16 @@ class PlannedSlot:
     codec: str
 
 
+@dataclass(slots=True, eq=False)
+class AtUse:
+    """Action indices."""
+
+    due: list[int] = field(default_factory=list)
+    """Copies out that must be done."""
+    prefetch: list[int] = field(default_factory=list)
+    """Swap-ins that start."""
+
+
 @dataclass(slots=True)
 class Tables:
     """Lookups by module call and ordinal. Module calls that the plan does not name are absent."""
@@ -27,10 +37,10 @@ class Tables:
     slots: dict[str, dict[int, PlannedSlot]] = field(default_factory=lambda: defaultdict(dict))
     ops: dict[str, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
     """Ops to record: overload names, and how many of that name come before."""
-    triggers: dict[str, dict[int, list[int]]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(list))
+    at_use: dict[str, dict[int, AtUse]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(AtUse))
     )
-    """Slots whose unpack starts swap-ins, as action indices."""
+    """What the unpack of a slot brings about."""
 
     due: dict[str, dict[int, list[int]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(list))
@@ -56,9 +66,15 @@ def tables_of(plan: Plan) -> Tables:
         for op in action.records:
             _add_op(tables, op)
         if action.away_by is not None:
-            tables.due[action.away_by.module][action.away_by.ordinal].append(number)
+            at = action.away_by
+            due = (
+                tables.at_use[at.module][at.ordinal].due
+                if action.away_at_use
+                else tables.due[at.module][at.ordinal]
+            )
+            due.append(number)
         if action.prefetch is not None:
-            tables.triggers[action.prefetch.module][action.prefetch.ordinal].append(number)
+            tables.at_use[action.prefetch.module][action.prefetch.ordinal].prefetch.append(number)
     return tables
 
 

@@ -39,10 +39,8 @@ class Values:
         """Do records hold tensors that somebody may change?"""
         return bool(self._pins)
 
-    def freeze(self, tensor: Tensor) -> View | Pinned | Tensor:
-        """What a record holds of an argument: a view of a value that can be made again, or the tensor itself."""
-        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
-            return tensor
+    def freeze(self, tensor: Tensor) -> View | Pinned:
+        """What a record holds of an argument, a strided one: a view of a value that can be made again, or the tensor itself."""
         storage = tensor.untyped_storage()
         value = self.value_in(tensor, storage)
         if value is not None:
@@ -169,8 +167,13 @@ class Values:
                 if value is not None:
                     value.storage = None
 
+    def will_be_rewritten(self, tensor: Tensor) -> None:
+        """A kernel that nobody sees into gets `tensor` and may write it: what needs its present bytes is made now."""
+        if is_plain(tensor):
+            self.source_changes(tensor.untyped_storage()._cdata)
+
     def rewritten_unseen(self, tensor: Tensor) -> None:
-        """A compiled region has changed `tensor`: what was recorded made another value."""
+        """A kernel that nobody sees into has changed `tensor`: what was recorded made another value."""
         if is_plain(tensor):
             self.overwritten([tensor.untyped_storage()])
 

@@ -1,7 +1,7 @@
 """`apply --verify N`: the script plain and enforced, in two processes with the same seeds, compared bit for bit.
 
 Each process writes one line an iteration: digests of the losses, gradients, parameters and buffers. The module is also the
-program of those processes: `python -c BOOTSTRAP plan plain|enforced N out`.
+program of those processes: `python -c BOOTSTRAP plan plain|enforced[-deterministic] N out`.
 """
 
 from __future__ import annotations
@@ -41,10 +41,13 @@ class Verified:
     """None where the script ended by other means than its end."""
 
 
-def verify(plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> Verified:
-    """Compare `steps` iterations. Raises `VerifyFailed` at the first difference, and where there was nothing to compare."""
-    plain, code, _ = _run("plain", plan_path, argv, steps, swap_dir)
-    enforced, enforced_code, outcome = _run("enforced", plan_path, argv, steps, swap_dir)
+def verify(
+    plan_path: Path, argv: list[str], steps: int, swap_dir: Path, *, deterministic: bool = False
+) -> Verified:
+    """Compare `steps` iterations, with torch's deterministic algorithms if asked. Raises `VerifyFailed` at the first difference, and where there was nothing to compare."""
+    mode = "-deterministic" if deterministic else ""
+    plain, code, _ = _run(f"plain{mode}", plan_path, argv, steps, swap_dir)
+    enforced, enforced_code, outcome = _run(f"enforced{mode}", plan_path, argv, steps, swap_dir)
     if not plain:
         raise VerifyFailed(
             "nothing could be compared",
@@ -62,13 +65,14 @@ def verify(plan_path: Path, argv: list[str], steps: int, swap_dir: Path) -> Veri
                 try_="memopt profile and memopt advise again, for the script as it is now",
             )
         return Verified(iterations=len(plain), exit_code=code, outcome=outcome)
-    again, _, _ = _run("plain", plan_path, argv, steps, swap_dir)
-    if _difference(plain, again):
-        raise VerifyFailed(
-            "the runs differ, but so do two plain runs: the script does not repeat by itself",
-            why=_difference(plain, again),
-            try_="torch.use_deterministic_algorithms(True) and fixed seeds in the script",
-        )
+    for way, first in (("plain", plain), ("enforced", enforced), ("plain", plain)):
+        again, _, _ = _run(f"{way}{mode}", plan_path, argv, steps, swap_dir)
+        if _difference(first, again):
+            raise VerifyFailed(
+                f"the runs differ, but so do two {way} runs: the script does not repeat by itself",
+                why=_difference(first, again),
+                try_="--deterministic, or fixed seeds in the script",
+            )
     raise VerifyFailed(
         "the enforced run differs from the plain one",
         why=difference,
@@ -114,6 +118,12 @@ def child() -> None:
     plan_path, mode, steps, out, swap_dir, *argv = sys.argv[1:]
     plan = load_plan(Path(plan_path))
     digests = _Digests(Path(out), int(steps))
+    mode, _, deterministic = mode.partition("-")
+    if deterministic:
+        os.environ.setdefault(
+            "CUBLAS_WORKSPACE_CONFIG", ":16:8"
+        )  # cuDNN's recurrent layers repeat themselves with this one only
+        call_after_import("torch", _use_deterministic_algorithms)
     if mode == "enforced":
         from memopt.enforcers.session import ApplySession, Options
 
@@ -134,6 +144,13 @@ def child() -> None:
 def command_of(plan: Plan, argv: list[str]) -> Command:
     """The command that `plan` was made from, or the same script with other arguments."""
     return Command(tuple(argv or plan.script.argv), plan.script.as_module)
+
+
+def _use_deterministic_algorithms() -> None:
+    import torch
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.benchmark = False
 
 
 def _seed() -> None:
@@ -193,20 +210,25 @@ class _Digests:
         return None
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        from memopt.instrument.gradient_reads import kept_gradient
+
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if kept_gradient(parameter) is not None:
                     self.gradient_is_whole(optimizer, parameter)
         self._step += 1
 
     def gradient_is_whole(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        from memopt.instrument.gradient_reads import kept_gradient
+
         position = 0
         for group in optimizer.param_groups:
             for each in group["params"]:
                 if each is parameter:
-                    assert parameter.grad is not None
+                    gradient = kept_gradient(parameter)
+                    assert gradient is not None
                     name = f"{type(optimizer).__name__} step {self._step} parameter {position}"
-                    self._gradients[name] = digest(parameter.grad)
+                    self._gradients[name] = digest(gradient)
                 position += 1
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
@@ -240,11 +262,14 @@ def _state() -> dict[str, str]:
 
 
 def _gradients() -> dict[str, str]:
+    from memopt.instrument.gradient_reads import kept_gradient
+
     found = {}
     for top, module in _modules():
         for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
-                found[f"{top}.{name}"] = digest(parameter.grad)
+            gradient = kept_gradient(parameter)
+            if gradient is not None:
+                found[f"{top}.{name}"] = digest(gradient)
     return _by_content(found)
 
 

@@ -53,7 +53,7 @@ class CharGPT(nn.Module):
 @torch.no_grad()
 def write(model, chars, context, length):
     model.eval()
-    tokens = torch.tensor([[chars.index("\n")]])
+    tokens = torch.tensor([[chars.index("\n")]], device=model.position.device)
     for _ in range(length):
         probs = model(tokens[:, -context:])[:, -1].softmax(-1)
         tokens = torch.cat([tokens, torch.multinomial(probs, 1)], dim=1)
@@ -70,15 +70,16 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"))
     text = "".join(path.read_text(encoding="utf-8", errors="ignore") for path in sources)
     chars = sorted(set(text))
     lookup = {c: i for i, c in enumerate(chars)}
-    data = torch.tensor([lookup[c] for c in text[:500_000]])
+    data = torch.tensor([lookup[c] for c in text[:500_000]], device=device)
     print(f"{len(sources)} files, {len(data)} characters, {len(chars)} different")
 
-    model = CharGPT(len(chars), args.context)
+    model = CharGPT(len(chars), args.context).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(args.steps):
         starts = torch.randint(len(data) - args.context - 1, (args.batch,)).tolist()

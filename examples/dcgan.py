@@ -72,17 +72,18 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    net_g, net_d = Generator(args.width), Discriminator(args.width)
+    net_g, net_d = Generator(args.width).to(device), Discriminator(args.width).to(device)
     criterion = nn.BCEWithLogitsLoss()
     opt_d = optim.Adam(net_d.parameters(), lr=2e-4, betas=(0.5, 0.999))
     opt_g = optim.Adam(net_g.parameters(), lr=2e-4, betas=(0.5, 0.999))
-    real_label, fake_label = torch.ones(args.batch), torch.zeros(args.batch)
+    real_label, fake_label = torch.ones(args.batch, device=device), torch.zeros(args.batch, device=device)
     for step in range(args.steps):
         net_d.zero_grad()
-        loss_real = criterion(net_d(blobs(args.batch)), real_label)
+        loss_real = criterion(net_d(blobs(args.batch).to(device)), real_label)
         loss_real.backward()
-        fake = net_g(torch.randn(args.batch, NOISE, 1, 1))
+        fake = net_g(torch.randn(args.batch, NOISE, 1, 1, device=device))
         loss_fake = criterion(net_d(fake.detach()), fake_label)
         loss_fake.backward()
         opt_d.step()

@@ -42,10 +42,11 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
     series = waves(512, args.length, features=8)
     loader = DataLoader(TensorDataset(series), args.batch, shuffle=True, drop_last=True)
-    model = Forecaster(8, args.hidden, layers=3)
+    model = Forecaster(8, args.hidden, layers=3).to(device)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=50, gamma=0.5)
     criterion = nn.SmoothL1Loss()
@@ -53,6 +54,7 @@ def main():
     step = 0
     while step < args.steps:
         for (batch,) in loader:
+            batch = batch.to(device)
             forecast, _ = model(batch[:, :-1])
             loss = criterion(forecast, batch[:, 1:])
             optimizer.zero_grad()
@@ -67,7 +69,7 @@ def main():
 
     model.eval()
     with torch.no_grad():
-        start = waves(1, args.length, features=8)
+        start = waves(1, args.length, features=8).to(device)
         value, state = model(start[:, :-1])
         path = [value[:, -1:]]
         for _ in range(8):

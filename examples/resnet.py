@@ -61,7 +61,10 @@ def resnet(width=16, classes=8):
 @torch.no_grad()
 def accuracy(model, loader):
     model.eval()
-    right = sum((model(images).argmax(1) == labels).sum().item() for images, labels in loader)
+    device = next(model.parameters()).device
+    right = sum(
+        (model(images.to(device)).argmax(1).cpu() == labels).sum().item() for images, labels in loader
+    )
     return right / len(loader.dataset)
 
 
@@ -74,9 +77,10 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     train = DataLoader(Gratings(256, args.pixels, 1), args.batch, shuffle=True, num_workers=args.workers)
     test = DataLoader(Gratings(64, args.pixels, 2), args.batch)
-    model = resnet()
+    model = resnet().to(device)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
     loss_fn = nn.CrossEntropyLoss(label_smoothing=0.05)
@@ -85,7 +89,7 @@ def main():
         model.train()
         for images, labels in train:
             optimizer.zero_grad()
-            loss = loss_fn(model(images), labels)
+            loss = loss_fn(model(images.to(device)), labels.to(device))
             loss.backward()
             optimizer.step()
             scheduler.step()

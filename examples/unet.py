@@ -71,11 +71,12 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    model = UNet()
+    model = UNet().to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     for step in range(args.steps):
-        images, masks = discs(args.batch, args.pixels)
+        images, masks = (part.to(device) for part in discs(args.batch, args.pixels))
         logits = model(images)
         loss = F.binary_cross_entropy_with_logits(logits, masks) + dice_loss(logits, masks)
         optimizer.zero_grad()

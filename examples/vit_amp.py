@@ -50,8 +50,9 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    model = ViT(args.pixels)
+    model = ViT(args.pixels).to(device)
     decay = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}]
@@ -62,8 +63,8 @@ def main():
     for step in range(args.steps):
         total = 0.0
         for _ in range(args.accumulate):
-            images, labels = quadrants(args.batch, args.pixels)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not args.no_amp):
+            images, labels = (part.to(device) for part in quadrants(args.batch, args.pixels))
+            with torch.autocast(device, dtype=torch.bfloat16, enabled=not args.no_amp):
                 loss = loss_fn(model(images), labels) / args.accumulate
             loss.backward()
             total += loss.item()

@@ -1,12 +1,13 @@
-"""Regions that torch.compile has compiled: who is running one now, and what it wrote without any mode seeing it.
+"""Kernels that no mode sees: regions that torch.compile has compiled, and Triton kernels that a script launches itself.
 
-Their kernels allocate, reuse and overwrite memory behind every mode's back, so an op seen inside a region must not be made
+Who is running a region now, and what was written unseen. Their kernels allocate, reuse and overwrite memory behind every mode's back, so an op seen inside a region must not be made
 again: its inputs may be something else by then. What a region does to its own arguments shows in their version counters.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,16 +24,23 @@ class CompiledRegions:
         self.depth = 0
         self.compiling = False
         """The compiler is running its own ops, on tensors without bytes."""
+        self.will_rewrite: Callable[[Tensor], None] | None = None
+        """Told of every argument of a Triton kernel before it is launched: it may write there."""
         self.rewrote: Callable[[Tensor], None] | None = None
-        """Told of every argument that a region has changed in place."""
+        """Told of every argument that a region has changed in place, or that a Triton kernel may have."""
         self._thread = thread
         self._original: Callable[..., Any] | None = None
+        self._launch: Callable[..., Any] | None = None
 
     def install(self) -> None:
         """Be there when the script compiles something for the first time."""
         call_after_import("torch._dynamo.output_graph", self._patch)
+        call_after_import("triton.runtime.jit", self._patch_triton)
 
     def remove(self) -> None:
+        if self._launch is not None:
+            sys.modules["triton.runtime.jit"].JITFunction.run = self._launch
+            self._launch = None
         if self._original is not None:
             from torch._dynamo.output_graph import OutputGraph
 
@@ -56,6 +64,27 @@ class CompiledRegions:
                 self.compiling = False
 
         OutputGraph._call_user_compiler = call_user_compiler  # type: ignore[method-assign]
+
+    def _patch_triton(self) -> None:
+        function: Any = getattr(sys.modules["triton.runtime.jit"], "JITFunction", None)
+        original = getattr(function, "run", None)
+        if original is None:
+            return
+        self._launch = original
+
+        @functools.wraps(original)
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+            if not tensors or self.depth or kwargs.get("warmup") or not self._thread.is_here:
+                return original(kernel, *args, **kwargs)
+            for tensor in tensors if self.will_rewrite is not None else ():
+                self.will_rewrite(tensor)  # type: ignore[misc]
+            try:
+                return original(kernel, *args, **kwargs)
+            finally:
+                self._tell(tensors)
+
+        function.run = run
 
     def _around(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(compiled, updated=())

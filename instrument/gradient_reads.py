@@ -31,9 +31,19 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
     return found
 
 
+def kept_gradient(tensor: Tensor) -> Tensor | None:
+    """The gradient that `tensor` holds: a leaf's, be it frozen since, or one that `retain_grad()` asked for. Of others torch only warns."""
+    return gradient_of(tensor) if tensor.is_leaf or tensor.retains_grad else None
+
+
 def let_go(tensor: Tensor) -> None:
     """`tensor.grad = None`, without anybody being told."""
     _GRAD.__set__(tensor, None)
+
+
+def give_back(tensor: Tensor, gradient: Tensor) -> None:
+    """`tensor.grad = gradient`, without anybody being told."""
+    _GRAD.__set__(tensor, gradient)
 
 
 class Reader(Protocol):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -30,6 +31,11 @@ _MOST_BACKWARDS_A_STEP = 1024
 
 _MOST_ROUNDS = 16
 """An optimizer that was there at the first step of all is waited for while the one that steps has ended fewer rounds than this."""
+
+
+_TIMED = 30
+"""Iterations at whose end a GPU is waited for: a loop that reads nothing back runs ahead of it, and would be timed as it launches. Later
+the queue is full, and it launches as fast as the GPU computes."""
 
 
 class Listener(Protocol):
@@ -63,6 +69,8 @@ class Iterations:
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._expected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers of other parameters that were there when the first one stepped."""
+        self._after_backwards = False
+        """Backward calls had ended iterations before it first stepped."""
         self._pid = os.getpid()
         self._began_ns = 0
         self._backwards = 0
@@ -70,6 +78,8 @@ class Iterations:
         self.accumulates = True
         """The last backward call left gradients behind, as `torch.autograd.grad` does not."""
         self._steps_open = 0
+        self.step_has_arguments = False
+        """The step that begins was given some: a closure."""
         self._stepped_inside = False
         """An optimizer has stepped during the backward call that is running."""
         self._handles: list[Any] = []
@@ -90,13 +100,16 @@ class Iterations:
 
     @property
     def waits_for_another(self) -> bool:
-        """Is there an optimizer that may still move the boundary, since it belongs to a round that is not over?"""
+        """May an optimizer still move the boundary: one of a round that is not over, or, where iterations have ended with backward calls,
+        the first? A script may check gradients, or warm up, before it makes one."""
+        if self.boundary == "backward":
+            return self.count < _MOST_ROUNDS
         return self.rounds < _MOST_ROUNDS and any(each not in self._stepped for each in self._expected)
 
     @property
     def came_late(self) -> bool:
         """Has the optimizer whose steps end iterations been waited for?"""
-        return self.chosen in self._expected
+        return self._after_backwards or self.chosen in self._expected
 
     @property
     def _is_left_behind(self) -> bool:
@@ -178,16 +191,24 @@ class Iterations:
         if self.boundary == "backward":
             self._end_iteration()
 
+    def _steps_for_us(self) -> bool:
+        """Is it the training thread that steps, or autograd's for it? Hooks of a GPU's backward run in a thread of the device's."""
+        if self._ours():
+            return True
+        inside = self._depth > 0 and os.getpid() == self._pid and torch._C._current_graph_task_id() != -1
+        return inside and isinstance(threading.current_thread(), threading._DummyThread)
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._ours():
+        if not self._steps_for_us():
             return
         self._steps_open = _steps_under_way()
+        self.step_has_arguments = len(args) > 1 or bool(kwargs)
         self._listener.step_begins(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         inside = self._depth > 0 and self._steps_open <= 1 and os.getpid() == self._pid
         self._stepped_inside |= inside  # perhaps in a thread of autograd's
-        if not self._ours():
+        if not self._steps_for_us():
             return
         self._steps_open = _steps_under_way() - 1
         self._listener.step_ended(optimizer)
@@ -202,6 +223,7 @@ class Iterations:
         self._others_steps += chosen is not optimizer and self._steps_open == 0
         if chosen is None or (is_new and joins) or self._is_left_behind:
             self._chosen = weakref.ref(optimizer)
+            self._after_backwards = self.boundary == "backward"
             self.boundary = "optimizer"
             chosen, self.rounds, self._others_steps, self._most_others_steps = optimizer, 0, 0, 0
         if chosen is optimizer and self._steps_open == 0:
@@ -211,11 +233,18 @@ class Iterations:
             self._end_iteration()
 
     def _end_iteration(self) -> None:
+        if self.count < _TIMED:
+            _wait_for_gpu()
         now = time.perf_counter_ns()
         self.count += 1
         elapsed_ms = (now - self._began_ns) / 1e6
         self._listener.iteration_ended(self.count, elapsed_ms)
         self._began_ns = time.perf_counter_ns()
+
+
+def _wait_for_gpu() -> None:
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
 
 
 _STEP = optim.Optimizer.profile_hook_step(lambda: None).__code__

@@ -9,9 +9,12 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
 from memopt.instrument.allocator_events import Started, note_freed, started_profile, stop_profile
+from memopt.instrument.buckets import bucket_sizes
+from memopt.instrument.cuda_statistics import statistics_of
+from memopt.instrument.gradient_reads import kept_gradient
 from memopt.instrument.living import living
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script_profiler import on_script
@@ -49,6 +52,7 @@ class CpuMeter:
             size = storage.nbytes()
             self.base_bytes += size
             self._watch.append(weakref.ref(storage, partial(self._ended, size)))
+        self.base_bytes += sum(bucket_sizes(living(nn.Module)[0], "cpu"))
 
     def _ended(self, size_bytes: int, _: weakref.ref[UntypedStorage]) -> None:
         if self._profile is not None and not note_freed(size_bytes):
@@ -75,16 +79,17 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """The caching allocator's own high-water mark. Has not run on a GPU yet (docs/status.md)."""
+    """The caching allocator's own high-water mark of the bytes that were asked for, on the current device."""
 
     base_bytes = 0
 
     def start(self) -> None:
-        self.base_bytes = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        self._statistics = statistics_of(torch.cuda.current_device())
+        self.base_bytes, _ = self._statistics.bytes_now()
+        self._statistics.reset()
 
     def stop(self) -> int | None:
-        return torch.cuda.max_memory_allocated()
+        return self._statistics.bytes_now()[1]
 
 
 def meter_for(device: str) -> Meter:
@@ -113,7 +118,7 @@ def living_storages(device: str) -> list[UntypedStorage]:
 def _gradient_of(tensor: Tensor) -> Tensor | None:
     """Nobody in Python may have looked at it yet: then it is no object of Python's."""
     try:
-        return tensor.grad if tensor.is_leaf and tensor.requires_grad else None
+        return kept_gradient(tensor)
     except (NotImplementedError, RuntimeError, TypeError):
         return None
 

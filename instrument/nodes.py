@@ -17,6 +17,14 @@ _OUTPUT = re.compile(r"(?:result|output)(\d*)")
 _BACKWARD = re.compile(r"Backward\d*$")
 
 
+def is_torchs_own(node: Any) -> bool:
+    """Is it a node of torch's, not of a script's or another library's `Function`, whose kernels no mode may see?"""
+    function = getattr(type(node), "_forward_cls", None)
+    if function is not None:
+        return str(function.__module__).split(".")[0] == "torch"
+    return _BACKWARD.search(node.name()) is not None
+
+
 def saved_by(node: Any) -> Iterator[tuple[str, Any]]:
     """(slot name, what the pack hook gave) for all that `node` saved; the names of a list are numbered."""
     names = dir(node)

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -30,12 +31,15 @@ def call_after_import(
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    """Stays until the module has been imported: transformers asks for torch's spec long before anybody imports it."""
+
     def __init__(
         self, name: str, action: Callable[[], None], within: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._name = name
         self._action = action
         self._within = within
+        self._searching = threading.local()
 
     def find_spec(
         self,
@@ -43,13 +47,21 @@ class _Finder(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
+        if fullname != self._name or getattr(self._searching, "now", False):
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._searching.now = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching.now = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._action, self._within)
+            spec.loader = _Loader(spec.loader, self._imported, self._within)
         return spec
+
+    def _imported(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._action()
 
 
 class _Loader(importlib.abc.Loader):

@@ -27,6 +27,8 @@ _RUNNING_STATISTICS = {
     "aten::cudnn_batch_norm": (3, 4, 5),
     "aten::miopen_batch_norm": (3, 4, 5),
     "aten::batch_norm_update_stats": (1, 2, None),
+    "aten::batch_norm_gather_stats": (3, 4, None),
+    "aten::batch_norm_gather_stats_with_counts": (3, 4, None),
 }
 """Overload packet -> positions of running mean, running variance and of the `training` flag (None: always training)."""
 
@@ -36,9 +38,30 @@ _NOT_REPLAYABLE = {
     "aten::index_add", "aten::index_add_", "aten::scatter_add", "aten::scatter_add_", "aten::index_put_",
     "aten::_index_put_impl_", "aten::put_", "aten::bincount", "aten::histc", "aten::scatter_reduce",
     "aten::_to_copy.cross_device", "aten::_cudnn_rnn", "aten::_thnn_fused_lstm_cell", "aten::lstsq",
-    "aten::linalg_lstsq", "aten::_scaled_dot_product_cudnn_attention", "aten::equal", "aten::is_same_size",
+    "aten::linalg_lstsq", "aten::linalg_pinv", "aten::_trilinear", "aten::_scaled_dot_product_cudnn_attention", "aten::equal", "aten::is_same_size",
 }  # fmt: skip
 """Ops whose result depends on more than their inputs' values, that need not give the same bits twice, or that move memory."""
+
+
+_OTHER_BITS_ON_A_GPU = {
+    f"aten::{name}" for name in (
+        "nll_loss2d_forward", "kthvalue", "median", "nanmedian", "mode", "index_put", "_unsafe_index_put",
+        "scatter", "scatter_", "index_copy", "index_copy_", "index_reduce", "index_reduce_", "put", "max_unpool2d", "max_unpool3d",
+        "_embedding_bag", "_embedding_bag_forward_only",
+    )
+}  # fmt: skip
+"""Kernels that add or choose in the order in which threads happen to come by (duplicate indices, ties): their bits differ from run to run.
+Those of torch's list under `use_deterministic_algorithms`, and what differed in `benchmarks/gpu/replays.py` on an H100."""
+
+_SCANS = {
+    f"aten::{name}{end}"
+    for name in ("cumsum", "cumprod", "logcumsumexp", "_logcumsumexp")
+    for end in ("", "_")
+}
+"""Not of floating point numbers, on a GPU: the blocks of a scan join as they get done."""
+
+_TUNED = {"aten::convolution", "aten::_convolution", "aten::cudnn_convolution", "aten::cudnn_convolution_transpose", "aten::cudnn_convolution_relu", "aten::cudnn_convolution_add_relu"}  # fmt: skip
+"""With `cudnn.benchmark` each thread times the engines for itself: autograd's may choose another one than forward did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +105,26 @@ def kind_of(func: torch._ops.OpOverload) -> OpKind:
         and bool(schema.returns),
         statistics=_RUNNING_STATISTICS.get(packet),
     )
+
+
+def same_bits_again(func: torch._ops.OpOverload, tensors: Iterable[Tensor]) -> bool:
+    """Does the op give the same bits when it runs again on inputs like these, in another thread too? Only asked of replayable ops.
+
+    Of sparse and quantized inputs nobody knows whether they are still what they were: `_to_dense` alone, run again, moves the
+    version counter of a CSR tensor.
+    """
+    tensors = list(tensors)
+    if any(tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
+        return False
+    packet = func._schema.name
+    if packet not in _OTHER_BITS_ON_A_GPU and packet not in _SCANS and packet not in _TUNED:
+        return True
+    there = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    if packet in _TUNED:
+        return not (there and torch.backends.cudnn.benchmark)
+    if packet in _SCANS:
+        return not any(tensor.is_floating_point() or tensor.is_complex() for tensor in there)
+    return not there
 
 
 def is_tracing(types: Iterable[type]) -> bool:

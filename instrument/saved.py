@@ -161,6 +161,14 @@ def let_go_of_bytes(alias: Tensor) -> None:
         del guard
 
 
+def _type_of(tensor: Tensor) -> str:
+    """As autograd names it; torch has no such name for CSR and its kind."""
+    try:
+        return tensor.type()
+    except RuntimeError:
+        return f"{tensor.layout} {tensor.dtype}"
+
+
 def check_version(
     tensor: Tensor, version: int, handle: object, *, shape: Sequence[int] | None = None
 ) -> None:
@@ -172,7 +180,7 @@ def check_version(
         return
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(shape if shape is not None else tensor.shape)}]{output_in_words(handle)} is at version {tensor._version}; expected version {version} instead. "
+        f"[{_type_of(tensor)} {list(shape if shape is not None else tensor.shape)}]{output_in_words(handle)} is at version {tensor._version}; expected version {version} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
         "with torch.autograd.set_detect_anomaly(True, check_nan=False)."
     )

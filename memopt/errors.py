@@ -6,6 +6,7 @@
     ├── BudgetInfeasible (3)      no plan meets the budget; carries the smallest peak found
     ├── GateFailed (3)            a CI gate (`--fail-over`) did not hold
     ├── VerifyFailed (1)          `apply --verify` saw a difference
+    ├── NotEnforced (4)           `apply --strict`: the script ran, and nothing of its plan was enforced
     ├── NotPossibleHere (1)       the machine, the script or the torch version cannot do it
     └── RunFailed (70)            memopt itself failed while running somebody's script
 
@@ -90,6 +91,12 @@ class GateFailed(MemoptError):
 
 class VerifyFailed(MemoptError):
     """Enforced and plain runs differ, or could not be compared."""
+
+
+class NotEnforced(MemoptError):
+    """The script ran under a plan of which no action was taken."""
+
+    exit_code = 4
 
 
 class NotPossibleHere(MemoptError):

@@ -68,6 +68,10 @@ class Csr(msgspec.Struct, frozen=True, kw_only=True):
         return Csr(starts=starts, items=items)
 
 
+MOST_CHARACTERS = 2**16
+"""Of a name, or of what a node of autograd's holds; reports that had to wrap more would take minutes."""
+
+
 class Script(msgspec.Struct, frozen=True, kw_only=True):
     """The command that was run, so that the next run is the same one."""
 
@@ -85,6 +89,10 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
         """Why this cannot be meant; empty where it can, be it of no script at all (a snapshot's)."""
         if any("\0" in word for word in (self.cwd, *self.argv)):
             return "a zero byte is in the script's name, its arguments or its folder"
+        if any(len(word) > MOST_CHARACTERS for word in (self.cwd, *self.argv)):
+            return (
+                f"the script's name, its folder or an argument has more than {MOST_CHARACTERS:,} characters"
+            )
         return ""
 
 
@@ -248,8 +256,21 @@ def _inconsistency(trace: Trace) -> str:
         or _bad_ranges(trace)
         or _bad_updates(trace)
         or _bad_numbers(trace)
+        or _bad_texts(trace)
         or trace.script.problem
     )
+
+
+def _bad_texts(trace: Trace) -> str:
+    for number, text in enumerate(trace.strings):
+        if len(text) > MOST_CHARACTERS:
+            return f"strings[{number}] has {len(text):,} characters, and no name has more than {MOST_CHARACTERS:,}"
+    for number in sorted(set(trace.slots.attributes)):
+        try:
+            msgspec.json.decode(trace.strings[number] or "{}", type=dict[str, object])
+        except (msgspec.DecodeError, RecursionError) as error:
+            return f"strings[{number}] holds the attributes of a slot, and is no JSON object: {error}"
+    return ""
 
 
 def _bad_table(name: str, table: msgspec.Struct) -> str:

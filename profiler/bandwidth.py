@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from memopt.device import Device
+from memopt.instrument.cuda_statistics import process_bytes
+
+log = logging.getLogger(__name__)
 
 _COPY_BYTES = 64 * 2**20
+_SIZES_BYTES = (512 * 2**20, 64 * 2**20, 4 * 2**20)
+"""On an accelerator, the largest for which there is room: small copies measure the latency. A script that ran out of memory leaves little."""
 _DISK_BYTES = 48 * 2**20
 _CHUNK_BYTES = 4 * 2**20
 
@@ -87,46 +94,56 @@ def _time_file(name: str) -> tuple[float, float]:
 
 
 def _copy_rate(device: torch.device) -> float:
-    source = torch.ones(_COPY_BYTES // 4, device=device)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return _best_rate(lambda: target.copy_(source, non_blocking=True), device)
+    def pair(size_bytes: int) -> Callable[[], object]:
+        source = torch.ones(size_bytes // 4, device=device)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source, non_blocking=True)
+
+    return _rate(pair, device)
 
 
 def _host_rates(device: torch.device) -> tuple[float, float]:
-    here = torch.ones(_COPY_BYTES // 4, device=device)
-    host = torch.empty(here.shape, pin_memory=True)
-    host.copy_(here)
-    out = _best_rate(lambda: host.copy_(here, non_blocking=True), device)
-    return out, _best_rate(lambda: here.copy_(host, non_blocking=True), device)
+    def out(size_bytes: int) -> Callable[[], object]:
+        here = torch.ones(size_bytes // 4, device=device)
+        host = torch.empty(here.shape, pin_memory=True)
+        return lambda: host.copy_(here, non_blocking=True)
+
+    def back(size_bytes: int) -> Callable[[], object]:
+        host = torch.ones(size_bytes // 4, pin_memory=True)
+        here = torch.empty(host.shape, device=device)
+        return lambda: here.copy_(host, non_blocking=True)
+
+    return _rate(out, device), _rate(back, device)
 
 
-def _best_rate(copy: object, device: torch.device) -> float:
+def _rate(pair: Callable[[int], Callable[[], object]], device: torch.device) -> float:
+    """Bytes per second of the largest copy that there is room for; 0 where there is none."""
+    for size_bytes in _SIZES_BYTES if device.type != "cpu" else (_COPY_BYTES,):
+        try:
+            copy = pair(size_bytes)
+            copy()
+            return size_bytes / _best_s(copy, device)
+        except RuntimeError as error:
+            if device.type == "cpu":
+                raise
+            log.debug("no copy of %d bytes: %s", size_bytes, error)
+    return 0.0
+
+
+def _best_s(copy: Callable[[], object], device: torch.device) -> float:
     best = float("inf")
     for _ in range(3):
         begin = time.perf_counter()
-        copy()  # type: ignore[operator]
+        copy()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         best = min(best, time.perf_counter() - begin)
-    return _COPY_BYTES / best
+    return best
 
 
 def _context_bytes(index: int) -> int:
-    """What NVML sees of this process above what the caching allocator reserved."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        mine = [
-            p.usedGpuMemory
-            for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-            if p.pid == os.getpid()
-        ]
-        return max(0, int(mine[0] or 0) - torch.cuda.memory_reserved(index)) if mine else 0
-    except Exception:
-        return 0
+    """What the driver counts for this process above what the caching allocator reserved."""
+    return max(0, process_bytes(index) - torch.cuda.memory_reserved(index))
 
 
 def _cpu_name() -> str:

@@ -144,7 +144,12 @@ def _born_bytes(recorder: Recorder, op: int, row: OpRow) -> int:
 def _flags(recorder: Recorder, row: OpRow) -> int:
     kind = row.kind
     touched = (recorder.storages[recorder.values[value][0]] for value in (*row.reads, *row.writes))
-    replayable = kind.replayable and not row.compiled and not any(_may_change_unseen(s) for s in touched)
+    replayable = (
+        kind.replayable
+        and not row.compiled
+        and not row.other_bits
+        and not any(_may_change_unseen(s) for s in touched)
+    )
     return RANDOM * kind.random | REPLAYABLE * replayable | HIDDEN_STATE * (kind.statistics is not None)
 
 

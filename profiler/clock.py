@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from memopt.instrument.allocator_events import MARK, Started, started_profile, stop_profile
+from memopt.instrument.cuda_statistics import statistics_of
 from memopt.instrument.script_profiler import on_script
 
 
@@ -33,8 +34,15 @@ class Usage:
     time_us: list[float]
 
 
+_LAUNCH_CYCLES = 100_000
+"""Some 60 us of a GPU's clock: longer than it takes to launch an op's kernels under a mode."""
+
+
 class OpClock(Protocol):
     """Runs ops one by one between `start` and `stop`."""
+
+    base_bytes: int
+    """On the device when it started, tensors or not; 0 where only the tensors are known."""
 
     @property
     def knows_from(self) -> int:
@@ -64,6 +72,7 @@ class TimeOnly:
     """Monotonic time of each op, no bytes."""
 
     knows_from = 0
+    base_bytes = 0
 
     def __init__(self) -> None:
         self._ns: list[int] = []
@@ -97,6 +106,8 @@ class TimeOnly:
 
 class CpuClock:
     """Monotonic time and the CPU allocator's events, through `torch.profiler`."""
+
+    base_bytes = 0
 
     def __init__(self) -> None:
         self._times = TimeOnly()
@@ -186,33 +197,46 @@ def _divide(events: list[tuple[int, int, int]], time_us: list[float], older: lis
 
 
 class CudaClock:
-    """CUDA events and the caching allocator's statistics of one device. Has not run on a GPU yet (docs/status.md)."""
+    """CUDA events and the caching allocator's statistics of one device.
+
+    An op's kernels are timed behind work that keeps the device busy until they are queued: else the time that Python takes to launch
+    them counts as theirs, and an op of 3 us seems to take 20.
+    """
 
     knows_from = 0
 
     def __init__(self, device: int) -> None:
         self.time_us: list[float] = []
         self._device = device
+        self._statistics = statistics_of(device)
         self._events: list[tuple[Any, Any]] = []
         self._live: list[int] = []
         self._high: list[int] = []
-        self._base = 0
+        self._inside: list[int] = []
+        self.base_bytes = 0
 
     def start(self) -> None:
         torch.cuda.synchronize(self._device)
-        self._base = torch.cuda.memory_allocated(self._device)
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self.base_bytes, _ = self._statistics.bytes_now()
+        self._statistics.reset()
 
     def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._live.append(torch.cuda.memory_allocated(self._device) - self._base)
-        begin.record(torch.cuda.current_stream(self._device))
+        stream = torch.cuda.current_stream(self._device)
+        live, before = self._statistics.bytes_now()
+        self._live.append(live - self.base_bytes)
+        self._statistics.reset()
+        if stream.query():
+            torch.cuda._sleep(_LAUNCH_CYCLES)
+        begin.record(stream)
         try:
             return func(*args, **kwargs)
         finally:
-            end.record(torch.cuda.current_stream(self._device))
-            self._high.append(torch.cuda.max_memory_allocated(self._device) - self._base)
-            torch.cuda.reset_peak_memory_stats(self._device)
+            end.record(stream)
+            inside = self._statistics.bytes_now()[1]
+            self._inside.append(inside - self.base_bytes)
+            self._high.append(max(before, inside) - self.base_bytes)
+            self._statistics.reset()
             self._events.append((begin, end))
 
     def freed_older(self, op: int, size_bytes: int) -> None:
@@ -227,11 +251,12 @@ class CudaClock:
     def stop(self) -> Usage | None:
         torch.cuda.synchronize(self._device)
         self.time_us = [begin.elapsed_time(end) * 1000 for begin, end in self._events]
+        now, most = self._statistics.bytes_now()
         return Usage(
             live_bytes=self._live,
             high_bytes=self._high,
-            inside_bytes=self._high,
-            end_bytes=torch.cuda.memory_allocated(self._device) - self._base,
-            high_after_bytes=torch.cuda.max_memory_allocated(self._device) - self._base,
+            inside_bytes=self._inside,
+            end_bytes=now - self.base_bytes,
+            high_after_bytes=most - self.base_bytes,
             time_us=self.time_us,
         )

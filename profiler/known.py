@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from memopt.instrument.frames import Frames
+from memopt.instrument.gradient_reads import kept_gradient
 from memopt.instrument.living import living
 from memopt.trace import IN_A_LIST
 
@@ -46,13 +47,15 @@ def _tell_all(tell: Tell, frames: Frames, names: dict[int, str]) -> None:
             tell(held, "parameter", names[id(held)])
         tell_state(tell, optimizer, names)
     for tensor in tensors:
-        if id(tensor) in names and tensor.grad is not None:
-            tell(tensor.grad, "gradient", f"gradient of {names[id(tensor)]}")
+        gradient = kept_gradient(tensor) if id(tensor) in names else None
+        if gradient is not None:
+            tell(gradient, "gradient", f"gradient of {names[id(tensor)]}")
     variables = _variables()
     in_a_list = _held_by_lists(tensors)
     for tensor in tensors:
-        if tensor.is_leaf and tensor.grad is not None:
-            tell(tensor.grad, "gradient", f"gradient of {variables.get(id(tensor), 'a leaf')}")
+        gradient = kept_gradient(tensor)
+        if gradient is not None:
+            tell(gradient, "gradient", f"gradient of {variables.get(id(tensor), 'a leaf')}")
         name = variables.get(id(tensor), LEFT_OVER)
         tell(tensor, _category(tensor), f"{name}{IN_A_LIST}" if id(tensor) in in_a_list else name)
 
@@ -71,7 +74,7 @@ def _category(tensor: Tensor) -> str:
         return "activation"
     return (
         "parameter"
-        if tensor.requires_grad and (tensor.grad is not None or type(tensor) is nn.Parameter)
+        if tensor.requires_grad and (kept_gradient(tensor) is not None or type(tensor) is nn.Parameter)
         else "input"
     )
 
@@ -91,9 +94,10 @@ def tell_state(tell: Tell, optimizer: torch.optim.Optimizer, names: dict[int, st
 def tell_gradients(tell: Tell, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
     """Call `tell` for the gradients that a step is about to read."""
     for parameter in _parameters_of(optimizer):
-        if parameter.grad is not None:
+        gradient = kept_gradient(parameter)
+        if gradient is not None:
             name = names.get(id(parameter))
-            tell(parameter.grad, "gradient", f"gradient of {name}" if name else "")
+            tell(gradient, "gradient", f"gradient of {name}" if name else "")
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:

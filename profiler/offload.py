@@ -6,6 +6,7 @@ The trace is the same as without: a storage's row lives until its last handle is
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from memopt.instrument.saved import Place, let_go_of_bytes
 from memopt.profiler.recorder import Handle, Recorder
 
 LEAST_BYTES = 64 * 1024
+MOST_UNDER_WAY_BYTES = 256 << 20
+"""Copies out beyond that are waited for: the host runs ahead of them, and what they have not read yet is still on the device."""
 
 
 class Tier(Protocol):
@@ -24,13 +27,14 @@ class Tier(Protocol):
 
     def write_async(self, storage: UntypedStorage, /) -> Any: ...
     def read_async(self, ticket: Any, into: UntypedStorage, /) -> Any: ...
+    def wait(self, ticket: Any, /) -> None: ...
     def take_back(self, ticket: Any, /) -> UntypedStorage | None: ...
     def collect(self) -> int: ...
     def close(self) -> None: ...
 
 
-OpenTier = Callable[[str], Tier]
-"""Device type -> a tier for it."""
+OpenTier = Callable[[], Tier]
+"""Makes a tier for the storages of all devices."""
 
 
 class OffloadingRecorder(Recorder):
@@ -38,6 +42,10 @@ class OffloadingRecorder(Recorder):
 
     sends_away = True
     tier: Tier
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._leaving: deque[weakref.ref[_Away]] = deque()
 
     def _poll(self, op: int) -> None:
         self.tier.collect()
@@ -54,6 +62,23 @@ class OffloadingRecorder(Recorder):
             return
         for handle in handles:
             away.take(handle)
+        self._leaving.append(weakref.ref(away))
+        self._let_them_leave()
+
+    def _let_them_leave(self) -> None:
+        """Wait for the oldest copies out, until no more than `MOST_UNDER_WAY_BYTES` are under way."""
+        self.tier.collect()
+        known = [away for reference in self._leaving if (away := reference()) is not None]
+        leaving = deque(away for away in known if away.is_leaving)
+        under_way = sum(away.size_bytes for away in leaving)
+        while under_way > MOST_UNDER_WAY_BYTES:
+            oldest = leaving.popleft()
+            under_way -= oldest.size_bytes
+            try:
+                self.tier.wait(oldest.ticket)
+            except MemoptError as error:
+                self.notes.add(f"not everything could be offloaded: {error.what}")
+        self._leaving = deque(map(weakref.ref, leaving))
 
     def unpack(self, handle: Any) -> Tensor:
         self.tier.collect()
@@ -67,13 +92,18 @@ class _Away:
         self._recorder = recorder
         self._number = number
         self._device = storage.device
-        self._bytes = storage.nbytes()
+        self.size_bytes = storage.nbytes()
         self._back: weakref.ref[UntypedStorage] | None = None
         self._home: UntypedStorage | None = None
         """The storage itself, where it was asked for before it had left."""
         self._handles: list[weakref.ref[Handle]] = []
-        self._ticket = recorder.tier.write_async(storage)
+        self.ticket = recorder.tier.write_async(storage)
         recorder.met.forget(storage._cdata)
+
+    @property
+    def is_leaving(self) -> bool:
+        """The copy has not been seen to end."""
+        return self.ticket.source is not None
 
     def take(self, handle: Handle) -> None:
         tensor = handle.tensor
@@ -101,12 +131,12 @@ class _Away:
         back = self._back() if self._back is not None else None
         if back is not None:
             return back
-        self._home = self._recorder.tier.take_back(self._ticket)
+        self._home = self._recorder.tier.take_back(self.ticket)
         if self._home is not None:
             self._recorder.met.came_back(self._number, self._home)
             return self._home
-        storage = UntypedStorage(self._bytes, device=self._device)
+        storage = UntypedStorage(self.size_bytes, device=self._device)
         self._recorder.met.came_back(self._number, storage)
-        self._recorder.tier.read_async(self._ticket, storage).result()
+        self._recorder.tier.read_async(self.ticket, storage).result()
         self._back = weakref.ref(storage)
         return storage

@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from memopt.instrument.accumulate import goes_into_first
+from memopt.instrument.as_plain import as_plain
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.lines import user_line
-from memopt.instrument.nodes import attributes_of, saved_by
+from memopt.instrument.nodes import attributes_of, is_torchs_own, saved_by
 from memopt.instrument.ops import (
     PLAIN_TYPES,
     OpKind,
@@ -27,6 +28,7 @@ from memopt.instrument.ops import (
     is_plain,
     is_tracing,
     kind_of,
+    same_bits_again,
     updated_statistics,
 )
 from memopt.instrument.saved import Kept
@@ -71,6 +73,7 @@ class Recorder(TorchDispatchMode):
         self.met = StorageRows(device, self.ops, clock)
         self.storages, self.values = self.met.rows, self.met.values
         frames.resizes.told = self.met.will_be_resized
+        frames.regions.rewrote = self.met.rewritten_unseen
         self._pending: dict[int, int] = {}
         """Saved storages that somebody else still holds: row -> cdata."""
         self._unpacked = 0
@@ -111,13 +114,14 @@ class Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        run = as_plain(func)
         if not self._recording or self._regions.compiling:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         if any(t not in PLAIN_TYPES for t in types):
-            return func(*args, **kwargs) if is_tracing(types) else NotImplemented
+            return run(*args, **kwargs) if is_tracing(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
-            out = func(*args, **kwargs)
+            out = run(*args, **kwargs)
             if isinstance(out, Tensor):
                 self.met.row_of(out)  # torch.tensor([...]) shows itself by a view op alone
             return out
@@ -125,15 +129,15 @@ class Recorder(TorchDispatchMode):
         if op >= self._most_ops:
             self.overflow = True
             self.stop()
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         try:
             self._poll(op - 1)
-            row = self._open_row(kind, op, args, kwargs)
+            row = self._open_row(func, kind, op, args, kwargs)
             into_first = row.phase == BACKWARD and goes_into_first(func, args, kwargs, self._maker_of)
         except Exception as error:
             row, into_first = self._unseen(kind, error), False
         self.ops.append(row)
-        out = self._clock.run(op, func, args, kwargs)
+        out = self._clock.run(op, run, args, kwargs)
         try:
             if into_first:
                 row.writes.append(self.met.goes_on_in(args[0], out, op))
@@ -149,23 +153,29 @@ class Recorder(TorchDispatchMode):
         """What is known now was there before."""
         self.base_bytes = self.met.begin()
 
+    def also_held(self, all_bytes: int) -> None:
+        """On the device there are `all_bytes` now: what no tensor shows (workspaces of cuBLAS, buckets of DDP) is a row of its own."""
+        hidden_bytes = all_bytes - self.base_bytes
+        if hidden_bytes > 0:
+            self.met.hidden(hidden_bytes)
+            self.base_bytes = all_bytes
+
     def _unseen(self, kind: OpKind, error: Exception) -> OpRow:
         """An op whose tensors could not be looked at must run all the same."""
         self.notes.add(f"{kind.name} could not be looked into ({type(error).__name__}: {error})"[:200])
         return OpRow(kind=kind, module="@", ordinal=0, phase=OTHER, line="", forward_op=-1, reads=[])
 
-    def _open_row(self, kind: OpKind, op: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpRow:
+    def _open_row(
+        self, func: Any, kind: OpKind, op: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpRow:
         frame, forward_op, phase = self._frames.current, -1, self._phase()
         if phase == BACKWARD:
             frame, forward_op = self._backward_place(frame, op)
         else:
             self._node_ops.setdefault(torch._C._autograd._get_sequence_nr() - 1, op)
         statistics = {id(t) for t in updated_statistics(kind, args)}
-        reads = [
-            self.met.value_of(t)
-            for t in tree_iter((args, kwargs))
-            if isinstance(t, Tensor) and id(t) not in statistics
-        ]
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        reads = [self.met.value_of(t) for t in tensors if id(t) not in statistics]
         row = OpRow(
             kind=kind,
             module=frame.key,
@@ -174,6 +184,7 @@ class Recorder(TorchDispatchMode):
             line=self.ops[forward_op].line if forward_op >= 0 else user_line(),
             forward_op=forward_op,
             reads=sorted({value for value in reads if value >= 0}),
+            other_bits=not same_bits_again(func, tensors),
             compiled=self._regions.depth > 0,
         )
         return row
@@ -283,6 +294,10 @@ class Recorder(TorchDispatchMode):
                 slot = self.slots[row]
                 consumer = called if called >= 0 else self._op_after(slot, node.name())
                 slot.node, slot.slot, slot.consumer, slot.attributes = node.name(), name, consumer, attributes
+                if not is_torchs_own(
+                    node
+                ):  # its kernels may have written what it saved (Liger's cross entropy)
+                    self.storages[slot.storage].unseen = True
 
     def _op_after(self, slot: SlotRow, node: str) -> int:
         """The op that ran next, if it is that of `node`, which is not known where the op made another node first (`hardtanh_`)."""

@@ -97,19 +97,25 @@ class Recordings:
 
     def begin(self, iteration: int, *, with_bytes: bool) -> None:
         """Record from here on."""
+        from torch import nn
+
+        from memopt.instrument.buckets import bucket_sizes
+        from memopt.instrument.living import living
         from memopt.profiler.cache_calls import CacheCalls
         from memopt.profiler.known import device_in_use, tell_all
         from memopt.profiler.updates import watch_updates
 
-        if with_bytes or not self.device:
+        if with_bytes:
             self.device = self._wanted.device or device_in_use()
         clock = self._clock(with_bytes)
         most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
         recorder = self._recorder(clock, most)
         if iteration > 1:
             self.names = tell_all(recorder.met.know, self._frames)
+            recorder.met.expect(bucket_sizes(living(nn.Module)[0], self.device))
         recorder.begin()
         clock.start()
+        recorder.also_held(clock.base_bytes)
         with _scripts_modes_put_aside():
             recorder.__enter__()  # type: ignore[no-untyped-call]
         watch = watch_updates(recorder, self._iterations) if with_bytes else None
@@ -125,7 +131,7 @@ class Recordings:
         from memopt.profiler.offload import OffloadingRecorder
 
         if self._tier is None:
-            self._tier = self._wanted.offload(self.device)
+            self._tier = self._wanted.offload()
         recorder = OffloadingRecorder(self._frames, self._iterations, clock, self.device, most)
         recorder.tier = self._tier
         return recorder
@@ -139,9 +145,9 @@ class Recordings:
             return CudaClock(torch.cuda.current_device())
         return CpuClock() if with_bytes else TimeOnly()
 
-    def end(self) -> None:
+    def end(self, *, out_of_memory: bool = False) -> None:
         """The iteration has ended, or the script."""
-        from memopt.profiler.known import tell_all
+        from memopt.profiler.known import device_in_use, tell_all
 
         now = self.now
         assert now is not None
@@ -150,6 +156,9 @@ class Recordings:
             now.recorder.met.know_again, self._frames
         )  # parameters and states that this very iteration made
         updates = now.watch_no_more()
+        if not self.device:
+            self.device = "cuda" if out_of_memory and _uses_cuda() else device_in_use()
+        now.recorder.met.only(self.device)
         now.recorder.stop()
         usage = now.clock.stop()
         leave(now.recorder)
@@ -192,6 +201,12 @@ class Recordings:
         """Give back where saved tensors were sent."""
         if self._tier is not None:
             self._tier.close()
+
+
+def _uses_cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_initialized())
 
 
 def describe_script(command: Command) -> Script:

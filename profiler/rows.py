@@ -21,6 +21,8 @@ class OpRow:
     reads: list[int]
     writes: list[int] = field(default_factory=list)
     shape: str = ""
+    other_bits: bool = False
+    """Run again, it may give other bits."""
     compiled: bool = False
     """It ran inside a region of torch.compile, whose other kernels nobody sees: never to be made again."""
 
@@ -31,6 +33,8 @@ class StorageRow:
     birth: int
     value: int
     """Its current version."""
+    device: str = ""
+    """Its type."""
     death: int | None = None
     only_saved_from: int = -1
     meta: str = ""

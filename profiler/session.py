@@ -29,8 +29,10 @@ from memopt.trace import CACHE_EMPTIED, Trace
 if TYPE_CHECKING:
     import torch
 
+    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
+    from memopt.instrument.loop import Loop
     from memopt.instrument.saved import Kept, SavedTensorHooks
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ class ProfileSession:
         self._plain = PlainSteps()
         self._optimizers: set[int] = set()
         self._hooks: SavedTensorHooks | None = None
+        self._forms: PlainForms | None = None
         self._done = False
         """There is nothing left to record."""
         self._timed = False
@@ -69,6 +72,8 @@ class ProfileSession:
         self.failure: MemoptError | None = None
         """What went wrong in memopt itself; the script is not disturbed by it."""
         self.torch_seen = False
+        self._shares_loop = False
+        """Frames and iterations are another's to remove."""
 
     # --- life
 
@@ -77,17 +82,31 @@ class ProfileSession:
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
+        from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
-        from memopt.instrument.saved import SavedTensorHooks
         from memopt.instrument.script_profiler import watch
 
-        self.torch_seen = True
         watch()
         self._frames = Frames()
         self._frames.install()
+        self._forms = PlainForms()
+        self._forms.install()
         self._iterations = Iterations(self, self._frames.thread)
         self._iterations.install()
+        self._begin()
+
+    def begin_in(self, loop: Loop) -> None:
+        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
+        self._frames, self._iterations, self._shares_loop = loop.frames, loop.iterations, True
+        self._begin()
+
+    def _begin(self) -> None:
+        from memopt.instrument.saved import SavedTensorHooks
+
+        assert self._frames is not None
+        assert self._iterations is not None
+        self.torch_seen = True
         call_around_fork(self._before_fork, self._after_fork, self._forked)
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self._hooks.install()
@@ -139,12 +158,22 @@ class ProfileSession:
         if not self._over:
             self._over = True
             self._guard(lambda: self._wind_up(problem, out_of_memory))
-            for part in (self._hooks, self._iterations, self._frames):
+            self._watch_no_more()
+            watchers = () if self._shares_loop else (self._iterations, self._forms)
+            for part in watchers:
                 if part is not None:
                     part.remove()
             if self._recordings is not None:
                 self._recordings.close()
         return self.trace
+
+    def _watch_no_more(self) -> None:
+        """What is left is timed as it runs plain: saved tensors and module calls pass nobody."""
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+        if self._frames is not None and not self._shares_loop:
+            self._frames.remove()
 
     def _wind_up(self, problem: str, out_of_memory: bool) -> None:
         recordings = self._recordings
@@ -153,7 +182,7 @@ class ProfileSession:
         whole = recordings.result
         if recordings.now is not None:
             self._cut_off = recordings.now.iteration
-            recordings.end()
+            recordings.end(out_of_memory=out_of_memory)
         if self.trace is None and whole is None and self._part is not None:
             whole = self._part
             recordings.notes.append(
@@ -183,6 +212,7 @@ class ProfileSession:
     def _publish_whole(self, result: Result) -> None:
         """`result` is of an iteration that was recorded to its end."""
         self._done = True
+        self._watch_no_more()
         recorder = result.recorder
         self._publish(
             self._build(result, f"it stops after {len(recorder.ops)} ops" if recorder.overflow else "")
@@ -219,11 +249,11 @@ class ProfileSession:
 
     def thread_changed(self) -> None:
         assert self._frames is not None
-        assert self._hooks is not None
         if self._recordings is not None:
             self._guard(self._recordings.drop)
         self._frames.thread_changed()
-        self._guard(self._hooks.thread_changed)
+        if self._hooks is not None:
+            self._guard(self._hooks.thread_changed)
         self._frames.thread.at_end(self._leave_thread)
 
     def _leave_thread(self) -> None:

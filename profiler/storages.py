@@ -5,18 +5,24 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from memopt.instrument.buckets import BUCKET
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, version_of
 from memopt.profiler.clock import OpClock
 from memopt.profiler.known import LEFT_OVER
-from memopt.profiler.rows import OpRow, StorageRow
+from memopt.profiler.rows import BACKWARD, OpRow, StorageRow
 
+HIDDEN = "held by libraries, in no tensor (workspaces of cuBLAS, ...)"
 _SURE = ("parameter", "gradient", "optimizer state", "buffer")
 
 
 class StorageRows:
-    """A row for each storage on `device`, by its address while it lives. `ops` grows while the recording goes on."""
+    """A row for each storage on `device`, by its address while it lives. `ops` grows while the recording goes on.
+
+    Without a device those on all are met; `only` tells afterwards which counts.
+    """
 
     def __init__(self, device: str, ops: list[OpRow], clock: OpClock) -> None:
         self._device = device
@@ -30,6 +36,8 @@ class StorageRows:
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._emptied: dict[int, int] = {}
         """Storage address -> its former row, while the storage lives."""
+        self._expected = -1
+        """Row of what is there, and what nobody in Python has met yet."""
         self._begun = False
         self._ended = False
 
@@ -56,7 +64,12 @@ class StorageRows:
         self._numbers[address] = number
         self._refs[address] = weakref.ref(storage, lambda _: self._died(address))
         row = StorageRow(
-            size_bytes=size, birth=born, value=-1, meta=describe(tensor), version=version_of(tensor)
+            size_bytes=size,
+            birth=born,
+            value=-1,
+            meta=describe(tensor),
+            version=version_of(tensor),
+            device=storage.device.type,
         )
         self.rows.append(row)
         former = self._emptied.pop(address, None)
@@ -65,23 +78,57 @@ class StorageRows:
         if born < 0:
             row.lent = is_lent(storage)
             row.value = self._new_value(number, -1, -1)
-            if self._begun and self._ops:
+            if self._begun and self._ops and not self._was_expected(row):
                 row.birth, row.found = len(self._ops), True
         return number
+
+    def hidden(self, size_bytes: int, category: str = "workspace", name: str = HIDDEN) -> int:
+        """Bytes that were there before and belong to no tensor of Python's: their row."""
+        number = len(self.rows)
+        self.rows.append(StorageRow(size_bytes, -1, -1, category=category, name=name, lent=True))
+        self.rows[number].value = self._new_value(number, -1, -1)
+        return number
+
+    def expect(self, sizes: list[int]) -> None:
+        """Buckets, of so many bytes together, were there before, in C++; backward will show them to Python for the first time."""
+        if sum(sizes):
+            self._expected = self.hidden(sum(sizes), "gradient", BUCKET)
+            self.rows[self._expected].device = self._device
+
+    def _was_expected(self, row: StorageRow) -> bool:
+        """Is it one of the buckets? It leaves those that are expected then."""
+        if self._expected < 0 or row.lent or self._ops[-1].phase != BACKWARD:
+            return False
+        rest = self.rows[self._expected]
+        if row.size_bytes > rest.size_bytes:
+            return False
+        rest.size_bytes -= row.size_bytes
+        row.category, row.name = rest.category, rest.name
+        return True
 
     def _storage_of(self, tensor: Tensor) -> Any:
         """The tensor's storage on the watched device; None where it has none of its own bytes (sparse, meta, wrappers, zeros of a tangent)."""
         try:
-            if tensor.device.type != self._device or tensor._is_zerotensor():
+            if not self._is_watched(tensor.device) or tensor._is_zerotensor():
                 return None
             storage = tensor.untyped_storage()
             if type(tensor) not in PLAIN_TYPES and (
-                storage.device.type != self._device or not storage.data_ptr()
+                not self._is_watched(storage.device) or not storage.data_ptr()
             ):
                 return None
         except (NotImplementedError, RuntimeError, AttributeError, ValueError):
             return None
         return storage
+
+    def _is_watched(self, device: torch.device) -> bool:
+        return device.type == self._device if self._device else device.type != "meta"
+
+    def only(self, device: str) -> None:
+        """Rows of other devices than `device` weigh nothing."""
+        if not self._device:
+            for row in self.rows:
+                row.size_bytes *= row.device == device
+            self._device = device
 
     # --- ends
 
@@ -149,6 +196,13 @@ class StorageRows:
         if version > row.version:
             row.version, row.value, row.unseen = version, self._new_value(number, -1, -1), True
         return row.value
+
+    def rewritten_unseen(self, tensor: Tensor) -> None:
+        """A kernel that nobody sees into may have written `tensor`."""
+        number = self.row_of(tensor)
+        if number >= 0 and not self._ended:
+            row = self.rows[number]
+            row.value, row.unseen = self._new_value(number, -1, -1), True
 
     def born(self, tensor: Tensor, op: int, output: int) -> int | None:
         """`op` gave `tensor`: the value that it made, None where the storage was there before."""

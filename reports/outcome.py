@@ -28,9 +28,20 @@ def render_outcome(outcome: Outcome | dict[str, Any]) -> RenderableType:
             f"Actions: {counts.planned} planned, {counts.done} done, {counts.skipped} skipped; {_divergences(outcome)}."
         ),
     ]
+    if outcome.reserved_peak_bytes:
+        parts.append(words(_on_the_device(outcome)))
     if outcome.process_peak_bytes:
         parts.append(words(f"The process's resident set reached {format_bytes(outcome.process_peak_bytes)}."))
     return Group(*parts, *(words(f"Note: {note}.") for note in outcome.notes))
+
+
+def _on_the_device(outcome: Outcome) -> str:
+    allocated, reserved = (
+        format_bytes(outcome.allocated_peak_bytes),
+        format_bytes(outcome.reserved_peak_bytes),
+    )
+    all_of_it = f"; the process holds {format_bytes(outcome.on_device_bytes)}, its CUDA context included" if outcome.on_device_bytes else ""  # fmt: skip
+    return f"Of the device's memory, over the whole run, at most {allocated} were allocated and {reserved} reserved{all_of_it}."
 
 
 def _rows(outcome: Outcome) -> list[tuple[str, ...]]:
@@ -51,6 +62,8 @@ def _row(
 
 
 def _divergences(outcome: Outcome) -> str:
+    if outcome.actions.planned and not outcome.actions.done:
+        return "nothing of the plan was enforced"
     if not outcome.divergences:
         return "the run followed the profile" + (" where it could" if outcome.other_steps else "")
     times = f"{outcome.divergences} time{'s' if outcome.divergences > 1 else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -113,3 +114,29 @@ def test_ranks_do_not_write_one_outcome(folder: Path, monkeypatch: pytest.Monkey
     assert "%r" in done.stderr
     assert memopt(folder, "apply", "plan.json", "-q", "--outcome", "of-%r.json").returncode == 0
     assert (folder / "of-1.json").exists()
+
+
+def test_torch_that_was_searched_for_before_is_watched(folder: Path) -> None:
+    """As transformers, datasets and evaluate do."""
+    first = "import importlib.util\nassert importlib.util.find_spec('torch') is not None\n"
+    (folder / "finds.py").write_text(first + SCRIPT)
+    for args in (["profile", "-o", "f.json.gz", "finds.py"], ["advise", "f.json.gz", "--budget", "75%", "-o", "f.plan.json"]):  # fmt: skip
+        done = memopt(folder, *args)
+        assert done.returncode == 0, done.stderr
+    done = memopt(folder, "apply", "f.plan.json", "--outcome", "found.json")
+    assert done.returncode == 0, done.stderr
+    outcome = json.loads((folder / "found.json").read_text())
+    assert outcome["actions"]["done"] == outcome["actions"]["planned"] > 0
+
+
+def test_a_plan_of_which_nothing_is_enforced_is_told(folder: Path) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["script"]["argv"][0] = "other.py"
+    (folder / "other.py").write_text(SCRIPT.replace("torch.nn.GELU()", "torch.nn.Tanh()"))
+    plan["script"]["sha256"] = hashlib.sha256((folder / "other.py").read_bytes()).hexdigest()
+    (folder / "other.plan.json").write_text(json.dumps(plan))
+    done = memopt(folder, "apply", "other.plan.json")
+    assert done.returncode == 0, done.stderr
+    assert "nothing of the plan was enforced: 0 of" in done.stderr
+    assert "followed the profile" not in done.stderr
+    assert memopt(folder, "apply", "other.plan.json", "--strict", "-q").returncode == 4

@@ -81,6 +81,7 @@ class LateDevice:
         self.compute = ComputeStream()
         self.pinned_bytes: list[int] = []
         self.can_pin = 10
+        self.used: list[tuple[int, ComputeStream]] = []
 
     def current_stream(self) -> ComputeStream:
         return self.compute
@@ -92,6 +93,9 @@ class LateDevice:
     def on(self, stream: SideStream) -> Iterator[None]:
         with stream:
             yield
+
+    def uses(self, storage: torch.UntypedStorage, stream: ComputeStream) -> None:
+        self.used.append((storage.data_ptr(), stream))
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         if len(self.pinned_bytes) >= self.can_pin:
@@ -161,6 +165,7 @@ def test_a_swapper_swaps_to_it(store, device):
     device.compute.run()
     back = swapped.get()
     assert content(back) == want
+    assert device.used[-1] == (back.data_ptr(), device.compute), "who asks may be another stream"
     assert back.device == device.device
 
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memopt.enforcers.accelerator import TorchAccelerator
 from memopt.enforcers.host import BLOCK_BYTES, GROW_BYTES, HostStore, PinnedArena
 from memopt.enforcers.swap import SwapFailed
+from memopt.enforcers.swapped import Swapper
 from memopt.errors import NotPossibleHere
 
 
@@ -91,6 +92,7 @@ class PretendedDevice:
         self.streams = [self.compute]
         self.ranks = [self.compute]
         self.entered: list[str] = []
+        self.used: list[tuple[int, PretendedStream]] = []
         self.pinned_bytes: list[int] = []
         self.unpinned = 0
         self.newest_memory = memoryview(b"")
@@ -114,6 +116,14 @@ class PretendedDevice:
         with QueueCopies(stream):
             yield
         self.inside = False
+
+    def uses(self, storage: torch.UntypedStorage, stream: PretendedStream) -> None:
+        self.used.append((storage.data_ptr(), stream))
+
+    def another_stream(self) -> PretendedStream:
+        """The script computes on it from now on."""
+        self.compute = self.new_stream()
+        return self.compute
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         if sum(self.pinned_bytes) + nbytes > self.most_pinned_bytes:
@@ -140,15 +150,13 @@ class PretendedDevice:
         assert all(not stream.work for stream in self.streams), "streams wait for each other"
 
     def storage(self, payload: bytes) -> torch.UntypedStorage:
-        """A storage that the compute stream will fill with `payload`; once it is dropped, the compute stream scribbles over it."""
-        memory = bytearray(max(1, len(payload)))
+        """A storage that the compute stream will fill with `payload`; once it is dropped, that stream scribbles over it."""
+        home, memory = self.compute, bytearray(max(1, len(payload)))
         self.memory.append(memory)
         storage = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
         view = self.newest_memory = memoryview(memory)[: len(payload)]
-        self.compute.queue(lambda: view.__setitem__(slice(None), payload))
-        weakref.finalize(
-            storage, self.compute.queue, lambda: view.__setitem__(slice(None), b"\xee" * len(payload))
-        )
+        home.queue(lambda: view.__setitem__(slice(None), payload))
+        weakref.finalize(storage, home.queue, lambda: view.__setitem__(slice(None), b"\xee" * len(payload)))
         return storage
 
     def look(self, storage: torch.UntypedStorage, nbytes: int) -> list[bytes]:
@@ -162,7 +170,7 @@ class PretendedDevice:
 def test_out_and_in_again_in_any_order_of_the_streams():
     for seed in range(30):
         device = PretendedDevice(seed)
-        store = HostStore([1000], accelerator=device)
+        store = HostStore(1000, accelerator=device)
         ticket = store.write_async(device.storage(b"abc" * 300))
         if seed % 2:
             store.wait(ticket)
@@ -184,7 +192,7 @@ def test_out_and_in_again_in_any_order_of_the_streams():
 
 def test_the_storage_stays_until_the_copy_has_ended():
     device = PretendedDevice()
-    store = HostStore([4096], accelerator=device)
+    store = HostStore(4096, accelerator=device)
     ticket = store.write_async(device.storage(b"x" * 4096))
     assert store.collect() == 0
     assert ticket.source is not None
@@ -196,11 +204,13 @@ def test_the_storage_stays_until_the_copy_has_ended():
 
 def test_taken_back_is_the_storage_itself():
     device = PretendedDevice()
-    store = HostStore([10], accelerator=device)
+    store = HostStore(10, accelerator=device)
     storage = device.storage(b"0123456789")
     ticket = store.write_async(storage)
     assert store.take_back(ticket) is storage
     assert store.take_back(ticket) is None
+    store.wait(ticket)
+    assert ticket.source is storage, "the copy still reads it, whoever lets go of it"
     assert ticket.taken
     with pytest.raises(ValueError, match="taken back"):
         store.read_async(ticket, torch.UntypedStorage(10))
@@ -211,9 +221,55 @@ def test_taken_back_is_the_storage_itself():
     assert seen == [b"0123456789"]
 
 
+def test_every_stream_that_asks_waits_and_the_memory_is_kept_for_it():
+    for seed in range(30):
+        device = PretendedDevice(seed)
+        store = HostStore(1024, accelerator=device)
+        swapper = Swapper({"host": store}, {0: "host"})
+        storage = device.storage(b"abc" * 300)
+        swapped = swapper.swap_out(0, storage)
+        swapper.swap_out(0, storage)
+        address = storage.data_ptr()
+        del storage
+        swapper.wait_for_all()
+        assert device.used == [(address, device.compute)], "it may be another stream's memory"
+        looks = []
+        for _ in range(3):
+            back = swapped.get()
+            looks.append(device.look(back, 900))
+            assert device.used[-1] == (back.data_ptr(), device.compute)
+            device.another_stream()
+        device.run()
+        assert looks == [[b"abc" * 300]] * 3
+
+
+def test_out_of_memory_in_a_prefetch_is_asked_for_again_by_whoever_needs_it(monkeypatch):
+    device = PretendedDevice()
+    swapper = Swapper({"host": HostStore(1024, accelerator=device)}, {0: "host"})
+    swapped = swapper.swap_out(0, device.storage(b"abc" * 300))
+    swapper.wait_for_all()
+    room = [False, False, True]
+
+    def allocate(nbytes, device):
+        if not room.pop(0):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.UntypedStorage(nbytes)
+
+    monkeypatch.setattr("memopt.enforcers.swapped.UntypedStorage", allocate)
+    swapper.prefetch([0])
+    seen = device.look(swapped.get(), 900)
+    device.run()
+    assert seen == [b"abc" * 300]
+    swapped.waiting = 1
+    swapped.served()
+    room += [False, False]
+    with pytest.raises(torch.OutOfMemoryError):
+        swapped.get()
+
+
 def test_a_target_that_is_too_small_is_refused():
     device = PretendedDevice()
-    store = HostStore([10], accelerator=device)
+    store = HostStore(10, accelerator=device)
     ticket = store.write_async(device.storage(b"0123456789"))
     with pytest.raises(ValueError, match="do not fit"):
         store.read_async(ticket, torch.UntypedStorage(9))
@@ -221,7 +277,7 @@ def test_a_target_that_is_too_small_is_refused():
 
 def test_one_arena_is_pinned_at_once_and_reused():
     device = PretendedDevice()
-    store = HostStore([1000, 3000], accelerator=device)
+    store = HostStore(1024 + 3072, accelerator=device)
     for i in range(20):
         tickets = [store.write_async(device.storage(bytes([i]) * n)) for n in (1000, 3000)]
         device.run()
@@ -233,7 +289,7 @@ def test_one_arena_is_pinned_at_once_and_reused():
 
 def test_growing_is_the_exception_and_is_counted():
     device = PretendedDevice()
-    store = HostStore([100], accelerator=device)
+    store = HostStore(100, accelerator=device)
     first = store.write_async(device.storage(b"a" * 100))
     second = store.write_async(device.storage(b"b" * 100))
     assert store.grown_bytes == GROW_BYTES
@@ -253,25 +309,48 @@ def test_no_pinned_memory_to_be_had_is_told_and_keeps_the_bytes():
     device = PretendedDevice()
     device.most_pinned_bytes = 1024
     with pytest.raises(SwapFailed):
-        HostStore([2000], accelerator=device)
-    store = HostStore([1000], accelerator=device)
+        HostStore(2000, accelerator=device)
+    store = HostStore(1000, accelerator=device)
     kept = store.write_async(device.storage(b"k" * 1000))
     storage = device.storage(b"z" * 1000)
-    with pytest.raises(SwapFailed) as caught:
-        store.write_async(storage)
-    assert store.failure is caught.value
+    for _ in range(2):
+        with pytest.raises(SwapFailed, match="cannot be pinned"):
+            store.write_async(storage)
+    assert store.failure is not None
+    device.most_pinned_bytes = 1 << 40
     with pytest.raises(SwapFailed):
-        store.write_async(storage)
+        store.write_async(storage)  # not tried again, once refused
     target = torch.UntypedStorage(1000)
     store.read_async(kept, target).result()
     seen = device.look(target, 1000)
     device.run()
     assert seen == [b"k" * 1000]
+    del kept
+    store.collect()
+    assert store.write_async(storage).nbytes == 1000, "there is room again"
+
+
+def test_the_arena_takes_no_more_than_the_host_has():
+    device = PretendedDevice()
+    left = [10_000]
+    arena = PinnedArena(device, 1 << 30, most_bytes=lambda: left[0])
+    assert device.pinned_bytes == [9728], "whole blocks"
+    with pytest.raises(SwapFailed, match=r"no room for 20\.0 KiB more"):
+        arena.take(20_480)
+    assert arena.grown_bytes == 0
+    assert arena.take(9728)[1] == 0
+    small = PinnedArena(device, 512, most_bytes=lambda: left[0])
+    small.take(512)
+    assert small.take(600)[1] == 0
+    assert small.grown_bytes == 9728, "less than usual"
+    left[0] = 100
+    assert PinnedArena(device, 512, most_bytes=lambda: left[0]).size_bytes == 0
+    assert PinnedArena(device, 512, most_bytes=lambda: None).size_bytes == 512
 
 
 def test_a_place_is_not_used_again_while_a_copy_out_of_it_is_under_way():
     device = PretendedDevice()
-    store = HostStore([512], accelerator=device)
+    store = HostStore(512, accelerator=device)
     ticket = store.write_async(device.storage(b"1" * 512))
     device.run()
     target = torch.UntypedStorage(512)
@@ -289,7 +368,7 @@ def test_a_place_is_not_used_again_while_a_copy_out_of_it_is_under_way():
 def test_a_target_that_nobody_waits_for_outlives_its_copy():
     for seed in range(20):
         device = PretendedDevice(seed)
-        store = HostStore([512], accelerator=device)
+        store = HostStore(512, accelerator=device)
         ticket = store.write_async(device.storage(b"1" * 512))
         device.run()
         target = device.storage(b"\x77" * 512)
@@ -328,7 +407,7 @@ def test_an_arena_hands_out_places_that_do_not_overlap():
 )
 def test_any_order_of_calls_and_of_streams(seed, steps):
     device = PretendedDevice(seed)
-    store = HostStore([3000, 2000, 1000], accelerator=device)
+    store = HostStore(6144, accelerator=device)
     held, looks = [], []
     for kind, number in steps:
         if kind == "write":
@@ -364,7 +443,7 @@ def test_any_order_of_calls_and_of_streams(seed, steps):
 
 def test_the_pretended_device_would_show_a_missing_wait():
     device = PretendedDevice(3)
-    store = HostStore([900], accelerator=device)
+    store = HostStore(900, accelerator=device)
     wrong = 0
     for i in range(20):
         payload = bytes([i + 1]) * 900
@@ -381,8 +460,6 @@ def test_the_pretended_device_would_show_a_missing_wait():
 def test_without_an_accelerator_there_is_no_host_tier_and_the_message_does_not_blame_one_tier():
     if torch.accelerator.is_available():
         pytest.skip("there is one")
-    with pytest.raises(NotPossibleHere, match="no accelerator here"):
-        HostStore([100])
     with pytest.raises(NotPossibleHere, match="no accelerator here") as caught:
-        TorchAccelerator()
+        TorchAccelerator(torch.device("cuda", 0))
     assert "the disk tier" not in caught.value.try_  # which asks for one, too

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memopt.instrument.meter import CpuMeter, living_storages
+from tests.enforced import recorded
 
 
 class Wrapper(Tensor):
@@ -98,3 +99,37 @@ def test_a_meter_that_gave_way_says_no_more() -> None:
     del old
     new = torch.empty(3_000_000)
     assert second.stop() == base - 4_000_000 + new.nbytes
+
+
+def test_gradients_count_whoever_holds_them() -> None:
+    """Of a leaf that has been frozen since, and of a tensor that `retain_grad()` was called on; nobody has looked at them."""
+    leaf = torch.zeros(1000, requires_grad=True)
+    between = leaf * 2
+    between.retain_grad()
+    passing = between * 1
+    before = _bytes_alive()
+    passing.sum().backward()
+    leaf.requires_grad_(False)
+    assert _bytes_alive() - before == 4000 + 4000
+
+
+def test_a_parameter_that_is_no_leaf_is_looked_at_without_a_warning(tmp_path: Path) -> None:
+    """As a learned optimizer registers them: their own gradients are kept, and count."""
+
+    def loop(steps: int) -> list[str]:
+        model = torch.nn.Linear(8, 8, bias=False)
+        start = model._parameters.pop("weight")
+        rate = torch.zeros(8, 8, requires_grad=True)
+        optimizer = torch.optim.SGD([rate], lr=0.1)
+        for _ in range(steps):
+            weight = start.detach() + rate
+            weight.retain_grad()
+            model._parameters["weight"] = weight
+            model(torch.ones(4, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return []
+
+    trace = recorded(loop, tmp_path)
+    gradients = list(map(trace.storage_label, range(len(trace.storages.size_bytes))))
+    assert any("gradient of" in label for label in gradients), gradients

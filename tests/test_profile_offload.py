@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from memopt.enforcers.disk import DiskStore
+from memopt.enforcers.disk import DiskStore, Ticket
 from memopt.instrument.runner import Command, StopScript
+from memopt.profiler import offload
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession
 from memopt.trace import Trace
@@ -38,7 +41,7 @@ def _offloaded(folder: Path, seen: list[str]) -> tuple[Trace, DiskStore]:
     script.write_text("# run in process\n")
     stores: list[DiskStore] = []
 
-    def open_tier(device: str) -> DiskStore:
+    def open_tier() -> DiskStore:
         stores.append(DiskStore(folder))
         return stores[0]
 
@@ -75,3 +78,31 @@ def _made(trace: Trace) -> list[tuple[int, int, int]]:
     storages = trace.storages
     rows = zip(storages.birth_op, storages.size_bytes, storages.death_op, strict=True)
     return [row for row in rows if row[0] >= 0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_that_runs_ahead_of_the_copies_is_held_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 3 * 512 * 128 * 4
+    monkeypatch.setattr(offload, "MOST_UNDER_WAY_BYTES", most)
+    write, write_piece = DiskStore.write_async, DiskStore._write_piece
+    tickets: list[Ticket] = []
+    under_way: list[int] = []
+
+    def counted(store: DiskStore, storage: torch.UntypedStorage) -> Ticket:
+        under_way.append(sum(ticket.nbytes for ticket in tickets if ticket.source is not None))
+        tickets.append(write(store, storage))
+        return tickets[-1]
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.01)
+        write_piece(*args)
+
+    monkeypatch.setattr(DiskStore, "write_async", counted)
+    monkeypatch.setattr(DiskStore, "_write_piece", slow)
+    seen: list[str] = []
+    trace, _ = _offloaded(tmp_path, seen)
+    assert not trace.partial
+    assert len(tickets) > 20
+    assert 0 < max(under_way) <= most

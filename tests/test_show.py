@@ -267,6 +267,16 @@ def test_show_help_names_its_options() -> None:
 
 
 whole = toy_trace().encode()
+
+
+def _with_text(text: str) -> bytes:
+    """The toy trace, whose first slot has the attributes `text`."""
+    trace = json.loads(gzip.decompress(whole))
+    trace["slots"]["attributes"][0] = len(trace["strings"])
+    trace["strings"].append(text)
+    return gzip.compress(json.dumps(trace).encode())
+
+
 spaces = gzip.compress(b" " * 2**27)
 BAD = {
     "a broken stream": whole[:60] + b"\x00" * 40 + whole[100:],
@@ -285,6 +295,13 @@ BAD = {
     "negative": gzip.compress(gzip.decompress(whole).replace(b'"peak_bytes":8900', b'"peak_bytes":-1')),
     "huge": gzip.compress(gzip.decompress(whole).replace(b'"step_ms":0.1', b'"step_ms":1e308')),
     "infinite": gzip.compress(gzip.decompress(whole).replace(b'"step_ms":0.1', b'"step_ms":NaN')),
+    "attributes that are no JSON": _with_text("{dim: 1}"),
+    "attributes that are a list": _with_text("[1]"),
+    "attributes without an end": _with_text("{" + '"a":{' * 10_000),
+    "a huge name": _with_text('{"a": "' + "x" * 10**6 + '"}'),
+    "a huge argument": gzip.compress(
+        gzip.decompress(whole).replace(b'"argv":[', b'"argv":["' + b"x" * 10**6 + b'",')
+    ),
     "unknown storage": gzip.compress(gzip.decompress(whole).replace(b'"storage":[4]', b'"storage":[44]')),
 }
 

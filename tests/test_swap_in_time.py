@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,7 @@ import torch
 
 from memopt.advisors.problem import Decisions, Problem
 from memopt.enforcers.disk import DiskStore
+from memopt.enforcers.swapped import Swapper
 from memopt.estimators.decision import Decision
 from tests.enforced import SWAP, enforced, plan_of, problem_of, recorded
 
@@ -89,3 +91,40 @@ def test_a_slot_that_is_unpacked_twice_triggers_the_first_time(tmp_path: Path) -
     }
     started = [places[a.prefetch.module, a.prefetch.ordinal][0] for a in plan.actions if a.prefetch]
     assert started == [chosen[a.storage].prefetch_op for a in plan.actions]
+
+
+def test_copies_that_end_in_backward_are_waited_for_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU the host runs ahead of the copies; on a CPU backward would begin by waiting for all of them."""
+    trace = recorded(deep_net, tmp_path)
+    forward_ms = (
+        sum(t for t, phase in zip(trace.ops.time_us, trace.ops.phase, strict=True) if phase == 0) / 1000
+    )
+    in_all = 8 * 2 * 2048 * 256 * 4
+    device = msgspec.structs.replace(
+        trace.device, disk_out_bytes_per_s=in_all / (2.5 * forward_ms) * 1000, disk_in_bytes_per_s=1e13
+    )
+    plan = plan_of(msgspec.structs.replace(trace, device=device, step_ms=0.0), all_to_disk)
+    in_backward = {n for n, action in enumerate(plan.actions) if action.away_at_use}
+    assert 2 <= len(in_backward) < len(plan.actions)
+    monkeypatch.setattr(Swapper, "wait_for_all", lambda self: None)
+    write, wait = DiskStore._write_piece, Swapper.wait_until_away
+    waited: list[int] = []
+
+    def slow(*args: object) -> object:
+        time.sleep(0.02)
+        return write(*args)  # type: ignore[arg-type]
+
+    def watched(swapper: Swapper, actions: Iterable[int]) -> None:
+        wait(swapper, actions)
+        swapped = [content for n in actions if (content := swapper._swapped[n]()) is not None]
+        assert all(content.source() is None for content in swapped), "it has left"
+        if torch._C._current_graph_task_id() >= 0:
+            waited.extend(actions)
+
+    monkeypatch.setattr(DiskStore, "_write_piece", slow)
+    monkeypatch.setattr(Swapper, "wait_until_away", watched)
+    _, outcome = enforced(deep_net, plan, tmp_path, 3)
+    assert outcome.actions.done == len(plan.actions)
+    assert sorted(waited) == sorted(3 * list(in_backward))

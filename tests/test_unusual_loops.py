@@ -163,3 +163,23 @@ def test_a_thread_that_nobody_joins_is_waited_for(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "0", "1", "2", "3", "main is over"]
     assert "memopt: wrote memopt-train.profile.json.gz" in done.stderr
+
+
+@pytest.mark.parametrize("checks", [1, 3, 12])
+def test_backward_calls_before_there_is_an_optimizer_are_no_iterations(checks: int, tmp_path: Path) -> None:
+    """A gradient check, or a warm-up: what is recorded is a whole step all the same."""
+
+    def loop(steps: int) -> list[str]:
+        model = Net()
+        for _ in range(checks):
+            model(torch.randn(64, 16)).sum().backward()
+        return [*_steps(model, torch.optim.SGD(model.parameters(), 0.1), steps)]
+
+    def usual(steps: int) -> list[str]:
+        model = Net()
+        return [*_steps(model, torch.optim.SGD(model.parameters(), 0.1), steps)]
+
+    expected, trace = recorded(usual, tmp_path), recorded(loop, tmp_path)
+    assert [trace.op_name(op) for op in range(trace.op_count)] == [
+        expected.op_name(op) for op in range(expected.op_count)
+    ]

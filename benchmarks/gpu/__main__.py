@@ -22,6 +22,7 @@ def main() -> int:
     record.add_argument("--out", type=Path, required=True, metavar="DIR")
     record.add_argument("--limit-s", type=float, default=540.0, help="start nothing new after so long (default: %(default)s)")  # fmt: skip
     record.add_argument("--run-limit-s", type=float, default=90.0, help="for one configuration (default: %(default)s)")  # fmt: skip
+    record.add_argument("--jobs", type=int, default=1, help="at once: where the GPU has room for their sum (default: %(default)s)")  # fmt: skip
     compare = commands.add_parser("compare", help="estimate what was recorded, no GPU needed")
     compare.add_argument("folder", type=Path, metavar="DIR")
     listing = commands.add_parser("list", help="the configurations")
@@ -41,7 +42,10 @@ def main() -> int:
         return 0
     if not torch.cuda.is_available():
         parser.error("there is no CUDA GPU here to record on")
-    return int(record_runs(args.out, names, limit_s=args.limit_s, run_limit_s=args.run_limit_s) > 0)
+    return int(
+        record_runs(args.out, names, limit_s=args.limit_s, run_limit_s=args.run_limit_s, at_once=args.jobs)
+        > 0
+    )
 
 
 if __name__ == "__main__":

@@ -65,12 +65,13 @@ def measure(
 
 
 def device_used_bytes() -> int:
-    """What NVML counts on the first GPU, all processes together, so nothing else may start there; 0 where it cannot be read."""
+    """What NVML counts for this process on the first GPU; 0 before it has a context, and where it cannot be read."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
-        return int(pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(0)).used)
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(pynvml.nvmlDeviceGetHandleByIndex(0))
+        return next((int(each.usedGpuMemory or 0) for each in processes if each.pid == os.getpid()), 0)
     except Exception as error:  # a missing library and a refused query differ in type by version
         print(f"NVML: {error}")
         return 0

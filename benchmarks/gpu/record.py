@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +19,30 @@ ROOT = Path(__file__).resolve().parents[2]
 FILE = "runs.jsonl.gz"
 
 
-def record(folder: Path, names: list[str], *, limit_s: float, run_limit_s: float) -> int:
-    """Add the runs still missing to the file in `folder`. Returns how many of `names` are not there at the end."""
+def record(folder: Path, names: list[str], *, limit_s: float, run_limit_s: float, at_once: int = 1) -> int:
+    """Add the runs still missing to the file in `folder`, `at_once` at a time. Returns how many of `names` are not there at the end."""
     end = time.monotonic() + limit_s
     folder.mkdir(parents=True, exist_ok=True)
     missing = [name for name in names if name not in recorded(folder / FILE)]
-    left = len(missing)
-    for name in missing:
+    writing = threading.Lock()
+
+    def one(name: str) -> bool:
         rest_s = end - time.monotonic()
         if rest_s < run_limit_s / 4:
-            print(f"{left} configurations are left: the same command goes on with them")
-            break
+            return False
         found = run_alone([sys.executable, "-m", "benchmarks.gpu.measure", name], min(run_limit_s, rest_s))
         if isinstance(found, str):
             print(f"{name}: {found}", flush=True)
-            continue
-        append(folder / FILE, found)
-        left -= 1
+            return False
+        with writing:
+            append(folder / FILE, found)
         print(f"{name}: {found['status']}, reserved {found['reserved_bytes'] / 2**20:.0f} MiB", flush=True)
+        return True
+
+    with ThreadPoolExecutor(at_once) as pool:
+        left = list(pool.map(one, missing)).count(False)
+    if left:
+        print(f"{left} configurations are left: the same command goes on with them")
     return left
 
 

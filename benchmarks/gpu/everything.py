@@ -1,0 +1,48 @@
+"""A plan that takes every action of one kind that it can: `python -m benchmarks.gpu.everything PROFILE KIND PLAN`.
+
+Such plans are no good; they show whether the mechanisms are right. KIND: recompute, swap-host, swap-disk, compress, mixed.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+
+from memopt.advisors.advise import Adviser
+from memopt.advisors.problem import Decisions, Problem, allowed
+from memopt.estimators.decision import Decision
+from memopt.trace import load_trace
+
+
+def decisions(problem: Problem, kind: str) -> Decisions:
+    """For each storage its action of `kind`; `mixed`: one of all its actions, or none."""
+    draw = random.Random(0)
+    chosen = {}
+    for storage, candidate in problem.candidates.items():
+        swaps = [
+            Decision(kind="swap", tier=tier) for tier in ("host", "disk") if kind in (f"swap-{tier}", "mixed")
+        ]  # type: ignore[arg-type]
+        if problem.view.trace.device.kind == "cpu":
+            swaps = [each for each in swaps if each.tier == "disk"]
+        others = [option for option in candidate.options if kind in (option.kind, "mixed")]
+        options: list[Decision | None] = [*swaps, *(each for each in others if each.kind != "swap")]
+        if kind == "compress":
+            options += [option for option in candidate.options if option.kind == "drop"]
+        if kind == "mixed":
+            options.append(None)
+        picked = draw.choice(options) if options else None
+        if picked is not None:
+            chosen[storage] = picked
+    return chosen
+
+
+def main() -> None:
+    profile, kind, plan = sys.argv[1:]
+    adviser = Adviser(load_trace(Path(profile)), allowed((), ()))
+    problem = adviser.problem(1)
+    adviser.write(problem, decisions(problem, kind), f"all that can be: {kind}").save(Path(plan))
+
+
+if __name__ == "__main__":
+    main()

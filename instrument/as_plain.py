@@ -1,0 +1,122 @@
+"""Ops that run under a mode compute what they compute without one.
+
+Three things differ while a `TorchDispatchMode` is on, and each is put right here:
+1. Inside an op that was handed to a mode, conjugate and negative views are not resolved: complex `linalg.pinv` came out wrong.
+2. Nor does autocast reach what such an op calls: `linalg.pinv` and `nn.Bilinear` came out in another precision.
+3. `svdvals`, `eigvalsh` and `eigvals` of what needs no gradient compute vectors as well, by another routine of LAPACK's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_iter
+
+from memopt.instrument.ops import PLAIN_TYPES
+
+_Key = torch._C.DispatchKey
+_CONJUGATE, _NEGATIVE, _ZERO = _Key.Conjugate, _Key.Negative, _Key.ZeroTensor
+_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+
+_PINV, _TRILINEAR = torch.ops.aten.linalg_pinv, torch.ops.aten._trilinear
+AUTOCAST_INSIDE = {
+    "cpu": (_Key.AutocastCPU, {_PINV, _TRILINEAR}),
+    "cuda": (_Key.AutocastCUDA, {_PINV}),  # `bilinear` itself is on autocast's list there
+}
+"""Ops with one kernel that calls ops which autocast casts for, while it is not on the list itself. `benchmarks/op_samples.py` tells of more."""
+
+_already_cast = threading.local()
+"""`inside` is true in an op of autocast's list, which runs without autocast what it calls."""
+
+
+def as_plain(func: Any) -> Any:
+    """What a mode has to call in place of `func`. First thing in `__torch_dispatch__`: torch undoes it when that returns."""
+    _exclude(_CONJUGATE, False)
+    _exclude(_NEGATIVE, False)
+    _exclude(_ZERO, False)
+    return _with_autocast(func) if getattr(func, "overloadpacket", None) in (_PINV, _TRILINEAR) else func
+
+
+def _with_autocast(func: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = next(t.device.type for t in tree_iter((args, kwargs)) if isinstance(t, Tensor))
+        key, ops = AUTOCAST_INSIDE.get(device, (_ZERO, set()))
+        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+            casts = func.overloadpacket in ops and torch.is_autocast_enabled(device)
+        if not casts or getattr(_already_cast, "inside", False):
+            return func(*args, **kwargs)
+        with torch._C._SetExcludeDispatchKeyGuard(key, False):
+            return func(*args, **kwargs)
+
+    return run
+
+
+def _pinverse(matrix: Tensor, rcond: float = 1e-15) -> Tensor:
+    """On the CPU's list: here, unlike in a mode, one can see whether autocast has passed."""
+    before = getattr(_already_cast, "inside", False)
+    _already_cast.inside = before or not torch.is_autocast_enabled(matrix.device.type)
+    try:
+        inverse: Tensor = torch.ops.aten.linalg_pinv(matrix, rcond, False)
+    finally:
+        _already_cast.inside = before
+    return inverse
+
+
+def _svdvals(matrix: Tensor, *, driver: str | None = None) -> Tensor:
+    values: Tensor = torch.ops.aten._linalg_svd(matrix, False, _wants_vectors(matrix), driver=driver)[1]
+    return values
+
+
+def _eigvalsh(matrix: Tensor, UPLO: str = "L") -> Tensor:
+    values: Tensor = torch.ops.aten._linalg_eigh(matrix, UPLO, _wants_vectors(matrix))[0]
+    return values
+
+
+def _eigvals(matrix: Tensor) -> Tensor:
+    values: Tensor = (
+        torch.ops.aten.linalg_eig(matrix)[0]
+        if _wants_vectors(matrix)
+        else torch.ops.aten._linalg_eigvals(matrix)
+    )
+    return values
+
+
+def _wants_vectors(matrix: Tensor) -> bool:
+    """Torch's own question (`_may_require_fw_or_bw_grad`), but for modes of memopt's."""
+    if torch.is_grad_enabled() and matrix.requires_grad:
+        return True
+    if type(matrix) not in PLAIN_TYPES or torch._C._functorch.is_functorch_wrapped_tensor(matrix):
+        return True
+    if any(not type(mode).__module__.startswith("memopt.") for mode in _get_current_dispatch_mode_stack()):
+        return True
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(matrix).tangent is not None
+
+
+class PlainForms:
+    """Between `install` and `remove`, the ops that look whether a mode is on do not see memopt's."""
+
+    def __init__(self) -> None:
+        self._library: Any = None
+
+    def install(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+        forms = {
+            "linalg_svdvals": _svdvals,
+            "linalg_eigvalsh": _eigvalsh,
+            "linalg_eigvals": _eigvals,
+            "pinverse": _pinverse,
+        }
+        for name, form in forms.items():
+            for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):
+                self._library.impl(name, form, key)
+
+    def remove(self) -> None:
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None

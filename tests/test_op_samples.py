@@ -1,0 +1,25 @@
+"""A seeded part of `benchmarks.op_samples`: samples of torch's own, the same bits plain, profiled and enforced."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from benchmarks.op_samples import KINDS, Held, hold, op_names, samples
+
+OPS_EACH = 10
+ALWAYS = ("linalg.pinv", "linalg.svdvals", "linalg.cond", "sigmoid")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+def test_samples_are_the_same(kind: str, tmp_path: Path) -> None:
+    drawn = random.Random(f"12 {kind}").sample(op_names(), OPS_EACH)
+    chosen = list(samples((kind,), (*ALWAYS, *drawn), most=1))
+    held = Held()
+    hold(chosen, tmp_path, held)
+    assert held.different == []
+    assert held.compared > OPS_EACH / 2
+    assert held.actions > 0
