@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
 
+from memopt.advisors.clock import reading
 from memopt.advisors.graphs.least import least_memory, lowest_peak
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.runs import floor_bytes, peak_of_runs, rerun_ms
@@ -81,10 +83,11 @@ def test_a_chain_is_planned_at_its_floor() -> None:
     plain = quadratic_chain(100)
     graph = graph_of(plain)
     assert floor_bytes(graph, swap=False)[0] == 400
-    overhead = plan_and_check(plain, 400, time_limit_s=1)
+    with reading(time.process_time):
+        overhead = plan_and_check(plain, 400, time_limit_s=1)
     assert 5 < overhead < 50
-    with pytest.raises(BudgetInfeasible) as caught:
-        plan_graph(graph, 399, time_limit_s=1)
+    with pytest.raises(BudgetInfeasible) as caught, reading(time.process_time):
+        plan_graph(graph, 399, time_limit_s=2)
     assert caught.value.min_peak_bytes == 400
 
 
@@ -107,4 +110,5 @@ def test_a_tree_is_made_again_depth_first() -> None:
     assert peak_of_runs(graph, least_memory(graph, 8 * 9)) <= 8 * 9
     runs = lowest_peak(graph, floor_bytes(graph, swap=False)[0], unplanned_peak(graph))
     assert peak_of_runs(graph, runs) <= 8 * 9
-    plan_and_check(plain, 8 * 9, time_limit_s=1)
+    with reading(time.process_time):
+        plan_and_check(plain, 8 * 9, time_limit_s=1)

@@ -55,9 +55,9 @@ ROUND, GAIN, PATIENCE = 0.75, 0.001, 4
 LEAST_S = 0.5
 """HiGHS is not asked for less than that."""
 LEAST = 0.15
-"""Of the time until the last resort, for the planner of little memory."""
-LEAST_PEAK_S = 1.0
-"""For the least peak that it finds, which a refusal tells."""
+"""Of the time until the last resort, or of the limit once it is up, for the planner of little memory."""
+LEAST_MEMORY_S = 1.0
+"""At most, for that."""
 PROGRAM, PROGRAM_FIRST = 0.5, 0.3
 """Of the time that is left, for that; where there is no valid plan yet."""
 CLOSE = 1e-5
@@ -366,7 +366,7 @@ class AutoPlan:
         if self.problem.may_recompute and graph.op_count <= LARGE:
             if runs := first_plan(replace(self.problem, until=math.inf), math.inf):
                 yield runs
-            if graph.op_count <= LONG and (runs := least_memory(graph, budget_bytes)):
+            if runs := least_memory(graph, budget_bytes, now() + LEAST_MEMORY_S):
                 yield runs
 
     def _steps(self) -> list[Step]:
@@ -392,6 +392,7 @@ class AutoPlan:
         smallest = min(int(self.search.state.memory.max()), self.waiting.smallest_bytes)
         if problem.may_recompute:
             low = max(problem.budget_bytes + 1, floor_bytes(problem.graph, swap=problem.may_swap)[0])
-            runs = lowest_peak(problem.graph, low, smallest, now() + LEAST_PEAK_S)
+            most_s = min(LEAST_MEMORY_S, LEAST * (problem.latest - problem.begin))
+            runs = lowest_peak(problem.graph, low, smallest, now() + most_s)
             smallest = peak_of_runs(problem.graph, runs) if runs else smallest
         return smallest
