@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 ROOMS := instrument profiler estimators advisors enforcers reports cli
 SOURCES := memopt $(ROOMS) tests benchmarks examples
 
-.PHONY: help install demo test lint format types bench bench-estimate bench-gpu bench-advise clean
+.PHONY: help install demo test lint format types docs bench bench-estimate bench-gpu bench-advise bench-run clean
 
 help: ## Show what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -39,8 +39,11 @@ format: $(READY) ## Format the code
 
 types: $(READY) ## Check types (mypy --strict) through a view in which the rooms lie inside the package
 	@mkdir -p build/types/memopt && find build/types -xtype l -delete
-	@ln -sfn $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/py.typed build/types/memopt/
+	@ln -sfn $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/integrations $(CURDIR)/memopt/py.typed build/types/memopt/
 	$(BIN)/mypy
+
+docs: $(READY) ## Write the help of every command into its page
+	$(BIN)/python -m tests.command_pages
 
 bench: $(READY) ## Models x budgets: predicted and measured peak and step time, same losses or not (ARGS="--models resnet50")
 	$(BIN)/python -m benchmarks.bench $(ARGS)
@@ -48,11 +51,14 @@ bench: $(READY) ## Models x budgets: predicted and measured peak and step time, 
 bench-estimate: $(READY) ## Estimated against measured peaks, all parts of benchmarks/estimate.py (ARGS="lm litgpt")
 	$(BIN)/python -m benchmarks.estimate $(ARGS)
 
-bench-gpu: $(READY) ## Peaks of real runs on a GPU: ARGS="record --out DIR" there, ARGS="compare DIR" anywhere
-	$(BIN)/python -m benchmarks.gpu $(ARGS)
+bench-gpu: $(READY) ## On a GPU: is it right, fast, and as estimated? ARGS="correctness --out DIR"; benchmarks/gpu says more
+	$(BIN)/python -m benchmarks.gpu.campaign $(ARGS)
 
 bench-advise: $(READY) ## Strategies against each other: every benchmarks/advise*.py
 	@for file in benchmarks/advise*.py; do echo "== $$file"; $(BIN)/python -m benchmarks.$$(basename $$file .py) $(ARGS) || exit 1; done
+
+bench-run: $(READY) ## Scripts of many kinds under memopt run: planned, held, same bits (ARGS="--kinds language lora")
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
 clean: ## Remove .venv and everything built
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from memopt.advisors.auto import Auto
-from memopt.advisors.blockers import Floor, lowest_floor
-from memopt.advisors.jointly import plan_jointly, plan_moved_at_last
+from memopt.advisors.blockers import Floor, Reached, lowest_floor
+from memopt.advisors.jointly import plan_jointly, plan_moved_at_last, plan_with_pieces
 from memopt.advisors.modnn import Modnn
 from memopt.advisors.plan_writer import write_plan
 from memopt.advisors.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
@@ -17,15 +17,20 @@ from memopt.advisors.strategy import Strategy
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.in_backward import in_backward, why_not
+from memopt.estimators.in_pieces import Pieces, in_pieces
+from memopt.estimators.in_pieces import why_not as why_not_in_pieces
 from memopt.estimators.timeline import Simulator
 from memopt.estimators.trace_view import TraceView
-from memopt.plan import Plan
+from memopt.plan import Plan, Tier
 from memopt.trace import PHASES, Trace
 from memopt.units import format_bytes
 
 _LINK_SHARE = {"disk": 0.6, "host": 0.9}
 """Share of a measured link rate that plans count on: a copy that is late costs memory as well as time."""
 
+
+_SHARES_AWAY = (0.3, 0.6, 1.0)
+"""Of all parameters' bytes: the state of the largest that have so much of them may be in a tier between steps."""
 
 Decided = tuple[Problem, Decisions, tuple[str, ...]]
 """The problem (of the run as it is, or with the optimizer inside backward), what is decided, and notes for the reader."""
@@ -59,6 +64,7 @@ class Adviser:
     """Did Ctrl-C end a search?"""
     _view: TraceView | None = None
     _moved_view: TraceView | None = None
+    _in_pieces_views: dict[tuple[Tier | None, float], tuple[TraceView, Pieces]] = field(default_factory=dict)
     _floor: Floor | None = None
 
     @property
@@ -75,13 +81,14 @@ class Adviser:
 
     def in_backward(self, problem: Problem, *, margin: float = MARGIN) -> Problem | None:
         """`problem` of the run whose optimizer steps inside backward; none where that cannot be, or lowers nothing."""
-        moved = self._moved(problem, margin)
+        moved = self.moved(problem, margin)
         if moved is None:
             return None
         lower = moved.plain.peak_bytes < problem.plain.peak_bytes or _excess(moved) < _excess(problem)
         return moved if lower else None
 
-    def _moved(self, problem: Problem, margin: float) -> Problem | None:
+    def moved(self, problem: Problem, margin: float = MARGIN) -> Problem | None:
+        """`problem` of the run whose optimizer steps inside backward, whether that lowers anything or not; none where it cannot."""
         if "optimizer" not in self.allow or why_not(self.trace):
             return None
         if self._moved_view is None:
@@ -96,13 +103,50 @@ class Adviser:
             instead_of=problem,
         )
 
+    def in_pieces(self, problem: Problem, *, margin: float = MARGIN) -> list[Problem]:
+        """`problem` of the run whose optimizer steps in pieces, state on the device or in a tier; those that lower something, the cheapest first."""
+        if "optimizer" not in self.allow or why_not_in_pieces(self.trace):
+            return []
+        found: list[Problem] = []
+        tiers = self._state_tiers(problem.device)
+        ways: list[tuple[Tier | None, float]] = [
+            (None, 0.0),
+            *((tier, share) for tier in tiers for share in _SHARES_AWAY),
+        ]
+        for way in ways:
+            if way not in self._in_pieces_views:
+                trace, pieces = in_pieces(self.trace, way[0], problem.device, way[1])
+                self._in_pieces_views[way] = TraceView(trace), pieces
+            view, pieces = self._in_pieces_views[way]
+            other = Problem(
+                view,
+                Simulator(view, problem.device),
+                problem.budget_bytes,
+                self.allow,
+                margin=margin,
+                time_limit_s=self.time_limit_s,
+                instead_of=problem,
+                pieces=pieces,
+            )
+            last = found[-1] if found else problem
+            if other.plain.peak_bytes < last.plain.peak_bytes or other.floor_bytes < last.floor_bytes:
+                found.append(other)
+        return found
+
+    def _state_tiers(self, device: Device) -> list[Tier]:
+        """Where optimizer state may be between steps."""
+        if device.kind != "cpu" and "swap-host" in self.allow and device.host_in_bytes_per_s > 0:
+            return ["host"]
+        return ["disk"] if "swap-disk" in self.allow and min(device.disk_in_bytes_per_s, device.disk_out_bytes_per_s) > 0 else []  # fmt: skip
+
     @property
     def floor(self) -> Floor:
         """What no plan can go below, whether the optimizer steps inside backward or not."""
         if self._floor is None:
             problem = self.problem(1)
-            moved = self._moved(problem, MARGIN)
-            self._floor = lowest_floor([problem] if moved is None else [problem, moved])
+            moved = self.moved(problem, MARGIN)
+            others = [moved] if moved is not None else []
+            self._floor = lowest_floor([problem, *others, *self.in_pieces(problem)])
         return self._floor
 
     def plan(self, budget_bytes: int, strategy: str = "auto") -> Plan:
@@ -132,6 +176,7 @@ class Adviser:
                 error.min_peak_bytes,
                 (*error.blockers, self.floor.words, *without_a_plan),
                 try_=error.try_,
+                reached=error.reached,
             ) from None
         if not decisions and problem.instead_of is None:
             raise BudgetInfeasible(
@@ -140,6 +185,30 @@ class Adviser:
                 ("the peak lies outside of the ops that were recorded, where no plan reaches",),
             )
         return problem, decisions, (*notes, *_optimality(problem, decisions), *self._unused())
+
+    def lowest(self, strategy: str = "auto") -> Decided:
+        """What is decided for the smallest peak that `strategy` finds, with the shortest step found for it."""
+        try:
+            return self.decide(1, strategy)
+        except BudgetInfeasible as error:
+            smallest, reached = error.min_peak_bytes, error.reached
+        plain = self.problem(smallest)
+        if not isinstance(reached, Reached) or smallest >= plain.unplanned_peak_bytes:
+            note = (
+                f"nothing to do: no plan found lowers the peak of {format_bytes(plain.unplanned_peak_bytes)}"
+            )
+            return self.problem(plain.unplanned_peak_bytes), {}, (note, self.floor.words)
+        problem, decisions = reached.problem.with_budget(smallest), reached.decisions
+        note = f"the smallest peak found; {self.floor.words}"
+        try:
+            again, faster = self._search(
+                self.problem(smallest, margin=0.0), self.strategy(strategy), margin=0.0
+            )
+        except (BudgetInfeasible, KeyboardInterrupt):
+            return problem, decisions, (note,)
+        if again.run(faster).step_ms < problem.run(decisions).step_ms:
+            problem, decisions = again, faster
+        return problem, decisions, (note, *self._unused())
 
     def _unused(self) -> list[str]:
         """Kinds that were allowed in vain."""
@@ -161,14 +230,26 @@ class Adviser:
     ) -> tuple[Problem, Decisions]:
         if not isinstance(planner, Auto):
             return problem, planner.plan(problem)
+        moved = self.moved(problem, margin)
+        found = plan_with_pieces(
+            planner,
+            problem,
+            self.in_pieces(problem, margin=margin),
+            lambda: self._in_one(problem, planner, margin),
+            floor_bytes=min(each.floor_bytes for each in (problem, moved) if each is not None),
+        )
+        self.interrupted |= planner.interrupted
+        return found
+
+    def _in_one(self, problem: Problem, planner: Auto, margin: float) -> tuple[Problem, Decisions]:
+        """Where the optimizer steps all at once, after backward or inside it."""
         moved = self.in_backward(problem, margin=margin)
         if moved is not None:
             found = plan_jointly(planner, moved)
-        elif (movable := self._moved(problem, margin)) is not None:
+        elif (movable := self.moved(problem, margin)) is not None:
             found = plan_moved_at_last(planner, movable)
         else:
             found = problem, planner.plan(problem)
-        self.interrupted |= planner.interrupted
         return found
 
     def strategy(self, name: str) -> Strategy:

@@ -1,11 +1,15 @@
-"""The time that a search has had: the processor's, so that other load on the machine does not cut it short."""
+"""The one clock of all searches: the time that a search has had, which is the processor's, so that other load on the machine does not cut it short."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 _MOST_STRETCH = 3.0
 """However busy the machine is, a limit lasts at most this many times as long by the wall."""
+_WINDOW_S = 2.0
+"""By the wall, over which the stretch is measured."""
 
 
 class SearchClock:
@@ -14,14 +18,46 @@ class SearchClock:
     def __init__(self) -> None:
         self._wall, self._processor = time.monotonic(), time.process_time()
         self._had = 0.0
+        self._since: tuple[float, float] = (self._wall, 0.0)
+        self._stretch = 1.0
 
     def __call__(self) -> float:
         """A moment; only differences mean something."""
         wall, processor = time.monotonic(), time.process_time()
         passed, worked = wall - self._wall, processor - self._processor
         self._wall, self._processor = wall, processor
-        self._had += min(passed, max(worked, passed / _MOST_STRETCH))
+        self._had += max(0.0, min(passed, max(worked, passed / _MOST_STRETCH)))
+        if wall - self._since[0] > _WINDOW_S:
+            stretch = (wall - self._since[0]) / max(self._had - self._since[1], 1e-9)
+            self._stretch = min(max(stretch, 1.0), _MOST_STRETCH)
+            self._since = wall, self._had
         return self._had
 
+    @property
+    def stretch(self) -> float:
+        """Seconds by the wall for each that the search has had, lately."""
+        return self._stretch
 
-now = SearchClock()
+
+_clock: Callable[[], float] = SearchClock()
+
+
+def now() -> float:
+    """A moment on the clock; only differences mean something."""
+    return _clock()
+
+
+def wall_s(seconds: float) -> float:
+    """What a solver that watches the wall is to be given for so many seconds of this clock."""
+    return seconds * (_clock.stretch if isinstance(_clock, SearchClock) else 1.0)
+
+
+@contextmanager
+def reading(clock: Callable[[], float]) -> Iterator[None]:
+    """Every search reads `clock` while the block runs: tests count looks instead of seconds."""
+    global _clock
+    before, _clock = _clock, clock
+    try:
+        yield
+    finally:
+        _clock = before

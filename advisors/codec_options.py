@@ -51,8 +51,8 @@ def codec_choice(view: TraceView, device: Device, saved: Saved) -> CodecChoice |
     ):
         return None  # the enforcer checks the call that saves the tensor, and here nobody knows it
     codec = weakest_common_codec(needs)
-    if codec is None and is_dropout_noise(view, saved):
-        codec = "two_valued"
+    if codec is None and device.kind == "cpu" and is_dropout_noise(view, saved):
+        codec = "two_valued"  # which two has to be looked up: on a GPU that would wait for the device
     if codec is None:
         return None
     decision = _decision(view, device, saved, codec, needs)

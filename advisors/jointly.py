@@ -7,6 +7,8 @@ move goes without it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from memopt.advisors.auto import Auto
 from memopt.advisors.problem import Decisions, Problem
 from memopt.errors import BudgetInfeasible
@@ -21,10 +23,11 @@ def plan_jointly(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
     plain, limit_s = moved.instead_of, auto.time_limit_s
     assert plain is not None
     hopeless = plain.floor_bytes > plain.target_bytes
+    alone = hopeless and plain.floor_bytes >= moved.floor_bytes
     try:
-        found = auto.within(moved, limit_s * (1.0 if hopeless else _SHARE_OF_THE_FIRST))
+        found = auto.within(moved, limit_s * (1.0 if alone else _SHARE_OF_THE_FIRST))
     except BudgetInfeasible as error:
-        if hopeless:
+        if hopeless and plain.floor_bytes >= error.min_peak_bytes:
             raise
         return plain, _instead(auto, plain, limit_s * (1 - _SHARE_OF_THE_FIRST), error)
     same = plain.run(found)
@@ -52,6 +55,55 @@ def plan_moved_at_last(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
         return plain, auto.plan(plain)
     except BudgetInfeasible as error:
         return moved, _instead(auto, moved, auto.time_limit_s, error)
+
+
+_CHEAP = 0.02
+"""Share of the step that is not worth looking at the optimizer's state for."""
+_SHARE_FOR_PIECES = 0.4
+
+
+def plan_with_pieces(
+    auto: Auto,
+    plain: Problem,
+    others: list[Problem],
+    in_one: Callable[[], tuple[Problem, Decisions]],
+    *,
+    floor_bytes: int,
+) -> tuple[Problem, Decisions]:
+    """What `in_one` finds where that is cheap; else the cheapest of that and of `others`, whose optimizer steps in pieces. `floor_bytes`: of
+    what `in_one` looks at. Raises `BudgetInfeasible` with the lowest peak of all."""
+    errors: list[BudgetInfeasible] = []
+    found: list[tuple[Problem, Decisions]] = []
+    if floor_bytes <= plain.target_bytes:
+        try:
+            found.append(in_one())
+        except BudgetInfeasible as error:
+            errors.append(error)
+        else:
+            if auto.interrupted or _overhead(plain, *found[0]) <= _CHEAP:
+                return found[0]
+    possible = [each for each in others if each.floor_bytes <= each.target_bytes]
+    if not possible and not found and not errors:  # nothing meets it: what comes nearest
+        if not others or floor_bytes < min(each.floor_bytes for each in others):
+            return in_one()
+        nearest = min(others, key=lambda each: each.floor_bytes)
+        return nearest, auto.within(nearest, auto.time_limit_s)
+    for other in possible:
+        if auto.interrupted:
+            break
+        if found and other.view.trace.step_ms >= min(problem.run(d).step_ms for problem, d in found):
+            continue
+        try:
+            found.append((other, auto.within(other, _SHARE_FOR_PIECES * auto.time_limit_s)))
+        except BudgetInfeasible as error:
+            errors.append(error)
+    if not found:
+        raise min(errors, key=lambda each: each.min_peak_bytes)
+    return min(found, key=lambda pair: pair[0].run(pair[1]).step_ms)
+
+
+def _overhead(plain: Problem, problem: Problem, decisions: Decisions) -> float:
+    return problem.run(decisions).step_ms / plain.plain_step_ms - 1 if plain.plain_step_ms else 0.0
 
 
 def _instead(auto: Auto, problem: Problem, seconds: float, error: BudgetInfeasible) -> Decisions:

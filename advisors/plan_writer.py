@@ -13,9 +13,10 @@ from memopt.advisors.clock import now
 from memopt.advisors.problem import Candidate, Decisions, Problem
 from memopt.estimators.chains import Chain
 from memopt.estimators.decision import Decision
+from memopt.estimators.in_pieces import Pieces
 from memopt.estimators.slot_needs import VALUES, Need, Value
 from memopt.estimators.trace_view import Saved
-from memopt.plan import OPTIMIZER_IN_BACKWARD, Action, OpRef, Plan, ScriptAction, SlotRef
+from memopt.plan import OPTIMIZER_IN_BACKWARD, OPTIMIZER_IN_PIECES, Action, OpRef, Plan, ScriptAction, SlotRef
 from memopt.timeline import Timeline
 from memopt.units import format_bytes, format_ms
 
@@ -84,6 +85,8 @@ def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline
     updates = plain.view.trace.updates if plain is not None else None
     if plain is None or updates is None:
         return []
+    if problem.pieces is not None:
+        return [_in_pieces(problem, plain, problem.pieces, decisions, timeline)]
     without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
     count = len(updates.parameter)
     return [
@@ -96,6 +99,33 @@ def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline
             cost_ms=round(problem.view.trace.step_ms - problem.plain_step_ms, 4),
         )
     ]
+
+
+def _in_pieces(
+    problem: Problem, plain: Problem, pieces: Pieces, decisions: Decisions, timeline: Timeline
+) -> ScriptAction:
+    """The step in pieces: its words, what it saves, what it costs."""
+    updates = plain.view.trace.updates
+    kind = updates.optimizer if updates is not None else "the optimizer"
+    size = format_bytes(pieces.piece_bytes)
+    why = f"{kind} steps {size} of parameters at once, with the same bits: its temporaries are no larger"
+    if pieces.tier is not None:
+        why += (
+            f"; {format_bytes(pieces.state_bytes)} of its state are in the {pieces.tier} tier between steps"
+        )
+    without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
+    return ScriptAction(
+        kind="optimizer",
+        what=OPTIMIZER_IN_PIECES,
+        why=why,
+        saved_bytes=max(0, without - timeline.peak_bytes),
+        parameters=pieces.parameters,
+        cost_ms=round(max(0.0, problem.view.trace.step_ms - problem.plain_step_ms), 4),
+        piece_bytes=pieces.piece_bytes,
+        tier=pieces.tier,
+        away_bytes=pieces.state_bytes,
+        away=pieces.away,
+    )
 
 
 class _Writer:

@@ -13,6 +13,7 @@ from memopt.advisors.codec_options import CodecChoice, codec_choice
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.chains import Chain, find_chain, is_intact
 from memopt.estimators.decision import RECOMPUTE, Decision
+from memopt.estimators.in_pieces import Pieces
 from memopt.estimators.timeline import REPLAY_MS, Simulator
 from memopt.estimators.trace_view import Ints, Saved, TraceView
 from memopt.timeline import Timeline
@@ -110,8 +111,9 @@ class Problem:
         time_limit_s: float = TIME_LIMIT_S,
         instead_of: Problem | None = None,
         part_of: Problem | None = None,
+        pieces: Pieces | None = None,
     ) -> None:
-        """`instead_of`: the problem of the run as it is, where `view` is of one whose optimizer steps inside backward.
+        """`instead_of`: the problem of the run as it is, where `view` is of one whose optimizer steps inside backward, or in `pieces`.
         `part_of`: the problem of the whole iteration, where `view` is of some of its rounds."""
         if view.trace.partial:
             raise NotPossibleHere(
@@ -123,7 +125,7 @@ class Problem:
         self.time_limit_s = time_limit_s
         self.device = simulator.device
         self.plain = simulator.run({})
-        self.instead_of = instead_of
+        self.instead_of, self.pieces = instead_of, pieces
         self.unplanned_peak_bytes: int = (
             instead_of.unplanned_peak_bytes
             if instead_of is not None
@@ -157,6 +159,12 @@ class Problem:
         other._memo = {}
         other.target_bytes = target_bytes
         other.least_step_ms = None
+        return other
+
+    def with_budget(self, budget_bytes: int) -> Problem:
+        """The same problem under another budget, which leaves no margin."""
+        other = self.with_target(budget_bytes)
+        other._memo, other.budget_bytes = self._memo, budget_bytes
         return other
 
     def limited(self, deadline: float) -> Problem:

@@ -148,6 +148,7 @@ def measured_rows(
     stated: dict[str, float] = {}
     theirs: list[float] = []
     by_gpu: dict[str, list[float]] = {}
+    inside: list[bool] = []
     for row in rows(args.truth, "xmem_runs.csv", args.only):
         model = model_of(row)
         if model is None or row["real_oom"] != "0":
@@ -155,7 +156,10 @@ def measured_rows(
         device, kernels = gpu(row)
         words = [model, row["optimizer"], row["batch_size"], "--zero", mode(row)]
         measured = float(row["measured_peak_mib"])
-        predicted = estimate(script, words, device).reserved_bytes / MIB + kernels
+        found = estimate(script, words, device)
+        predicted, bar = found.reserved_bytes / MIB + kernels, found.error["reserved"]
+        most = max(found.most_bytes["reserved"] / MIB + kernels, predicted * (1 + bar))
+        inside.append(predicted * (1 - bar) <= measured <= most)
         name = f"{model} {row['optimizer']} {row['batch_size']} {device}"
         name += "'" * sum(each.rstrip("'") == name for each in errors)
         errors[name] = predicted / measured - 1
@@ -163,11 +167,12 @@ def measured_rows(
         by_gpu.setdefault(device, []).append(errors[name])
         if row["zero_grad_mode"]:
             stated[name] = errors[name]
-        print(f"{name:55s} measured {measured:8.0f} predicted {predicted:8.0f} {100 * errors[name]:+6.2f} %  xMem {100 * theirs[-1]:+6.2f} %", flush=True)  # fmt: skip
+        print(f"{name:55s} measured {measured:8.0f} predicted {predicted:8.0f} {100 * errors[name]:+6.2f} %  up to {most:8.0f}  xMem {100 * theirs[-1]:+6.2f} %", flush=True)  # fmt: skip
     tell(errors, "peak reserved")
+    print(f"  inside the range told: {sum(inside)} of {len(inside)}")
     tell(list(stated.values()), "  with a stated zero_grad mode")
-    for device, found in by_gpu.items():
-        tell(found, f"  {device}")
+    for device, each in by_gpu.items():
+        tell(each, f"  {device}")
     tell(theirs, "xMem on the same rows")
 
 

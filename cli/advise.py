@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.advise_words import check_goal, check_graph_words, check_words, parse_share, with_variant
+from memopt.cli.advise_words import (
+    check_goal,
+    check_graph_words,
+    check_words,
+    is_lowest,
+    parse_share,
+    with_command,
+    with_variant,
+)
 from memopt.cli.device_name import DeviceName
 from memopt.cli.numbers import Real
 from memopt.errors import BudgetInfeasible, MemoptError, UsageError
@@ -19,6 +27,7 @@ if TYPE_CHECKING:
     from memopt.advisors.frontier import Point
     from memopt.advisors.lints import Lint
     from memopt.cli.comparison import Row
+    from memopt.estimators.beside_tensors import Budget
     from memopt.plan import Plan
     from memopt.trace import Trace
 
@@ -26,9 +35,9 @@ _KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer"
 
 
 @click.command()
-@click.option("--budget", "-b", metavar="BYTES", help="Most that may be on the device: 16GB, 16GiB, 60% of the unplanned peak.")  # fmt: skip
+@click.option("--budget", "-b", metavar="BYTES", help="Most that may be on the device: 16GB, 16GiB, 60% of the unplanned peak; min: as little as can be.")  # fmt: skip
 @click.option("-o", "--output", metavar="FILE", type=click.Path(path_type=Path), help="Where to write the plan.  [default: memopt-SCRIPT.plan.json]")  # fmt: skip
-@click.option("-f", "--force", is_flag=True, help="Overwrite the file if it exists.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite the file, whoever wrote it.")
 @click.option("--device", type=DeviceName(), metavar="NAME", help="Plan for this GPU with modelled times, such as a100-40gb; without --budget for what it has room for.")  # fmt: skip
 @click.option("--strategy", "strategies", metavar="NAME", multiple=True, help="Who plans (memopt strategies lists them); several: a comparison.  [default: auto]")  # fmt: skip
 @click.option("--variant", metavar="NAME", help="With --strategy vdnn: all, conv or dyn; with dtr: eqclass, local or megengine.")  # fmt: skip
@@ -99,19 +108,22 @@ def _advise_graph(profile: Path | None, options: dict[str, Any]) -> int:
     check_graph_words(profile, options)
     from memopt.cli.graph_plan import advise_graph
 
-    return advise_graph(
-        options["graph"],
-        budget=_required_budget(options),
-        schedule=options["schedule"],
-        out_gbps=options["out_gbps"],
-        in_gbps=options["in_gbps"],
-        allow=options["allow"],
-        deny=options["deny"],
-        strategies=options["strategies"],
-        time_limit_s=options["time_limit_s"],
-        force=options["force"],
-        as_json=options["as_json"],
+    names = (
+        "schedule",
+        "out_gbps",
+        "in_gbps",
+        "allow",
+        "deny",
+        "strategies",
+        "time_limit_s",
+        "force",
+        "as_json",
     )
+    given = {name: options[name] for name in names}
+    try:
+        return advise_graph(options["graph"], budget=_required_budget(options), **given)
+    except BudgetInfeasible as error:
+        raise with_command(error, options["graph"], options) from None
 
 
 def _required_budget(options: dict[str, Any]) -> str:
@@ -124,9 +136,8 @@ def room_as_budget(options: dict[str, Any]) -> None:
     """Without a goal, the budget is what the named device has room for."""
     if options["device"] and not any(options[name] for name in ("budget", "max_overhead", "pareto")):
         from memopt.devices import find_device
-        from memopt.estimators.modelled import room_bytes
 
-        options["budget"] = str(room_bytes(find_device(options["device"])))
+        options["budget"] = str(find_device(options["device"]).memory_bytes)
 
 
 def on_device(trace: Trace, name: str | None) -> Trace:
@@ -146,12 +157,13 @@ class _Advise:
         self.path, self.options = path, options
         self.strategies: tuple[str, ...] = options["strategies"] or ("auto",)
         self.lints: list[Lint] = []
+        self.budget: Budget | None = None
 
     def run(self) -> int:
         from memopt.advisors.advise import Adviser
         from memopt.advisors.lints import find_lints
         from memopt.advisors.problem import allowed, usual_limit_s
-        from memopt.files import refuse_overwrite
+        from memopt.cli.own_files import refuse_foreign
         from memopt.trace import load_trace
 
         options = self.options
@@ -161,9 +173,9 @@ class _Advise:
         check_goal(options, self.strategies)
         allow = allowed(options["allow"], options["deny"])
         trace = on_device(load_trace(self.path), options["device"])
-        ending = "pareto.json" if options["pareto"] else "plan.json"
-        self.output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.{ending}")
-        refuse_overwrite(self.output, force=options["force"])
+        kind = "pareto" if options["pareto"] else "plan"
+        self.output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.{kind}.json")
+        refuse_foreign(self.output, f"memopt.{kind}", script=trace.script, force=options["force"])
         limit = options["time_limit_s"] or usual_limit_s(trace.op_count)
         adviser = Adviser(trace, allow, limit, str(self.path))
         self.lints = [] if trace.partial else find_lints(trace)
@@ -177,14 +189,19 @@ class _Advise:
             with progress(f"planning {trace.op_count} ops", short=True):
                 plan, explanation = self._plan(adviser)
         except BudgetInfeasible as error:
+            error = error if self.budget is None else self.budget.told(error)
             self._print_infeasible(error, adviser, None)
-            raise
+            raise with_command(error, self.path, options) from None
         return self._done(adviser, plan, explanation, None)
 
     def _budget(self, adviser: Adviser) -> int:
-        from memopt.units import parse_bytes
+        """Bytes that tensors may have."""
+        from memopt.estimators.beside_tensors import parse_budget
 
-        return parse_bytes(self.options["budget"], of_bytes=adviser.unplanned_peak_bytes)
+        self.budget = parse_budget(
+            self.options["budget"], adviser.trace, unplanned_bytes=adviser.unplanned_peak_bytes
+        )
+        return self.budget.tensors_bytes
 
     def _plan(self, adviser: Adviser) -> tuple[Plan, Explanation | None]:
         from memopt.advisors.explain import explain, matching
@@ -195,6 +212,8 @@ class _Advise:
             matching(adviser.problem(1), tensor)
         if self.options["max_overhead"]:
             found = lowest_peak(adviser, parse_share(self.options["max_overhead"]), strategy)
+        elif is_lowest(self.options):
+            found = adviser.lowest(strategy)
         else:
             found = adviser.decide(self._budget(adviser), strategy)
         problem, decisions, notes = found
@@ -212,6 +231,9 @@ class _Advise:
             return self._done(adviser, best, None, rows)
         error = failure(rows, budget)
         self._print_infeasible(error, adviser, rows)
+        if isinstance(error, BudgetInfeasible):
+            assert self.budget is not None
+            raise with_command(self.budget.told(error), self.path, self.options)
         if error is not None:
             raise error
         return 0
@@ -226,6 +248,8 @@ class _Advise:
         trace = adviser.trace
         if trace.device.modelled:
             plan = msgspec.structs.replace(plan, notes=[*plan.notes, trace.notes[-1]])
+        if self.budget is not None:
+            plan = self.budget.noted(plan)
         plan.save(self.output)
         self._print(plan, explanation, rows, adviser)
         say(f"wrote {self.output}")
@@ -306,12 +330,16 @@ class _Advise:
         from memopt.reports.summary import encode
 
         points: list[Point] = []
-        with progress("planning for budgets from 90 % down") as step:
+        from memopt.advisors.frontier import SHARES
+
+        with progress("planning for budgets from 90 % down", total=len(SHARES)) as step:
             for point in frontier(adviser, self.strategies[0]):
                 points.append(point)
                 step(1)
         points = without_dominated(points)
-        figures = pareto_figures(points, adviser.unplanned_peak_bytes) | self._figures(adviser, None)
+        figures = pareto_figures(points, adviser.unplanned_peak_bytes, adviser.trace.script) | self._figures(
+            adviser, None
+        )
         write_atomic(self.output, encode(figures).encode() + b"\n")
         if self.options["as_json"]:
             click.echo(encode(figures))

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from memopt.advisors.lints import Lint
     from memopt.cli.comparison import Row
     from memopt.plan import Plan
+    from memopt.trace import Script
 
 _BAR = 30
 
@@ -128,10 +129,12 @@ def pareto_table(points: list[Point], unplanned_bytes: int) -> RenderableType:
     return table
 
 
-def pareto_figures(points: list[Point], unplanned_bytes: int) -> dict[str, Any]:
+def pareto_figures(points: list[Point], unplanned_bytes: int, script: Script) -> dict[str, Any]:
     """The curve as plain data."""
     return {
+        "schema": "memopt.pareto/1",
         "kind": "pareto",
+        "script": {"argv": script.argv, "cwd": script.cwd, "as_module": script.as_module},
         "unplanned_peak_bytes": unplanned_bytes,
         "points": [
             {

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
-from memopt.errors import UsageError
+from memopt.errors import BudgetInfeasible, UsageError, enough
 
 _ANY_PEAK_BYTES = 2**30
+_HARDLY_BYTES = 1000
+"""A smaller budget was hardly meant in bytes."""
+LOWEST = "min"
+"""The budget that asks for the smallest peak that is found."""
+_ZERO = re.compile(r"0+(\.0*)?\s*([kmgt]?i?b?|%)?")
+_REPEATED = (
+    ("strategies", "--strategy"), ("allow", "--allow"), ("deny", "--deny"), ("device", "--device"), ("batch_arg", "--batch-arg"),
+    ("out_gbps", "--out-gbps"), ("in_gbps", "--in-gbps"), ("time_limit_s", "--time-limit"), ("output", "-o"), ("schedule", "--schedule"),
+)  # fmt: skip
+"""Options of a command that is told again, and what they are typed as."""
 _OWN = {("vdnn", "dyn")}
 """Variants that are what the strategy does by itself."""
 _NOT_OF_A_GRAPH = ("output", "device", "max_overhead", "pareto", "max_batch", "batch_arg", "explain")
@@ -23,10 +35,49 @@ def check_words(options: dict[str, Any]) -> None:
         if name not in COUNSELS:
             find_strategy(name)
     kinds_named(options["allow"]), kinds_named(options["deny"])
-    if options["budget"] is not None:
-        parse_bytes(options["budget"], of_bytes=_ANY_PEAK_BYTES)
+    if options["budget"] is not None and not is_lowest(options):
+        budget = parse_bytes(options["budget"], of_bytes=_ANY_PEAK_BYTES)
+        if budget < _HARDLY_BYTES and options["budget"].strip().isdecimal():
+            raise UsageError(
+                f"a budget of {budget} is {budget} bytes",
+                why="a number without a unit is bytes",
+                try_=f"--budget {budget}GB, or --budget {budget}B where that is meant",
+            )
     if options["max_overhead"] is not None:
         parse_share(options["max_overhead"])
+
+
+def is_lowest(options: dict[str, Any]) -> bool:
+    """Is the smallest peak asked for? Raises `UsageError` where that goes with something else."""
+    budget = (options["budget"] or "").strip().lower()
+    if _ZERO.fullmatch(budget):
+        raise UsageError(
+            f"a budget of {budget} cannot be met",
+            why="whatever runs takes memory",
+            try_="--budget min, for as little as can be, or --budget 16GB",
+        )
+    if budget != LOWEST:
+        return False
+    if len(options["strategies"]) > 1 or options["max_batch"]:
+        raise UsageError(
+            "--budget min asks for the smallest peak of one plan",
+            why="the largest batch and a comparison of strategies need one budget",
+            try_="--budget 16GB, or one --strategy",
+        )
+    return True
+
+
+def with_command(error: BudgetInfeasible, source: Path, options: dict[str, Any]) -> BudgetInfeasible:
+    """`error`, whose last line is the command for the nearest budget that a plan was found for."""
+    words = ["memopt", "advise", *(["--graph"] if options["graph"] else []), str(source)]
+    words += ["--max-batch"] if options["max_batch"] else []
+    words += enough(error.min_peak_bytes).split()
+    for name, flag in _REPEATED:
+        given = options[name]
+        for each in given if isinstance(given, tuple) else () if given is None else (given,):
+            words += [flag, f"{each:g}" if isinstance(each, float) else str(each)]
+    error.try_ = shlex.join(words)
+    return error
 
 
 def with_variant(strategies: tuple[str, ...], variant: str | None) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from memopt.cli.device_here import require_device
+from memopt.cli.on_oom import leaving_traces
 from memopt.errors import BadFile, MemoptError, NotEnforced, NotPossibleHere, RunFailed, UsageError, reason
 from memopt.plan import ALLOCATOR_VARIABLES
 
@@ -43,7 +44,12 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="The folder to run the script in.  [default: the plan's]",
 )
-@click.option("--strict", is_flag=True, help="Exit 4 when nothing of the plan could be enforced.")  # fmt: skip
+@click.option(
+    "--hold",
+    is_flag=True,
+    help="On a GPU: let the allocator have no more than the budget, so that a run that would pass it fails there.",
+)
+@click.option("--strict", is_flag=True, help="Exit 4 when nothing of the plan could be enforced.")
 @click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder for the swap file.  [default: the system's for temporary files]")  # fmt: skip
 @click.option("--no-measure", is_flag=True, help="Do not measure the peak: on a CPU that slows a few iterations and takes memory of its own.")  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing at the end.")
@@ -57,6 +63,7 @@ def apply(
     in_place: bool,
     changed_script: bool,
     cwd: Path | None,
+    hold: bool,
     strict: bool,
     swap_dir: Path | None,
     no_measure: bool,
@@ -71,6 +78,7 @@ def apply(
     """
     from memopt.cli.console import say
     from memopt.cli.ranks import path_of_rank
+    from memopt.enforcers.memory_limit import limit_of
     from memopt.enforcers.session import ApplySession, Options
     from memopt.files import refuse_overwrite, swap_folder
     from memopt.plan import load_plan
@@ -116,7 +124,8 @@ def apply(
             why="a run under a plan uses the algorithms that the script asks for",
             try_="--verify 3 --deterministic",
         )
-    session = ApplySession(loaded, Options(swap_dir=folder, measure=not no_measure))
+    limit_bytes = limit_of(loaded) if hold else 0
+    session = ApplySession(loaded, Options(swap_dir=folder, measure=not no_measure, limit_bytes=limit_bytes))
     return _run(session, command, outcome_path, quiet=quiet, strict=strict)
 
 
@@ -285,7 +294,7 @@ def _run(
     session.install()
     pid = os.getpid()
     try:
-        code = runner.run(command)
+        code = runner.run(command, raised=leaving_traces(command))
     except KeyboardInterrupt:
         end()
         runner.die_of(signal.SIGINT)

@@ -23,11 +23,17 @@ class Lazy(NamedTuple):
 
 
 COMMANDS = {
+    "run": Lazy("memopt.cli.run:run", "Run the script within a memory budget: all of the below in one run."),
     "profile": Lazy("memopt.cli.profile:profile", "Record one steady iteration of a training script."),
     "estimate": Lazy("memopt.cli.estimate:estimate", "Tell the peak memory before anything is run."),
     "advise": Lazy("memopt.cli.advise:advise", "Find what to swap, recompute or compress to fit a budget."),
     "apply": Lazy("memopt.cli.apply:apply", "Run the script with a plan enforced."),
     "show": Lazy("memopt.cli.show:show", "Say in words what a profile or plan holds."),
+    "report": Lazy("memopt.cli.report:report", "Show profiles and plans as one HTML page, or export them."),
+    "compare": Lazy(
+        "memopt.cli.compare:compare", "Tell what one run needs more than another; a gate for CI."
+    ),
+    "live": Lazy("memopt.cli.live:live", "Show a script's memory in the terminal while it runs."),
     "doctor": Lazy("memopt.cli.doctor:doctor", "Tell versions, devices and what is possible here."),
     "strategies": Lazy("memopt.cli.strategies:strategies", "List the planning strategies."),
     "calibrate": Lazy(

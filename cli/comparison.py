@@ -114,6 +114,4 @@ def failure(rows: list[Row], budget_bytes: int) -> MemoptError | None:
             try_="--strategy auto",
         )
     peak = nearest.min_peak_bytes or 0
-    auto = "" if any(row.strategy == "auto" for row in rows) else "--strategy auto, "
-    try_ = f"{enough(peak)}, {auto}or a smaller batch"
-    return BudgetInfeasible(budget_bytes, peak, (f"found by {nearest.strategy}",), try_=try_)
+    return BudgetInfeasible(budget_bytes, peak, (f"found by {nearest.strategy}",), try_=enough(peak))

@@ -55,12 +55,19 @@ def progress(
             say(what)
         yield lambda amount: None
         return
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     columns = (
         TextColumn("memopt: {task.description}"),
         BarColumn(),
-        TaskProgressColumn(),
+        TaskProgressColumn() if total is None else MofNCompleteColumn(separator=" of "),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=err(), transient=True) as bar:

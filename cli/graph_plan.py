@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memopt.cli.advise_words import is_lowest
+from memopt.cli.own_files import refuse_foreign
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
-from memopt.files import refuse_overwrite
 from memopt.units import format_bytes, format_ms, parse_bytes
 
 if TYPE_CHECKING:
@@ -54,11 +55,12 @@ def advise_graph(
 
     kinds = _kinds(allow, deny)
     names = list(dict.fromkeys(find_graph_strategy(name) for name in strategies or ("auto",)))
-    if schedule is not None:
-        refuse_overwrite(schedule, force=force)
     graph = read_graph(graph_path)
+    if schedule is not None:
+        refuse_foreign(schedule, "memopt.schedule", graph=graph.name, force=force)
     peak_bytes = unplanned_peak(graph)
-    budget_bytes = parse_bytes(budget, of_bytes=peak_bytes)
+    lowest = is_lowest({"budget": budget, "strategies": names, "max_batch": False})
+    budget_bytes = None if lowest else parse_bytes(budget, of_bytes=peak_bytes)
     options = {
         **_rates(out_gbps, in_gbps),
         "allow": kinds,
@@ -67,6 +69,7 @@ def advise_graph(
     rows = [_plan(graph, budget_bytes, name, options) for name in names]
     plans = [row.schedule for row in rows if row.schedule is not None]
     best = min(plans, key=lambda plan: plan.overhead) if plans else None
+    budget_bytes = best.budget_bytes if best is not None else budget_bytes or 0
     if best is None and len(rows) == 1:
         assert rows[0].failure is not None
         raise rows[0].failure
@@ -117,12 +120,16 @@ def _kind(word: str) -> str:
         ) from None
 
 
-def _plan(graph: Graph, budget_bytes: int, name: str, options: dict[str, Any]) -> _Row:
-    from memopt.advisors.graphs.plan import plan_graph
+def _plan(graph: Graph, budget_bytes: int | None, name: str, options: dict[str, Any]) -> _Row:
+    """What the strategy makes of the budget; without one, of the smallest peak that it finds."""
+    from memopt.advisors.graphs.plan import plan_graph, plan_lowest
 
     begin = time.monotonic()
     try:
-        plan = plan_graph(graph, budget_bytes, strategy=name, **options)
+        if budget_bytes is None:
+            plan = plan_lowest(graph, strategy=name, **options)
+        else:
+            plan = plan_graph(graph, budget_bytes, strategy=name, **options)
     except (BudgetInfeasible, NotPossibleHere) as failure:
         return _Row(strategy=name, seconds=time.monotonic() - begin, failure=failure)
     return _Row(strategy=name, seconds=time.monotonic() - begin, schedule=plan)

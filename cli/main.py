@@ -105,7 +105,14 @@ def _in_three_parts(error: click.ClickException) -> MemoptError:
     context = getattr(error, "ctx", None)
     if context is None:
         return UsageError(error.format_message(), try_="memopt --help")
-    return UsageError(error.format_message(), why=context.get_usage(), try_=f"{context.command_path} --help")
+    what = error.format_message()
+    if isinstance(error, click.NoSuchOption) and context.info_name == "apply":
+        return UsageError(
+            what,
+            why="what the script is to be given follows --",
+            try_=f"memopt apply PLAN -- {error.option_name} ..., or memopt apply --help",
+        )
+    return UsageError(what, why=context.get_usage(), try_=f"{context.command_path} --help")
 
 
 def _leave_stdout() -> None:

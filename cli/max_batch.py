@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.errors import BudgetInfeasible, UsageError, enough
+from memopt.cli.advise_words import with_command
+from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
     from memopt.advisors.lints import Lint
@@ -23,18 +24,19 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     from memopt.cli.advise import on_device, room_as_budget, script_stem
     from memopt.cli.advise_tables import lints_table
     from memopt.cli.console import err, say
-    from memopt.files import refuse_overwrite
+    from memopt.cli.own_files import refuse_foreign
+    from memopt.estimators.beside_tensors import parse_budget
     from memopt.trace import load_trace
-    from memopt.units import parse_bytes
 
     room_as_budget(options)
     _check_words(options)
     trace = on_device(load_trace(path), options["device"])
     output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.plan.json")
-    refuse_overwrite(output, force=options["force"])
+    refuse_foreign(output, "memopt.plan", script=trace.script, force=options["force"])
+    budget = parse_budget(options["budget"], trace, unplanned_bytes=trace.peak_bytes)
     search = Batches(
         trace,
-        parse_bytes(options["budget"], of_bytes=trace.peak_bytes),
+        budget.tensors_bytes,
         allowed(options["allow"], options["deny"]),
         options["time_limit_s"] or TIME_LIMIT_S,
         strategy=(options["strategies"] or ("auto",))[0],
@@ -47,17 +49,16 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     if planned.plan is None:
         if lints and not options["as_json"]:
             err().print(lints_table(lints))
-        raise BudgetInfeasible(
-            search.budget_bytes,
-            planned.peak_bytes,
-            ("not even a batch of 1 fits, with any plan found",),
-            try_=enough(planned.peak_bytes),
+        refused = BudgetInfeasible(
+            search.budget_bytes, planned.peak_bytes, ("not even a batch of 1 fits, with any plan found",)
         )
-    planned.plan.save(output)
+        raise with_command(budget.told(refused), path, options)
+    budget.noted(planned.plan).save(output)
     _print(plain, planned, search.recorded, search.budget_bytes, output, lints, as_json=options["as_json"])
     say(f"wrote {output}")
     _say_what_to_heed(planned, search)
-    say(f"next: memopt apply {shlex.quote(str(output))}")
+    if _names_the_batch(planned, search):
+        say(f"next: memopt apply {shlex.quote(str(output))}")
     return 0
 
 
@@ -80,12 +81,21 @@ def _say_what_to_heed(planned: Largest, search: Batches) -> None:
 
     assert planned.plan is not None
     batch = planned.batch
-    if planned.plan.script.argv == search.trace.script.argv and batch != search.recorded:
-        say(f"the script's arguments do not name the batch: apply the plan at batch {batch}")
+    if not _names_the_batch(planned, search):
+        say(
+            f"the plan is for batch {batch}, which no argument of the script sets: set it in the script, then memopt profile and "
+            f"memopt advise once more; or name its flag with --batch-arg"
+        )
     if planned.method == "scaled":
         say(
             f"kernels may need other workspaces at batch {batch}: to be sure, profile it there and advise again"
         )
+
+
+def _names_the_batch(planned: Largest, search: Batches) -> bool:
+    """Does the plan's command run the batch that the plan is for?"""
+    assert planned.plan is not None
+    return planned.batch == search.recorded or planned.plan.script.argv != search.trace.script.argv
 
 
 def _print(

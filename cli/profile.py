@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from memopt.cli.device_here import require_device
+from memopt.cli.on_oom import leaving_traces
 from memopt.cli.ranks import path_of_rank
 from memopt.errors import MemoptError, RunFailed, UsageError
 
@@ -67,7 +68,8 @@ def profile(
         return write_profile(from_snapshot, output, force=force, quiet=quiet)
     if script is None:
         raise click.UsageError("Missing argument 'SCRIPT'.")
-    from memopt.files import refuse_overwrite, swap_folder
+    from memopt.cli.own_files import refuse_foreign
+    from memopt.files import swap_folder
     from memopt.instrument.runner import Command, find_source
     from memopt.profiler.recordings import Wanted
     from memopt.profiler.session import ProfileSession
@@ -75,8 +77,11 @@ def profile(
     if device is not None:
         require_device(device, f"nothing can be recorded on {device}", try_="memopt profile without --device")
     command = Command((script, *args), as_module=as_module)
+    from memopt.trace import Script
+
     path = profile_path(output, command)
-    refuse_overwrite(path, force=force)
+    same = Script(argv=list(command.argv), cwd=os.getcwd(), as_module=as_module)
+    refuse_foreign(path, "memopt.trace", script=same, force=force)
     find_source(command)
     folder = swap_folder(swap_dir)
     if swap_dir is not None and not folder.is_dir():
@@ -153,7 +158,9 @@ class _Ending:
         call_after_import("torch", at_torch)
         session.install()
         try:
-            code = runner.run(command, raised=session.ended_by)
+            code = runner.run(
+                command, raised=leaving_traces(command, session.ended_by, lambda: session.trace)
+            )
         except KeyboardInterrupt:
             if os.getpid() == self._pid:
                 self._end(session, ended_well=False, interrupted=True)
@@ -223,8 +230,12 @@ def what_was_written(trace: Trace, path: Path) -> list[str]:
     if trace.partial:
         lines += [f"it is partial: {trace.partial}", f"next: memopt show {shlex.quote(name)}"]
         if "out of memory" in trace.partial:
-            lines.append("      to plan for it all the same: memopt profile --offload, or a smaller batch")
+            lines.append(
+                "      to plan for it all the same: memopt profile --offload SCRIPT, or a smaller batch"
+            )
         return lines
     if not trace.device.disk_out_bytes_per_s:
         lines.append("its swap folder could not be written: no plan will swap to disk (--swap-dir DIR)")
-    return [*lines, f"next: memopt advise {shlex.quote(name)} --budget 80%"]
+    from memopt.advisors.first_budget import first_budget
+
+    return [*lines, f"next: memopt advise {shlex.quote(name)} --budget {first_budget(trace)}"]

@@ -52,7 +52,9 @@ def show(as_json: bool, top: int, file: Path) -> None:
 
         out().print(lints_table(lints))
     if not found.partial and found.op_count:
-        say(f"next: memopt advise {shlex.quote(str(file))} --budget 80%")
+        from memopt.advisors.first_budget import first_budget
+
+        say(f"next: memopt advise {shlex.quote(str(file))} --budget {first_budget(found)}")
 
 
 def _lints(trace: Trace) -> list[Lint]:

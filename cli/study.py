@@ -14,7 +14,8 @@ import click
 import msgspec
 
 from memopt.advisors.advice import Advice, Counsel
-from memopt.errors import BudgetInfeasible, UsageError, enough
+from memopt.cli.advise_words import with_command
+from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
     from memopt.advisors.lints import Lint
@@ -26,7 +27,8 @@ def study(path: Path, options: dict[str, Any]) -> int:
     from memopt.advisors.lints import find_lints
     from memopt.advisors.problem import TIME_LIMIT_S, allowed, kinds_named
     from memopt.cli.advise import on_device, room_as_budget, script_stem
-    from memopt.files import refuse_overwrite
+    from memopt.cli.own_files import refuse_foreign
+    from memopt.estimators.beside_tensors import parse_budget
     from memopt.trace import load_trace
 
     counsel = _counsel(options)
@@ -37,24 +39,25 @@ def study(path: Path, options: dict[str, Any]) -> int:
     trace = on_device(load_trace(path), options["device"])
     output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.plan.json")
     if options["output"]:
-        refuse_overwrite(output, force=options["force"])
+        refuse_foreign(output, "memopt.plan", script=trace.script, force=options["force"])
     usual = allowed((), tuple(options["deny"]))
     adviser = Adviser(trace, usual, options["time_limit_s"] or TIME_LIMIT_S, str(path))
-    problem = adviser.problem(_budget(options, adviser.unplanned_peak_bytes))
+    budget = parse_budget(options["budget"] or "100%", trace, unplanned_bytes=adviser.unplanned_peak_bytes)
+    problem = adviser.problem(budget.tensors_bytes)
     advice = counsel.study(problem, named - denied)
     met = options["budget"] is None or advice.peak_bytes <= problem.budget_bytes
     write = bool(options["output"]) or (advice.enforced and met)
     if write and not options["output"]:
-        refuse_overwrite(output, force=options["force"])
+        refuse_foreign(output, "memopt.plan", script=trace.script, force=options["force"])
     lints = [] if trace.partial else find_lints(trace)
     _print(advice, " ".join(trace.script.argv), output if write and met else None, lints, options)
     if not met:
-        raise BudgetInfeasible(
+        refused = BudgetInfeasible(
             problem.budget_bytes,
             advice.peak_bytes,
-            (f"this is what {counsel.name} comes to",),
-            try_=f"{enough(advice.peak_bytes)}, or --strategy auto",
+            (f"this is what {counsel.name} comes to; --strategy auto may find a plan",),
         )
+        raise with_command(budget.told(refused), path, options)
     if write:
         _write(adviser.write(problem, {}, counsel.name, advice.notes), advice, output)
     return 0
@@ -68,12 +71,6 @@ def _counsel(options: dict[str, Any]) -> Counsel:
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} does not go with --strategy {names[0]}")
     return COUNSELS[names[0]]
-
-
-def _budget(options: dict[str, Any], unplanned_bytes: int) -> int:
-    from memopt.units import parse_bytes
-
-    return parse_bytes(options["budget"] or "100%", of_bytes=unplanned_bytes)
 
 
 def _print(

@@ -1,8 +1,9 @@
-"""The few things that the tiers ask of a device, so that tests can pretend one. Not yet run on a GPU."""
+"""The few things that the tiers ask of a device, so that tests can pretend one."""
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,6 +59,31 @@ class Accelerator(Protocol):
         """Before `row` goes."""
 
 
+class Users:
+    """The streams that a script computes on, as far as they have been seen when it saves tensors and asks for them again.
+
+    Autograd would have kept a saved tensor until backward, by when a script has its streams wait for one another. Where it is let go of
+    before, any of them may have read it just now: its memory is kept for all of them. With one stream that costs nothing.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._seen: list[Stream] = []
+
+    def current(self) -> Stream:
+        """The stream that this thread computes on."""
+        stream = self._accelerator.current_stream()
+        if stream not in self._seen:
+            self._seen.append(stream)
+        return stream
+
+    def may_use(self, storage: torch.UntypedStorage) -> None:
+        """Call before `storage` is let go of."""
+        self.current()
+        for stream in self._seen:
+            self._accelerator.uses(storage, stream)
+
+
 class TorchAccelerator:
     """One `device` of the machine. Raises `SwapFailed` where it is none of an accelerator's."""
 
@@ -74,6 +100,8 @@ class TorchAccelerator:
                 try_="a plan that was made on this machine",
             )
         self.device = device
+        self._warns = device.type == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+        """About `record_stream` for the stream that the memory belongs to."""
         self._registered: set[int] = set()
 
     def current_stream(self) -> Stream:
@@ -91,7 +119,16 @@ class TorchAccelerator:
         return entered
 
     def uses(self, storage: torch.UntypedStorage, stream: Any) -> None:
-        row_of(storage).record_stream(stream)
+        import torch
+
+        guard = torch._C._DisableTorchDispatch()  # no mode is to take it for an op of the script's
+        try:
+            with warnings.catch_warnings() if self._warns else contextlib.nullcontext():
+                if self._warns:
+                    warnings.simplefilter("ignore")
+                row_of(storage).record_stream(stream)
+        finally:
+            del guard
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """Exactly `nbytes` where CUDA can register them (torch's own pinned allocator rounds up to a power of two)."""
@@ -129,9 +166,9 @@ class TorchAccelerator:
             _cuda_runtime().cudaHostUnregister(row.data_ptr())
 
 
-def accelerator_of(device: torch.device) -> Accelerator:
-    """The seam: tests put a pretended device here."""
-    return TorchAccelerator(device)
+def accelerator_of(device: torch.device) -> Accelerator | None:
+    """The accelerator whose memory `device` is; None: the host's own. The seam: tests put a pretended device here."""
+    return None if device.type == "cpu" else TorchAccelerator(device)
 
 
 def _cuda_runtime() -> Any:

@@ -1,7 +1,8 @@
 """Max-pool indices name a place in the input plane; inside the pooling window it is one of k·k taps: 4 bits, or 8.
 
 An index is its window's origin plus its tap's step, and both come from small tables. Exact for every kernel, stride, padding,
-dilation and ceil_mode in two and three dimensions; an index that is no tap of its window (somebody else made it) is declined.
+dilation and ceil_mode in two and three dimensions; an index that is no tap of its window (somebody else made it) is declined on a CPU.
+On a GPU nothing is looked at, since that would wait for the device: what a max-pool's node saved as its own output are taps.
 """
 
 from __future__ import annotations
@@ -41,6 +42,14 @@ class _Window:
             begin = torch.arange(length, device=device) * self.stride[d] - self.padding[d]
             origins = (origins * self.plane[d]).unsqueeze(-1) + begin
         return origins
+
+    @property
+    def last_step(self) -> int:
+        """The largest of `steps`."""
+        reach = 0
+        for kernel, dilation, plane in zip(self.kernel, self.dilation, self.plane, strict=True):
+            reach = reach * plane + (kernel - 1) * dilation
+        return reach
 
     def steps(self, device: torch.device | str) -> torch.Tensor:
         """For every tap its index relative to the first one's."""
@@ -90,6 +99,9 @@ def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None
     )
     for index, into in _planes(tensor.detach(), taps):
         steps = index - origins
+        if steps.device.type != "cpu":
+            into.copy_(tap_at[steps.clamp_(0, tap_at.numel() - 1)])
+            continue
         low, high = torch.stack(torch.aminmax(steps)).tolist()
         if low < 0 or high >= tap_at.numel():
             return None
@@ -104,7 +116,7 @@ def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None
 def _tap_at(window: _Window, device: str) -> torch.Tensor:
     """From a step back to its tap (of several, any: they mean the same place); -1 where no tap is."""
     steps = window.steps(device)
-    tap_at = torch.full((int(steps.max()) + 1,), -1, dtype=torch.int16, device=device)
+    tap_at = torch.full((window.last_step + 1,), -1, dtype=torch.int16, device=device)
     tap_at[steps] = torch.arange(window.taps, dtype=torch.int16, device=device)
     return tap_at
 

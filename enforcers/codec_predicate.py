@@ -2,7 +2,9 @@
 
 The question is put by the very kernel that will ask it: its gradient of ones tells yes from no, with that kernel's own
 rounding of bounds in bf16. Decoding gives two values of the dtype that answer as the original did. Some vectorised CPU kernels
-answer NaN otherwise than their scalar tail does, so except where NaN is proven (`_SURE_OF_NAN`) a tensor that holds one is declined.
+answer NaN otherwise than their scalar tail does, so except where NaN is proven (`_SURE_OF_NAN`) a tensor that holds one is declined
+there. On a GPU each element has a thread of its own, and kernels load a bool as "not zero" (c10/util/Load.h): nothing is looked at,
+for that would wait for the device.
 """
 
 from __future__ import annotations
@@ -121,7 +123,9 @@ def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None
 
 
 def _unsure(chunk: torch.Tensor, test: object) -> bool:
-    """Whether the one bit could lose something: a NaN where kernels disagree, a bool that is neither 0 nor 1."""
+    """Whether the one bit could lose something on a CPU: a NaN where kernels disagree, a bool that is neither 0 nor 1."""
+    if chunk.device.type != "cpu":
+        return False
     if test == "mask":
         return bool(chunk.view(torch.uint8).max() > 1)
     return test not in _SURE_OF_NAN and bool(torch.isnan(chunk).any())
@@ -130,8 +134,7 @@ def _unsure(chunk: torch.Tensor, test: object) -> bool:
 def decode(encoded: Encoded) -> torch.Tensor:
     tensor, cells = new_cells(encoded.meta)
     (bitmap,) = encoded.payload
-    pair = torch.tensor([encoded.params["no"], encoded.params["yes"]], dtype=cells.dtype, device=cells.device)
-    no, yes = bits_of(pair)
+    no, yes = (bits_of(torch.full((), float(encoded.params[key]), dtype=cells.dtype, device=cells.device)) for key in ("no", "yes"))  # type: ignore[arg-type]  # fmt: skip
     out = bits_of(cells)
     for part in chunks_of(encoded.meta.cells, encoded.meta.device):
         fill_by_bits(bitmap[part.start // 8 : bitmap_bytes(part.stop)], out[part], no, yes)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memopt.enforcers.accelerator import Users
 from memopt.enforcers.carrier import Carrier, InMemory, OnDevice, Piece
 from memopt.enforcers.swap import FreeSpace, Pending, SwapFailed, without_frames
 from memopt.enforcers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
@@ -128,6 +129,7 @@ class DiskStore:
         self.in_memory = is_in_memory(self.folder)
         self._threads = threads
         self._accelerator = accelerator
+        self._users = None if accelerator is None else Users(accelerator)
         self._pid = os.getpid()
         self._file = SwapFile(self.folder)
         self._space = FreeSpace()
@@ -168,8 +170,6 @@ class DiskStore:
         if not self._workers:
             self._start()
         ticket = Ticket(storage, self._freed)
-        if self._accelerator is not None:
-            self._accelerator.uses(storage, self._accelerator.current_stream())
         self._submit(_WRITE, ticket, storage, ticket.written)
         return ticket
 
@@ -202,6 +202,9 @@ class DiskStore:
                 if ticket.source is not None:
                     dropped.append(ticket.source)
                 ticket.source = None
+        if self._users is not None:
+            for storage in dropped:
+                self._users.may_use(storage)
         return sum(storage.nbytes() for storage in dropped)
 
     def take_back(self, ticket: Ticket) -> torch.UntypedStorage | None:
@@ -252,8 +255,7 @@ class DiskStore:
             worker.start()
 
     def _submit(self, kind: int, ticket: Ticket, memory: torch.UntypedStorage, done: Future[None]) -> None:
-        here = self._accelerator
-        ready = None if here is None else here.current_stream().record_event()
+        ready = self._users.current().record_event() if self._users is not None else None
         transfer = _Transfer(ticket, memory, done, _pieces(ticket.nbytes), ready)
         for piece in range(transfer.pieces):
             self._queue.put((kind, next(self._order), transfer, piece))

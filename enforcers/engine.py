@@ -83,6 +83,8 @@ class Engine(TorchDispatchMode):
         """Action -> slots on which it was taken in this iteration."""
         self.declined: dict[int, str] = {}
         """Action -> why it was not taken, the first reason of the run."""
+        self.other_bits: set[str] = set()
+        """Ops that were to be run again, and may give other bits then."""
         self.divergences = 0
         """Module calls, over the run, in which something was not as planned."""
         self.saved_tensors = 0
@@ -189,6 +191,7 @@ class Engine(TorchDispatchMode):
         if self._regions.depth or not kind.replayable:
             return None  # what a plan says may have been edited
         if not same_bits_again(func, (a for a in flat if isinstance(a, Tensor))):
+            self.other_bits.add(kind.name)
             return None
         try:
             record = record_op(func, kind, flat, form, self.values.freeze)

@@ -4,13 +4,13 @@ Rules (each broken once by somebody, with silently wrong gradients or no overlap
 
 * what a copy reads or fills is kept alive here until its event has come to pass, or until the stream that its memory belongs to
   waits for that event; no `record_stream` for the copy, which would delay the reuse of the memory;
-* a script may compute on several streams: every stream that asks for a storage waits for its arrival, and where that is not the one
-  that its memory belongs to, the allocator is told (that is what `record_stream` is for);
+* a script may compute on several streams: every stream that asks for a storage waits for its arrival, and the allocator is told of
+  those that the memory does not belong to (that is what `record_stream` is for), when it asks, and when a storage is let go of;
 * the compute stream is taken *before* the side stream is entered; inside, "current" would be the side stream itself;
 * nothing is pinned on the fly: the plan knows the bytes, so the arena is made once; growing is the exception, and counted.
 
 Every block of pinned memory stays with its ticket until the last copy out of it has ended, so a place is never written while it is
-read. Not yet run on a GPU.
+read. What has run on a GPU: docs/status.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memopt.enforcers.accelerator import Accelerator, Event, Stream, row_of
+from memopt.enforcers.accelerator import Accelerator, Event, Users, row_of
 from memopt.enforcers.host_memory import most_bytes
 from memopt.enforcers.swap import FreeSpace, SwapFailed
 from memopt.units import format_bytes
@@ -133,15 +133,13 @@ def _room(nbytes: int) -> int:
 class HostTicket:
     """Bytes that were given to the host tier. Their place is free again when the ticket is gone."""
 
-    __slots__ = ("__weakref__", "copied", "device", "nbytes", "offset", "row", "source", "stream", "taken")
+    __slots__ = ("__weakref__", "copied", "device", "nbytes", "offset", "row", "source", "taken")
 
-    def __init__(self, storage: torch.UntypedStorage, arena: PinnedArena, stream: Stream) -> None:
+    def __init__(self, storage: torch.UntypedStorage, arena: PinnedArena) -> None:
         self.nbytes = storage.nbytes()
         self.device = storage.device
         self.source: torch.UntypedStorage | None = storage
         """Until the copy has ended, whoever else has it."""
-        self.stream = stream
-        """The one that has used it."""
         self.taken = False
         segment, self.offset, self.row = arena.take(self.nbytes)
         self.copied: Event | None = None
@@ -161,15 +159,18 @@ class _InFlight:
 class Arrival:
     """A copy to the device that was started."""
 
-    event: Event
+    copy: _InFlight
     target: torch.UntypedStorage = field(repr=False)
     accelerator: Accelerator = field(repr=False)
 
     def result(self, timeout: float | None = None) -> None:
         """From here on this thread's compute stream has the bytes, and only this one; the host does not wait."""
         stream = self.accelerator.current_stream()
-        stream.wait_event(self.event)
+        stream.wait_event(self.copy.event)
         self.accelerator.uses(self.target, stream)
+        self.copy.target = (
+            None  # whose memory it is now comes after the copy, however far the host runs ahead
+        )
 
 
 class HostStore:
@@ -185,6 +186,7 @@ class HostStore:
         self._in = self._accelerator.new_stream()
         self._leaving: deque[_InFlight] = deque()
         self._coming: deque[_InFlight] = deque()
+        self._users = Users(accelerator)
         self._lock = threading.RLock()
         """Backward has a thread for each device."""
         self.failure: SwapFailed | None = None
@@ -200,14 +202,12 @@ class HostStore:
         """Start to copy `storage` out, after what this thread has queued so far. It must not be written to meanwhile."""
         with self._lock:
             self._collect()
-            stream = self._accelerator.current_stream()
             try:
-                ticket = HostTicket(storage, self._arena, stream)
+                ticket = HostTicket(storage, self._arena)
             except SwapFailed as error:
                 self.failure = self.failure or error.again()
                 raise
-            self._accelerator.uses(storage, stream)
-            ready = stream.record_event()
+            ready = self._users.current().record_event()
             with self._accelerator.on(self._out):
                 self._out.wait_event(ready)
                 ticket.row.copy_(row_of(storage), non_blocking=True)
@@ -224,22 +224,23 @@ class HostStore:
                 raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
             if ticket.taken or ticket.copied is None:
                 raise ValueError("this ticket was taken back")
-            ready = self._accelerator.current_stream().record_event()
+            ready = self._users.current().record_event()
             with self._accelerator.on(self._in):
                 self._in.wait_event(ready)
                 self._in.wait_event(ticket.copied)
                 row_of(into)[: ticket.nbytes].copy_(ticket.row, non_blocking=True)
                 event = self._in.record_event()
-            self._coming.append(_InFlight(event, ticket, into))
+            copy = _InFlight(event, ticket, into)
+            self._coming.append(copy)
             self.read_bytes += ticket.nbytes
-            return Arrival(event, into, self._accelerator)
+            return Arrival(copy, into, self._accelerator)
 
     def wait(self, ticket: HostTicket) -> None:
-        """Let the stream that used the storage wait for the copy, and drop it now: what follows in that stream may reuse its memory."""
+        """Let this thread's stream wait for the copy, and drop the storage now: what follows in the stream may reuse its memory."""
         with self._lock:
             if ticket.copied is not None and ticket.source is not None and not ticket.taken:
-                ticket.stream.wait_event(ticket.copied)
-                ticket.source = None
+                self._users.current().wait_event(ticket.copied)
+                self._let_go(ticket)
             self._collect()
 
     def collect(self) -> int:
@@ -253,10 +254,15 @@ class HostStore:
             ticket = self._leaving.popleft().ticket
             if ticket.source is not None:
                 dropped_bytes += 0 if ticket.taken else ticket.nbytes
-                ticket.source = None
+            self._let_go(ticket)
         while self._coming and self._coming[0].event.query():
             self._coming.popleft()
         return dropped_bytes
+
+    def _let_go(self, ticket: HostTicket) -> None:
+        if ticket.source is not None and not ticket.taken:
+            self._users.may_use(ticket.source)
+        ticket.source = None
 
     def take_back(self, ticket: HostTicket) -> torch.UntypedStorage | None:
         """The storage, if the ticket still holds it; None once it has been dropped. The copy, which still reads it, keeps it too."""

@@ -15,17 +15,20 @@ from memopt.enforcers.measurements import Measurements
 from memopt.instrument.forks import call_around_fork
 from memopt.instrument.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
-from memopt.plan import Action, Plan
+from memopt.plan import Action, Plan, ScriptAction
 
 if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
     from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
+    from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
     from memopt.enforcers.swapped import Swapper
+    from memopt.enforcers.tiers import PerDevice
     from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
+    from memopt.instrument.loop import Loop
     from memopt.instrument.saved import SavedTensorHooks
 
 log = logging.getLogger(__name__)
@@ -37,6 +40,8 @@ class Options:
 
     swap_dir: Path
     measure: bool = True
+    limit_bytes: int = 0
+    """What a GPU's allocator may reserve; 0: all there is."""
 
 
 class Witness(Protocol):
@@ -66,6 +71,7 @@ class ApplySession:
         self._swapper: Swapper | None = None
         self._forms: PlainForms | None = None
         self._updates: OptimizerInBackward | None = None
+        self._pieces: OptimizerInPieces | None = None
         self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
         self._in_two_threads = False
@@ -73,6 +79,18 @@ class ApplySession:
         self._left_plain = 0
         """Iterations of which that was true, but the first."""
         self.notes: list[str] = []
+        self._shares_loop = False
+        """Frames and iterations are another's to install and remove."""
+
+    @property
+    def pieces(self) -> OptimizerInPieces | None:
+        """What steps the optimizer in pieces, where the plan says so."""
+        return self._pieces
+
+    @property
+    def larger_steps(self) -> int:
+        """Iterations so far in which autograd saved clearly more than in the profiled one."""
+        return self._measurements.larger_steps
 
     # --- life
 
@@ -81,15 +99,24 @@ class ApplySession:
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
+        self._try_to_set_up(None)
+
+    def begin_in(self, loop: Loop) -> None:
+        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
+        self._shares_loop = True
+        self._try_to_set_up(loop)
+
+    def _try_to_set_up(self, loop: Loop | None) -> None:
         try:
-            self._set_up()
+            self._set_up(loop)
         except Exception as error:
             log.error("memopt could not set up the plan; the script runs plain", exc_info=True)
             self.notes.append(f"nothing was enforced: {type(error).__name__}: {error}")
             self._engine = None
 
-    def _set_up(self) -> None:
+    def _set_up(self, loop: Loop | None) -> None:
         from memopt.enforcers.engine import Engine
+        from memopt.enforcers.memory_limit import hold
         from memopt.enforcers.tables import tables_of
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
@@ -97,19 +124,25 @@ class ApplySession:
         from memopt.instrument.saved import SavedTensorHooks
         from memopt.instrument.script_profiler import watch
 
-        watch()
-        self._frames = Frames()
-        self._iterations = Iterations(self, self._frames.thread)
-        self._iterations.install()
+        if loop is None:
+            watch()
+            self._frames = Frames()
+            self._iterations = Iterations(self, self._frames.thread)
+            self._iterations.install()
+        else:
+            self._frames, self._iterations = loop.frames, loop.iterations
+        if self._options.limit_bytes:
+            hold(self._options.limit_bytes)
         tables = tables_of(self._plan)
         self._swapper = self._tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
         if not tables.empty:
             if self._plan.device.kind == "cpu":
                 keep_freed_pages()
-            self._frames.install()
-            self._forms = PlainForms()
-            self._forms.install()
+            if loop is None:
+                self._frames.install()
+                self._forms = PlainForms()
+                self._forms.install()
             self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
             self._hooks.install()
             self._engine.enter()
@@ -118,13 +151,19 @@ class ApplySession:
 
             self._updates = OptimizerInBackward(self._iterations, self._will_change, self._gradient_is_whole)
             self._updates.install()
+        pieces = self._plan.in_pieces
+        if pieces is not None:
+            from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
+
+            tier, most = self._state_tier(pieces), pieces.away or None
+            self._pieces = OptimizerInPieces(self._iterations, pieces.piece_bytes, tier, most)
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
 
     def _tiers(self, actions: list[Action]) -> Swapper | None:
         """Where the plan swaps to; each tier opens when the first storage leaves."""
         from memopt.enforcers.host import BLOCK_BYTES
         from memopt.enforcers.swapped import Swapper
-        from memopt.enforcers.tiers import PerDevice, disk_tier, host_tier
+        from memopt.enforcers.tiers import disk_tier, host_tier
 
         wanted = {
             number: str(action.tier)
@@ -137,6 +176,14 @@ class ApplySession:
         to_host = [action.size_bytes for action in actions if action.tier == "host"]
         tiers["host"] = host_tier((self._plan.host_bytes or sum(to_host)) + BLOCK_BYTES * len(to_host))
         return Swapper(tiers, wanted)
+
+    def _state_tier(self, pieces: ScriptAction) -> PerDevice | None:
+        """Where optimizer state is between steps; it stays open until the process ends, for whoever reads it then."""
+        from memopt.enforcers.tiers import disk_tier, host_tier
+
+        if pieces.tier is None:
+            return None
+        return disk_tier(self._options.swap_dir) if pieces.tier == "disk" else host_tier(pieces.away_bytes)
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
@@ -151,7 +198,8 @@ class ApplySession:
         outcome = self._outcome()
         if self._engine is not None:
             self._engine.stop()
-        for part in (self._hooks, self._updates, self._iterations, self._frames, self._forms):
+        watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
+        for part in (self._hooks, self._updates, self._pieces, *watchers):
             if part is not None:
                 part.remove()
         if self._swapper is not None:
@@ -162,14 +210,30 @@ class ApplySession:
         plan, engine = self._plan, self._engine
         in_backward = plan.in_backward.parameters if plan.in_backward is not None else 0
         stepped = self._updates.most_used if self._updates is not None else 0
-        planned = len([action for action in plan.actions if action.kind != "keep"]) + (in_backward > 0)
-        done = len(self._done) + (stepped >= in_backward > 0)
+        in_pieces = plan.in_pieces.parameters if plan.in_pieces is not None else 0
+        in_turn = self._pieces.most_used if self._pieces is not None else 0
+        planned = len([action for action in plan.actions if action.kind != "keep"])
+        planned += (in_backward > 0) + (in_pieces > 0)
+        done = len(self._done) + (stepped >= in_backward > 0) + (in_turn >= in_pieces > 0)
         notes = [*self.notes, *self._declined()]
+        if engine is not None and engine.other_bits:
+            names = ", ".join(sorted(engine.other_bits))
+            notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
         if self._swapper is not None:
-            notes += [f"{failure}; what could not be copied was kept" for failure in self._swapper.failures()]
+            told = " ".join(notes)
+            notes += [
+                f"{failure}; what could not be copied was kept"
+                for failure in self._swapper.failures()
+                if failure.partition(" (")[0] not in told
+            ]
         if stepped < in_backward and self._updates is not None:
             why = "; ".join(self._updates.declined) or "no step came right after a backward call"
             notes.append(f"{stepped} of {in_backward} parameters were stepped inside backward: {why}")
+        if self._pieces is not None:
+            notes += self._pieces.failures()
+            if in_turn < in_pieces:
+                why = "; ".join(self._pieces.declined) or "no step was made"
+                notes.append(f"{in_turn} of {in_pieces} parameters were stepped in pieces: {why}")
         if self._hooks is not None and self._hooks.stepped_aside:
             notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
         if self._left_plain:
@@ -289,6 +353,8 @@ class ApplySession:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self._will_change(parameter)
+        if self._pieces is not None:
+            self._pieces.step_begins(optimizer)
 
     def _will_change(self, parameter: torch.Tensor) -> None:
         """What is to be made from the parameter as it is now is made now."""
@@ -302,5 +368,7 @@ class ApplySession:
             self._also.gradient_is_whole(optimizer, parameter)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._pieces is not None:
+            self._pieces.step_ended()
         if self._updates is not None:
             self._updates.step_ended(optimizer)

@@ -102,11 +102,11 @@ def _disk_store(folder: Path, device: torch.device) -> SwapTier[Any]:
     from memopt.enforcers.accelerator import accelerator_of
     from memopt.enforcers.disk import DiskStore
 
-    return DiskStore(folder, accelerator=None if device.type == "cpu" else accelerator_of(device))
+    return DiskStore(folder, accelerator=accelerator_of(device))
 
 
 def _host_store(at_once_bytes: int, device: torch.device) -> SwapTier[Any]:
-    from memopt.enforcers.accelerator import accelerator_of
+    from memopt.enforcers.accelerator import TorchAccelerator, accelerator_of
     from memopt.enforcers.host import HostStore
 
-    return HostStore(at_once_bytes, accelerator=accelerator_of(device))
+    return HostStore(at_once_bytes, accelerator=accelerator_of(device) or TorchAccelerator(device))

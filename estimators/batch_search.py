@@ -44,15 +44,16 @@ def largest_batch(
 
 
 def fits(found: Estimate) -> bool:
-    """Does the run fit on the device that was named, if only just?"""
+    """Does the run fit on the device that was named, if only just, with all that may come on top?"""
     return found.fits_named is not None and found.fits_named.verdict != "no"
 
 
 def least_bytes(found: Estimate) -> int:
-    """What must fit at the least: the process when cached memory is given back, on a CPU the tensors."""
+    """What must fit at the least: the process when cached memory is given back, on a CPU the tensors; with what may come on top."""
     if found.process_bytes is None:
-        return found.allocated_bytes
-    return (found.smallest_bytes or found.reserved_bytes) + found.context_bytes
+        return found.most_bytes.get("allocated", found.allocated_bytes)
+    least = found.smallest_bytes or found.reserved_bytes
+    return found.most_bytes.get("smallest", least) + found.context_bytes
 
 
 @dataclass(slots=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from memopt.devices import DeviceSpec, common_gpus, find_device
-from memopt.errors import MemoptError, UsageError
+from memopt.errors import MemoptError, NotPossibleHere, UsageError
 from memopt.estimators.allocator_replay import AllocatorEvents, AllocatorOutcome, replay, smallest_that_runs
 from memopt.estimators.allocator_settings import AllocatorSettings, parse_settings
 from memopt.estimators.calibrated import Calibration, calibration_of
@@ -18,6 +19,8 @@ from memopt.estimators.recording import Recording
 from memopt.units import format_bytes
 
 DEFAULT_DEVICE = "a100-80gb"
+SCHEMA = "memopt.estimate/1"
+"""Of what `--json` prints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class Estimate:
     error: dict[str, float]
     """Half-width of the error bar as a share, by answer."""
     left_out: list[str]
+    unfollowed: str = ""
+    """Of a script: up to where it was followed, if not to its end."""
     partial: bool
     notes: list[str]
     by_category: dict[str, int]
@@ -58,6 +63,8 @@ class Estimate:
     """Of an estimate from a profile: `replayed`, `re-traced` or `scaled`."""
     bounded: list[str] = field(default_factory=list)
     """Lines on which sizes depend on data, and what was taken there: the answers above are upper bounds."""
+    most_bytes: dict[str, int] = field(default_factory=dict)
+    """By answer, and for `smallest`, what is needed where all that `left_out` gives an amount for is taken: what must fit."""
     range_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Then, by answer, what is needed when least is selected there and when most is; without it the least is not known."""
 
@@ -65,7 +72,7 @@ class Estimate:
         """Plain values for `--json`."""
         from dataclasses import asdict
 
-        return asdict(self)
+        return {"schema": SCHEMA, **asdict(self)}
 
 
 def estimate_script(
@@ -75,16 +82,33 @@ def estimate_script(
     as_module: bool = False,
     alloc_conf: str = "",
     steps: int | None = None,
+    further: bool | None = None,
     timeout_s: float = 600.0,
 ) -> Estimate:
     """The peak memory of training with the script `argv` on `device` (`cpu`: this machine's own operators).
 
-    Followed are so many `steps`; unless given three, and what comes after them while that is quick.
+    Followed are so many `steps`, or three; and `further` what comes after them while that is quick, unless steps are given.
+
+    Raises `NotPossibleHere` when the script cannot be followed, or puts nothing on the GPU that was asked about.
     """
     spec = find_device(device)
-    request = request_on(spec, argv, as_module=as_module, steps=steps)
+    further = steps is None if further is None else further
+    request = request_on(spec, argv, as_module=as_module, steps=steps, further=further)
     recording, partial = record_script(request, timeout_s=timeout_s)
-    return estimate_recording(recording, spec, alloc_conf=alloc_conf, partial=partial)
+    _refuse_idle(recording, spec, argv)
+    found = estimate_recording(recording, spec, alloc_conf=alloc_conf, partial=partial)
+    return replace(found, unfollowed=_unfollowed(recording))
+
+
+def _refuse_idle(recording: Recording, spec: DeviceSpec, argv: list[str]) -> None:
+    """Raise where the script put nothing on the GPU that was asked about: what it needs there is no answer."""
+    if recording.target == "cpu" or any(row.size_bytes for row in recording.rows):
+        return
+    raise NotPossibleHere(
+        f"the script put nothing on the GPU: there is nothing to estimate for {spec.name}",
+        why="no tensor was made on cuda or moved there, so the model would train on the CPU",
+        try_=f"memopt estimate --device cpu {' '.join(argv)}, or model.to('cuda') and batches on cuda in the script",
+    )
 
 
 def estimate_recording(
@@ -124,6 +148,7 @@ def _by_answer(found: Estimate) -> dict[str, int]:
 
 def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
     peak, at = recording.peak()
+    most = peak + recording.possible_bytes
     return Estimate(
         target="cpu",
         device=spec.name,
@@ -137,37 +162,55 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
             "Python's and torch's own memory",
             "what NumPy and the data loader hold outside tensors",
             *_possible(recording),
-            *_untouched(recording),
         ],
         partial=partial,
         notes=recording.notes,
         fits_named=Fit(
             name=spec.name,
             memory_bytes=spec.memory_bytes,
-            verdict="yes" if peak <= spec.memory_bytes else "no",
+            verdict="yes" if most <= spec.memory_bytes else "no",
         ),
+        most_bytes={"allocated": most},
         **_at_peak(recording, at),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Replayed:
+    """A recording's events in the caching allocator."""
+
+    events: AllocatorEvents
+    free: AllocatorOutcome
+    """Without limits."""
+    smallest_bytes: int | None
+
+    @staticmethod
+    def of(recording: Recording, settings: AllocatorSettings) -> _Replayed:
+        events = AllocatorEvents.of(list(recording.allocations()))
+        smallest: int | None = None
+        with suppress(MemoptError):
+            smallest = smallest_that_runs(events, settings)
+        return _Replayed(events, replay(events, settings), smallest)
+
+    @property
+    def least_bytes(self) -> int:
+        return self.smallest_bytes or self.free.peak_reserved_bytes
 
 
 def _on_gpu(
     recording: Recording, spec: DeviceSpec, alloc_conf: str, partial: bool, context_bytes: int | None
 ) -> Estimate:
-    events = AllocatorEvents.of(list(recording.allocations()))
     settings, settings_note = _settings(recording, alloc_conf)
     calibration = calibration_of(spec)
     context, uncertainty = _context(calibration) if context_bytes is None else (context_bytes, 0)
-    free = replay(events, settings)
-    outcome, named = _there(events, settings, spec, context, free)
+    told = _Replayed.of(recording, settings)
+    most = _Replayed.of(recording.at_most(), settings) if recording.possible else told
+    outcome, _ = _there(told, settings, spec, context)
+    fullest, named = _there(most, settings, spec, context)
     _, at = recording.peak(512)
-    try:
-        smallest: int | None = smallest_that_runs(events, settings)
-    except MemoptError:
-        smallest = None
     process = outcome.peak_reserved_bytes + context
     bar = error_bar(recording)
-    need = (smallest or outcome.peak_reserved_bytes) + context
-    wanted = free.peak_reserved_bytes + context
+    least, wanted = most.least_bytes + context, most.free.peak_reserved_bytes + context
     return Estimate(
         target="cuda",
         device=spec.name,
@@ -175,21 +218,27 @@ def _on_gpu(
         reserved_bytes=outcome.peak_reserved_bytes,
         process_bytes=process,
         context_bytes=context,
-        smallest_bytes=smallest,
+        smallest_bytes=told.smallest_bytes,
         error={
             "allocated": bar.allocated,
             "reserved": bar.reserved,
             "process": round((bar.reserved * outcome.peak_reserved_bytes + uncertainty) / max(process, 1), 3),
         },
-        left_out=[*_no_context(spec, context), *_possible(recording), *_untouched(recording)],
+        most_bytes={
+            "allocated": max(outcome.peak_allocated_bytes, fullest.peak_allocated_bytes),
+            "reserved": max(outcome.peak_reserved_bytes, fullest.peak_reserved_bytes),
+            "process": max(process, fullest.peak_reserved_bytes + context),
+            "smallest": max(told.least_bytes, most.least_bytes),
+        },
+        left_out=[*_no_context(spec, context), *_possible(recording)],
         partial=partial,
         notes=[
-            *_unused(outcome.peak_allocated_bytes),
+            *_unused(recording, outcome.peak_allocated_bytes),
             *settings_note,
             *recording.notes,
             *calibration.notes(),
         ],
-        fits=[_fit(each, settings, context, wanted, need) for each in common_gpus()],
+        fits=[_fit(each, settings, context, wanted, least) for each in common_gpus()],
         fits_named=named,
         **_at_peak(recording, at),
     )
@@ -213,17 +262,14 @@ def _settings(recording: Recording, alloc_conf: str) -> tuple[AllocatorSettings,
 
 
 def _there(
-    events: AllocatorEvents,
-    settings: AllocatorSettings,
-    spec: DeviceSpec,
-    context_bytes: int,
-    free: AllocatorOutcome,
+    replayed: _Replayed, settings: AllocatorSettings, spec: DeviceSpec, context_bytes: int
 ) -> tuple[AllocatorOutcome, Fit]:
-    """How the run goes on `spec` itself, whose limits change it where they bind; `free` is the one without limits."""
+    """How the run goes on `spec` itself, whose limits change it where they bind."""
     limit, room = settings.limit_bytes(spec.memory_bytes), spec.memory_bytes - context_bytes
+    free = replayed.free
     outcome, verdict = free, "yes"
     if free.peak_reserved_bytes > min(room, room if limit is None else limit) or settings.collects:
-        bound = replay(events, settings, limit, device_bytes=max(room, 0))
+        bound = replay(replayed.events, settings, limit, device_bytes=max(room, 0))
         verdict = "no" if not bound.ran else "tight" if bound.retries else "yes"
         outcome = bound if bound.ran else free
     return outcome, Fit(name=spec.name, memory_bytes=spec.memory_bytes, verdict=verdict)
@@ -252,12 +298,16 @@ def _context(calibration: Calibration) -> tuple[int, int]:
     return amount.size_bytes, max(amount.high_bytes - amount.size_bytes, amount.size_bytes - amount.low_bytes)
 
 
-def _unused(peak_bytes: int) -> list[str]:
-    if peak_bytes:
+def _unused(recording: Recording, peak_bytes: int) -> list[str]:
+    """What to say first where the model trains elsewhere."""
+    way_out = "memopt estimate --device cpu, or a script that moves its model there (.to('cuda'))"
+    if not peak_bytes:
+        return [f"nothing was put on the GPU: what is told is an idle one; {way_out}"]
+    trained = any(row.category in ("parameter", "gradient") and row.size_bytes for row in recording.rows)
+    if trained or not any(kind == "step" for kind, _ in recording.marks):
         return []
     return [
-        "nothing was put on the GPU: what is told is an idle one; "
-        "memopt estimate --device cpu, or a script that moves its model there (.to('cuda'))"
+        f"no parameter was put on the GPU: the model trains on the CPU, unless it is offloaded; {way_out}"
     ]
 
 
@@ -274,15 +324,13 @@ def _possible(recording: Recording) -> list[str]:
     ]
 
 
-def _untouched(recording: Recording) -> list[str]:
+def _unfollowed(recording: Recording) -> str:
+    """Up to where the script was followed, if not to its end: what may need more comes after that."""
     if recording.marks and recording.marks[-1][0] == "end":
-        return []
+        return ""
     steps = sum(1 for kind, _ in recording.marks if kind == "step")
-    if not steps:
-        return ["whatever the script does after the steps that were followed"]
-    return [
-        f"whatever the script does only after its optimizer step {steps} (evaluation at an epoch's end, checkpoints)"
-    ]
+    where = f"optimizer step {steps}" if steps else "the steps that were asked for"
+    return f"followed up to {where}: what only comes after that (evaluation, checkpoints) is not counted"
 
 
 def _at_peak(recording: Recording, event_count: int) -> dict[str, Any]:

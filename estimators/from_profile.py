@@ -277,5 +277,7 @@ def _wider(found: Estimate, error: float) -> dict[str, float]:
 
 
 def _left_out(found: Estimate) -> list[str]:
-    rest = [text for text in found.left_out if not text.startswith("whatever the script does")]
-    return [*rest, "whatever other iterations do (evaluation, checkpoints, other lengths of the data)"]
+    return [
+        *found.left_out,
+        "whatever other iterations do (evaluation, checkpoints, other lengths of the data)",
+    ]

@@ -186,8 +186,8 @@ class HiddenMemory:
         gradient, input and output gradient) and writes `written_bytes`; `weight` is the weight's shape, if it is known.
 
         From Ampere on dense kernels run on tensor cores, which read NHWC: NCHW operands may be copied first, into the
-        workspace. Not when they lie so already, nor for 1x1 filters (a matrix product as it lies) or odd numbers of
-        channels. A depthwise convolution in NCHW is PyTorch's own kernel and needs nothing. All else is small on average.
+        workspace. Not when they lie so already, nor for odd numbers of channels; for 1x1 filters, a matrix product as it
+        lies, they may be and need not. A depthwise convolution in NCHW is PyTorch's own kernel and needs nothing. All else is small on average.
         Which kernel cuDNN takes cannot be known here, hence the wide range; `memopt calibrate` measures the copies.
         """
         if groups > 1 and weight is not None and weight[1] == 1 and not channels_last:
@@ -198,11 +198,14 @@ class HiddenMemory:
             channels_last
             or groups > 1
             or not self._tensor_cores(dtype, allow_tf32)
-            or not _dense(weight, item_bytes)
+            or not _aligned(weight, item_bytes)
         ):
             return plain
         inputs = self.amount("conv_input_copies", read_bytes)
         output = self.amount("conv_output_copy", written_bytes)
+        if weight is not None and all(size == 1 for size in weight[2:]):
+            high = inputs.high_bytes + output.high_bytes + plain.high_bytes
+            return Amount("conv_workspace", plain.size_bytes, plain.low_bytes, high, plain.source)
         return Amount(
             "conv_workspace",
             inputs.size_bytes + output.size_bytes,
@@ -251,20 +254,43 @@ def flash_attention_backward(
     key_length: int,
     head_dim: int,
     item_bytes: int,
+    splits: int = 1,
 ) -> tuple[HiddenTensor, ...]:
     """What `_flash_attention_backward` allocates beside its outputs, in order.
 
-    Source: flash_api.cpp `mha_bwd`: softmax_d in fp32, dq accumulated in fp32 over rows padded to 128, and with grouped
-    queries dk and dv for every query head. The head is padded to 8 for the inputs, to 32 (64 above 128) for dq.
+    Source: flash_api.cpp `mha_bwd`: softmax_d in fp32, dq accumulated in fp32 over rows padded to 128 (in so many `splits`
+    where algorithms are to be deterministic), and with grouped queries dk and dv for every query head. The head is padded
+    to 8 for the inputs, to 32 (64 above 128) for dq; FlashAttention before 2.7, in torch before 2.9, padded to 32 up to 192.
     """
-    rows = _up(query_length, 128)
+    rows = batch * _up(query_length, 128)
+    return _flash(rows, batch * key_length, heads, kv_heads, head_dim, item_bytes, splits)
+
+
+def packed_flash_attention_backward(
+    *,
+    sequences: int,
+    heads: int,
+    kv_heads: int,
+    queries: int,
+    keys: int,
+    head_dim: int,
+    item_bytes: int,
+    splits: int = 1,
+) -> tuple[HiddenTensor, ...]:
+    """Likewise of `queries` and `keys` in all, of so many sequences without padding: flash_api.cpp `mha_varlen_bwd`."""
+    return _flash(queries + 128 * sequences, keys, heads, kv_heads, head_dim, item_bytes, splits)
+
+
+def _flash(
+    rows: int, keys: int, heads: int, kv_heads: int, head_dim: int, item_bytes: int, splits: int
+) -> tuple[HiddenTensor, ...]:
     padded_dim = _up(head_dim, 32 if head_dim <= 128 else 64)
     tensors = [
-        HiddenTensor("softmax_d", batch * heads * rows * 4),
-        HiddenTensor("dq_accum", batch * rows * heads * padded_dim * 4),
+        HiddenTensor("softmax_d", rows * heads * 4),
+        HiddenTensor("dq_accum", splits * rows * heads * padded_dim * 4),
     ]
     if kv_heads != heads:
-        expanded = batch * key_length * heads * _up(head_dim, 8) * item_bytes
+        expanded = keys * heads * _up(head_dim, 8) * item_bytes
         tensors += [HiddenTensor("dk_expanded", expanded), HiddenTensor("dv_expanded", expanded)]
     return tuple(tensors)
 
@@ -285,12 +311,12 @@ def efficient_attention_backward(
     return tuple(tensors)
 
 
-def _dense(weight: Sequence[int] | None, item_bytes: int) -> bool:
-    """Whether a filter reads neighbours, and its channels come in pieces of 16 bytes."""
+def _aligned(weight: Sequence[int] | None, item_bytes: int) -> bool:
+    """Whether a filter's channels come in pieces of 16 bytes."""
     if weight is None or not item_bytes:
         return bool(item_bytes)
     step = 16 // item_bytes
-    return any(size > 1 for size in weight[2:]) and not weight[0] % step and not weight[1] % step
+    return not weight[0] % step and not weight[1] % step
 
 
 def _up(number: int, step: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -94,11 +94,14 @@ def in_backward(trace: Trace) -> Trace:
 
 
 def _groups(trace: Trace, updates: Updates) -> list[list[int]]:
-    """The ops of the step, those together that touch the same storages; one that touches no parameter's goes with the next.
+    return groups_of(trace, range(updates.begin_op, updates.end_op))
+
+
+def groups_of(trace: Trace, step: Sequence[int]) -> list[list[int]]:
+    """The ops of the `step`, those together that touch the same storages; one that touches no parameter's goes with the next.
 
     One group where the step goes back and forth between parameters: its ops cannot be told apart then.
     """
-    step = range(updates.begin_op, updates.end_op)
     touched = {op: _storages(trace, op) for op in step}
     owner = _Owners()
     for op in step:

@@ -53,11 +53,6 @@ def model_for_device(trace: Trace, spec: DeviceSpec) -> Trace:
     )
 
 
-def room_bytes(spec: DeviceSpec) -> int:
-    """What of the device's memory tensors can have: all but the context and the kernels."""
-    return spec.memory_bytes - calibration_of(spec).hidden.process().size_bytes
-
-
 def _time_us(trace: Trace, op: int, spec: DeviceSpec) -> float:
     name = trace.op_name(op)
     if name.startswith("profiler."):

@@ -62,6 +62,8 @@ class Recording:
     op_count: int = 0
     possible_bytes: int = 0
     """Most that may come on top of what is recorded: inside one op, if a library picks such a kernel; on a CPU, early batches."""
+    possible: list[tuple[int, int]] = field(default_factory=list)
+    """`(n, bytes)`: so much of it may be taken after the first n events, and given back before the next one."""
     bounded: list[str] = field(default_factory=list)
     """Where sizes depend on data, each told in a sentence: there, the largest were recorded."""
     least: Recording | None = None
@@ -82,6 +84,26 @@ class Recording:
             size, stream = self.rows[row].size_bytes, self.rows[row].stream
             if size:
                 yield row, size if event > 0 else -size, stream
+
+    def at_most(self) -> Recording:
+        """The recording in which everything possible is taken."""
+        taken: dict[int, int] = {}
+        for at, size in self.possible:
+            taken[at] = max(size, taken.get(at, 0))
+        rows, events, moved = list(self.rows), list[int](), list[int]()
+        for position in range(len(self.events) + 1):
+            moved.append(len(events))
+            if position in taken:
+                before = self.rows[abs(self.events[position - 1]) - 1] if position else None
+                stream, ordinal = (before.stream, before.ordinal) if before else (0, 0)
+                row = StorageRow(
+                    taken[position], "workspace", "", "", "possible", -1, ordinal=ordinal, stream=stream
+                )
+                rows.append(row)
+                events += [len(rows), -len(rows)]
+            events += self.events[position : position + 1]
+        marks = [(kind, moved[at]) for kind, at in self.marks]
+        return replace(self, rows=rows, events=events, marks=marks, possible=[], possible_bytes=0)
 
     def peak(self, rounding_bytes: int = 1) -> tuple[int, int]:
         """Most bytes live at once when sizes are rounded up, and after how many events."""

@@ -66,7 +66,7 @@ class CompiledRegions:
         OutputGraph._call_user_compiler = call_user_compiler  # type: ignore[method-assign]
 
     def _patch_triton(self) -> None:
-        function = getattr(sys.modules["triton.runtime.jit"], "JITFunction", None)
+        function: Any = getattr(sys.modules["triton.runtime.jit"], "JITFunction", None)
         original = getattr(function, "run", None)
         if original is None:
             return

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -77,6 +78,8 @@ class Iterations:
         self.accumulates = True
         """The last backward call left gradients behind, as `torch.autograd.grad` does not."""
         self._steps_open = 0
+        self.step_has_arguments = False
+        """The step that begins was given some: a closure."""
         self._stepped_inside = False
         """An optimizer has stepped during the backward call that is running."""
         self._handles: list[Any] = []
@@ -188,16 +191,24 @@ class Iterations:
         if self.boundary == "backward":
             self._end_iteration()
 
+    def _steps_for_us(self) -> bool:
+        """Is it the training thread that steps, or autograd's for it? Hooks of a GPU's backward run in a thread of the device's."""
+        if self._ours():
+            return True
+        inside = self._depth > 0 and os.getpid() == self._pid and torch._C._current_graph_task_id() != -1
+        return inside and isinstance(threading.current_thread(), threading._DummyThread)
+
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._ours():
+        if not self._steps_for_us():
             return
         self._steps_open = _steps_under_way()
+        self.step_has_arguments = len(args) > 1 or bool(kwargs)
         self._listener.step_begins(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         inside = self._depth > 0 and self._steps_open <= 1 and os.getpid() == self._pid
         self._stepped_inside |= inside  # perhaps in a thread of autograd's
-        if not self._ours():
+        if not self._steps_for_us():
             return
         self._steps_open = _steps_under_way() - 1
         self._listener.step_ended(optimizer)

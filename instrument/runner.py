@@ -91,6 +91,12 @@ def find_source(command: Command) -> Path:
     if command.as_module:
         return Path(_module_spec(command.argv[0]).origin or "")
     path = Path(command.argv[0])
+    if path.suffix == ".ipynb":
+        raise UsageError(
+            f"cannot run {path}",
+            why="it is a notebook, not a Python script",
+            try_=f"jupyter nbconvert --to script {path}, then the script",
+        )
     try:
         if path.is_dir():
             path = path / "__main__.py"

@@ -47,7 +47,10 @@ class BadFile(MemoptError):
 
 
 class BudgetInfeasible(MemoptError):
-    """No plan meets the budget. `min_peak_bytes` is the smallest peak found, `blockers` what stops it."""
+    """No plan meets the budget. `min_peak_bytes` is the smallest peak found; `blockers` what stops it, a line each.
+
+    `reached`: the problem and the decisions that have that peak, where a planner of profiles says so.
+    """
 
     exit_code = 3
 
@@ -58,24 +61,26 @@ class BudgetInfeasible(MemoptError):
         blockers: tuple[str, ...] = (),
         *,
         try_: str = "",
+        reached: object = None,
     ) -> None:
         from memopt.units import format_bytes
 
         super().__init__(
             f"budget {format_bytes(budget_bytes)} cannot be met: the smallest peak found is {format_bytes(min_peak_bytes)}",
-            why="; ".join(blockers),
-            try_=try_ or f"{enough(min_peak_bytes)}, or a smaller batch",
+            why="\n  ".join(blockers),
+            try_=try_ or enough(min_peak_bytes),
         )
         self.budget_bytes = budget_bytes
         self.min_peak_bytes = min_peak_bytes
         self.blockers = blockers
+        self.reached = reached
 
 
 def enough(peak_bytes: int) -> str:
-    """`a budget of at least 43.5 MiB`: what is met by a plan of this peak, with the margin and however it is rounded."""
-    from memopt.units import format_bytes
+    """`--budget 43.8MiB`: what a plan of this peak meets, with the margin."""
+    from memopt.units import typed_bytes
 
-    return f"a budget of at least {format_bytes(int(peak_bytes / (1 - 0.006)) + 1)}"
+    return f"--budget {typed_bytes(peak_bytes * 1006 // 1000 + 1)}"
 
 
 class GateFailed(MemoptError):

@@ -7,7 +7,9 @@ from typing import Final, Literal
 
 import msgspec
 
-from memopt.files import write_atomic
+from memopt.errors import BadFile
+from memopt.files import read_bytes, write_atomic
+from memopt.versioned import decode_versioned
 
 SCHEMA: Final = "memopt.outcome/1"
 
@@ -52,3 +54,22 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     def save(self, path: Path) -> None:
         """Write the outcome, indented, whole or not at all."""
         write_atomic(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+
+
+def load_outcome(path: Path) -> Outcome:
+    """The outcome at `path`. Raises `BadFile` when it is not one of this version, or its figures cannot be meant."""
+    found = decode_versioned(read_bytes(path, "outcome"), Outcome, SCHEMA, path, "outcome")
+    sizes = (
+        found.budget_bytes,
+        found.unplanned_peak_bytes,
+        found.predicted_peak_bytes,
+        found.measured_peak_bytes or 0,
+    )
+    times = (found.plain_step_ms, found.predicted_step_ms, found.measured_step_ms or 0.0)
+    if not (all(0 <= size < 2**62 for size in sizes) and all(0 <= time < 1e12 for time in times)):
+        raise BadFile(
+            f"{path} is not a usable outcome",
+            why="a number of bytes or a time is negative, or beyond any machine",
+            try_="memopt apply PLAN --outcome FILE, to write it again",
+        )
+    return found

@@ -19,7 +19,10 @@ ALLOCATOR_VARIABLES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """All that a plan may set in the environment of a run."""
 
 OPTIMIZER_IN_BACKWARD: Final = "optimizer in backward"
-"""`ScriptAction.what` of the one decision about the optimizer that can be applied."""
+"""`ScriptAction.what` of a decision about the optimizer that can be applied."""
+
+OPTIMIZER_IN_PIECES: Final = "optimizer in pieces"
+"""As above: its step on slices of the parameters, one after the other; with a tier its state is there between steps."""
 
 NEEDS: Final = ("values", "nothing", "predicate", "pool_index")
 """What a backward may read of a saved tensor (`estimators.slot_needs`)."""
@@ -97,7 +100,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision about the run as a whole. Those of the kind `allocator` and `optimizer in backward` can be applied; others are advice."""
+    """One decision about the run as a whole. Those of the kind `allocator`, `optimizer in backward` and `optimizer in pieces` can be applied;
+    others are advice."""
 
     kind: Literal["allocator", "optimizer", "model"]
     what: str
@@ -109,10 +113,22 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     """Of `optimizer in backward`: how many parameters are stepped there."""
     cost_ms: float = 0.0
     """Time that it adds to a step."""
+    piece_bytes: int = 0
+    """Of `optimizer in pieces`: bytes of parameters that are stepped at once."""
+    tier: Tier | None = None
+    """Of `optimizer in pieces`: where its state is between steps; none: on the device."""
+    away_bytes: int = 0
+    """Of `optimizer in pieces`: how much of it is there."""
+    away: int = 0
+    """Of `optimizer in pieces`: the state of so many parameters, the largest of each optimizer; 0: of all."""
 
     @property
     def can_be_applied(self) -> bool:
-        return self.kind == "allocator" or self.is_in_backward
+        return self.kind == "allocator" or self.is_in_backward or self.is_in_pieces
+
+    @property
+    def is_in_pieces(self) -> bool:
+        return self.kind == "optimizer" and self.what == OPTIMIZER_IN_PIECES
 
     @property
     def is_in_backward(self) -> bool:
@@ -130,10 +146,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     profile: str
     strategy: str
     budget_bytes: int
+    """What tensors may have."""
     unplanned_peak_bytes: int
     predicted_peak_bytes: int
     plain_step_ms: float
     predicted_step_ms: float
+    whole_budget_bytes: int = 0
+    """What was asked for, where that is for all that the process holds on its GPU: the context and the allocator's gaps too."""
     base_bytes: int = 0
     """On the device when the profiled iteration began; 0 when not known."""
     saved_tensors: int = 0
@@ -150,6 +169,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def in_backward(self) -> ScriptAction | None:
         """The decision to step the optimizer inside backward, if it is made."""
         return next((each for each in self.script_actions if each.is_in_backward), None)
+
+    @property
+    def in_pieces(self) -> ScriptAction | None:
+        """The decision to step the optimizer in pieces, if it is made."""
+        return next((each for each in self.script_actions if each.is_in_pieces), None)
 
     def save(self, path: Path) -> None:
         """Write the plan, indented, whole or not at all."""
@@ -183,6 +207,8 @@ def _inconsistency(plan: Plan) -> str:
         if problem:
             return f"action {number} ({action.kind} {action.label[:60]}): {problem}"
     for each in plan.script_actions:
+        if each.is_in_pieces and not 0 < each.piece_bytes < 2**62:
+            return f"an optimizer cannot be stepped in pieces of {each.piece_bytes} bytes"
         for name, value in each.variables.items():
             if name not in ALLOCATOR_VARIABLES or each.kind != "allocator":
                 return f"script action '{each.what[:60]}' sets {name[:40]}, which is no plan's business"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
+from fractions import Fraction
 
 from memopt.errors import UsageError
 
@@ -15,6 +15,7 @@ _BINARY = {
 _UNITS = {**_SI, **_BINARY}
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*|%)")
 _MOST_BYTES = 2**60
+_MOST_DIGITS = 60
 
 
 def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
@@ -23,9 +24,9 @@ def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
     Raises `UsageError` for anything that is not a positive, finite amount below 2^60.
     """
     match = _NUMBER.fullmatch(text.strip())
-    if match is None:
+    if match is None or len(match[1]) > _MOST_DIGITS:
         raise _not_bytes(text)
-    number, unit = float(match[1]), match[2].lower()
+    number, unit = Fraction(match[1]), match[2].lower()
     if unit == "%":
         if of_bytes is None:
             raise UsageError(
@@ -38,7 +39,7 @@ def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
         amount = number * _UNITS[unit]
     else:
         raise _not_bytes(text)
-    if not 1 <= amount < _MOST_BYTES or not math.isfinite(amount):
+    if not 1 <= amount < _MOST_BYTES:
         raise UsageError(
             f"'{text}' is not a usable amount of memory",
             why="it must be at least one byte and less than 1 EiB",
@@ -63,6 +64,18 @@ def format_bytes(amount: int) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.{_decimals(value)}f} {unit}"
         value /= 1024
     return f"{value:.{_decimals(value)}f} TiB"
+
+
+def typed_bytes(amount: int) -> str:
+    """`amount` as one types it, rounded up by less than 0.1 %: `1.235GiB`. `parse_bytes` gives `amount` at least."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount >= size:
+            decimals = (
+                3 if amount < 10 * size else 2 if amount < 100 * size else 1 if amount < 1000 * size else 0
+            )
+            number = f"{-(-amount * 10**decimals // size) / 10**decimals:.{decimals}f}"
+            return f"{number.rstrip('0').rstrip('.') if decimals else number}{unit}"
+    return str(amount)
 
 
 def format_ms(milliseconds: float) -> str:

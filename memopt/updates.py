@@ -24,3 +24,5 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True):
     """Gradients of the iteration before that were still there when this one began."""
     others_read: int | None = None
     """So often was the gradient of a tensor read that the optimizer does not step; none where nobody looked."""
+    in_pieces: str | None = None
+    """Why an optimizer that stepped cannot step in pieces; empty when all can, none where nobody looked."""

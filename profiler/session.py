@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
+    from memopt.instrument.loop import Loop
     from memopt.instrument.saved import Kept, SavedTensorHooks
 
 log = logging.getLogger(__name__)
@@ -71,6 +72,8 @@ class ProfileSession:
         self.failure: MemoptError | None = None
         """What went wrong in memopt itself; the script is not disturbed by it."""
         self.torch_seen = False
+        self._shares_loop = False
+        """Frames and iterations are another's to remove."""
 
     # --- life
 
@@ -82,10 +85,8 @@ class ProfileSession:
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
-        from memopt.instrument.saved import SavedTensorHooks
         from memopt.instrument.script_profiler import watch
 
-        self.torch_seen = True
         watch()
         self._frames = Frames()
         self._frames.install()
@@ -93,6 +94,19 @@ class ProfileSession:
         self._forms.install()
         self._iterations = Iterations(self, self._frames.thread)
         self._iterations.install()
+        self._begin()
+
+    def begin_in(self, loop: Loop) -> None:
+        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
+        self._frames, self._iterations, self._shares_loop = loop.frames, loop.iterations, True
+        self._begin()
+
+    def _begin(self) -> None:
+        from memopt.instrument.saved import SavedTensorHooks
+
+        assert self._frames is not None
+        assert self._iterations is not None
+        self.torch_seen = True
         call_around_fork(self._before_fork, self._after_fork, self._forked)
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self._hooks.install()
@@ -144,12 +158,22 @@ class ProfileSession:
         if not self._over:
             self._over = True
             self._guard(lambda: self._wind_up(problem, out_of_memory))
-            for part in (self._hooks, self._iterations, self._frames, self._forms):
+            self._watch_no_more()
+            watchers = () if self._shares_loop else (self._iterations, self._forms)
+            for part in watchers:
                 if part is not None:
                     part.remove()
             if self._recordings is not None:
                 self._recordings.close()
         return self.trace
+
+    def _watch_no_more(self) -> None:
+        """What is left is timed as it runs plain: saved tensors and module calls pass nobody."""
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
+        if self._frames is not None and not self._shares_loop:
+            self._frames.remove()
 
     def _wind_up(self, problem: str, out_of_memory: bool) -> None:
         recordings = self._recordings
@@ -188,6 +212,7 @@ class ProfileSession:
     def _publish_whole(self, result: Result) -> None:
         """`result` is of an iteration that was recorded to its end."""
         self._done = True
+        self._watch_no_more()
         recorder = result.recorder
         self._publish(
             self._build(result, f"it stops after {len(recorder.ops)} ops" if recorder.overflow else "")
@@ -224,11 +249,11 @@ class ProfileSession:
 
     def thread_changed(self) -> None:
         assert self._frames is not None
-        assert self._hooks is not None
         if self._recordings is not None:
             self._guard(self._recordings.drop)
         self._frames.thread_changed()
-        self._guard(self._hooks.thread_changed)
+        if self._hooks is not None:
+            self._guard(self._hooks.thread_changed)
         self._frames.thread.at_end(self._leave_thread)
 
     def _leave_thread(self) -> None:

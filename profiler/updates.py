@@ -11,6 +11,7 @@ from torch import Tensor
 from memopt.instrument.cleared import NOT_CLEARED, is_cleared
 from memopt.instrument.gradient_reads import GradientReads, gradient_of
 from memopt.instrument.gradient_words import speaks_of_gradients
+from memopt.instrument.in_pieces import why_not as why_not_in_pieces
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.one_by_one import all_cleared, is_steady, parameters_of, why_not
 from memopt.instrument.straight_line import caller_of_backward, find, step_ahead_of
@@ -32,6 +33,7 @@ class UpdateWatch:
         """id of a parameter -> (its storage, its gradient's, first op after the gradient was whole)."""
         self._span = 0, 0
         self._others_read = 0
+        self._in_pieces: str | None = None
 
     def begin(self) -> None:
         """Right after the recorder has begun."""
@@ -62,10 +64,16 @@ class UpdateWatch:
             self._refuse("a parameter or gradient lies on another device")
         kind = type(optimizer).__name__
         if self._refused:
-            return Updates(optimizer=kind, refused=self._refused, others_read=self._others_read)
+            return Updates(
+                optimizer=kind,
+                refused=self._refused,
+                others_read=self._others_read,
+                in_pieces=self._in_pieces,
+            )
         return Updates(
             optimizer=kind,
             others_read=self._others_read,
+            in_pieces=self._in_pieces,
             begin_op=self._span[0],
             end_op=self._span[1],
             parameter=[parameter for parameter, _, _ in rows],
@@ -116,6 +124,8 @@ class UpdateWatch:
         )
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        with_closure = self._iterations.step_has_arguments
+        self._in_pieces = self._in_pieces or why_not_in_pieces(optimizer, with_closure=with_closure)
         if optimizer is not self._optimizer or self._span != (0, 0):
             self._refuse("several optimizers train, or one steps twice")
         self._span = len(self._recorder.ops), 0

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def print_estimate(console: Console, found: Estimate, target: str, *, explain: bool = False) -> None:
     """Print `found` for the `target` that was asked about."""
-    console.print(f"{target} on {found.device}{' (partial)' if found.partial else ''}", style="bold")
+    console.print(f"{target} on {found.device}{' (partial)' if found.partial else ''}", style="bold", end="")
+    console.print(f", {found.unfollowed}" if found.unfollowed else "")
     console.print(_answers(found))
     for line in _bounds(found):
         console.print(line)
@@ -24,7 +25,8 @@ def print_estimate(console: Console, found: Estimate, target: str, *, explain: b
         console.print(_parts(found))
     for line in _fits(found):
         console.print(line)
-    console.print("left out: " + "; ".join(found.left_out))
+    if found.left_out:
+        console.print("left out: " + "; ".join(found.left_out))
     if explain:
         console.print(_modules(found))
         console.print(_policies(found))
@@ -69,15 +71,25 @@ def _answers(found: Estimate) -> Table:
 
 
 def _bar(found: Estimate, answer: str) -> str:
-    """The error bar; below it reaches down to what is needed when the data selects least."""
-    share = found.error[answer]
+    """The error bar: below, down to what is needed when the data selects least; above, up to all that may be left out."""
+    share, above = found.error[answer], _above(found, answer)
     if not found.bounded:
-        return f"±{100 * share:.1f} %"
+        return f"±{100 * share:.1f} %" if above == share else f"-{100 * share:.1f} % +{100 * above:.1f} %"
     if answer not in found.range_bytes:
-        return f"less, or +{100 * share:.1f} %"
+        return f"less, or +{100 * above:.1f} %"
     least, most = found.range_bytes[answer]
     below = 1 - (1 - share) * least / max(most, 1)
-    return f"-{100 * below:.1f} % +{100 * share:.1f} %"
+    return f"-{100 * below:.1f} % +{100 * above:.1f} %"
+
+
+def _above(found: Estimate, answer: str) -> float:
+    """What may be needed beyond the answer, as a share of it."""
+    told = {
+        "allocated": found.allocated_bytes,
+        "reserved": found.reserved_bytes,
+        "process": found.process_bytes,
+    }[answer]
+    return max(found.error[answer], found.most_bytes.get(answer, 0) / max(told or 0, 1) - 1)
 
 
 def _bounds(found: Estimate) -> list[str]:

@@ -45,7 +45,7 @@ class Moment:
         ]
         idle = _idle_ms(trace) if trace.op_count else {}
         self.held = sorted(
-            (_held(trace, number, idle.get(number, 0.0)) for number in alive),
+            (held(trace, number, idle.get(number, 0.0)) for number in alive),
             key=lambda held: -held.size_bytes,
         )
         self.named_bytes = sum(held.size_bytes for held in self.held)
@@ -140,7 +140,8 @@ def _one_deeper(prefix: str, path: str) -> str:
     return f"{prefix}.{rest.partition('.')[0]}" if rest else prefix
 
 
-def _held(trace: Trace, storage: int, idle_ms: float) -> Held:
+def held(trace: Trace, storage: int, idle_ms: float = 0.0) -> Held:
+    """What is known of one storage."""
     storages = trace.storages
     label, birth = trace.storage_label(storage), storages.birth_op[storage]
     category = CATEGORIES[storages.category[storage]]

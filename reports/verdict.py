@@ -52,11 +52,16 @@ def shares(moment: Moment, most: int = 3) -> str:
     """`68 % activations, 20 % parameters, 12 % gradients`."""
     total = max(1, moment.total_bytes)
     parts = [
-        f"{100 * size / total:.0f} % {_PLURAL.get(name, name)}"
+        f"{100 * size / total:.0f} % {plural(name)}"
         for name, size in moment.by_category.items()
         if size * 200 >= total
     ]
     return ", ".join(parts[:most]) or "nothing named"
+
+
+def plural(category: str) -> str:
+    """`activations`."""
+    return _PLURAL.get(category, category)
 
 
 def of_run(trace: Trace) -> str:

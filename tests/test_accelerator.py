@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ class Runtime:
     """Of CUDA: whether a row can be registered, and the error that a refusal leaves behind."""
 
     def __init__(self) -> None:
+        self.allocator = "native"
         self.refuses = 0
         self.error = 0
         self.registered: list[int] = []
@@ -45,6 +47,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     made = Runtime()
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: made.allocator)
     monkeypatch.setattr(accelerator, "_cuda_runtime", lambda: made)
     empty = torch.empty
 
@@ -92,3 +95,23 @@ def test_what_cannot_be_pinned_at_all_is_told(runtime: Runtime, monkeypatch: pyt
 def test_a_device_that_is_no_accelerator_is_refused(runtime: Runtime) -> None:
     with pytest.raises(SwapFailed, match="cpu is not an accelerator's memory"):
         TorchAccelerator(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("allocator", ["native", "cudaMallocAsync"])
+def test_a_use_is_told_to_the_allocator_and_no_warning_to_the_script(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    runtime.allocator = allocator
+    told: list[object] = []
+
+    class Row:
+        def record_stream(self, stream: object) -> None:
+            told.append(stream)
+            if allocator == "cudaMallocAsync":
+                warnings.warn(
+                    "Called record_stream on tensor whose original creation stream ...", stacklevel=1
+                )
+
+    monkeypatch.setattr(accelerator, "row_of", lambda storage: Row())
+    TorchAccelerator(GPU).uses(torch.UntypedStorage(4), "a stream")
+    assert told == ["a stream"]

@@ -7,13 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from memopt.advisors.advise import Adviser, Decided
 from memopt.cli.main import run
 from memopt.device import Device
 from memopt.plan import load_plan
-from memopt.trace import Trace
+from memopt.trace import Script, Trace, load_trace
+from memopt.units import format_bytes
 from tests.layers_trace import Layer, build, chain
 
 
@@ -72,6 +74,8 @@ def test_no_profile_here(
     [
         (["--strategy", "capuchn"], "try: capuchin"),
         (["--budget", "abc"], "not an amount of memory"),
+        (["--budget", "16"], "try: --budget 16GB, or --budget 16B"),
+        (["--budget", "0"], "try: --budget min"),
         (["--allow", "magic"], "not a kind of action"),
         (["--device", "a100-40"], None),
         (["-o", os.devnull, "--force"], "it is a device"),
@@ -121,6 +125,14 @@ def test_nothing_is_overwritten_unasked(folder: Path, capsys: pytest.CaptureFixt
     assert "--force" in capsys.readouterr().err
     assert advise("--budget", "70%", "-f") == 0
     load_plan(folder / "memopt-train.plan.json")
+    assert advise("--budget", "80%") == 0, "memopt wrote it for the same script"
+    trace = load_trace(folder / "memopt-train.profile.json.gz")
+    other = msgspec.structs.replace(trace, script=Script(argv=["train.py"], cwd="/elsewhere"))
+    other.save(folder / "other.profile.json.gz")
+    capsys.readouterr()
+    assert advise("other.profile.json.gz", "--budget", "80%") == 2
+    assert "exists already" in capsys.readouterr().err
+    assert advise("-o", "memopt-train.profile.json.gz", "--budget", "80%") == 2, "a profile is no plan"
 
 
 def test_json_is_all_that_is_on_stdout(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -144,11 +156,48 @@ def test_a_budget_that_cannot_be_met(folder: Path, capsys: pytest.CaptureFixture
     assert said.out == ""
     assert "cannot be met: the smallest peak found is" in said.err
     assert "no plan can go below 8.80 KiB: forward of Net.1 (aten.exp.default)" in said.err
-    assert "try: a budget of at least" in said.err
     assert "--strategy auto" not in said.err
     assert not (folder / "memopt-train.plan.json").exists()
+    again = said.err.splitlines()[-1].removeprefix("  try: ")
+    assert again == "memopt advise memopt-train.profile.json.gz --budget 8.853KiB --time-limit 1"
+    assert run(again.split()[1:]) == 0
+    capsys.readouterr()
     assert advise("--budget", "1KB", "--strategy", "sublinear") == 3
-    assert "--strategy auto, or a smaller batch" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "--strategy auto may find more" in said.err
+    again = said.err.splitlines()[-1].removeprefix("  try: ")
+    assert "--strategy sublinear" in again
+    assert run(again.split()[1:]) == 0, "in place of the plan that was written before"
+
+
+def test_the_smallest_peak_is_a_budget(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """8.80 KiB is the floor: no plan goes lower."""
+    assert advise("--budget", "min") == 0
+    assert "the smallest peak found" in capsys.readouterr().out.replace("\n", " ")
+    plan = load_plan(folder / "memopt-train.plan.json")
+    assert plan.predicted_peak_bytes == plan.budget_bytes == 9010
+    assert advise("--budget", "min", "--deny", "recompute", "-o", "none.json") == 0
+    assert load_plan(folder / "none.json").actions == []
+    assert "no plan found lowers the peak" in capsys.readouterr().out.replace("\n", " ")
+    assert advise("--budget", "min", "--strategy", "auto", "--strategy", "rotor") == 2
+
+
+def test_what_holds_the_floor_and_what_would_move_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One parameter is nearly all there is: no plan lowers the peak, nor would a smaller batch."""
+    profile, plan = str(tmp_path / "p.profile.json.gz"), str(tmp_path / "p.json")
+    trace = build(chain([100] * 4), state=100_000)
+    trace.save(Path(profile))
+    assert advise(profile, "--budget", "60%", "-o", plan) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert f"the smallest peak found is {format_bytes(trace.peak_bytes)}" in lines[0]
+    assert "that is the run as it is: no plan lowers it" in lines[1]
+    assert lines[2].startswith("  held by parameters 97.7 KiB, ")
+    assert lines[3] == "  less with parameters in fewer bits or sharded over devices (fully_shard)"
+    build(chain([30_000] * 4), state=30_000).save(Path(profile))
+    assert advise(profile, "--budget", "20%", "-o", plan) == 3
+    assert "a smaller batch" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -259,7 +308,7 @@ def test_the_curve(folder: Path, capsys: pytest.CaptureFixture[str], trace: Trac
     steps_ms = [point["predicted_step_ms"] for point in met]
     assert steps_ms == sorted(steps_ms), "a smaller budget has a faster plan, which fits the larger one too"
     assert met[-1]["predicted_peak_bytes"] < met[0]["predicted_peak_bytes"] < trace.peak_bytes
-    assert run(["advise", "--time-limit", "0.3", "--pareto", "-f"]) == 0
+    assert run(["advise", "--time-limit", "0.3", "--pareto"]) == 0
     assert "Peak against step time" in capsys.readouterr().out
 
 

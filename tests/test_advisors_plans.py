@@ -275,7 +275,7 @@ def test_an_impossible_budget_tells_the_smallest_peak_and_what_blocks_it() -> No
     smallest = caught.value.min_peak_bytes
     assert smallest >= problem_of(trace, 1, DEFAULT_ALLOW).floor_bytes
     words = str(caught.value)
-    assert "parameters take 4.88 KiB" in words
+    assert "held by parameters 4.88 KiB" in words
     assert "no plan can go below" in words
     plan = advise(trace, budget_bytes=int(smallest / 0.994) + 1, time_limit_s=1)
     assert plan.predicted_peak_bytes == smallest

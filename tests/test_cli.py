@@ -449,7 +449,7 @@ def test_narrow_encoding_does_not_kill_the_output() -> None:
 @pytest.mark.parametrize("peak", [1_003_000_000, 1_077_400_000, 104_900, 2**31 - 1])
 def test_the_budget_that_an_error_offers_is_one_that_is_met(peak: int) -> None:
     """Amounts are rounded to three digits: the peak itself, rounded down, would be refused again."""
-    offered = re.search(r"at least ([0-9.]+ \w+)", BudgetInfeasible(1, peak).try_)
+    offered = re.search(r"--budget ([0-9.]+\w+)", BudgetInfeasible(1, peak).try_)
     assert offered is not None
     assert parse_bytes(offered[1]) >= peak
 
@@ -487,3 +487,20 @@ def test_a_file_of_another_kind_is_called_what_it_is(
 def test_not_a_number_is_within_no_range(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(words) == 2
     assert "is not a finite number" in capsys.readouterr().err
+
+
+def test_an_argument_of_the_script_is_told_to_follow_two_dashes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["apply", "plan.json", "--epochs", "90"]) == 2
+    assert "try: memopt apply PLAN -- --epochs ..." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["profile"], ["estimate"]])
+def test_a_notebook_is_no_script(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.ipynb").write_text("{}")
+    assert run([*command, "train.ipynb"]) == 2
+    said = capsys.readouterr().err
+    assert "it is a notebook" in said
+    assert "nbconvert" in said

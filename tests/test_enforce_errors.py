@@ -257,7 +257,7 @@ def test_verify_says_identical_and_finds_a_difference(
 
     lines = [{"losses": {"l": "1"}, "gradients": {}, "parameters and buffers": {}}]
     other = [{"losses": {"l": "2"}, "gradients": {}, "parameters and buffers": {}}]
-    runs = iter([(lines, 0, None), (other, 0, None), (lines, 0, None)])
+    runs = iter([(each, 0, None) for each in (lines, other, lines, other, lines)])
     monkeypatch.setattr(verify, "_run", lambda *words: next(runs))
     with pytest.raises(VerifyFailed, match="differs"):
         verify.verify(Path("p"), [], 1, Path("."))

@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
@@ -86,7 +87,8 @@ def test_json_is_one_object(canned: list[list[str]]) -> None:
     found = json.loads(run("--json", "train.py"))
     assert found["allocated_bytes"] == 148 * MIB
     assert found["partial"] is False
-    assert found["left_out"]
+    assert found["left_out"] == []
+    assert found["most_bytes"]["process"] == found["process_bytes"]
     assert {"allocated", "reserved", "process"} == set(found["error"])
 
 
@@ -251,3 +253,91 @@ def test_an_option_without_effect_is_refused(
 def test_the_value_of_an_option_is_not_taken_for_the_target(canned: list[list[str]]) -> None:
     run("--batch-arg", "gpu.json", "train.py", "--device", "x")
     assert canned == [["train.py", "--device", "x"]]
+
+
+def convolved(size: int, possible: int) -> Recording:
+    """A weight of 100 MiB, a temporary of `size` MiB that dies again, and `possible` MiB that may be taken while both live."""
+    rows = [
+        StorageRow(100 * MIB, "parameter", "forward", "Net", "made", 0),
+        StorageRow(size * MIB, "activation", "forward", "Net.layer", "convolution", 1),
+    ]
+    return Recording(
+        target="cuda",
+        rows=rows,
+        events=[1, 2, -2],
+        marks=[("step", 3)],
+        possible=[(2, possible * MIB)],
+        possible_bytes=possible * MIB,
+    )
+
+
+def test_what_may_come_on_top_is_in_the_upper_bound_and_must_fit() -> None:
+    spec = msgspec.structs.replace(find_device("t4"), memory_bytes=1000 * MIB)
+    found = estimate_recording(convolved(40, 60), spec, context_bytes=0)
+    assert found.allocated_bytes == 140 * MIB
+    assert (
+        found.most_bytes["allocated"]
+        == found.most_bytes["reserved"]
+        == found.most_bytes["smallest"]
+        == 200 * MIB
+    )
+    verdicts = [
+        estimate_recording(convolved(40, possible), spec, context_bytes=0).fits_named.verdict  # type: ignore[union-attr]
+        for possible in (860, 861)
+    ]
+    assert verdicts == ["yes", "no"]
+    assert not batch_search.fits(estimate_recording(convolved(40, 861), spec, context_bytes=0))
+
+
+def test_a_gate_holds_only_where_the_upper_bound_does(
+    canned: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = find_device("a100-40gb")
+    found = estimate_recording(convolved(40, 60), spec, context_bytes=0)
+    monkeypatch.setattr("memopt.estimators.estimate.estimate_script", lambda *args, **kwargs: found)
+    assert run("--fail-over", "200MiB", "train.py")
+    with pytest.raises(
+        GateFailed, match=r"needs up to 200 MiB .140 MiB told, the rest left out., more than 199 MiB"
+    ):
+        run("--fail-over", "199MiB", "train.py")
+
+
+def test_the_range_is_printed_where_it_is_wider_than_the_error_bar(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = estimate_recording(convolved(100, 60), find_device("a100-40gb"), context_bytes=0)
+    print_estimate(Console(width=200), found, "train.py")
+    assert "-12.0 % +30.0 %" in capsys.readouterr().out
+
+
+def test_possible_workspaces_keep_the_order_of_marks() -> None:
+    recording = replace(
+        convolved(40, 60), marks=[("backward", 2), ("empty_cache", 3)], possible=[(2, 60 * MIB), (3, 1)]
+    )
+    most = recording.at_most()
+    assert most.events == [1, 2, 3, -3, -2, 4, -4]
+    assert most.marks == [("backward", 2), ("empty_cache", 5)]
+    assert most.peak()[0] == 200 * MIB
+
+
+def test_a_script_that_trains_on_the_cpu_is_refused_before_any_figure(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(64, 64)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for _ in range(4):\n"
+        "    model(torch.randn(8, 64)).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    with pytest.raises(NotPossibleHere, match="put nothing on the GPU") as refused:
+        run("--fail-over", "1GB", "--device", "t4", str(script))
+    assert f"memopt estimate --device cpu {script}" in refused.value.try_
+
+
+def test_a_model_that_stays_on_the_cpu_is_told_first(capsys: pytest.CaptureFixture[str]) -> None:
+    idle = replace(recording(), rows=[replace(row, category="activation") for row in recording().rows])
+    found = estimate_recording(idle, find_device("t4"))
+    assert found.notes[0].startswith("no parameter was put on the GPU: the model trains on the CPU")
+    assert not any(
+        "no parameter" in note for note in estimate_recording(recording(), find_device("t4")).notes
+    )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
 from memopt.estimators.estimate import Estimate, estimate_script
+from memopt.reports.estimate import print_estimate
 
 HEAD = """
 import json, sys, torch
@@ -26,7 +29,7 @@ WEIGHTS, ROW = 2 * 4_000_000, 4_000
 def estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.chdir(tmp_path)
 
-    def run(text: str, **more: int) -> Estimate:
+    def run(text: str, **more: Any) -> Estimate:
         Path("train.py").write_text(text)
         return estimate_script(["train.py"], device="cpu", **more)
 
@@ -46,10 +49,72 @@ def test_an_evaluation_after_training_counts(estimated: object) -> None:
     text = ALIKE + "with torch.no_grad(): model(torch.randn(5000, 1000))\n"
     late = estimated(text)  # type: ignore[operator]
     assert peak(late) == WEIGHTS + 2 * ROW * 5000
-    assert late.left_out == ["Python's and torch's own memory", "what NumPy and the data loader hold outside tensors"]  # fmt: skip
+    assert late.unfollowed == ""
     early = estimated(text, steps=3)  # type: ignore[operator]
     assert peak(early) < peak(late)
-    assert early.left_out[-1].startswith("whatever the script does only after its optimizer step 3")
+    assert early.unfollowed.startswith("followed up to optimizer step 3: what only comes after that")
+    assert peak(estimated(text, steps=3, further=True)) == peak(late)  # type: ignore[operator]
+
+
+def test_memory_of_numpys_counts_where_an_op_reads_it(estimated: object) -> None:
+    """As `memopt profile` counts it: a storage is a storage, whoever allocated it."""
+    own, foreign = "torch.randn(3000, 1000)", "torch.from_numpy(numpy.zeros((3000, 1000), numpy.float32))"
+    text = (
+        "import numpy\n"
+        + HEAD
+        + "x = ROWS\nfor _ in range(4):\n    model(x).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    assert peak(estimated(text.replace("ROWS", own))) == peak(estimated(text.replace("ROWS", foreign)))  # type: ignore[operator]
+
+
+LARGE = """
+def large(rows):
+    with torch.no_grad():
+        for _ in range(400): torch.ones(2) + torch.ones(2)
+    step(rows)
+"""
+
+
+def test_an_evaluation_after_large_steps_counts(estimated: object) -> None:
+    """The second step leaves memory as the first did: steps are known by then, and the evaluation is not."""
+    text = (
+        HEAD
+        + LARGE
+        + "for _ in range(3): large(100)\n"
+        + "with torch.no_grad(): model(torch.randn(5000, 1000))\n"
+    )
+    found = estimated(text)  # type: ignore[operator]
+    assert peak(found) == WEIGHTS + 2 * ROW * 5000
+    assert found.unfollowed == ""
+
+
+def test_an_evaluation_after_an_epoch_of_many_batches_counts(estimated: object) -> None:
+    text = (
+        HEAD
+        + LARGE
+        + (
+            "loader = torch.utils.data.DataLoader(torch.ones(5000, 1), batch_size=1)\n"
+            "for _ in loader: large(100)\n"
+            "with torch.no_grad():\n"
+            "    for batch in torch.utils.data.DataLoader(torch.ones(12, 1), batch_size=4): model(torch.randn(1000 * len(batch), 1000))\n"
+            "for _ in range(100): large(100)\n"
+        )
+    )
+    found = estimated(text)  # type: ignore[operator]
+    assert peak(found) >= WEIGHTS + 2 * ROW * 4000
+    assert any("epochs were cut short" in note for note in found.notes)
+    assert found.unfollowed.startswith("followed up to optimizer step ")
+
+
+def test_the_first_line_says_up_to_where_a_script_was_followed(
+    estimated: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = estimated(ALIKE, steps=3)  # type: ignore[operator]
+    print_estimate(Console(width=200), found, "train.py")
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == (
+        "train.py on cpu, followed up to optimizer step 3: what only comes after that (evaluation, checkpoints) is not counted"
+    )
 
 
 def test_steps_after_a_long_rollout_do_not_end_the_run(estimated: object) -> None:

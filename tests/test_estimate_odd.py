@@ -190,7 +190,7 @@ for _ in range(4):
 GAUSSIAN_PROCESS = """
 import numpy as np
 net, noise = nn.Linear(12, 8), nn.Parameter(torch.zeros(()))
-x, y = torch.Tensor(np.random.rand(400, 12).astype(np.float32)), torch.randn(400, 1)
+x, y = torch.Tensor(np.random.rand(400, 12).astype(np.float32)).clone(), torch.randn(400, 1)
 optimizer = torch.optim.Rprop([*net.parameters(), noise])
 for _ in range(4):
     optimizer.zero_grad()

@@ -19,7 +19,9 @@ from benchmarks.gpu.configurations import CONFIGURATIONS, OPTIMIZERS, PRECISIONS
 from benchmarks.models.language_models import MODELS as LANGUAGE_MODELS
 from memopt.errors import BadFile
 from memopt.estimators.allocator_trace import AllocatorTrace, load_allocator_trace, replay_trace
+from memopt.estimators.estimate import estimate_script
 
+ROOT = Path(__file__).parent.parent
 TRACE = Path(__file__).parent / "data" / "allocator_traces" / "medium_512_training.json.gz"
 NAME = "gpt2 8 fp32 adamw"
 
@@ -216,3 +218,14 @@ def test_a_file_of_another_kind_is_refused(tmp_path, data):
         return
     with pytest.raises(BadFile):
         compare.load_runs(tmp_path)
+
+
+def test_the_peak_of_a_run_on_an_h100_is_estimated_to_half_a_percent(capsys):
+    figures = json.loads((ROOT / "benchmarks" / "gpu" / "data" / "h100_headline.jsonl").read_text())
+    assert figures["job"] == "headline gpt2"
+    command = ["benchmarks.gpu.train", "gpt2", "16", "bf16", "adamw-fused", "--steps", "12"]
+    for peer in ([], ["--peer", "checkpoint"]):
+        measured = figures["checkpoint" if peer else "plain"]
+        found = estimate_script([*command, *peer], as_module=True, device="h100-80gb-sxm", steps=2)
+        assert found.allocated_bytes == pytest.approx(measured["allocated"], rel=0.005)
+        assert found.reserved_bytes == pytest.approx(measured["reserved"], rel=0.005)

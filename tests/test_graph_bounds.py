@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.bounds import overhead_bound
 from memopt.advisors.graphs.exact import Relaxed, prove
 from memopt.advisors.graphs.graph import decode_graph
@@ -60,7 +60,7 @@ def test_no_plan_is_cheaper_than_the_bounds_and_auto_is_as_cheap_as_any(seed: in
         if budget >= peak:
             continue
         best = checker.cheapest(plain, budget, 13)
-        problem = GraphProblem(graph=graph, budget_bytes=budget, until=time.monotonic() + 1)
+        problem = GraphProblem(graph=graph, budget_bytes=budget, until=now() + 1)
         if best is None:
             continue
         assert overhead_bound(problem) * graph.plain_ms <= best + 1e-6

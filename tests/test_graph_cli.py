@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from memopt.cli.graph_plan import advise_graph
+from memopt.cli.main import run
 from memopt.errors import BadFile, BudgetInfeasible, NotPossibleHere, UsageError
 
 GRAPH: dict[str, Any] = {
@@ -46,7 +47,9 @@ def test_json_and_schedule(graph: Path, tmp_path: Path, capsys: pytest.CaptureFi
     schedule = json.loads(target.read_text())
     assert schedule["schema"] == "memopt.schedule/1"
     assert [what for verb, what in schedule["steps"] if verb == "run"] == [0, 1, 2, 3, 0, 4]
-    with pytest.raises(UsageError):
+    assert advise_graph(graph, budget="75%", schedule=target, time_limit_s=1) == 0, "of the same graph"
+    target.write_text(target.read_text().replace('"chain"', '"another"'))
+    with pytest.raises(UsageError, match="exists already"):
         advise_graph(graph, budget="300", schedule=target)
     assert advise_graph(graph, budget="75%", schedule=target, force=True, time_limit_s=1) == 0
 
@@ -138,3 +141,24 @@ def test_a_rate_that_is_left_out_is_as_the_other(
         assert (schedule["out_gbps"], schedule["in_gbps"]) == written
         said = "was left out: the link has 12 GB/s both ways" in capsys.readouterr().err
         assert said == (len(given) == 1)
+
+
+def test_the_smallest_peak_is_a_budget(
+    graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "s.json"
+    assert advise_graph(graph, budget="min", schedule=target, time_limit_s=1, as_json=True) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["budget_bytes"] == figures["strategies"][0]["peak_bytes"] == 300
+    assert advise_graph(graph, budget="min", strategies=("vdnn",), time_limit_s=1) == 0, "the plain schedule"
+    with pytest.raises(UsageError, match="cannot be met"):
+        advise_graph(graph, budget="0", time_limit_s=1)
+    assert advise_graph(graph, budget=str(2**59 + 1), schedule=target, time_limit_s=1) == 0
+    assert json.loads(target.read_text())["budget_bytes"] == 2**53, "what every JSON reader keeps exactly"
+
+
+def test_a_refusal_ends_with_a_command_that_works(graph: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["advise", "--graph", str(graph), "--budget", "200", "--time-limit", "1"]) == 3
+    again = capsys.readouterr().err.splitlines()[-1].removeprefix("  try: ")
+    assert again == f"memopt advise --graph {graph} --budget 302 --time-limit 1"
+    assert run(again.split()[1:]) == 0

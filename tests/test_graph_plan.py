@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import graphs as shapes
+from memopt.advisors.clock import now, reading
 from memopt.advisors.graphs.graph import decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem
@@ -111,16 +112,14 @@ def test_auto_against_brute_force(plain: dict[str, Any], share: float) -> None:
 
 
 @pytest.mark.parametrize(("name", "share"), [("unet", 0.8), ("unet", 0.4), ("mobilenet", 0.5)])
-def test_auto_is_at_least_as_good_as_every_quick_strategy(
-    name: str, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_at_least_as_good_as_every_quick_strategy(name: str, share: float) -> None:
     """In two seconds of the processor's time, whatever else it does."""
-    monkeypatch.setattr(time, "monotonic", time.process_time)
     plain = json.loads(msgspec.json.encode(shapes.GRAPHS[name]()))
     budget = int(share * unplanned_peak(graph_of(plain)))
     quick = sorted(set(GRAPH_STRATEGIES) - {"auto", "checkmate", "swapadvisor"})
     others = {strategy: tried(plain, budget, strategy=strategy) for strategy in quick}
-    overhead = tried(plain, budget, time_limit_s=2)
+    with reading(time.process_time):
+        overhead = tried(plain, budget, time_limit_s=2)
     assert overhead <= min(others.values()) + 1e-9
     assert overhead < 0.9 * others["dtr"]
 
@@ -278,10 +277,10 @@ def test_a_refusal_keeps_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(BudgetInfeasible):
         plan_graph(few, 30)
     assert problems[2].latest - problems[2].until == pytest.approx(0.92 * 20 - 4)
-    now = time.monotonic()
-    work = AutoPlan(replace(problems[1], budget_bytes=5, until=now + 0.5, latest=now + 0.15))
+    moment = now()
+    work = AutoPlan(replace(problems[1], budget_bytes=5, until=moment + 0.5, latest=moment + 0.15))
     work.plan()
-    assert work.last_resort == now + 0.15
+    assert work.last_resort == moment + 0.15
 
 
 def test_what_is_dropped_first_is_cheapest_per_byte() -> None:
@@ -309,3 +308,30 @@ def test_many_reruns_at_one_place_find_room() -> None:
     search.polish_all()
     assert not search.best_over
     assert search.best_cost < 0.45 * graph.plain_ms
+
+
+def test_what_its_inputs_outlive_is_made_again_before_they_go() -> None:
+    """Each of 28 outputs is made in 0.08 ms from an input of 1 ms, which goes long before the output is read again: there is room for
+    the outputs then, but for no input."""
+    tensors: list[dict[str, Any]] = []
+    ops: list[dict[str, Any]] = []
+
+    def made(ms: float, reads: list[int], size: int, workspace: int = 0) -> int:
+        tensors.append({"id": len(tensors), "bytes": size})
+        ops.append({"ms": ms, "reads": reads, "writes": [len(ops)], "workspace_bytes": workspace})
+        return len(ops) - 1
+
+    pairs = [(source := made(1.0, [], 4), made(0.08, [source], 1)) for _ in range(28)]
+    made(1.0, [], 0, 50)
+    for source, _ in pairs:
+        made(0.1, [source], 0)
+    budget = 5 * 28 + 50 - 28
+    for _, output in pairs:
+        made(0.1, [output], 0, budget - 29)
+    plain = {"schema": "memopt.graph/1", "name": "early", "tensors": tensors, "ops": ops, "keep": []}
+    graph = graph_of(plain)
+    search = Search(graph, plain_runs(graph), budget)
+    search.greedy(0.0, 0.5, math.inf)
+    assert not search.best_over
+    assert search.best_cost == pytest.approx(28 * 0.08)
+    assert plan_and_check(plain, budget, time_limit_s=0.5) * graph.plain_ms == pytest.approx(28 * 0.08)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import time
 from typing import Any
 
 import msgspec
@@ -12,6 +11,7 @@ import pytest
 
 from benchmarks import graph_families as families
 from benchmarks import graphs as shapes
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.auto import at_once
 from memopt.advisors.graphs.bounds import overhead_bound
 from memopt.advisors.graphs.folded import fold
@@ -83,7 +83,7 @@ def test_rounds_are_planned_as_well_as_exhaustive_search_plans_the_whole(budget:
     least = checker.cheapest(plain, budget, graph.op_count + 5)
     folded = fold(problem, at_once)
     assert folded is not None
-    folded.solve(time.monotonic() + 1.0)
+    folded.solve(now() + 1.0)
     if least is None:
         assert folded.refused
         return
@@ -164,9 +164,9 @@ def test_each_round_has_a_plan_before_one_is_searched_for() -> None:
     problem = GraphProblem(graph=graph, budget_bytes=unplanned_peak(graph) * 6 // 10)
     folded = fold(problem, refuse)
     assert folded is not None
-    folded.secure(time.monotonic() + 60)
+    folded.secure(now() + 60)
     assert folded.first_s > 0
-    folded.solve(time.monotonic() + 60)
+    folded.solve(now() + 60)
     assert not folded.refused
     assert problem.replay(folded.answer().steps).peak_bytes <= problem.budget_bytes
 

@@ -229,9 +229,10 @@ def test_every_stream_that_asks_waits_and_the_memory_is_kept_for_it():
         storage = device.storage(b"abc" * 300)
         swapped = swapper.swap_out(0, storage)
         swapper.swap_out(0, storage)
-        assert device.used == [(storage.data_ptr(), device.compute)], "as if it were another stream's memory"
+        address = storage.data_ptr()
         del storage
         swapper.wait_for_all()
+        assert device.used == [(address, device.compute)], "it may be another stream's memory"
         looks = []
         for _ in range(3):
             back = swapped.get()
@@ -240,20 +241,6 @@ def test_every_stream_that_asks_waits_and_the_memory_is_kept_for_it():
             device.another_stream()
         device.run()
         assert looks == [[b"abc" * 300]] * 3
-
-
-def test_the_stream_whose_memory_it_is_waits_for_the_copy_out():
-    for seed in range(30):
-        device = PretendedDevice(seed)
-        store = HostStore(1024, accelerator=device)
-        ticket = store.write_async(device.storage(b"abc" * 300))
-        device.another_stream()
-        store.wait(ticket)
-        again = torch.UntypedStorage(900)
-        store.read_async(ticket, again).result()
-        seen = device.look(again, 900)
-        device.run()
-        assert seen == [b"abc" * 300]
 
 
 def test_out_of_memory_in_a_prefetch_is_asked_for_again_by_whoever_needs_it(monkeypatch):

@@ -11,7 +11,8 @@ import pytest
 from memopt.cli.main import run
 from memopt.devices import find_device
 from memopt.errors import NotPossibleHere, UsageError
-from memopt.estimators.modelled import model_for_device, room_bytes
+from memopt.estimators.beside_tensors import beside_tensors
+from memopt.estimators.modelled import model_for_device
 from memopt.estimators.op_shapes import op_call
 from memopt.estimators.op_time import op_flops
 from memopt.estimators.profile_device import on_cuda
@@ -103,7 +104,11 @@ def test_plans_for_it_are_marked(recorded: Path, tmp_path: Path, capsys: pytest.
     assert run(["advise", "--device", "rtx-4060", "--json", "-o", str(path), str(recorded)]) == 0
     plan = load_plan(path)
     assert plan.device.modelled
-    assert plan.budget_bytes == room_bytes(find_device("rtx-4060"))
+    spec = find_device("rtx-4060")
+    beside = beside_tensors(model_for_device(load_trace(recorded), spec))
+    assert plan.whole_budget_bytes == spec.memory_bytes
+    assert plan.budget_bytes == spec.memory_bytes - beside.total_bytes
+    assert beside.context_bytes > 0
     assert any("modelled for" in note for note in plan.notes)
     assert json.loads(capsys.readouterr().out)["budget_bytes"] == plan.budget_bytes
     assert run(["advise", "--device", "nothing", "-f", "-o", str(path), str(recorded)]) == 2

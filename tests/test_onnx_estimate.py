@@ -97,11 +97,12 @@ def test_folded_batch_norm_is_said_and_assumed_back(tmp_path: Path) -> None:
     path = exported("resnet50_18_folded", tmp_path)
     script = script_peak("resnet50", "cuda", "sgd")
     norms = sum(isinstance(m, nn.BatchNorm2d) for m in SMALL["resnet50"].build().modules())
-    plain = record_onnx(path, batch_size=8, optimizer="sgd", steps=2)
-    assumed = record_onnx(path, batch_size=8, optimizer="sgd", assume_bn=True, steps=2)
+    plain = record_onnx(path, batch_size=8, optimizer="sgd", assume_bn=False, steps=2)
+    assumed = record_onnx(path, batch_size=8, optimizer="sgd", steps=2)
     assert plain.notes[0].startswith(f"batch norm was folded into {norms} convolutions")
-    assert "--assume-bn" in plain.notes[0]
-    assert assumed.notes[0].startswith(f"a batch norm was assumed after {norms} convolutions")
+    assert "this estimate is too low (--assume-bn adds them)" in plain.notes[0]
+    assert assumed.notes[0].startswith(f"batch norm was folded into {norms} convolutions")
+    assert "one was assumed after each" in assumed.notes[0]
     assert plain.recording.peak(512)[0] < 0.95 * script
     assert assumed.recording.peak(512)[0] == pytest.approx(script, rel=0.02)
 
@@ -163,9 +164,9 @@ def test_batch_norm_folded_beside_other_norms(tmp_path: Path, nodes: list[str], 
     assert len(said) == suspected
     assert all(note.startswith(f"batch norm was folded into {suspected} conv") for note in said)
     assert all("it seems" in note for note in said)
-    assumed = record_onnx(path, target="cpu", assume_bn=True)
-    told = f"a batch norm was assumed after {suspected} convolutions (--assume-bn)"
-    assert (told in assumed.notes) == bool(suspected)
+    assert all("one was assumed after each" in note for note in said)
+    without = record_onnx(path, target="cpu", assume_bn=False)
+    assert any("this estimate is too low" in note for note in without.notes) == bool(suspected)
 
 
 # exact numbers

@@ -30,7 +30,7 @@ def modules() -> set[str]:
 
 def test_every_package_is_declared() -> None:
     found = {
-        "memopt" if folder == ROOT / "memopt" else "memopt." + ".".join(folder.relative_to(ROOT).parts)
+        ".".join(("memopt", *folder.relative_to(ROOT / "memopt" if room == "memopt" else ROOT).parts))
         for room in ("memopt", *ROOMS)
         for folder in {path.parent for path in (ROOT / room).rglob("*.py")}
     }

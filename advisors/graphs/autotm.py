@@ -8,11 +8,11 @@ HiGHS; one binary per idle tensor (the largest 400). Needs `highspy`.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import numpy as np
 
+from memopt.advisors.clock import now, wall_s
 from memopt.advisors.graphs.offload import (
     Trip,
     Walk,
@@ -50,7 +50,7 @@ def autotm(problem: GraphProblem) -> Answer:
 
 def solve(problem: GraphProblem, walk: Walk, trips: list[Trip]) -> list[Trip] | None:
     """The trips that the program picks; None when it is infeasible."""
-    highs = new_highs(max(0.5, problem.until - time.monotonic()))
+    highs = new_highs(max(0.5, problem.until - now()))
     away = [highs.addBinary() for _ in trips]
     over = np.flatnonzero(walk.memory > problem.budget_bytes)
     scale = float(max(1, int(walk.memory.max())))
@@ -99,6 +99,6 @@ def new_highs(time_limit_s: float) -> Any:
         ) from None
     highs = highspy.Highs()
     highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("time_limit", time_limit_s)
+    highs.setOptionValue("time_limit", wall_s(time_limit_s))
     highs.setOptionValue("threads", 1)
     return highs

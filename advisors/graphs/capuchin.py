@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import heapq
 import math
-import time
 from bisect import bisect_left
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.offload import CannotHold, Trip, Walk, hold, idle_trips, just_in_time
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
@@ -45,12 +45,12 @@ def capuchin(problem: GraphProblem) -> Answer:
         found, peak_bytes = _done(problem, forward, picks[:count])
         smallest = min(smallest, peak_bytes)
         most = count
-        if found is not None or time.monotonic() > problem.until:
+        if found is not None or now() > problem.until:
             break
         fewest = count
     if found is None:
         raise infeasible(problem, max(smallest, problem.budget_bytes + 1))
-    while most - fewest > 1 and time.monotonic() < problem.until:
+    while most - fewest > 1 and now() < problem.until:
         middle = (fewest + most) // 2
         trial, _ = _done(problem, forward, picks[:middle])
         found, most, fewest = (trial, middle, fewest) if trial is not None else (found, most, middle)
@@ -88,12 +88,12 @@ def _by_msps(problem: GraphProblem, walk: Walk, forward: Forward, trips: list[Tr
             heapq.heappush(heap, (-walk.size[trips[number].tensor] / (ms + 1e-9), number, swap))
 
     for number in range(len(trips)):
-        if time.monotonic() > problem.until:
+        if now() > problem.until:
             break
         offer(number)
     picks: list[Pick] = []
     left = set(range(len(trips)))
-    while heap and time.monotonic() < problem.until:
+    while heap and now() < problem.until:
         score, number, swap = heapq.heappop(heap)
         trip = trips[number]
         if number not in left or score != -walk.size[trip.tensor] / (prices.now[number] + 1e-9):

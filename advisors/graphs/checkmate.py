@@ -9,10 +9,9 @@ the paper's approximation takes its place (`rounding`). Within a stage each op r
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
 from memopt.advisors.graphs.program import Program, last_service, new_program
@@ -36,7 +35,7 @@ def checkmate(problem: GraphProblem) -> Answer:
         return rounded(problem)
     program = build(graph, problem.budget_bytes)
     search = Search(graph, plain_runs(graph), problem.budget_bytes)
-    begin = time.monotonic()
+    begin = now()
     search.greedy(0.0, 0.5, problem.until)
     search.load_best()
     search.run(begin + 0.2 * (problem.until - begin))
@@ -140,7 +139,7 @@ def _add(terms: dict[int, float], variable: int | None, amount: float) -> None:
 
 def solve(problem: GraphProblem, program: Program, start: list[int] | None) -> tuple[list[int] | None, float]:
     """Runs and the lower bound on their rerun time."""
-    highs = new_program(program, max(0.5, problem.until - time.monotonic()))
+    highs = new_program(program, max(0.5, problem.until - now()))
     if start is not None:
         _warm_start(highs, program, start)
     highs.run()

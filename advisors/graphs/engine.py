@@ -9,12 +9,12 @@ One run costs O(runs + evictions x tensors on the device), the scan being one Nu
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from typing import Protocol
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import FloatColumn, Graph, IntColumn
 
 THRASH = 3.0
@@ -171,7 +171,7 @@ class Engine:
     def _make_room(self, op: int, need: int) -> None:
         while self.used + need > self.budget_bytes:
             candidates = np.flatnonzero(self.evictable)
-            if not len(candidates) or time.monotonic() > self.until:
+            if not len(candidates) or now() > self.until:
                 raise Stuck(op, self.used + need)
             victim = int(candidates[int(np.argmin(self.score(candidates)))])
             self._drop(victim)

@@ -8,9 +8,9 @@ two plans often make a better plan, where one descent from one start stays in it
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import dataclass
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.lanes import Swap
 from memopt.advisors.graphs.search import Search
 
@@ -65,8 +65,8 @@ class Evolution:
     def run(self, until: float, slice_s: float, enough: float) -> None:
         """Restart while the population is small, then mostly cross."""
         search, rnd = self.search, self.random
-        while (now := time.monotonic()) < until and search.best_cost > enough + 1e-9:
-            stop = min(until, now + slice_s)
+        while (moment := now()) < until and search.best_cost > enough + 1e-9:
+            stop = min(until, moment + slice_s)
             if (
                 len(self.pool) >= 2
                 and (len(self.pool) >= POOL // 2 or self.starts > POOL)

@@ -11,7 +11,6 @@ small are left out, which only lowers the bound. Needs `highspy`; without it the
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import IntColumn
 from memopt.advisors.graphs.lanes import Swap
 from memopt.advisors.graphs.problem import GraphProblem
@@ -55,9 +55,9 @@ def prove(problem: GraphProblem, limit_s: float, kind: type[Relaxed]) -> Proof:
     if not find_spec("highspy") or problem.graph.op_count > MOST_OPS:
         return proof
     best: dict[bool, tuple[float, Relaxed]] = {}
-    begin = time.monotonic()
+    begin = now()
     for largest, moments in choices(problem):
-        if time.monotonic() > begin + limit_s / 2:
+        if now() > begin + limit_s / 2:
             break
         relaxed = kind(problem, moments)
         if relaxed.size() > MOST_VARIABLES:

@@ -8,10 +8,10 @@ across a cut what is needed after it.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.bounds import overhead_bound
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.rounds import Outline, Part, classes, graph_of, pays
@@ -73,8 +73,8 @@ class Folded:
         """Plan every class, with time by its ops and how often they occur."""
         weights = [(group[0].end - group[0].begin) * math.sqrt(len(group)) for group in self.groups]
         for index, group in enumerate(self.groups):
-            left = HURRIED_S if self.interrupted else max(0.0, until - time.monotonic())
-            end = time.monotonic() + left * weights[index] / sum(weights[index:])
+            left = HURRIED_S if self.interrupted else max(0.0, until - now())
+            end = now() + left * weights[index] / sum(weights[index:])
             self._solve(index, self._class_of(group, end))
         self._note_first()
 
@@ -100,10 +100,8 @@ class Folded:
         smallest = 0
         for index, (reached, problem) in enumerate(sorted(self.refused, key=lambda item: -item[0])):
             if reached > smallest:
-                left = (until - time.monotonic()) / (len(self.refused) - index)
-                smallest = max(
-                    smallest, least_peak(problem, reached, self.solve_alone, time.monotonic() + left)
-                )
+                left = (until - now()) / (len(self.refused) - index)
+                smallest = max(smallest, least_peak(problem, reached, self.solve_alone, now() + left))
         return smallest
 
     def answer(self) -> Answer:
@@ -146,8 +144,8 @@ def least_peak(problem: GraphProblem, reached: int, solve: Solve, until: float) 
     """The least peak of the plans for a few budgets between the floor and `reached`, for which there is a plan."""
     floor, _ = floor_bytes(problem.graph, swap=problem.may_swap)
     low = max(floor, problem.budget_bytes)
-    while (now := time.monotonic()) < until and reached > low * (1 + CLOSE):
-        trial = replace(problem, budget_bytes=(low + reached) // 2, until=now + SLICE * (until - now))
+    while (moment := now()) < until and reached > low * (1 + CLOSE):
+        trial = replace(problem, budget_bytes=(low + reached) // 2, until=moment + SLICE * (until - moment))
         try:
             reached = min(reached, trial.replay(solve(trial).steps).peak_bytes)
         except BudgetInfeasible as failure:
@@ -160,7 +158,7 @@ def fold(problem: GraphProblem, solve: Solve, budgets: Iterable[int] = ()) -> Fo
     no rounds, for the first of `budgets` that does."""
     graph, budget_bytes = problem.graph, problem.budget_bytes
     outline = Outline(graph)
-    most = max(4, int((problem.until - time.monotonic()) / LEAST_S))
+    most = max(4, int((problem.until - now()) / LEAST_S))
     for cut_for_bytes in (budget_bytes, *budgets):
         parts = outline.parts(cut_for_bytes)
         groups = classes(graph, (part for part in parts if part.peak_bytes > budget_bytes), most)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import heapq
 import math
 import random
-import time
 from bisect import bisect_left
 from collections.abc import Iterable
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import Graph, IntColumn
 from memopt.advisors.graphs.lanes import Lanes, Swap
 from memopt.advisors.graphs.lives import EMPTY
@@ -217,7 +217,7 @@ class Moves:
         """Try to drop each of these reruns, dearest first."""
         state = self.state
         for count, (op, slot) in enumerate(sorted(reruns, key=lambda item: -state.ms[item[0]])):
-            if count % 64 == 63 and time.monotonic() > self.deadline:
+            if count % 64 == 63 and now() > self.deadline:
                 return
             if state.slot_op[slot] == op and state.runs_at[op][0] != slot:
                 self.drop_if_fits(op, slot)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-import time
+from typing import Any
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.auto import auto
 from memopt.advisors.graphs.autoswap import autoswap
 from memopt.advisors.graphs.autotm import autotm
 from memopt.advisors.graphs.capuchin import capuchin
 from memopt.advisors.graphs.checkmate import checkmate
 from memopt.advisors.graphs.flashneuron import flashneuron, tflms
-from memopt.advisors.graphs.graph import Graph
+from memopt.advisors.graphs.graph import MOST_BYTES_EACH, Graph
 from memopt.advisors.graphs.modnn import modnn
 from memopt.advisors.graphs.online import ONLINE
 from memopt.advisors.graphs.problem import (
     EVERYTHING,
+    SWAP,
     Answer,
     GraphProblem,
     Strategy,
@@ -24,14 +26,14 @@ from memopt.advisors.graphs.problem import (
     usual_s,
 )
 from memopt.advisors.graphs.rotor import rotor
-from memopt.advisors.graphs.runs import plain_peak
+from memopt.advisors.graphs.runs import floor_bytes, plain_peak
 from memopt.advisors.graphs.segments import sublinear_greedy, sublinear_sqrt
 from memopt.advisors.graphs.sentinel import sentinel
 from memopt.advisors.graphs.superneurons import superneurons
 from memopt.advisors.graphs.swapadvisor import swapadvisor
 from memopt.advisors.graphs.vdnn import vdnn, vdnn_all, vdnn_conv, vdnn_plus
 from memopt.advisors.schedule import Schedule
-from memopt.errors import NotPossibleHere, UsageError
+from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 
 GRAPH_STRATEGIES: dict[str, Strategy] = {
     "auto": auto,
@@ -70,6 +72,8 @@ FOR_PROFILES = {
 
 MANY = 2500
 """Graphs of more ops take the usual time within a limit up to the default, so that their plan comes soon."""
+LOWEST_TRIES = 4
+"""Budgets, each what the refusal of the one before told, until the plain schedule is the answer."""
 LIMIT_USED = 0.92
 """Of a time limit; the rest is for judging and writing."""
 
@@ -108,10 +112,10 @@ def plan_graph(
             why=FOR_PROFILES[strategy],
             try_="--strategy auto",
         )
-    begin = time.monotonic()
+    begin = now()
     problem = GraphProblem(
         graph=graph,
-        budget_bytes=budget_bytes,
+        budget_bytes=min(budget_bytes, MOST_BYTES_EACH),
         begin=begin,
         out_gbps=out_gbps,
         in_gbps=in_gbps,
@@ -121,8 +125,20 @@ def plan_graph(
     )
     plan = GRAPH_STRATEGIES[strategy] if graph.op_count else nothing_to_run
     schedule = finish(problem, plan(problem), strategy)
-    schedule.stats["seconds"] = round(time.monotonic() - begin, 3)
+    schedule.stats["seconds"] = round(now() - begin, 3)
     return schedule
+
+
+def plan_lowest(graph: Graph, **options: Any) -> Schedule:
+    """The schedule of the smallest peak that is found (options as of `plan_graph`); the plain one where none is below that."""
+    may_swap = min(options.get("out_gbps", 0.0), options.get("in_gbps", 0.0)) > 0
+    budget_bytes = max(1, floor_bytes(graph, swap=may_swap and SWAP in options.get("allow", EVERYTHING))[0])
+    for _ in range(LOWEST_TRIES):
+        try:
+            return plan_graph(graph, budget_bytes, **options)
+        except BudgetInfeasible as refusal:
+            budget_bytes = refusal.min_peak_bytes
+    return plan_graph(graph, unplanned_peak(graph), **options)
 
 
 def nothing_to_run(problem: GraphProblem) -> Answer:

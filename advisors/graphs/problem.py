@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.runs import floor_bytes, plain_peak, plain_runs, steps_of_runs
 from memopt.advisors.schedule import Schedule, Step
@@ -23,7 +23,7 @@ EVERYTHING = frozenset({RECOMPUTE, SWAP})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphProblem:
-    """A graph, a budget and what is allowed. `until` is the moment (`time.monotonic`) at which to answer; where no plan has been found
+    """A graph, a budget and what is allowed. `until` is the moment (`clock.now`) at which to answer; where no plan has been found
     by then, the search may go on until `latest`. `begin`: when planning began."""
 
     graph: Graph
@@ -31,9 +31,9 @@ class GraphProblem:
     out_gbps: float = 0.0
     in_gbps: float = 0.0
     allow: frozenset[str] = EVERYTHING
-    until: float = field(default_factory=lambda: time.monotonic() + 20.0)
+    until: float = field(default_factory=lambda: now() + 20.0)
     latest: float = math.inf
-    begin: float = field(default_factory=lambda: time.monotonic())
+    begin: float = field(default_factory=lambda: now())
 
     @property
     def may_swap(self) -> bool:
@@ -48,7 +48,7 @@ class GraphProblem:
     @property
     def elapsed_s(self) -> float:
         """Seconds of planning so far, to the millisecond."""
-        return round(time.monotonic() - self.begin, 3)
+        return round(now() - self.begin, 3)
 
     def replay(self, steps: list[Step]) -> Outcome:
         """Judge `steps` under this budget and link."""

@@ -7,11 +7,11 @@ and the cheapest in earnest is kept. With a link, what is dear to recompute may 
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.lanes import Swap
 from memopt.advisors.graphs.lives import EMPTY
 from memopt.advisors.graphs.moves import Moves
@@ -22,6 +22,8 @@ HOPELESS = 24
 SAMPLE = 64
 REFINED = 16
 BULK = 16
+DEAR = 4.0
+"""In bulk, a rerun is placed early only where late its inputs would cost so many times as much as itself."""
 NEAR = 8
 AROUND = 40
 EARLIER = (0, 0, 1, 1, 2, 3)
@@ -68,21 +70,32 @@ class Recreate(Moves):
                 relief *= max(int(covered[after - 1] - covered[last]), 1) ** breadth
             rank.append((factor * (cost + 1e-7) / relief, tensor, after))
         rank.sort()
-        return self._refine(rank[:REFINED]) + rank[REFINED:]
+        return self._refine(rank[:REFINED], slot) + rank[REFINED:]
 
-    def _refine(self, rank: list[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
-        """Add the makers of inputs that are away then to the cost."""
+    def _refine(self, rank: list[tuple[float, int, int]], slot: int) -> list[tuple[float, int, int]]:
+        """Add the makers of inputs that are away then to the cost; and, at its own cost alone, the rerun right before they go."""
         state = self.state
         refined = []
         for price, tensor, after in rank:
             maker = state.maker[tensor]
-            own = cost = state.ms[maker] + 1e-7
-            for source in state.reads[maker]:
-                if not state.alive(source, after):
-                    cost += state.ms[state.maker[source]]
-            refined.append((price * cost / own, tensor, after))
+            own = state.ms[maker] + 1e-7
+            cost, early = self._late_and_early(tensor, slot, after)
+            refined.append((price * (own + cost) / own, tensor, after))
+            if early < after:
+                refined.append((price, tensor, early))
         refined.sort()
         return refined
+
+    def _late_and_early(self, tensor: int, slot: int, after: int) -> tuple[float, int]:
+        """Time for the inputs of the tensor's maker that are away at `after`, and the last moment past `slot` when all are there; `after`
+        where they are then, or that is before `slot`."""
+        state = self.state
+        cost, early = 0.0, after
+        for source in state.reads[state.maker[tensor]]:
+            if not state.alive(source, after):
+                cost += state.ms[state.maker[source]]
+                early = min(early, state.life_end(source, after))
+        return cost, early if early > slot + 1 else after
 
     def recreate(self, most_cost: float, banned: set[int]) -> bool:
         """Evict until the budget holds; False when stuck or dearer than `most_cost`."""
@@ -101,7 +114,7 @@ class Recreate(Moves):
     def press(self, until: float, most_cost: float = math.inf) -> None:
         """Evict wherever memory is short, as far as that goes: a slot that nothing relieves is left as it is. Cannot be undone."""
         hopeless = np.zeros(len(self.state.memory), dtype=np.bool_)
-        while time.monotonic() < until:
+        while now() < until:
             memory = np.where(hopeless, 0, self.state.memory)
             slot = int(memory.argmax())
             if int(memory[slot]) <= self.budget:
@@ -179,7 +192,9 @@ class Recreate(Moves):
             if index == len(uses) or uses[index] == slot or not state.alive(tensor, slot):
                 continue
             mark, before = len(state.journal), int(state.memory[slot])
-            if self.evict(tensor, uses[index], most_cost) and int(state.memory[slot]) < before:
+            cost, early = self._late_and_early(tensor, slot, uses[index])
+            at = early if cost > DEAR * state.ms[state.maker[tensor]] else uses[index]
+            if self.evict(tensor, at, most_cost) and int(state.memory[slot]) < before:
                 done = True
                 if int(state.memory[slot]) <= self.budget:
                     break

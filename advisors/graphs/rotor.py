@@ -11,12 +11,12 @@ stretch lacks besides is made on demand, and of the optima for all amounts of me
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import FloatColumn, Graph, IntColumn
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import peak_of_runs
@@ -38,7 +38,7 @@ def rotor_plans(problem: GraphProblem) -> Iterator[list[int]]:
     most that does is found."""
     forward = Forward(problem.graph)
     for most_stages, slots in SIZES:
-        if time.monotonic() > problem.until:
+        if now() > problem.until:
             return
         stages = Stages(forward, most_stages, slots)
         if stages.slots:
@@ -61,7 +61,7 @@ def _plans(problem: GraphProblem, stages: Stages) -> Iterator[list[int]]:
             low = trial + 1
         elif trial:
             high = trial
-        if not low or time.monotonic() > problem.until:
+        if not low or now() > problem.until:
             return
         trial = (low + high) // 2
 

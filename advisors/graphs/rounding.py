@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.exact import MOST_OPS, SLACK, Relaxed
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
 from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, plain_peak, rerun_ms, steps_of_runs
@@ -61,7 +61,7 @@ def rounded_plans(problem: GraphProblem, until: float) -> Iterator[tuple[float, 
         choices = {len(stages): stages for stages in (stages_of(problem, size) for size in sizes)}
         fresh = [stages for count, stages in choices.items() if count not in seen]
         for number, (share, stages) in enumerate(itertools.product(SHARES, fresh)):
-            left_s = until - time.monotonic()
+            left_s = until - now()
             if left_s < 0 and (number or seen):
                 return
             relaxed = Relaxed(replace(problem, budget_bytes=int(share * problem.budget_bytes)), stages)

@@ -6,11 +6,11 @@ Moves that raise the cost are accepted as in simulated annealing; which ruin to 
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
 
 import numpy as np
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.arms import Arms
 from memopt.advisors.graphs.lanes import Swap
 from memopt.advisors.graphs.lives import ADDED
@@ -66,7 +66,7 @@ class Search(Recreate):
         """Take reruns away around a slot where memory is short and evict anew, as long as that does not make it shorter; until nothing is."""
         rnd = self.random
         over = self.overflow()
-        while over and time.monotonic() < until:
+        while over and now() < until:
             before = self.state.runs(), set(self.lanes.swaps) if self.lanes else set()
             self.noise, self.breadth = rnd.choice((0.05, 0.2, 0.4, 0.8)), rnd.choice((0.0, 0.5, 1.0))
             short = np.flatnonzero(self.state.memory > self.budget)
@@ -87,17 +87,17 @@ class Search(Recreate):
         self.polish_all()
 
     def run(self, until: float, enough: float = 0.0, heat: float = 0.004) -> None:
-        """Improve the loaded state until `time.monotonic()` reaches `until` or the cost `enough`."""
+        """Improve the loaded state until the clock reaches `until` or the cost `enough`."""
         self.polish_all()
-        begin = time.monotonic()
+        begin = now()
         current = self.state.cost
         reruns = self.reruns()
         arms = Arms(self.random)
-        while (now := time.monotonic()) < until and reruns and self.best_cost > enough + 1e-9:
+        while (moment := now()) < until and reruns and self.best_cost > enough + 1e-9:
             self.iterations += 1
             state = self.state
             state.commit()
-            warmth = heat * current * (1.0 - (now - begin) / (until - begin)) ** 2
+            warmth = heat * current * (1.0 - (moment - begin) / (until - begin)) ** 2
             allowed = current - warmth * math.log(self.random.random() + 1e-12)
             arm = arms.pick()
             copies = self.copies()
@@ -111,7 +111,7 @@ class Search(Recreate):
                 reruns = self.reruns()
             else:
                 self.undo_all(*copies)
-            arms.learn(arm, gain, time.monotonic() - now)
+            arms.learn(arm, gain, now() - moment)
             if self.crowded():
                 self.spread_out()
                 reruns = self.reruns()
@@ -179,7 +179,7 @@ class Search(Recreate):
             for op, _ in self.reruns()
         }
         for op, slot in sorted(self.reruns(), key=lambda item: -value[item[0]]):
-            if time.monotonic() > until:
+            if now() > until:
                 return
             if state.slot_op[slot] != op:
                 continue

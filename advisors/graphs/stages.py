@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import logging
 import math
-import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.bounds import overhead_bound
 from memopt.advisors.graphs.checkmate import build, solve
 from memopt.advisors.graphs.evolve import Evolution
 from memopt.advisors.graphs.exact import Proof, Relaxed, Start, prove
 from memopt.advisors.graphs.lanes import Lanes
+from memopt.advisors.graphs.least import least_memory, lowest_peak
 from memopt.advisors.graphs.linked import Linked
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, usual_s
-from memopt.advisors.graphs.runs import plain_runs, rerun_ms, steps_of_runs
+from memopt.advisors.graphs.runs import floor_bytes, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graphs.search import Search
 from memopt.advisors.graphs.starts import LARGE, first_plan, starts
 from memopt.advisors.graphs.waiting import Waiting
@@ -52,6 +54,10 @@ ROUND, GAIN, PATIENCE = 0.75, 0.001, 4
 """What lies beyond the usual time is searched in rounds of that share of it, until so many in a row do not take away so much of the overhead."""
 LEAST_S = 0.5
 """HiGHS is not asked for less than that."""
+LEAST = 0.15
+"""Of the time until the last resort, for the planner of little memory."""
+LEAST_PEAK_S = 1.0
+"""For the least peak that it finds, which a refusal tells."""
 PROGRAM, PROGRAM_FIRST = 0.5, 0.3
 """Of the time that is left, for that; where there is no valid plan yet."""
 CLOSE = 1e-5
@@ -102,7 +108,7 @@ class AutoPlan:
 
     def plan(self, insist_until: float = 0.0) -> None:
         """All stages, until the time is up; where there is no valid plan then, it is looked for until `insist_until` at least."""
-        begin = time.monotonic()
+        begin = now()
         left = self.problem.until - begin
         small = self.problem.graph.op_count <= LARGE
         self.last_resort = min(begin + (LAST_RESORT * left if small else left), self.problem.latest)
@@ -142,11 +148,11 @@ class AutoPlan:
         search.deadline = until
         round_s = ROUND * usual_s(self.problem.graph.op_count)
         fruitless = 0
-        while (now := time.monotonic()) < until and not search.best_over and search.best_cost > self.enough():
-            before, stop = search.best_cost, min(until, now + round_s)
+        while (moment := now()) < until and not search.best_over and search.best_cost > self.enough():
+            before, stop = search.best_cost, min(until, moment + round_s)
             alone = self.is_long or fruitless % 2 == 1
             if not alone:
-                self.evolution.run(now + 0.7 * (stop - now), round_s / 10, self.enough())
+                self.evolution.run(moment + 0.7 * (stop - moment), round_s / 10, self.enough())
             search.load_best()
             search.run(stop, self.enough(), WARM if alone else HEAT)
             fruitless = 0 if search.best_cost < (1 - GAIN) * before else fruitless + 1
@@ -185,23 +191,32 @@ class AutoPlan:
 
     def _insist(self, begin: float) -> None:
         """Look for a valid plan until the last resort; improve one for as long as it took to find, within the time limit."""
-        search, now = self.search, time.monotonic()
-        self._exactly(now + PROGRAM_FIRST * (self.last_resort - now))
+        search, moment = self.search, now()
+        self._least(moment + LEAST * (self.last_resort - moment))
+        moment = now()
+        self._exactly(moment + PROGRAM_FIRST * (self.last_resort - moment))
         if search.best_over:
             search.load_best()
             search.mend(self.last_resort)
         if not search.best_over:
             self._note_first()
-            now = time.monotonic()
-            until = min(self.problem.latest, max(self.problem.until, now + (now - begin)))
+            moment = now()
+            until = min(self.problem.latest, max(self.problem.until, moment + (moment - begin)))
             self.problem = replace(self.problem, until=until)
+
+    def _least(self, until: float) -> None:
+        """What the planner of little memory makes of it."""
+        problem, search = self.problem, self.search
+        if problem.may_recompute and (runs := least_memory(problem.graph, problem.budget_bytes, until)):
+            search.load(runs)
+            search.polish_all()
 
     def _exactly(self, until: float) -> None:
         """What HiGHS makes of Checkmate's program, where that is small."""
         search, problem = self.search, self.problem
         if problem.graph.op_count > SMALL or not problem.may_recompute or not find_spec("highspy"):
             return
-        if until - time.monotonic() < LEAST_S:
+        if until - now() < LEAST_S:
             return
         start = None if search.best_over else search.best_runs
         program = build(problem.graph, problem.budget_bytes)
@@ -218,14 +233,14 @@ class AutoPlan:
             self._starts(self.stage_end(0.2))
             if not search.best_over:
                 self._exactly(self.stage_end(0.2))
-        self._swap(time.monotonic() + slice_s)
+        self._swap(now() + slice_s)
         evolution = self.evolution
         if search.best_over:
             self.waiting.try_peers(self.stage_end(0.3))
             if problem.may_recompute:
                 self._evolve_starts(evolution, self.last_resort, slice_s, 1)
             search.load_best()
-            search.convert(time.monotonic() + slice_s)
+            search.convert(now() + slice_s)
             if search.best_over:
                 self.waiting.climb(problem.until)
                 return
@@ -241,14 +256,14 @@ class AutoPlan:
         if self.is_long and not self.search.best_over:
             return
         for start in found:
-            if time.monotonic() < until or self.search.best_over:
-                evolution.add(*start, time.monotonic() + slice_s)
+            if now() < until or self.search.best_over:
+                evolution.add(*start, now() + slice_s)
             if self.search.iterations < SLOW and not self.search.best_over:
                 return
 
     def _finish(self, enough: float) -> None:
         """One long search from the best plan with all the time that is left."""
-        if time.monotonic() < self.problem.until:
+        if now() < self.problem.until:
             self.search.load_best()
             heat = COOL if self.is_long else HEAT
             self.search.run(self.problem.until, enough, heat)
@@ -267,13 +282,13 @@ class AutoPlan:
         for noise, breadth in GREEDY:
             share = GREEDY_FIRST if self.is_long and self.search.best_over else 0.4
             self.search.greedy(noise, breadth, self.stage_end(0.1 if self.search.lanes else share))
-            if time.monotonic() > until:
+            if now() > until:
                 return
 
     def stage_end(self, share: float) -> float:
         """The moment at which `share` of what is left will be used up."""
-        now = time.monotonic()
-        return now + share * max(0.0, self.problem.until - now)
+        moment = now()
+        return moment + share * max(0.0, self.problem.until - moment)
 
     def _starts(self, until: float) -> list[Start]:
         """The best few polished plans: of what was found so far, the proof's, the online rules' and the segments'."""
@@ -282,7 +297,7 @@ class AutoPlan:
         most_ms = math.inf if search.best_over else search.best_cost
         until_starts = self.stage_end(0.15 if search.lanes else 0.3)
         for number, runs in enumerate(starts(self.problem, until_starts, most_ms)):
-            if number >= STARTS and time.monotonic() > until:
+            if number >= STARTS and now() > until:
                 break
             search.load(runs)
             if not search.overflow():
@@ -321,7 +336,7 @@ class AutoPlan:
         for noise, breadth in GREEDY[:6]:
             search.greedy(noise, breadth, until, swap_first=1.0)
             search.convert(until)
-            if time.monotonic() > until:
+            if now() > until:
                 break
 
     def answer(self) -> Answer:
@@ -337,11 +352,22 @@ class AutoPlan:
             if self._holds(steps):
                 return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
         if found:
-            for runs in starts(problem, time.monotonic() + 10):
+            for runs in starts(problem, now() + 10):
                 if self._holds(steps := steps_of_runs(problem.graph, runs)):
                     return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
-        peak = max(min(self.smallest_peak(), self.waiting.smallest_bytes), problem.budget_bytes + 1)
-        raise infeasible(problem, peak)
+        for runs in self._without_a_clock():
+            if self._holds(steps := steps_of_runs(problem.graph, runs)):
+                return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
+        raise infeasible(problem, max(self.smallest_peak(), problem.budget_bytes + 1))
+
+    def _without_a_clock(self) -> Iterator[list[int]]:
+        """What every quick rule makes of a graph on which it takes milliseconds, so that nothing is refused for want of time."""
+        graph, budget_bytes = self.problem.graph, self.problem.budget_bytes
+        if self.problem.may_recompute and graph.op_count <= LARGE:
+            if runs := first_plan(replace(self.problem, until=math.inf), math.inf):
+                yield runs
+            if graph.op_count <= LONG and (runs := least_memory(graph, budget_bytes)):
+                yield runs
 
     def _steps(self) -> list[Step]:
         search = self.search
@@ -360,6 +386,12 @@ class AutoPlan:
         return True
 
     def smallest_peak(self) -> int:
-        """Smallest peak reached without meeting the budget."""
+        """Smallest peak reached without meeting the budget, or by the planner of little memory above it."""
+        problem = self.problem
         self.search.load_best()
-        return int(self.search.state.memory.max())
+        smallest = min(int(self.search.state.memory.max()), self.waiting.smallest_bytes)
+        if problem.may_recompute:
+            low = max(problem.budget_bytes + 1, floor_bytes(problem.graph, swap=problem.may_swap)[0])
+            runs = lowest_peak(problem.graph, low, smallest, now() + LEAST_PEAK_S)
+            smallest = peak_of_runs(problem.graph, runs) if runs else smallest
+        return smallest

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.capuchin import capuchin
 from memopt.advisors.graphs.engine import THRASH, Engine, Stuck
 from memopt.advisors.graphs.exact import MOST_OPS
@@ -56,7 +56,7 @@ def first_plan(problem: GraphProblem, until: float) -> list[int]:
     for runs in _quick_plans(problem, until):
         if peak_of_runs(problem.graph, runs) <= problem.budget_bytes:
             return runs
-        if time.monotonic() > until:
+        if now() > until:
             break
     return []
 
@@ -87,16 +87,16 @@ def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> li
     that reruns for longer than `most_ms`, or than another plan, is given up."""
     graph = problem.graph
     found: list[tuple[int, float, list[int]]] = []
-    begin = time.monotonic()
+    begin = now()
     every = graph.op_count <= FEW
     forward = Forward(graph)
     for keep in [checkpoints(forward), *sqrt_cuts(forward), *greedy_cuts(forward)]:
         found.append(_valued(graph, problem.budget_bytes, runs_keeping(forward, keep)))
-        if time.monotonic() - begin > SEGMENTS * (until - begin) and not every:
+        if now() - begin > SEGMENTS * (until - begin) and not every:
             break
 
     def end() -> float:
-        return math.inf if every else min(problem.until, max(until, time.monotonic() + IN_ANY_CASE_S))
+        return math.inf if every else min(problem.until, max(until, now() + IN_ANY_CASE_S))
 
     for name in PORTFOLIO:
         if name == "dtr" and not every:
@@ -105,7 +105,7 @@ def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> li
                 for runs in rotor_plans(replace(problem, until=end()))
             )
         for budget_bytes in (problem.budget_bytes, int(LOOSER * problem.budget_bytes)):
-            if time.monotonic() > (end() if budget_bytes == problem.budget_bytes else until):
+            if now() > (end() if budget_bytes == problem.budget_bytes else until):
                 break
             most_ms = min([most_ms, *(cost for over, cost, _ in found if not over)])
             if runs := ruled(graph, budget_bytes, name, end(), most_ms):
@@ -113,8 +113,8 @@ def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> li
                 break
             if most_ms < math.inf:
                 break  # a plan is known, so one that does not meet the budget is of no use
-    found.extend(_rounded(problem, time.monotonic() + ROUNDED * (until - begin)))
-    if time.monotonic() < end():
+    found.extend(_rounded(problem, now() + ROUNDED * (until - begin)))
+    if now() < end():
         found.extend(_valued(graph, problem.budget_bytes, runs) for runs in _planned(problem, end()))
     return [runs for _, _, runs in sorted(found, key=lambda item: item[:2])]
 
@@ -122,7 +122,7 @@ def starts(problem: GraphProblem, until: float, most_ms: float = math.inf) -> li
 def _rounded(problem: GraphProblem, until: float) -> list[tuple[int, float, list[int]]]:
     """The best of Checkmate's rounded relaxations, where there is a solver and the time."""
     graph = problem.graph
-    if not find_spec("highspy") or graph.op_count > MOST_OPS or time.monotonic() > until:
+    if not find_spec("highspy") or graph.op_count > MOST_OPS or now() > until:
         return []
     plans = [_valued(graph, problem.budget_bytes, runs) for _, runs in rounded_plans(problem, until)]
     return sorted(plans, key=lambda item: item[:2])[:BEST_ROUNDED]

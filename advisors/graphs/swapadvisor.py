@@ -8,8 +8,7 @@ chromosome is the classes and their slots alone; the form has no addresses, so a
 
 from __future__ import annotations
 
-import time
-
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.offload import (
     CannotHold,
     Trip,
@@ -34,7 +33,7 @@ def swapadvisor(problem: GraphProblem) -> Answer:
     trips = idle_trips(problem.graph, runs)
 
     def rate(leaving: list[int]) -> tuple[float, float]:
-        if time.monotonic() > problem.until:
+        if now() > problem.until:
             raise OutOfTime
         try:
             steps = hold(problem, runs, [trips[number] for number in leaving], as_soon_as_possible)

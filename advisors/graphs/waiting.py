@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.autoswap import autoswap
 from memopt.advisors.graphs.autotm import autotm
 from memopt.advisors.graphs.bounds import overhead_bound
@@ -63,12 +63,12 @@ class Waiting:
         """Every published strategy that may wait, but those that cannot undercut the overhead `beaten`; in any case those that are quick."""
         by_swaps = overhead_bound(replace(self.problem, allow=frozenset({SWAP})))
         for peer in JOINT + (SWAP_ONLY if by_swaps < beaten else ()):
-            now, end = time.monotonic(), min(until, self.problem.until)
+            moment, end = now(), min(until, self.problem.until)
             quick = peer in JOINT or self.problem.graph.op_count <= FEW
-            if not quick and now > until:
+            if not quick and moment > until:
                 return
             if peer in JOINT:
-                end = max(end, now + IN_ANY_CASE_S)
+                end = max(end, moment + IN_ANY_CASE_S)
             try:
                 self._note(peer(replace(self.problem, until=end)).steps)
             except NotPossibleHere:
@@ -86,7 +86,7 @@ class Waiting:
         rnd = random.Random(0)
         current = self._trips_of_best(everything) or belady(problem, runs, everything)
         worth = self._worth(runs, current)
-        while time.monotonic() < until:
+        while now() < until:
             changed = set(current)
             for trip in rnd.sample(everything, min(len(everything), rnd.choice((1, 1, 2, 3)))):
                 changed ^= {trip}

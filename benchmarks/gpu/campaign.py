@@ -2,10 +2,11 @@
 
     python -m benchmarks.gpu.campaign correctness --out DIR         does everything work there, with the same bits?
     python -m benchmarks.gpu.campaign headline --out DIR            memopt beside its peers: peak and step time
+    python -m benchmarks.gpu.campaign workspaces --out DIR          what cuDNN and the driver take
     python -m benchmarks.gpu.campaign --list
 
 DIR gets `PART.jsonl` and, of jobs that failed, `PART.log`. A job that is in the file is not done again, so the same command goes on
-where it ended. `--dry-run` runs the same code on a CPU with tiny models. Ground truth for estimates is recorded by `record`.
+where it ended; `data/` beside this file keeps what was found. `--dry-run` runs the same code on a CPU with tiny models. Ground truth for estimates is recorded by `record`.
 """
 
 from __future__ import annotations

@@ -123,20 +123,12 @@ def tier(which: str) -> Found:
 
     import torch
 
-    from memopt.enforcers.swap import SwapTier
+    from memopt.enforcers.tiers import disk_tier, host_tier
 
+    if which == "host" and dry():
+        return {"left out": "the host tier is for a GPU's tensors"}
     device = "cpu" if dry() else "cuda"
-    if which == "host":
-        if dry():
-            return {"left out": "the host tier is for a GPU's tensors"}
-        from memopt.enforcers.host import HostStore
-
-        store: SwapTier[Any] = HostStore([1 << 30])
-    else:
-        from memopt.enforcers.accelerator import TorchAccelerator
-        from memopt.enforcers.disk import DiskStore
-
-        store = DiskStore(tempfile.gettempdir(), accelerator=None if dry() else TorchAccelerator())
+    store = host_tier(1 << 30) if which == "host" else disk_tier(Path(tempfile.gettempdir()))
     draw = random.Random(0)
     load = torch.rand(2048 if not dry() else 64, 2048 if not dry() else 64, device=device)
     held: list[tuple[Any, int, torch.Tensor]] = []
@@ -302,7 +294,7 @@ def out_of_memory() -> Found:
 
 
 def _jobs() -> list[Job]:
-    from benchmarks.gpu import headline, replays
+    from benchmarks.gpu import headline, replays, workspaces
 
     part = "correctness"
     return [
@@ -314,6 +306,8 @@ def _jobs() -> list[Job]:
         *(Job(part, f"replays {dtype}", 300, partial(replays.replays, dtype)) for dtype in replays.DTYPES),
         *(Job(part, f"plans {name}", 400, partial(plans, name), words=plan_words) for name in SMALL),
         Job(part, "links", 60, links, timed=True),
+        Job("workspaces", "convolutions", 200, workspaces.convolutions),
+        Job("workspaces", "stages", 60, workspaces.stages, timed=True),
         *(
             Job("headline", name, limit_s, run, True, headline.words)
             for name, limit_s, run in headline.runs()

@@ -62,6 +62,31 @@ def first(results: Any) -> Tensor:
     return out
 
 
+def jagged(capability: tuple[int, int]) -> None:
+    """Let nested tensors of the jagged layout choose among CUDA's kernels, which C++ refuses for tensors of the cpu."""
+    from torch.nested._internal import sdpa
+
+    module: Any = sdpa
+
+    def flash(given: Any, debug: bool = False) -> bool:
+        query = given.query
+        return (
+            torch.backends.cuda.flash_sdp_enabled()
+            and capability >= (8, 0)
+            and query.dtype in _HALF
+            and given.attn_mask is None
+            and query.shape[-1] <= 256
+        )
+
+    def efficient(given: Any, debug: bool = False) -> bool:
+        dtype, width = given.query.dtype, given.query.shape[-1]
+        known = dtype in (torch.float32, *_HALF) and not (dtype is torch.bfloat16 and capability < (8, 0))
+        aligned = known and width % _alignment(dtype, capability) == 0
+        return torch.backends.cuda.mem_efficient_sdp_enabled() and aligned
+
+    module.can_use_flash_attention, module.can_use_efficient_attention = flash, efficient
+
+
 def _as_bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """convert_boolean_attn_mask: `False` becomes minus infinity."""
     if mask is None or mask.dtype is not torch.bool:
@@ -185,22 +210,3 @@ def _run_efficient(
         query, key, value, bias, saves, dropout_p, is_causal, scale=scale
     )[0]
     return out
-
-
-def flash_backward_bytes(grad: Any, query: Tensor, key: Tensor) -> list[int]:
-    """mha_bwd in flash_api.cpp: softmax_d and dq_accum in fp32; dk and dv expanded when heads are grouped."""
-    batch, heads, length, width = query.shape
-    rows = batch * heads * -(-length // 128) * 128
-    taken = rows * 4 + rows * -(-width // 32) * 32 * 4
-    if key.shape[1] != heads:
-        taken += 2 * batch * heads * key.shape[2] * width * query.element_size()
-    return [taken]
-
-
-def efficient_backward_bytes(query: Tensor) -> list[int]:
-    """attention_backward.cu: `delta` in fp32; the gradient of a half-precision query is accumulated in fp32."""
-    batch, heads, length, width = query.shape
-    taken = batch * heads * length * 4
-    if query.element_size() == 2:
-        taken += batch * heads * -(-length // 64) * 64 * -(-width // 64) * 64 * 4
-    return [taken]

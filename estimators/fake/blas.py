@@ -20,7 +20,7 @@ aten = torch.ops.aten
 PRODUCTS = frozenset(
     (
         aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, aten.addmv.default,
-        aten.mv.default, aten.dot.default, aten.vdot.default, aten._addmm_activation.default,
+        aten.mv.default, aten.linear.default, aten.matmul.default, aten.dot.default, aten.vdot.default, aten._addmm_activation.default,
     )
 )  # fmt: skip
 

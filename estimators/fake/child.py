@@ -54,7 +54,7 @@ def _run(request: Request) -> Result:
         from memopt.estimators.fake import cuda as fake_cuda
 
         fake_cuda.install(recorder, request)
-    problem, line = "", ""
+    problem, line, trace = "", "", ""
     with recorder:
         watch = recorder.watch
         assert watch is not None
@@ -70,7 +70,7 @@ def _run(request: Request) -> Result:
             if stop.code not in (None, 0) and not watch.backwards:
                 problem = f"the script exited with {stop.code}"
         except BaseException as error:
-            problem, line = _told(error)
+            problem, line, trace = _told(error)
         watch.mark_gradients()
         recording = ending.finish(failed=bool(problem), ended=ended)
         if ending.later is not None:
@@ -81,6 +81,7 @@ def _run(request: Request) -> Result:
         recording=recording,
         problem=problem,
         line=line,
+        traceback=trace,
         guesses=list(recorder.guesser.branches),
         backwards=watch.backwards,
         steps=max(watch.steps.values(), default=0),
@@ -102,18 +103,18 @@ def _settings() -> str:
     return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
 
 
-def _told(error: BaseException) -> tuple[str, str]:
-    """`(what went wrong, file:line of the script)`."""
+def _told(error: BaseException) -> tuple[str, str, str]:
+    """`(what went wrong, file:line of the script, the traceback if MEMOPT_TRACEBACK asks for it)`."""
     from memopt.estimators.fake.guess import is_users
 
     line = ""
     for frame in traceback.extract_tb(error.__traceback__):
         if is_users(frame.filename):
             line = f"{frame.filename}:{frame.lineno}: {frame.line or ''}"
-    if os.environ.get("MEMOPT_TRACEBACK"):
-        traceback.print_exception(error)
-    text = "".join(traceback.format_exception_only(error)).strip()
-    return text, line
+    trace = "".join(traceback.format_exception(error)) if os.environ.get("MEMOPT_TRACEBACK") else ""
+    while isinstance(error, ImportError) and error.__cause__ is not None:
+        error = error.__cause__  # a library that imports on demand says only which of its names was asked for
+    return "".join(traceback.format_exception_only(error)).strip(), line, trace
 
 
 if __name__ == "__main__":

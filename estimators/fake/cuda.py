@@ -30,6 +30,7 @@ CPU = torch.device("cpu")
 
 def install(recorder: FakeRecorder, request: Request) -> None:
     """Patch torch in this process, for good."""
+    from memopt.estimators.fake import bitsandbytes as fake_bitsandbytes
     from memopt.estimators.fake import cuda_api as fake_cuda_api
 
     _whereabouts(recorder)
@@ -40,6 +41,7 @@ def install(recorder: FakeRecorder, request: Request) -> None:
     _grouping(recorder)
     fake_cuda_api.install(recorder, request)
     fake_cuda_types.install(recorder)
+    fake_bitsandbytes.install(recorder)
     _CUDNN.is_acceptable = lambda tensor: False  # else recurrent layers warn that this build has no cuDNN
 
 

@@ -82,8 +82,14 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
     _VERSION.cuda = "13.0"
     _BACKENDS.cudnn.is_available = lambda: True
     _BACKENDS.cudnn.version = lambda: 91300
-    _C._cuda_clearCublasWorkspaces = lambda: None
-    _C._cuda_getCurrentBlasHandle = lambda: 0
+    natives = {
+        "clearCublasWorkspaces": None, "getCurrentBlasHandle": 0, "getCurrentSolverHandle": 0, "getCurrentRawStream": 0,
+        "getDevice": 0, "setDevice": None, "exchangeDevice": 0, "maybeExchangeDevice": 0, "getDeviceCount": 1,
+        "synchronize": None, "ipc_collect": None, "init": None, "getCompiledVersion": 13000, "isHistoryEnabled": False,
+        "getAllocatorBackend": "native", "canDeviceAccessPeer": False, "getArchFlags": "sm_80 sm_86 sm_90",
+    }  # fmt: skip
+    for name, value in natives.items():  # what libraries built for CUDA read of torch when they are imported
+        setattr(_C, f"_cuda_{name}", lambda *args, _value=value: _value)
 
 
 _STATISTICS = (
@@ -198,16 +204,28 @@ def _devices() -> None:
     cuda.device, cuda.device_of, cuda._DeviceGuard = _Device, _Device, _Device
 
 
+_RNG_STATE_BYTES = 16
+"""Seed and offset of a CUDA generator, eight bytes each (ATen/cuda/CUDAGeneratorImpl.cpp)."""
+
+
 def _random() -> None:
     cuda: Any = torch.cuda
-    state = torch.get_rng_state().clone()
-    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state", "set_rng_state_all"):
+    kept = [torch.zeros(_RNG_STATE_BYTES, dtype=torch.uint8)]
+
+    def keep(state: torch.Tensor, device: Any = None) -> None:
+        kept[0] = state
+
+    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state_all"):
         setattr(cuda, name, lambda *args, **kwargs: None)
-        setattr(cuda.random, name, getattr(cuda, name))
+    cuda.set_rng_state = keep
     cuda.initial_seed = lambda: 0
-    cuda.get_rng_state = lambda device=None: state.clone()
-    cuda.get_rng_state_all = lambda: [state.clone()]
-    cuda.random.get_rng_state, cuda.random.get_rng_state_all = cuda.get_rng_state, cuda.get_rng_state_all
+    cuda.get_rng_state = lambda device=None: kept[0].clone()
+    cuda.get_rng_state_all = lambda: [kept[0].clone()]
+    for name in (
+        "manual_seed", "manual_seed_all", "seed", "seed_all", "initial_seed", "get_rng_state", "get_rng_state_all",
+        "set_rng_state", "set_rng_state_all",
+    ):  # fmt: skip
+        setattr(cuda.random, name, getattr(cuda, name))
 
 
 def _accelerator() -> None:

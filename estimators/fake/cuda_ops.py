@@ -10,10 +10,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import _foreach_supported_types
 
-from memopt.estimators.fake.attention import attention, efficient_backward_bytes, flash_backward_bytes
+from memopt.estimators.fake.attention import attention, jagged
 from memopt.estimators.fake.cells import cell_choices
 from memopt.estimators.fake.cudnn_rnn import recurrent_choices
 from memopt.estimators.fake.hidden import hidden
+from memopt.estimators.hidden_memory import (
+    efficient_attention_backward,
+    flash_attention_backward,
+    packed_flash_attention_backward,
+)
 
 if TYPE_CHECKING:
     from memopt.estimators.fake.choices import Overrides
@@ -31,6 +36,7 @@ def device_choices(overrides: Overrides, recorder: FakeRecorder) -> None:
     overrides.add("scaled_dot_product_attention", attention(on_cuda, recorder.capability))
     if recorder.target != "cuda":
         return
+    jagged(recorder.capability)
     if FakeTensor not in _foreach_supported_types:  # else optimizers go through fake parameters one by one
         _foreach_supported_types.append(FakeTensor)
     recurrent_choices(overrides, recorder)
@@ -95,9 +101,56 @@ def _softmax(kernel: Any) -> Any:
 
 @hidden("cuda", aten._scaled_dot_product_flash_attention_backward.default)
 def _flash_backward(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
-    return flash_backward_bytes(args[0], args[1], args[2])
+    batch, heads, length, width = args[1].shape
+    taken = flash_attention_backward(
+        batch=batch,
+        heads=heads,
+        kv_heads=args[2].shape[1],
+        query_length=length,
+        key_length=args[2].shape[2],
+        head_dim=width,
+        item_bytes=args[1].element_size(),
+        splits=_splits(recorder, batch * heads),
+    )
+    return (sum(each.size_bytes for each in taken),)
+
+
+@hidden("cuda", aten._flash_attention_backward.default)
+def _packed_backward(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int] | None:
+    query, key, ends = args[1], args[2], args[6]
+    if query.dim() != 3 or ends is None:
+        return None
+    sequences = ends.numel() - 1
+    taken = packed_flash_attention_backward(
+        sequences=sequences,
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        queries=query.shape[0],
+        keys=key.shape[0],
+        head_dim=query.shape[2],
+        item_bytes=query.element_size(),
+        splits=_splits(recorder, sequences * query.shape[1]),
+    )
+    return (sum(each.size_bytes for each in taken),)
+
+
+def _splits(recorder: Any, blocks: int) -> int:
+    """Into how many parts the gradient of the queries is summed, so that the order of sums is the same every time."""
+    strict = (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
+    return (recorder.hidden.device.multiprocessors + blocks - 1) // max(1, blocks) if strict else 1
 
 
 @hidden("cuda", aten._scaled_dot_product_efficient_attention_backward.default)
 def _efficient_backward(recorder: Any, args: Any, kwargs: Any, result: Any) -> Iterable[int]:
-    return efficient_backward_bytes(args[1])
+    batch, heads, length, width = args[1].shape
+    taken = efficient_attention_backward(
+        batch=batch,
+        heads=heads,
+        query_length=length,
+        head_dim=width,
+        item_bytes=args[1].element_size(),
+    )
+    return (sum(each.size_bytes for each in taken),)

@@ -1,8 +1,9 @@
 """When a run on fake tensors has seen enough: after the steps asked for, or later where that is quick and harms nothing.
 
 What needs most may only come later: batches differ in size, an epoch ends with an evaluation, a diffusion model samples. So a script
-is followed on for some thousands of ops, more of them while its steps differ. That ends where it first opens a file to write,
-starts a process or connects; what fails there, depends on data, or takes long is not counted at all.
+is followed on for some thousands of ops, more of them while its steps differ. Once they are seen to be alike, those ops are not
+spent on more of them: a loader that would deliver many more batches ends (`fake/loaders.py`). Following on ends where the script
+first opens a file to write, starts a process or connects; what fails there, depends on data, or takes long is not counted at all.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from memopt.estimators.fake.watch import Watch
 from memopt.estimators.recording import Recording
 
 _OPS_ENOUGH = 1_000
-"""A second step of so many ops that leaves memory as the first is the last one: counted, so that every machine answers the same."""
+"""A second step of so many ops that leaves memory as the first is the last one asked for: counted, so that every machine answers
+the same."""
 _TURNS = 6
 """How often one optimizer may step for each step of another: WGAN's critic does five times."""
 _OPS_ALIKE, _OPS_DIFFERENT = 20_000, 60_000
-"""The op at which following on ends, where the last two steps allocated the same and where they did not."""
+"""How many ops are followed on, where the last two steps allocated the same and where they did not."""
 _SECONDS = 60.0
 """How long following on may take."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
@@ -44,7 +46,7 @@ class Ending:
         self._made: weakref.WeakSet[Any] = weakref.WeakSet()
         self._left: list[int] = []
         self._taken: list[int] = []
-        self._rows = self._ops = 0
+        self._rows = self._ops = self._step_ops = 0
         optimizer: Any = torch.optim.Optimizer
         init = optimizer.__init__
 
@@ -63,20 +65,19 @@ class Ending:
         self._note(done)
         wanted = self.steps if len(self._made) < 2 else 2 * self.steps
         if self.later is not None:
-            self.later.limit(self._alike(self._taken))
+            self._limit()
         elif done >= wanted and (least >= wanted or done >= _TURNS * self.steps):
             self._go_on()
         elif large and self._alike(self._left) and (least or done >= self.steps):
-            self.recorder.guesser.remark(
-                f"step {done} left memory as step {done - 1} had: no more were followed"
-            )
-            raise Enough
+            self.recorder.guesser.remark(f"step {done} left memory as step {done - 1} had")
+            self._go_on()
 
     def _note(self, done: int) -> None:
         """What lives after a step of the first optimizer, and what was allocated since the one before."""
         if done == len(self._left) + 1:
             self._left.append(self.recorder.live_bytes)
             self._taken.append(sum(row.size_bytes for row in self.recorder.rows[self._rows :]))
+            self._step_ops = self.recorder.op_count - self._ops
             self._rows, self._ops = len(self.recorder.rows), self.recorder.op_count
 
     def _alike(self, values: list[int]) -> bool:
@@ -86,6 +87,13 @@ class Ending:
         if not self.further:
             raise Enough
         self.later = Later(self.recorder)
+        self._limit()
+
+    def _limit(self) -> None:
+        """Where following on ends, and how many more steps like these are worth their ops."""
+        assert self.later is not None
+        alike = self._alike(self._left) and (self._step_ops > _OPS_ENOUGH or self._alike(self._taken))
+        self.recorder.batches_enough = _OPS_ALIKE // 4 // max(1, self._step_ops) if alike else None
         self.later.limit(self._alike(self._taken))
 
     def _went_backward(self) -> None:
@@ -117,7 +125,7 @@ class Later:
 
     def limit(self, alike: bool) -> None:
         """End at an op that depends on whether the steps are `alike`."""
-        self.recorder.op_limit = _OPS_ALIKE if alike else _OPS_DIFFERENT
+        self.recorder.op_limit = self.point.op_count + (_OPS_ALIKE if alike else _OPS_DIFFERENT)
         if self.recorder.op_count >= self.recorder.op_limit:
             raise Enough
 

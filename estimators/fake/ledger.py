@@ -31,9 +31,13 @@ class Ledger:
         """`i + 1` when row i is allocated, `-(i + 1)` when it is freed."""
         self.marks: list[tuple[str, int]] = []
         self.live_bytes = self.peak_bytes = self.possible_bytes = 0
+        self.possible: list[tuple[int, int]] = []
+        """`(n, bytes)`: what may be taken for a while after the first n events."""
         self.op_count = 0
         self.op_limit = 0
         """The op at which the run has seen enough; 0: none."""
+        self.batches_enough: int | None = None
+        """How many more batches of a loader that has many are worth following; None: all."""
         self.memory_fraction = 1.0
         self.alloc_conf = ""
         self.ordinal = 0
@@ -52,7 +56,8 @@ class Ledger:
         marks = [
             (kind, at) for kind, at in self.marks if until is None or (at <= end.events and kind != "end")
         ]
-        taken = {"op_count": end.op_count, "possible_bytes": end.possible_bytes}
+        possible = [each for each in self.possible if each[0] <= end.events]
+        taken = {"op_count": end.op_count, "possible_bytes": end.possible_bytes, "possible": possible}
         return {"rows": self.rows[: end.rows], "events": self.events[: end.events], "marks": marks, **taken}
 
     def _event(self, event: int) -> None:
@@ -82,8 +87,10 @@ class Ledger:
             self._event(-(index + 1))
 
     def may_take(self, size_bytes: int) -> None:
-        """So much may be taken, or may not, by a library inside one op or by batches ahead of their turn: not recorded, but told."""
-        self.possible_bytes = max(self.possible_bytes, size_bytes)
+        """So much may be taken, or may not, by a library inside one op or by batches ahead of their turn: told beside the recording."""
+        if size_bytes > 0:
+            self.possible.append((len(self.events), size_bytes))
+            self.possible_bytes = max(self.possible_bytes, size_bytes)
 
     def workspace_later(self, op: str) -> int:
         """A workspace whose bytes are not known yet; the row to fill in."""

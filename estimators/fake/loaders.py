@@ -2,6 +2,8 @@
 
 A batch that a worker made is mapped into the script's process when it is received. Workers that are ahead of their turn have theirs
 received early: how many wait depends on timing, so none is recorded and the most that is usual is told.
+
+Once training steps are known to be alike, a loader that would deliver many more batches ends: what follows an epoch is worth more.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from torch.utils.data import dataloader
 
 from memopt.estimators.fake.record import FakeRecorder
 
+_LEAST = 2
+"""Batches that every loader delivers: an evaluation's too."""
 _ALONE = {
     "num_workers": 0, "pin_memory": False, "prefetch_factor": None, "persistent_workers": False,
     "multiprocessing_context": None, "timeout": 0,
@@ -48,8 +52,24 @@ def install(recorder: FakeRecorder) -> None:
         if workers and recorder.target == "cpu":
             self._dataset_fetcher = _Worker(self._dataset_fetcher, recorder, workers)
 
+    take = alone.__next__
+
+    def taken(self: Any) -> Any:
+        enough = recorder.batches_enough
+        if enough is None:
+            self._memopt_more = 0
+        else:
+            self._memopt_more = getattr(self, "_memopt_more", 0) + 1
+            if self._memopt_more > max(_LEAST, enough):
+                recorder.guesser.remark(
+                    "steps are alike: epochs were cut short, to follow what comes after them"
+                )
+                raise StopIteration
+        return take(self)
+
     loader.__init__ = in_process
     alone.__init__ = begun
+    alone.__next__ = taken
 
 
 class _Worker:

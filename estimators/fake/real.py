@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -50,6 +51,16 @@ def _bytes(tensor: torch.Tensor) -> int:
         return 0
 
 
+@functools.cache
+def _runs_on_the_host(func: Any) -> bool:
+    """Whether there is a kernel for real tensors of the cpu: of libraries made for a GPU there is none."""
+    name, has = func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
+    return func.namespace == "aten" or any(has(name, key) for key in ("CPU", *_COMPOSITE))
+
+
+_COMPOSITE = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+
+
 def stays_real(
     func: Any,
     args: tuple[Any, ...],
@@ -58,6 +69,8 @@ def stays_real(
     device: str,
 ) -> bool:
     """Whether an op without fake inputs runs for real: small outputs, and no large floating-point ones on the device."""
+    if device == "cuda" and not _runs_on_the_host(func):
+        return False
     if tensors:
         if device == "cuda" and any(t.is_floating_point() and t.numel() > _FLOATS_REAL for t in tensors):
             return False

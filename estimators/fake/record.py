@@ -22,7 +22,7 @@ Ops that only a value could answer (`.item()`, `x[mask]`) get a guess that is no
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,6 +43,7 @@ from memopt.estimators.fake.autocast import CudaAutocast
 from memopt.estimators.fake.blas import BlasWorkspaces
 from memopt.estimators.fake.choices import Overrides, plain_choices
 from memopt.estimators.fake.cuda_ops import device_choices
+from memopt.estimators.fake.fused import Fusion
 from memopt.estimators.fake.graphs import Pools
 from memopt.estimators.fake.guess import Guesser
 from memopt.estimators.fake.hidden import hidden_bytes
@@ -50,6 +51,7 @@ from memopt.estimators.fake.ledger import Enough, Ledger, Point
 from memopt.estimators.fake.meeting import Meetings
 from memopt.estimators.fake.probe import Probes
 from memopt.estimators.fake.real import stays_real
+from memopt.estimators.fake.shapes import Shapes
 from memopt.estimators.fake.share import note_share
 from memopt.estimators.fake.sparse import note_distinct, sparse_result
 from memopt.estimators.fake.streams import Streams
@@ -95,11 +97,13 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self.hidden = hidden or HiddenMemory.of(find_device("a100-80gb"))
         self.capability = self.hidden.device.capability_pair
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.shapes = Shapes(self.fake_mode)
         self.guesser = guesser or Guesser()
         self.probes = Probes()
         self.meetings = Meetings(self)
         self.streams = Streams(self)
         self.pools = Pools(self)
+        self.fusion = Fusion(self)
         self.on_stream = self.streams.now
         self.blas = BlasWorkspaces(self)
         self.inside = 0
@@ -107,6 +111,11 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self._claim: str | None = None
         self.watch: Watch | None = None
         self._stack = ExitStack()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Dynamo never runs here: keeping it out of every op would take longer than the op."""
+        return False
 
     # entering and leaving
 
@@ -182,10 +191,11 @@ class FakeRecorder(Ledger, TorchDispatchMode):
     # asking and telling
 
     def device_of(self, tensor: torch.Tensor) -> str:
-        """`cuda` or `cpu`: where the script believes `tensor` to be."""
+        """`cuda` or `cpu`: where the script believes `tensor` to be; of a wrapper, what it was made for."""
         if self.target == "cpu":
             return "cpu"
-        return "cuda" if self._lies_there(tensor) else "cpu"
+        told = getattr(tensor, "_memopt_device", None)
+        return told or ("cuda" if self._lies_there(tensor) else "cpu")
 
     def ordinal_of(self, tensor: torch.Tensor) -> int:
         """Which GPU a tensor on one of them lies on."""
@@ -203,21 +213,34 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             return tensor._values().untyped_storage()._cdata in self._live
 
     def mark(self, tensor: torch.Tensor, category: str, label: str = "") -> None:
-        """Name the storage under `tensor`; nothing happens when it is not on the target."""
-        row = self.row_of(tensor)
-        if row is not None:
+        """Name the storages under `tensor`; nothing happens when it is not on the target."""
+        for row in self.rows_of(tensor):
             row.category = category
             if label:
                 row.label = label
 
     def row_of(self, tensor: torch.Tensor) -> StorageRow | None:
-        """What is recorded of the storage under `tensor`, or under the shard that it holds."""
-        tensor = getattr(tensor, "_local_tensor", tensor)
+        """What is recorded of the storage under `tensor`, or under the first tensor that it holds."""
+        return next(self.rows_of(tensor), None)
+
+    def rows_of(self, tensor: torch.Tensor) -> Iterator[StorageRow]:
+        """What is recorded of the storages under `tensor`: of a wrapper, under the tensors that it holds."""
+        if is_traceable_wrapper_subclass(tensor):
+            held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            for each in held:
+                if isinstance(each, torch.Tensor):  # a DTensor holds its mesh too
+                    yield from self.rows_of(each)
+            return
         try:
             found = self._live.get(tensor.untyped_storage()._cdata)
         except _NO_STORAGE:
-            return None
-        return self.rows[found[1]] if found else None
+            return
+        if found:
+            yield self.rows[found[1]]
+
+    def held(self) -> set[int]:
+        """The rows whose storages live."""
+        return {row for _, row in self._live.values()}
 
     def as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor in place of a real one: it takes over what is recorded of the real one's storage."""
@@ -239,6 +262,13 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             self._see(made, "cpu", "data")
         return made
 
+    def as_real(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A real tensor of the fake one's shape that nobody reads, on the same device: for what cannot become fake."""
+        with self.paused():
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        self._see(made, self.device_of(tensor), "data")
+        return made
+
     def adopt(self, tensor: torch.Tensor, device: str) -> None:
         """Record a tensor that was made out of sight."""
         self._see(tensor, device, "adopted")
@@ -258,9 +288,17 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             return
         if device != self.target or is_traceable_wrapper_subclass(tensor):
             return  # what a wrapper holds was seen by itself
-        if getattr(tensor, "fake_device", tensor.device).type == "meta" or not storage.resizable():
-            return  # no memory, or NumPy's
+        if getattr(tensor, "fake_device", tensor.device).type == "meta":
+            return
+        if device == "cuda" and not storage.resizable():
+            return  # NumPy's, on the host
         self._allocate(storage, op)
+
+    def _see_foreign(self, tensors: list[torch.Tensor]) -> None:
+        """What an op reads and no op made counts as what ops make does: memory of NumPy, of a mapped or a shared file."""
+        for tensor in tensors:
+            if not isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
+                self._see(tensor, "cpu", "data")
 
     def _see_sparse(self, tensor: torch.Tensor, device: str, op: str) -> None:
         self.guesser.remark("of ops on sparse tensors only results and the largest temporaries are counted")
@@ -334,9 +372,12 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         if self.op_count == self.op_limit:
             raise Enough
         name = func.__name__ if hasattr(func, "__name__") else str(func)
+        first_row = len(self.rows)
         into_host = device == "cuda" and args and result is args[0] and not self._lies_there(result)
         if not into_host:
             self._see_all(result[:1] if func is _PACK else result, device, name)
+        if self.fusion.depth:
+            self.fusion.ran(func, first_row)
         if device == self.target:
             for size in hidden_bytes(self, func, args, kwargs, result):
                 self.workspace(size, name)
@@ -375,6 +416,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         device: str,
     ) -> Any:
         fakes = any(isinstance(t, FakeTensor) for t in tensors)
+        if self.target == "cpu":
+            self._see_foreign(tensors)
         if fakes:
             own = args
             if any(t.grad_fn is not None and not isinstance(t, FakeTensor) for t in tensors):
@@ -386,7 +429,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             sparse = sparse_result(self, func, args, kwargs)
             if sparse is not None:
                 return sparse
-            result = _own(func, own, func(*args, **kwargs))
+            result = _own(func, own, self.shapes.run(func, args, kwargs))
             note_share(func, args, result)
             note_distinct(func, own, result)
             return result

@@ -39,6 +39,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     recording: Recording
     problem: str = ""
     line: str = ""
+    traceback: str = ""
+    """Of the problem, library frames included, if `MEMOPT_TRACEBACK` is set."""
     guesses: list[str] = []
     """Lines at which a truth value was guessed, latest last."""
     backwards: int = 0
@@ -49,7 +51,9 @@ STEPS = 3
 """How many are followed where nobody says: the first makes the optimizer's state, the next is like all others."""
 
 
-def request_on(spec: DeviceSpec, argv: list[str], *, as_module: bool, steps: int | None) -> Request:
+def request_on(
+    spec: DeviceSpec, argv: list[str], *, as_module: bool, steps: int | None, further: bool = False
+) -> Request:
     """Of `argv` on `spec`, with what a calibration measured there; without `steps` as many as it takes."""
     pretended = on_device(spec)
     return Request(
@@ -61,5 +65,5 @@ def request_on(spec: DeviceSpec, argv: list[str], *, as_module: bool, steps: int
         multiprocessors=spec.multiprocessors,
         hidden=pretended["hidden"],
         steps=steps or STEPS,
-        further=steps is None,
+        further=further,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,6 +120,8 @@ def _failed(result: Result, output: str) -> NotPossibleHere:
     at = f" at {result.line}" if result.line else ""
     guesses = [note for note in result.recording.notes if " taken to be " in note]
     why = result.problem + (f"\n  guessed before that: {'; '.join(guesses[:3])}" if guesses else "")
+    if result.traceback:
+        why += "\n" + textwrap.indent(result.traceback.rstrip(), "  ")
     return NotPossibleHere(
         f"the script could not be followed on fake tensors{at}", why=why, try_=_way_out(result.problem)
     )

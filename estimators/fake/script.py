@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing.process
 import os
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from memopt.estimators.fake import flex
 from memopt.estimators.fake.compiled import CompiledForward, CompiledFunction, follow
 from memopt.estimators.fake.guess import is_users
 from memopt.estimators.fake.record import FakeRecorder
@@ -30,6 +32,7 @@ def install(recorder: FakeRecorder) -> None:
     _distributed(recorder)
     _spawned(recorder)
     _sharded(recorder)
+    flex.install(recorder)
     _data_parallel(recorder)
     _inference_mode()
     _padded_encoders(recorder)
@@ -45,6 +48,7 @@ def _compilers(recorder: FakeRecorder) -> None:
             return lambda function: compiled(function, *args, **kwargs)
         by_inductor = kwargs.get("backend", "inductor") == "inductor" and not kwargs.get("disable")
         if recorder.target != "cpu" or not by_inductor:
+            recorder.fusion.compiles |= by_inductor and recorder.target == "cuda"
             return eager(model, by_inductor and str(kwargs.get("mode")) in _GRAPHED)
         if not isinstance(model, torch.nn.Module):
             follow()
@@ -66,6 +70,8 @@ def _compilers(recorder: FakeRecorder) -> None:
             if not isinstance(model, torch.nn.Module):
                 return recorder.pools.graphed(model)
             model.forward = recorder.pools.graphed(model.forward)
+        if inspect.isfunction(model) and recorder.target == "cuda":
+            return recorder.fusion.fused(model)
         return model
 
     def scripted(obj: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,10 +177,10 @@ def _is_rank(process: Any) -> bool:
 
 def _sharded(recorder: FakeRecorder) -> None:
     """DTensor asks fake tensors of its own what shape an op's result has."""
-    name = "torch.distributed.tensor._sharding_prop"
+    name = "torch.distributed.tensor._dispatch"
 
     def patch() -> None:
-        propagator: Any = sys.modules[name].ShardingPropagator
+        propagator: Any = sys.modules["torch.distributed.tensor._sharding_prop"].ShardingPropagator
         ask = propagator._propagate_tensor_meta_non_cached
 
         def asked(*args: Any, **kwargs: Any) -> Any:
@@ -182,6 +188,15 @@ def _sharded(recorder: FakeRecorder) -> None:
                 return ask(*args, **kwargs)
 
         propagator._propagate_tensor_meta_non_cached = asked
+        schema: Any = sys.modules["torch.distributed.tensor._op_schema"]
+        schema._rebuild_tensor_from_dtensor_meta = lambda spec: torch.empty_strided(
+            spec.tensor_meta.shape, spec.tensor_meta.stride, dtype=spec.tensor_meta.dtype, device="cpu"
+        )
+        dispatch: Any = sys.modules[name]
+        if hasattr(
+            dispatch, "run_dtensor_rng_op"
+        ):  # sets the generator before and after, which makes no difference here
+            dispatch.run_dtensor_rng_op = lambda begin, end, op, *args, **kwargs: op(*args, **kwargs)
 
     call_after_import(name, patch)
 

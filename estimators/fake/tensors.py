@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memopt.estimators.fake import subclasses
 from memopt.estimators.fake.guess import user_line
 from memopt.estimators.fake.lazy import is_lazy
 from memopt.estimators.fake.record import FakeRecorder
@@ -30,6 +31,7 @@ def install(recorder: FakeRecorder) -> None:
     _truth_hints()
     _resizes(recorder)
     _shares()
+    subclasses.install(recorder)
 
 
 def _values(recorder: FakeRecorder) -> None:

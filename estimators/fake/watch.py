@@ -105,9 +105,8 @@ class Watch:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self.leaves.setdefault(id(parameter), parameter)
-                row = self.recorder.row_of(parameter)
-                if row is not None and not row.category:
-                    row.category = "parameter"
+                for row in self.recorder.rows_of(parameter):
+                    row.category = row.category or "parameter"
         self.mark_gradients()
         self._in_step += 1
         self._rephase()
@@ -123,9 +122,9 @@ class Watch:
     def mark_state(self, values: Any) -> None:
         for value in values:
             if isinstance(value, torch.Tensor):
-                row = self.recorder.row_of(value)
-                if row is not None and row.category not in ("parameter", "gradient"):
-                    row.category = "optimizer state"
+                for row in self.recorder.rows_of(value):
+                    if row.category not in ("parameter", "gradient"):
+                        row.category = "optimizer state"
             elif isinstance(value, dict):
                 self.mark_state(value.values())
             elif isinstance(value, (list, tuple)):

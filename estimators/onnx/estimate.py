@@ -16,7 +16,13 @@ from torch import Tensor
 from memopt.errors import BadFile, MemoptError, UsageError
 from memopt.estimators.fake.record import Target
 from memopt.estimators.hidden_memory import HiddenMemory
-from memopt.estimators.onnx.folded import assume_batch_norms, folded_batch_norms, lost_dropout, warnings
+from memopt.estimators.onnx.folded import (
+    assume_batch_norms,
+    folded_batch_norms,
+    lost_dropout,
+    seen_by,
+    warnings,
+)
 from memopt.estimators.onnx.graph import MOST_ELEMENTS, Graph, Model, Weight, read_model
 from memopt.estimators.onnx.interpret import Env, Run
 from memopt.estimators.onnx.lower import fix_dims, lower, without_dead
@@ -59,18 +65,20 @@ def plan_training(
     dims: Mapping[str, int],
     loss: str | None = None,
     faithful: bool = False,
-    assume_bn: bool = False,
+    assume_bn: bool | None = None,
     least: bool = False,
 ) -> Plan:
     """The model at `path` made ready for training: dims fixed, parameters found, fused operators matched.
 
-    Sizes that depend on data are the largest possible, or with `least` the smallest.
+    Batch norms that the exporter folded are put back, unless `assume_bn` is False. Sizes that depend on data are the largest
+    possible, or with `least` the smallest.
     """
     model = read_model(path)
     graph, notes = fix_dims(lower(model), batch_size, dims)
     _only_tensors(graph)
     trained = parameters(graph)
-    suspects = folded_batch_norms(graph) if assume_bn else []
+    suspects = [] if assume_bn is False else folded_batch_norms(graph)
+    seen = seen_by(suspects)
     if suspects:
         graph, added = assume_batch_norms(graph, suspects)
         graph = without_dead(graph)
@@ -80,7 +88,7 @@ def plan_training(
         graph, trained, {n: tuple(v.shape) for n, v in values.items() if isinstance(v, Tensor)}
     )
     chosen, said = choose_loss([values.get(o) for o in graph.outputs], loss)
-    notes = [*warnings(graph, trained, len(suspects)), *notes, said]
+    notes = [*warnings(graph, trained, len(suspects), seen), *notes, said]
     known = known_values(graph, values, trained)
     graph = _without_known(graph, known)
     if not faithful:
@@ -178,7 +186,8 @@ class Training(TypedDict, total=False):
     loss: str | None
     faithful: bool
     """Match nothing back to fused operators."""
-    assume_bn: bool
+    assume_bn: bool | None
+    """None: where folding is seen."""
     steps: int
     """3 unless given."""
 
@@ -205,7 +214,7 @@ def record_onnx(
             dims=training.get("dims") or {},
             loss=loss,
             faithful=training.get("faithful", False),
-            assume_bn=training.get("assume_bn", False),
+            assume_bn=training.get("assume_bn"),
             least=least,
         )
 

@@ -114,17 +114,24 @@ def _channels(node: Node, weights: Mapping[str, Weight]) -> int:
     return kernel[0] if node.op == "Conv" else kernel[1] * (groups if isinstance(groups, int) else 1)
 
 
-def warnings(graph: Graph, trained: Mapping[str, Weight], assumed: int) -> list[str]:
-    """What must be said about the graph as a training graph."""
+def seen_by(suspects: list[Node]) -> str:
+    """How sure it is that batch norms were folded into `suspects`, as words to be added."""
+    return "" if any(map(_is_certain, suspects)) else ", it seems by their names"
+
+
+def warnings(graph: Graph, trained: Mapping[str, Weight], assumed: int, seen: str = "") -> list[str]:
+    """What must be said about the graph as a training graph, with batch norms `assumed` after so many convolutions."""
     said: list[str] = []
     suspects = folded_batch_norms(graph)
     if assumed:
-        said.append(f"a batch norm was assumed after {assumed} convolutions (--assume-bn)")
-    elif suspects:
-        seems = "" if any(map(_is_certain, suspects)) else ", it seems by their names"
         said.append(
-            f"batch norm was folded into {len(suspects)} convolutions when the file was exported{seems}: in training each keeps one "
-            "more activation, so this estimate is too low (--assume-bn adds them; or export with optimize=False in train mode)"
+            f"batch norm was folded into {assumed} convolutions when the file was exported{seen}: one was assumed after each, as "
+            "training keeps it (--no-assume-bn leaves them out; or export with optimize=False in train mode)"
+        )
+    elif suspects:
+        said.append(
+            f"batch norm was folded into {len(suspects)} convolutions when the file was exported{seen_by(suspects)}: in training "
+            "each keeps one more activation, so this estimate is too low (--assume-bn adds them)"
         )
     products = [n for n in graph.nodes if n.op in _DROPS]
     if len(products) > 1 and not any(n.op == "Dropout" for n in graph.nodes):

@@ -1,0 +1,43 @@
+"""The plan for a budget, or the one with the smallest peak that is found where none meets it: a run that nears its budget beats none."""
+
+from __future__ import annotations
+
+import msgspec
+
+from memopt.advisors.advise import Adviser
+from memopt.errors import BudgetInfeasible
+from memopt.estimators.beside_tensors import parse_budget
+from memopt.plan import Plan
+from memopt.units import format_bytes
+
+NOT_MET = "the budget cannot be met: "
+"""Begin of the note that says what holds the floor."""
+_TRIES = 6
+_WIDER = 1.05
+"""From the second try on: where time is short, a search may miss a peak that the one before came to."""
+
+
+def best_effort(adviser: Adviser, budget: str) -> Plan:
+    """The plan for `budget` (`16GB`, `60%` of the unplanned peak). Where it cannot be met, the plan of the smallest peak found, with a
+    note that begins with `NOT_MET`; its `budget_bytes` are those that were asked for."""
+    asked = parse_budget(budget, adviser.trace, unplanned_bytes=adviser.unplanned_peak_bytes)
+    budget_bytes = wanted_bytes = asked.tensors_bytes
+    blocked: BudgetInfeasible | None = None
+    for tried in range(_TRIES):
+        try:
+            plan = adviser.plan(wanted_bytes)
+        except BudgetInfeasible as error:
+            blocked = blocked or error
+            wider_bytes = int(wanted_bytes * _WIDER) if tried else wanted_bytes
+            wanted_bytes = max(int(error.min_peak_bytes * 1.006), wider_bytes) + 1
+        else:
+            break
+    else:
+        plan = adviser.plan(adviser.unplanned_peak_bytes)
+    plan = asked.noted(plan)
+    if blocked is None:
+        return plan
+    peak = format_bytes(plan.predicted_peak_bytes)
+    note = f"{NOT_MET}the smallest peak found is {peak}; {'; '.join(blocked.blockers)}"
+    notes = [note, *(each for each in plan.notes if not each.startswith("nothing to do"))]
+    return msgspec.structs.replace(plan, budget_bytes=budget_bytes, notes=notes)

@@ -1,0 +1,362 @@
+"""The guard: holds a run within a budget without a plan, by moving saved tensors away while it runs.
+
+Before an op that would take live bytes past the budget, saved storages that only autograd holds leave for a tier, and come back when
+backward asks. Which: those that were saved first, for backward asks for them last; where a copy costs as much for every byte, cost over
+bytes and staleness (Dynamic Tensor Rematerialization, Kirisame et al., ICLR 2021) is their staleness. As in MegEngine's form of it small
+tensors are left out. What DTR does and this does not: recompute; nothing is done about state, or about what one op needs by itself.
+
+Live bytes are the caching allocator's where there is one. On a CPU they are the storages that were there at the start and those that ops
+make; what an op takes besides its outputs is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from memopt.enforcers.swap import SwapFailed, SwapTier, without_frames
+from memopt.enforcers.swapped import SwappedStorage
+from memopt.instrument.loop import Loop
+from memopt.instrument.meter import living_storages
+from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, is_tracing, kind_of
+from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes
+
+LEAST_BYTES = 64 * 1024
+"""Smaller storages stay."""
+_AHEAD = 2
+"""Storages that are asked for next and come back before they are, where there is room."""
+
+
+class Watched(Kept):
+    """A saved tensor, and where its bytes are when they are not in it."""
+
+    __slots__ = ("away", "place", "served", "size_bytes")
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
+        self.place = Place.of(tensor)
+        self.away: SwappedStorage | None = None
+        self.served = False
+        self.size_bytes = tensor.untyped_storage().nbytes()
+
+    def leave(self, away: SwappedStorage) -> None:
+        """Its bytes are in `away` from here on."""
+        self.away = away
+        away.waiting += 1
+        let_go_of_bytes(self.tensor)
+
+    def get(self) -> Tensor:
+        """As `Kept`, wherever the bytes are."""
+        if self.away is None:
+            return super().get()
+        check_version(self.tensor, self.version, self, shape=self.place.size)
+        tensor = self.place.on(self.away.get())
+        if not self.served:
+            self.served = True
+            self.away.served()
+        return tensor
+
+
+@dataclass(slots=True, eq=False)
+class _Saved:
+    """A storage that autograd has saved, and the handles on it."""
+
+    address: int
+    size_bytes: int
+    handles: list[weakref.ref[Watched]] = field(default_factory=list)
+    away: weakref.ref[SwappedStorage] | None = None
+
+    def living(self) -> list[Watched]:
+        return [handle for reference in self.handles if (handle := reference()) is not None]
+
+
+class Live:
+    """Bytes on the device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._sizes: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
+        self.bytes = 0
+        self.most = 0
+        if device == "cpu":
+            for storage in living_storages(device):
+                self.met(storage)
+
+    def met(self, storage: UntypedStorage) -> None:
+        """Count `storage`, if it is new."""
+        address = storage._cdata
+        if address not in self._sizes:
+            size = storage.nbytes()
+            self._sizes[address] = size, weakref.ref(storage, partial(self._gone, address))
+            self.bytes += size
+            self.most = max(self.most, self.bytes)
+
+    def _gone(self, address: int, _: Any) -> None:
+        size, _ = self._sizes.pop(address, (0, None))
+        self.bytes -= size
+
+    def now(self) -> int:
+        """Bytes at this moment."""
+        if self._device == "cpu":
+            return self.bytes
+        held = torch.cuda.memory_allocated()
+        self.most = max(self.most, held)
+        return held
+
+
+class Guard(TorchDispatchMode):
+    """The mode and the hooks; a listener of the loop that it is given."""
+
+    def __init__(self, loop: Loop, tier: SwapTier[Any], device: str, budget_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._frames, self._iterations, self._tier = loop.frames, loop.iterations, tier
+        self._thread, self._regions = loop.frames.thread, loop.frames.regions
+        self._device, self.budget_bytes = device, budget_bytes
+        self._live = Live(device)
+        self._saved: OrderedDict[int, _Saved] = OrderedDict()
+        """By address, in the order of saving."""
+        self._expected: dict[tuple[str, int], int] = {}
+        """(overload, bytes of its inputs) -> bytes that it made the last time."""
+        self._hooks = SavedTensorHooks(self.pack, self.unpack)
+        self.active = True
+        self.moved = 0
+        """Storages that have left."""
+        self.moved_bytes = 0
+        self.over_bytes = 0
+        """Most by which the budget was passed, with nothing left to move."""
+        self.over_at = ""
+        """The op before which that was."""
+
+    # --- life
+
+    @property
+    def most_bytes(self) -> int:
+        """Most that was live, as far as it was seen."""
+        return self._live.most
+
+    def begin(self) -> None:
+        """Watch from here on."""
+        self._hooks.install()
+        self._enter()
+
+    def end(self) -> None:
+        """Move nothing from here on; what is away comes back when it is asked for."""
+        self.active = False
+        self._leave()
+        self._hooks.remove()
+        self._saved.clear()
+
+    def _enter(self) -> None:
+        if self.active and not any(mode is self for mode in _get_current_dispatch_mode_stack()):
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _leave(self) -> None:
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile: under any other mode it would run the model eagerly."""
+        return True
+
+    # --- ops
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not self.active or self._regions.compiling:
+            return func(*args, **kwargs)
+        if any(t not in PLAIN_TYPES for t in types):
+            return func(*args, **kwargs) if is_tracing(types) else NotImplemented
+        kind = kind_of(func)
+        if kind.is_view:
+            return func(*args, **kwargs)
+        key = kind.name, _bytes_of((args, kwargs))
+        expected = self._expected.get(key)
+        if expected is None:
+            expected = _would_make(func, args, kwargs)
+        self._make_room(expected, kind.name)
+        out = func(*args, **kwargs)
+        before = self._live.now()
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor) and is_plain(tensor) and tensor.device.type == self._device:
+                self._live.met(tensor.untyped_storage())
+        made = self._live.now() - before if self._device == "cpu" else _bytes_of(out)
+        self._expected[key] = made
+        self._make_room(0, kind.name)
+        return out
+
+    # --- saved tensors
+
+    def pack(self, tensor: Tensor) -> Kept:
+        """The hook: a handle that may send its bytes away."""
+        if not self.active or self._iterations.in_backward or not self._thread.is_here:
+            return Kept(tensor)
+        if tensor.device.type != self._device or not is_plain(tensor):
+            return Kept(tensor)
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < LEAST_BYTES or is_lent(storage) or (tensor.is_leaf and tensor.requires_grad):
+            return Kept(tensor)
+        if self._device == "cpu":
+            self._live.met(storage)
+        handle = Watched(tensor)
+        known = self._saved.get(storage._cdata)
+        if known is None or not known.living() or known.away is not None:
+            known = self._saved[storage._cdata] = _Saved(storage._cdata, storage.nbytes())
+            self._saved.move_to_end(storage._cdata)
+        known.handles.append(weakref.ref(handle))
+        return handle
+
+    def unpack(self, handle: Kept) -> Tensor:
+        """The hook: the tensor, wherever it was."""
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            if not isinstance(handle, Watched) or handle.away is None:
+                return handle.get()
+            if self.active:
+                self._make_room(handle.size_bytes, "a saved tensor")
+            tensor = handle.get()
+            if self._device == "cpu":
+                self._live.met(tensor.untyped_storage())
+            if self.active:
+                self._look_ahead()
+            return tensor
+        finally:
+            del guard
+
+    def _look_ahead(self) -> None:
+        """Those that were saved last are asked for next: start to bring a few back, if there is room."""
+        room, left = self.budget_bytes - self._live.now(), _AHEAD
+        for saved in reversed(self._saved.values()):
+            content = saved.away() if saved.away is not None else None
+            if content is None or not any(not each.served for each in saved.living()):
+                continue
+            if left == 0 or saved.size_bytes > room // 2:
+                return
+            content.prefetch()
+            room, left = room - saved.size_bytes, left - 1
+
+    # --- room
+
+    def _make_room(self, need_bytes: int, what: str) -> None:
+        """Move what was saved first, until `need_bytes` more are within the budget."""
+        over = self._live.now() + need_bytes - self.budget_bytes
+        if over <= 0:
+            return
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            self._tier.collect()
+            leaving: list[SwappedStorage] = []
+            over = self._live.now() + need_bytes - self.budget_bytes
+            for saved in list(self._saved.values()):
+                if over <= 0:
+                    break
+                content = self._send(saved)
+                if content is not None:
+                    leaving.append(content)
+                    over -= saved.size_bytes
+            for content in leaving:
+                self._wait(content)
+            self._tier.collect()
+        finally:
+            del guard
+        if over > self.over_bytes:
+            self.over_bytes, self.over_at = over, what
+
+    def _send(self, saved: _Saved) -> SwappedStorage | None:
+        """Start to move it, if only autograd holds it; None: it stays, or is gone."""
+        handles = saved.living()
+        if not handles:
+            self._saved.pop(saved.address, None)
+            return None
+        if saved.away is not None or self._tier.failure is not None:
+            return None
+        kept = {id(each.tensor): each for each in handles}
+        if torch._C._storage_Use_Count(saved.address) > len(kept) + 1:  # one is who asks
+            return None
+        try:
+            content = SwappedStorage(self._tier, handles[0].tensor.untyped_storage())
+        except SwapFailed as error:
+            without_frames(error)
+            return None
+        for handle in handles:
+            handle.leave(content)
+        saved.away = weakref.ref(content)
+        self.moved += 1
+        self.moved_bytes += saved.size_bytes
+        return content
+
+    def _wait(self, content: SwappedStorage) -> None:
+        try:
+            content.wait_until_away()
+        except SwapFailed as error:
+            without_frames(error)  # the ticket still has the bytes
+
+    # --- the training loop (Listener)
+
+    def iteration_ended(self, count: int, milliseconds: float) -> None:
+        """What ended with it is forgotten; graphs that live on stay known."""
+        for address, saved in list(self._saved.items()):
+            if not saved.living():
+                del self._saved[address]
+        self._frames.new_iteration()
+        self._enter()
+
+    def thread_changed(self) -> None:
+        self._frames.thread_changed()
+        self._hooks.thread_changed()
+        self._frames.thread.at_end(self._leave_thread)
+
+    def _leave_thread(self) -> None:
+        self._leave()
+        self._hooks.leave_thread()
+
+    def backward_begins(self, roots: tuple[Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
+        self._frames.paused = True
+
+    def backward_ended(self) -> None:
+        self._frames.paused = False
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+
+def _would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes of the new tensors that the op will make, from shapes alone; where it cannot be asked, as many as it reads."""
+    guard = torch._C._DisableTorchDispatch()
+    try:
+        shapes = partial(tree_map_only, Tensor, _on_meta)
+        given = shapes((args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
+        known = {id(each) for each in tree_iter(given) if isinstance(each, Tensor)}
+        out = func(*given[0], **given[1])
+        return _bytes_of([each for each in tree_iter(out) if id(each) not in known])
+    except Exception:
+        return _bytes_of((args, kwargs))
+    finally:
+        del guard
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _bytes_of(values: Any) -> int:
+    return sum(
+        each.nbytes for each in tree_iter(values) if isinstance(each, Tensor) and each.layout is torch.strided
+    )

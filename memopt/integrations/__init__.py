@@ -1,0 +1,1 @@
+"""Callbacks for trainers: `transformers.MemoptCallback`, `lightning.MemoptCallback`."""
