@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import signal
+import sys
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,11 +33,23 @@ if TYPE_CHECKING:
     "--deterministic", is_flag=True, help="With --verify: both runs use torch's deterministic algorithms."
 )
 @click.option(
+    "--in-place", is_flag=True, help="With --verify: run in the script's folder itself, not in copies of it."
+)
+@click.option(
+    "--changed-script", is_flag=True, help="Run the script though it is not the one that was profiled."
+)
+@click.option(
+    "--cwd",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="The folder to run the script in.  [default: the plan's]",
+)
+@click.option(
     "--hold",
     is_flag=True,
     help="On a GPU: let the allocator have no more than the budget, so that a run that would pass it fails there.",
 )
-@click.option("--strict", is_flag=True, help="Refuse when the script has changed since it was profiled; exit 4 when nothing of the plan could be enforced.")  # fmt: skip
+@click.option("--strict", is_flag=True, help="Exit 4 when nothing of the plan could be enforced.")
 @click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder for the swap file.  [default: the system's for temporary files]")  # fmt: skip
 @click.option("--no-measure", is_flag=True, help="Do not measure the peak: on a CPU that slows a few iterations and takes memory of its own.")  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing at the end.")
@@ -46,6 +60,9 @@ def apply(
     force: bool,
     verify_steps: int | None,
     deterministic: bool,
+    in_place: bool,
+    changed_script: bool,
+    cwd: Path | None,
     hold: bool,
     strict: bool,
     swap_dir: Path | None,
@@ -79,11 +96,28 @@ def apply(
         try_="memopt apply on a machine that has it, or memopt advise without --device for this one",
     )
     folder = swap_folder(swap_dir)
-    command = command_to_run(loaded, args)
-    for warning in _doubts(loaded, command, strict=strict):
+    command = command_to_run(loaded, args, cwd)
+    for warning in _doubts(loaded, command, changed_script=changed_script):
         say(warning)
+    if not quiet:
+        words = ("python", *(("-m",) if command.as_module else ()), *command.argv)
+        say(f"running {shlex.join(words)} in {os.getcwd()}")
     if verify_steps is not None:
-        return _verify(plan_path, command, verify_steps, folder, outcome_path, deterministic=deterministic)
+        return _verify(
+            plan_path,
+            command,
+            verify_steps,
+            folder,
+            outcome_path,
+            deterministic=deterministic,
+            in_place=in_place,
+        )
+    if in_place:
+        raise UsageError(
+            "--in-place goes with --verify",
+            why="a run under a plan runs where the script is",
+            try_="--verify 3 --in-place",
+        )
     if deterministic:
         raise UsageError(
             "--deterministic goes with --verify",
@@ -115,47 +149,68 @@ def prepare_run(plan: Plan, environment: MutableMapping[str, str]) -> list[str]:
     return said
 
 
-def command_to_run(plan: Plan, args: tuple[str, ...]) -> Command:
-    """The plan's script with its own arguments or `args`, from its own folder. Raises when it is not there any more."""
+def command_to_run(plan: Plan, args: tuple[str, ...], cwd: Path | None = None) -> Command:
+    """The plan's script with its own arguments or `args`, from its own folder or from `cwd`.
+
+    A plan may come from anywhere: outside the present folder a person is asked first. Raises when the script is not there any more.
+    """
     from memopt.instrument.runner import Command, find_source
 
+    folder = cwd if cwd is not None else Path(plan.script.cwd)
+    if cwd is None:
+        _ask_about(folder, plan)
     try:
-        os.chdir(plan.script.cwd)
+        os.chdir(folder)
     except OSError as error:
         raise BadFile(
-            f"the plan's working directory {plan.script.cwd} cannot be entered",
+            f"the plan's working directory {folder} cannot be entered",
             why=reason(error),
-            try_="memopt profile in the present directory, then advise again",
+            try_="--cwd DIR, the folder that the script is run in here (--cwd . is the present one)",
         ) from error
     command = Command((plan.script.argv[0], *(args or plan.script.argv[1:])), plan.script.as_module)
     find_source(command)
     return command
 
 
-def _doubts(plan: Plan, command: Command, *, strict: bool) -> list[str]:
-    """What is different from the run that was profiled. With `strict`, a changed script is refused."""
+def _ask_about(folder: Path, plan: Plan) -> None:
+    """Raise `UsageError` unless `folder` is the present one, or in it, or somebody at the terminal says yes."""
+    here, there = Path.cwd().resolve(), folder.resolve()
+    if there.is_relative_to(here) or not there.is_dir():
+        return
+    words = shlex.join(plan.script.argv)
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        if click.confirm(f"memopt: the plan runs {words} in {there}; go on?", err=True):
+            return
+        raise UsageError("nothing was run", why="you said no", try_=f"--cwd {shlex.quote(str(there))}")
+    raise UsageError(
+        f"the plan runs {words} in another folder, {there}",
+        why="a plan names a program to run, and nobody can be asked whether it is the one that is meant",
+        try_=f"--cwd {shlex.quote(str(there))}",
+    )
+
+
+def _doubts(plan: Plan, command: Command, *, changed_script: bool) -> list[str]:
+    """What is different from the run that was profiled. Another script is refused, unless that is what is wanted."""
     from importlib.metadata import PackageNotFoundError, version
 
     from memopt.instrument.runner import find_source
 
     doubts = []
     found = hashlib.sha256(find_source(command).read_bytes()).hexdigest()
-    if strict and not plan.script.sha256:
-        raise UsageError(
-            "the plan does not tell which script it was made for",
-            why="its sha256 is empty, and --strict refuses a plan for another script",
-            try_="memopt advise again, or apply without --strict",
+    if found != plan.script.sha256:
+        known = bool(plan.script.sha256)
+        what = (
+            "has changed since it was profiled"
+            if known
+            else "may be any script: the plan holds no hash of its own"
         )
-    if plan.script.sha256 and found != plan.script.sha256:
-        if strict:
+        if not changed_script:
             raise UsageError(
-                f"{command.argv[0]} has changed since it was profiled",
-                why="--strict refuses a plan for another script",
-                try_="memopt profile and memopt advise again, or apply without --strict",
+                f"{command.argv[0]} {what}",
+                why="a plan is made for one script",
+                try_="memopt profile and memopt advise again, or --changed-script: what is found again by name is enforced then",
             )
-        doubts.append(
-            f"{command.argv[0]} has changed since it was profiled; what is found again by name is enforced, the rest is kept"
-        )
+        doubts.append(f"{command.argv[0]} {what}; what is found again by name is enforced, the rest is kept")
     try:
         installed = version("torch")
     except PackageNotFoundError:
@@ -173,12 +228,15 @@ def _verify(
     outcome_path: Path | None,
     *,
     deterministic: bool,
+    in_place: bool,
 ) -> int:
     from memopt.cli.console import out, progress, say
     from memopt.enforcers.verify import verify
 
     with progress(f"running {steps} iterations plain and {steps} enforced"):
-        verified = verify(plan_path, list(command.argv), steps, swap_dir, deterministic=deterministic)
+        verified = verify(
+            plan_path, list(command.argv), steps, swap_dir, deterministic=deterministic, in_place=in_place
+        )
     same = f"losses, gradients, parameters and buffers of {verified.iterations} iterations, bit for bit"
     out().print(f"identical: {same}")
     if verified.outcome is None:
@@ -223,7 +281,7 @@ def _run(
 
             err().print(render_outcome(outcome))
         if outcome.actions.planned and not outcome.actions.done:
-            plain = not_enforced(outcome)
+            plain = not_enforced(outcome, told=not quiet)
             if strict:
                 failed.append(plain.exit_code)
             if strict or not quiet:
@@ -246,9 +304,9 @@ def _run(
     return code or (failed[0] if failed else 0)
 
 
-def not_enforced(outcome: Outcome) -> NotEnforced:
-    """What to say when none of the plan's actions was taken."""
-    why = "; ".join(outcome.notes)
+def not_enforced(outcome: Outcome, *, told: bool) -> NotEnforced:
+    """What to say when none of the plan's actions was taken; the notes of `outcome` may have been `told` before."""
+    why = "the notes above say why" if told and outcome.notes else "; ".join(outcome.notes)
     if not outcome.steps:
         why = "no iteration of training was seen in this process"
     return NotEnforced(

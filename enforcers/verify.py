@@ -12,12 +12,14 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from memopt.enforcers.scratch import copy_folder, moved
 from memopt.errors import VerifyFailed
 from memopt.instrument.on_import import call_after_import
 from memopt.instrument.runner import Command, run, stop_script
@@ -42,12 +44,23 @@ class Verified:
 
 
 def verify(
-    plan_path: Path, argv: list[str], steps: int, swap_dir: Path, *, deterministic: bool = False
+    plan_path: Path,
+    argv: list[str],
+    steps: int,
+    swap_dir: Path,
+    *,
+    deterministic: bool = False,
+    in_place: bool = False,
 ) -> Verified:
-    """Compare `steps` iterations, with torch's deterministic algorithms if asked. Raises `VerifyFailed` at the first difference, and where there was nothing to compare."""
+    """Compare `steps` iterations, with torch's deterministic algorithms if asked. Raises `VerifyFailed` at the first difference, and where there was nothing to compare.
+
+    Each run has a copy of the present folder, so that it resumes from no checkpoint that another one has left; with `in_place`
+    they all run in it.
+    """
     mode = "-deterministic" if deterministic else ""
-    plain, code, _ = _run(f"plain{mode}", plan_path, argv, steps, swap_dir)
-    enforced, enforced_code, outcome = _run(f"enforced{mode}", plan_path, argv, steps, swap_dir)
+    where = None if in_place else Path.cwd()
+    plain, code, _ = _run(f"plain{mode}", plan_path, argv, steps, swap_dir, where, 0)
+    enforced, enforced_code, outcome = _run(f"enforced{mode}", plan_path, argv, steps, swap_dir, where, 1)
     if not plain:
         raise VerifyFailed(
             "nothing could be compared",
@@ -65,8 +78,8 @@ def verify(
                 try_="memopt profile and memopt advise again, for the script as it is now",
             )
         return Verified(iterations=len(plain), exit_code=code, outcome=outcome)
-    for way, first in (("plain", plain), ("enforced", enforced), ("plain", plain)):
-        again, _, _ = _run(f"{way}{mode}", plan_path, argv, steps, swap_dir)
+    for number, (way, first) in enumerate((("plain", plain), ("enforced", enforced), ("plain", plain)), 2):
+        again, _, _ = _run(f"{way}{mode}", plan_path, argv, steps, swap_dir, where, number)
         if _difference(first, again):
             raise VerifyFailed(
                 f"the runs differ, but so do two {way} runs: the script does not repeat by itself",
@@ -81,7 +94,13 @@ def verify(
 
 
 def _run(
-    mode: str, plan_path: Path, argv: list[str], steps: int, swap_dir: Path
+    mode: str,
+    plan_path: Path,
+    argv: list[str],
+    steps: int,
+    swap_dir: Path,
+    copy_of: Path | None,
+    number: int,
 ) -> tuple[list[dict[str, Any]], int, Outcome | None]:
     """Digests of each iteration, the exit code, and what the plan came to."""
     root = str(Path(__file__).resolve().parent.parent)
@@ -91,10 +110,30 @@ def _run(
         told = _beside(out)
         words = [str(plan_path.absolute()), mode, str(steps), str(out), str(swap_dir.absolute()), *argv]
         code = _BOOTSTRAP.format(root=package_root)
-        done = subprocess.run([sys.executable, "-c", code, *words], stdout=subprocess.DEVNULL, check=False)
+        work = copy_of
+        if copy_of is not None:
+            work = Path(folder) / copy_of.name
+            copy_folder(copy_of, work)
+            words[5:] = [moved(argv[0], copy_of, work), *argv[1:]]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *words],
+            stdout=subprocess.DEVNULL,
+            check=False,
+            cwd=work,
+            env=_apart(os.environ, number),
+        )
         lines = out.read_text().splitlines() if out.exists() else []
         outcome = msgspec.json.decode(told.read_bytes(), type=Outcome) if told.exists() else None
     return [json.loads(line) for line in lines], done.returncode, outcome
+
+
+def _apart(environment: Mapping[str, str], number: int) -> dict[str, str]:
+    """The environment of run `number`: under torchrun it meets the same run of the other ranks, at a store of its own."""
+    found = dict(environment)
+    if "WORLD_SIZE" in found and found.get("MASTER_PORT", "").isdecimal():
+        found["MASTER_PORT"] = str(1024 + (int(found["MASTER_PORT"]) - 1023 + number) % (2**16 - 1024))
+        found["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    return found
 
 
 def _beside(digests: Path) -> Path:
@@ -133,7 +172,6 @@ def child() -> None:
         session = None
         digests.install()
     call_after_import("torch", _seed)
-    os.chdir(plan.script.cwd)
     code = run(command_of(plan, argv))
     outcome = session.finished() if session is not None else None
     if outcome is not None:

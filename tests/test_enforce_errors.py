@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -163,16 +164,86 @@ def test_without_a_swap_folder_all_is_kept_and_told_once(swap_plan: Path, tmp_pa
     assert '"done": 0' in (tmp_path / "o.json").read_text()
 
 
-def test_a_changed_script_is_told_and_strict_refuses(swap_plan: Path, tmp_path: Path) -> None:
+def test_a_changed_script_is_refused_unless_that_is_wanted(swap_plan: Path, tmp_path: Path) -> None:
     for name in ("train.py", "p.plan.json"):
         text = (swap_plan / name).read_text().replace(str(swap_plan), str(tmp_path))
         (tmp_path / name).write_text(text + ("\n# changed\n" if name == "train.py" else ""))
-    done = _memopt(tmp_path, "apply", "p.plan.json")
+    refused = _memopt(tmp_path, "apply", "p.plan.json")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "has changed since it was profiled" in refused.stderr
+    assert "--changed-script" in refused.stderr
+    done = _memopt(tmp_path, "apply", "--changed-script", "p.plan.json")
     assert done.returncode == 0
     assert "has changed since it was profiled" in done.stderr
-    refused = _memopt(tmp_path, "apply", "--strict", "p.plan.json")
-    assert refused.returncode == 2
-    assert refused.stdout == ""
+
+
+def test_a_plan_without_a_hash_runs_nothing(swap_plan: Path, tmp_path: Path) -> None:
+    """An edited one: any program might be in its place."""
+    plan = json.loads((swap_plan / "p.plan.json").read_text().replace(str(swap_plan), str(tmp_path)))
+    plan["script"]["sha256"] = ""
+    (tmp_path / "p.plan.json").write_text(json.dumps(plan))
+    (tmp_path / "train.py").write_text("print('anything')")
+    refused = _memopt(tmp_path, "apply", "p.plan.json")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "no hash" in refused.stderr
+
+
+def test_a_plan_does_not_lead_into_another_folder_unasked(swap_plan: Path, tmp_path: Path) -> None:
+    plan = str(swap_plan / "p.plan.json")
+    refused = _memopt(tmp_path, "apply", plan)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"--cwd {swap_plan}" in refused.stderr
+    assert "train.py" in refused.stderr
+    done = _memopt(tmp_path, "apply", "--cwd", str(swap_plan), plan)
+    assert done.returncode == 0, done.stderr
+    assert f"train.py in {swap_plan}" in done.stderr
+    elsewhere = tmp_path / "container"
+    elsewhere.mkdir()
+    (elsewhere / "train.py").write_bytes((swap_plan / "train.py").read_bytes())
+    moved = _memopt(elsewhere, "apply", "--cwd", ".", plan)
+    assert moved.returncode == 0, moved.stderr
+    assert moved.stdout == done.stdout
+
+
+RESUMES = """
+import os
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256), torch.nn.Tanh())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if os.path.exists("last.pt"):
+    model.load_state_dict(torch.load("last.pt"))
+for _ in range(6):
+    optimizer.zero_grad()
+    model(torch.randn(4096, 256)).square().mean().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), "last.pt")
+"""
+
+
+def test_verify_leaves_the_scripts_own_checkpoint_alone(tmp_path: Path) -> None:
+    """It saves and resumes: a second run in the same folder would be another run."""
+    (tmp_path / "resumes.py").write_text(RESUMES)
+    for args in (("profile", "-o", "p.json.gz", "resumes.py"), ("advise", "p.json.gz", "--budget", "80%", "-o", "plan.json")):  # fmt: skip
+        done = _memopt(tmp_path, *args)
+        assert done.returncode == 0, done.stderr
+    (tmp_path / "last.pt").unlink()
+    done = _memopt(tmp_path, "apply", "--verify", "3", "plan.json")
+    assert done.returncode == 0, done.stderr
+    assert "identical" in done.stdout
+    assert not (tmp_path / "last.pt").exists()
+    _memopt(tmp_path, "apply", "--verify", "3", "--in-place", "plan.json")
+    assert (tmp_path / "last.pt").exists()
+
+
+def test_runs_that_are_compared_meet_at_stores_of_their_own() -> None:
+    from memopt.enforcers.verify import _apart
+
+    torchrun = {"WORLD_SIZE": "2", "MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True", "A": "b"}
+    found = [_apart(torchrun, number) for number in range(3)]
+    assert len({each["MASTER_PORT"] for each in found} | {"65535"}) == 4
+    assert {each["TORCHELASTIC_USE_AGENT_STORE"] for each in found} == {"False"}
+    assert _apart({"A": "b"}, 1) == {"A": "b"}
 
 
 def test_verify_says_identical_and_finds_a_difference(
@@ -186,7 +257,7 @@ def test_verify_says_identical_and_finds_a_difference(
 
     lines = [{"losses": {"l": "1"}, "gradients": {}, "parameters and buffers": {}}]
     other = [{"losses": {"l": "2"}, "gradients": {}, "parameters and buffers": {}}]
-    runs = iter([(lines, 0, None), (other, 0, None), (lines, 0, None)])
+    runs = iter([(each, 0, None) for each in (lines, other, lines, other, lines)])
     monkeypatch.setattr(verify, "_run", lambda *words: next(runs))
     with pytest.raises(VerifyFailed, match="differs"):
         verify.verify(Path("p"), [], 1, Path("."))
