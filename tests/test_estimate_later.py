@@ -156,3 +156,10 @@ def test_what_comes_later_is_left_out_where_it_cannot_be_told(
     found = estimated(text)  # type: ignore[operator]
     assert (peak(found), found.partial, found.bounded) == (peak(asked), False, [])
     assert found.left_out == asked.left_out
+
+
+def test_one_more_large_step_like_those_before_is_the_last(estimated: object) -> None:
+    text = HEAD + LARGE + "for _ in range(50): large(100)\ntorch.ones(9000, 1000)\n"
+    found = estimated(text)  # type: ignore[operator]
+    assert found.unfollowed.startswith("followed up to optimizer step 3:")
+    assert peak(found) < WEIGHTS + 2 * ROW * 1000

@@ -47,6 +47,8 @@ class Ending:
         self._left: list[int] = []
         self._taken: list[int] = []
         self._rows = self._ops = self._step_ops = 0
+        self._again = False
+        """Whether another step would be like the large ones that were followed."""
         optimizer: Any = torch.optim.Optimizer
         init = optimizer.__init__
 
@@ -92,12 +94,16 @@ class Ending:
     def _limit(self) -> None:
         """Where following on ends, and how many more steps like these are worth their ops."""
         assert self.later is not None
-        alike = self._alike(self._left) and (self._step_ops > _OPS_ENOUGH or self._alike(self._taken))
-        self.recorder.batches_enough = _OPS_ALIKE // 4 // max(1, self._step_ops) if alike else None
-        self.later.limit(self._alike(self._taken))
+        large, same = self._step_ops > _OPS_ENOUGH, self._alike(self._taken)
+        alike = self._alike(self._left) and (large or same)
+        more = 0 if large else _OPS_ALIKE // 4 // max(1, self._step_ops)
+        self.recorder.batches_enough = more if alike else None
+        self._again = large and same and len(self._left) >= self.steps
+        self.later.limit(large or same)
 
     def _went_backward(self) -> None:
-        if not self._made and self.watch.backwards >= self.steps + 1:
+        """Nothing is known of steps without an optimizer; and one more large step, like those before, ends the run."""
+        if self._again or (not self._made and self.watch.backwards >= self.steps + 1):
             raise Enough
 
     def finish(self, *, failed: bool, ended: bool) -> Recording:

@@ -56,11 +56,12 @@ def install(recorder: FakeRecorder) -> None:
 
     def taken(self: Any) -> Any:
         enough = recorder.batches_enough
+        self._memopt_given = getattr(self, "_memopt_given", 0) + 1
         if enough is None:
             self._memopt_more = 0
         else:
             self._memopt_more = getattr(self, "_memopt_more", 0) + 1
-            if self._memopt_more > max(_LEAST, enough):
+            if self._memopt_more > enough and self._memopt_given > _LEAST:
                 recorder.guesser.remark(
                     "steps are alike: epochs were cut short, to follow what comes after them"
                 )
