@@ -82,17 +82,17 @@ class StorageRows:
                 row.birth, row.found = len(self._ops), True
         return number
 
-    def hidden(self, size_bytes: int, category: str = "workspace", name: str = HIDDEN) -> int:
+    def hidden(self, size_bytes: int, name: str = HIDDEN) -> int:
         """Bytes that were there before and belong to no tensor of Python's: their row."""
         number = len(self.rows)
-        self.rows.append(StorageRow(size_bytes, -1, -1, category=category, name=name, lent=True))
+        self.rows.append(StorageRow(size_bytes, -1, -1, category="workspace", name=name, lent=True))
         self.rows[number].value = self._new_value(number, -1, -1)
         return number
 
     def expect(self, sizes: list[int]) -> None:
         """Buckets, of so many bytes together, were there before, in C++; backward will show them to Python for the first time."""
         if sum(sizes):
-            self._expected = self.hidden(sum(sizes), "gradient", BUCKET)
+            self._expected = self.hidden(sum(sizes), name=BUCKET)
             self.rows[self._expected].device = self._device
 
     def _was_expected(self, row: StorageRow) -> bool:
