@@ -220,12 +220,13 @@ class ApplySession:
             names = ", ".join(sorted(engine.other_bits))
             notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
         if self._swapper is not None:
-            told = " ".join(notes)
-            notes += [
-                f"{failure}; what could not be copied was kept"
-                for failure in self._swapper.failures()
-                if failure.partition(" (")[0] not in told
+            failures = self._swapper.failures()
+            notes = [
+                n
+                for n in notes
+                if not any(f.startswith(n.partition("skipped: ")[2] or "\0") for f in failures)
             ]
+            notes += [f"{failure}; what could not be copied was kept" for failure in failures]
         if stepped < in_backward and self._updates is not None:
             why = "; ".join(self._updates.declined) or "no step came right after a backward call"
             notes.append(f"{stepped} of {in_backward} parameters were stepped inside backward: {why}")
