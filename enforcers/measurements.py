@@ -126,6 +126,12 @@ class Measurements:
         if self._wanted and after + 1 - self._parts in turns:
             self._start()
 
+    def begin_after(self, ended: int) -> None:
+        """The plan is enforced from here on, where `ended` iterations have ended without it: the next one is measured."""
+        self._parts = ended + 1 - MEASURED[0]
+        if self._wanted:
+            self._start()
+
     def forget_this_iteration(self) -> None:
         """What was begun in another thread cannot be ended in this one."""
         self._meter = None
@@ -140,8 +146,11 @@ class Measurements:
             self._start()
 
     def end(self) -> None:
-        """The script has ended, maybe in an iteration that is measured."""
+        """The script has ended, maybe in an iteration that is measured: a part of one counts beside whole ones, not in their place."""
+        whole = list(self._peaks)
         self._stop()
+        if not whole:
+            self._peaks.clear()
 
     def _is_as_planned(self, saved: tuple[int, int] | None) -> bool:
         """Did the iteration save what the profiled one did? Notes one that did not."""

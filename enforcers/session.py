@@ -105,6 +105,8 @@ class ApplySession:
         """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
         self._shares_loop = True
         self._try_to_set_up(loop)
+        if self._engine is not None and loop.iterations.count:
+            self._measurements.begin_after(loop.iterations.count)
 
     def _try_to_set_up(self, loop: Loop | None) -> None:
         try:
