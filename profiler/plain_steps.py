@@ -38,8 +38,12 @@ class PlainSteps:
         last = self._times_ms[-1] if self._times_ms else 0.0
         return len(self._times_ms) >= _ENOUGH or self._spent_ms + last > _MOST_MS
 
-    @property
-    def median_ms(self) -> float | None:
-        """Without the first, if there are others: it is early, and slow. None if there were none."""
+    def step_ms(self, recorded_ms: float) -> float:
+        """The median, without the first if there are others: it is early, and slow.
+
+        Never more than the recorded iteration took (0: not known), which recording has slowed down: one with an evaluation in it is no
+        plain step. `recorded_ms` if there were none.
+        """
         steady = self._times_ms[1:] or self._times_ms
-        return median(steady) if steady else None
+        found = [*([median(steady)] if steady else []), *([recorded_ms] if recorded_ms else [])]
+        return min(found, default=0.0)

@@ -311,8 +311,9 @@ class ProfileSession:
         if not self._timed:
             self._timed = True
             assert self.trace is not None
-            step_ms = self._plain.median_ms
-            if step_ms is not None and step_ms != self.trace.step_ms and self._wanted.offload is None:
+            assert self._recordings is not None
+            step_ms = self._plain.step_ms(self._recordings.recorded_ms)
+            if step_ms and step_ms != self.trace.step_ms and self._wanted.offload is None:
                 self._publish(msgspec.structs.replace(self.trace, step_ms=step_ms))
 
     def backward_begins(
@@ -386,8 +387,7 @@ class ProfileSession:
         """A plain iteration: those seen, or, where all were offloaded, the ops alone."""
         if self._wanted.offload is not None and result.usage is not None:
             return sum(result.usage.time_us) / 1000
-        plain_ms = self._plain.median_ms
-        return recorded_ms if plain_ms is None else plain_ms
+        return self._plain.step_ms(recorded_ms)
 
     def _facts(self, result: Result) -> dict[str, int]:
         recorder = result.recorder
