@@ -184,8 +184,10 @@ class Iterations:
             self._end_iteration()
             return
         self._backwards += 1
+        now_and_then = self._backwards & (self._backwards - 1) == 0  # looking at all that lives takes long
         if self.boundary == "" and (
-            self._backwards >= _MOST_BACKWARDS_A_STEP or not living(torch.optim.Optimizer)[0]
+            self._backwards >= _MOST_BACKWARDS_A_STEP
+            or (now_and_then and not living(torch.optim.Optimizer)[0])
         ):
             self.boundary = "backward"
         if self.boundary == "backward":

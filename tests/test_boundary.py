@@ -171,3 +171,27 @@ def test_the_plain_step_of_two_optimizers_is_a_whole_one(tmp_path: Path) -> None
     trace = recorded(two, tmp_path)
     assert trace.step_ms > 200
     assert trace.facts["backward_calls"] == 2
+
+
+def test_many_backward_calls_before_a_step_do_not_look_at_all_that_lives_each_time(monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        "memopt.instrument.iterations.living", lambda *kinds: looked.append(kinds) or [["an optimizer"]]
+    )
+    parameter = torch.nn.Parameter(torch.ones(3))
+    iterations = Iterations(Quiet())
+    iterations.install()
+    try:
+        for _ in range(100):
+            (parameter * 2).sum().backward()
+    finally:
+        iterations.remove()
+    assert len(looked) == 7
+    assert iterations.count == 0
+
+
+class Quiet:
+    """A listener that does nothing."""
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None
