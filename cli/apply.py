@@ -178,7 +178,12 @@ def _ask_about(folder: Path, plan: Plan) -> None:
     if there.is_relative_to(here) or not there.is_dir():
         return
     words = shlex.join(plan.script.argv)
-    if sys.stdin.isatty() and sys.stderr.isatty():
+    alone = os.environ.get("WORLD_SIZE", "1") in (
+        "",
+        "0",
+        "1",
+    )  # each of several ranks would ask, and one be answered
+    if alone and sys.stdin.isatty() and sys.stderr.isatty():
         if click.confirm(f"memopt: the plan runs {words} in {there}; go on?", err=True):
             return
         raise UsageError("nothing was run", why="you said no", try_=f"--cwd {shlex.quote(str(there))}")

@@ -33,6 +33,7 @@ from memopt.enforcers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.tables import AtUse, PlannedSlot, Tables
 from memopt.enforcers.values import Values
 from memopt.estimators.slot_needs import Need
+from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
@@ -100,13 +101,8 @@ class Engine(TorchDispatchMode):
 
     def enter(self) -> None:
         """Watch ops from here on, if there is anything to watch for and the mode is not on already."""
-        if (
-            self.active
-            and not self._tables.empty
-            and _get_current_dispatch_mode() is not self
-            and not self._is_open()
-        ):
-            self.__enter__()  # type: ignore[no-untyped-call]
+        if self.active and not self._tables.empty and _get_current_dispatch_mode() is not self:
+            modes.enter(self)
 
     def leave(self) -> None:
         """Stop watching, unless the script has entered modes of its own since (they stay innermost)."""
@@ -117,17 +113,12 @@ class Engine(TorchDispatchMode):
         """Enforce nothing from here on; what has been taken away is still given back when it is asked for."""
         self.active = False
         self._unsettled.clear()
-        self.leave()
+        modes.leave(self)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let torch.compile compile: under any other mode it would run the model eagerly."""
         return True
-
-    def _is_open(self) -> bool:
-        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-        return any(mode is self for mode in _get_current_dispatch_mode_stack())
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

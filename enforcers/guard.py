@@ -19,16 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.swapped import SwappedStorage
+from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain
 from memopt.instrument.loop import Loop
 from memopt.instrument.meter import living_storages
@@ -157,17 +154,13 @@ class Guard(TorchDispatchMode):
     def end(self) -> None:
         """Move nothing from here on; what is away comes back when it is asked for."""
         self.active = False
-        self._leave()
+        modes.leave(self)
         self._hooks.remove()
         self._saved.clear()
 
     def _enter(self) -> None:
-        if self.active and not any(mode is self for mode in _get_current_dispatch_mode_stack()):
-            self.__enter__()  # type: ignore[no-untyped-call]
-
-    def _leave(self) -> None:
-        if _get_current_dispatch_mode() is self:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if self.active:
+            modes.enter(self)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -325,7 +318,7 @@ class Guard(TorchDispatchMode):
         self._frames.thread.at_end(self._leave_thread)
 
     def _leave_thread(self) -> None:
-        self._leave()
+        modes.leave(self)
         self._hooks.leave_thread()
 
     def backward_begins(self, roots: tuple[Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
@@ -343,6 +336,8 @@ class Guard(TorchDispatchMode):
 
 def _would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes of the new tensors that the op will make, from shapes alone; where it cannot be asked, as many as it reads."""
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return _bytes_of((args, kwargs))  # a kernel of the script's might run, or draw random numbers
     guard = torch._C._DisableTorchDispatch()
     try:
         shapes = partial(tree_map_only, Tensor, _on_meta)

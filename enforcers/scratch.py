@@ -15,13 +15,13 @@ _LEFT_OUT = {".git", "__pycache__", "node_modules", ".mypy_cache", ".pytest_cach
 
 
 def copy_folder(source: Path, target: Path) -> None:
-    """What is in `source`, in `target`, a new folder. Links lead where they led; environments and caches are left out.
+    """What is in `source`, in `target`, a new folder. Links into it lead into the copy, others where they led; environments and caches are left out.
 
     Raises `UsageError` for a folder of more than 1 GiB or 20,000 files.
     """
     files = size = 0
     for folder, names, here in os.walk(source):
-        names[:] = [name for name in names if not _left_out(Path(folder, name))]
+        names[:] = [name for name in names if not _left_out(Path(folder, name), target)]
         files += len(here)
         size += sum(Path(folder, name).lstat().st_size for name in here)
         if files > MOST_FILES or size > MOST_BYTES:
@@ -30,32 +30,43 @@ def copy_folder(source: Path, target: Path) -> None:
                 why=f"it holds more than {MOST_FILES:,} files or {format_bytes(MOST_BYTES)}, and the script may overwrite some of them",
                 try_="--in-place, where the script writes nothing that matters, or from a smaller folder",
             )
-    shutil.copytree(source, target, symlinks=True, ignore=_ignored)
+    shutil.copytree(
+        source, target, symlinks=True, ignore=lambda folder, names: _ignored(folder, names, target)
+    )
     for folder, names, here in os.walk(target):
         for name in (*names, *here):
             link = Path(folder, name)
-            if link.is_symlink() and not os.path.isabs(os.readlink(link)):
-                original = source / Path(folder).relative_to(target) / os.readlink(link)
-                link.unlink()
-                link.symlink_to(original)
+            if link.is_symlink():
+                _lead_on(link, source / Path(folder).relative_to(target), source, target)
+
+
+def _lead_on(link: Path, was_in: Path, source: Path, target: Path) -> None:
+    """A link into the folder leads into the copy, any other where it led."""
+    led_to = os.path.normpath(was_in / os.readlink(link))
+    link.unlink()
+    link.symlink_to(moved(led_to, source, target))
 
 
 def moved(word: str, source: Path, target: Path) -> str:
-    """The path `word`, if it is an absolute one below `source`, as it is below `target`."""
-    path = Path(word)
-    return (
-        str(target / path.relative_to(source)) if path.is_absolute() and path.is_relative_to(source) else word
-    )
+    """The path `word` (or `--flag=path`), if it is an absolute one below `source`, as it is below `target`."""
+    flag, equals, value = word.partition("=")
+    if equals and flag.startswith("-"):
+        return f"{flag}={moved(value, source, target)}"
+    path = Path(os.path.normpath(word))
+    return str(target / path.relative_to(source)) if path.is_relative_to(source) else word
 
 
-def _left_out(path: Path) -> bool:
-    return path.name in _LEFT_OUT or (path / "pyvenv.cfg").exists()
+def _left_out(path: Path, target: Path) -> bool:
+    """Caches, environments, and the folder that the copy itself is made in."""
+    return path.name in _LEFT_OUT or (path / "pyvenv.cfg").exists() or path in (target, *target.parents)
 
 
-def _ignored(folder: str, names: list[str]) -> set[str]:
+def _ignored(folder: str, names: list[str], target: Path) -> set[str]:
     odd = {
         n
         for n in names
         if not (Path(folder, n).is_dir() or Path(folder, n).is_file() or Path(folder, n).is_symlink())
     }
-    return odd | {name for name in names if Path(folder, name).is_dir() and _left_out(Path(folder, name))}
+    return odd | {
+        name for name in names if Path(folder, name).is_dir() and _left_out(Path(folder, name), target)
+    }

@@ -114,7 +114,7 @@ def _run(
         if copy_of is not None:
             work = Path(folder) / copy_of.name
             copy_folder(copy_of, work)
-            words[5:] = [moved(argv[0], copy_of, work), *argv[1:]]
+            words[5:] = [moved(word, copy_of, work) for word in argv]
         done = subprocess.run(
             [sys.executable, "-c", code, *words],
             stdout=subprocess.DEVNULL,

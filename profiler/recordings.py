@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -99,6 +97,7 @@ class Recordings:
         """Record from here on."""
         from torch import nn
 
+        from memopt.instrument import modes
         from memopt.instrument.buckets import bucket_sizes
         from memopt.instrument.living import living
         from memopt.profiler.cache_calls import CacheCalls
@@ -116,8 +115,7 @@ class Recordings:
         recorder.begin()
         clock.start()
         recorder.also_held(clock.base_bytes)
-        with _scripts_modes_put_aside():
-            recorder.__enter__()  # type: ignore[no-untyped-call]
+        modes.enter(recorder)
         watch = watch_updates(recorder, self._iterations) if with_bytes else None
         calls = CacheCalls(recorder.cache_emptied)
         calls.install()
@@ -147,6 +145,7 @@ class Recordings:
 
     def end(self, *, out_of_memory: bool = False) -> None:
         """The iteration has ended, or the script."""
+        from memopt.instrument import modes
         from memopt.profiler.known import device_in_use, tell_all
 
         now = self.now
@@ -161,7 +160,7 @@ class Recordings:
         now.recorder.met.only(self.device)
         now.recorder.stop()
         usage = now.clock.stop()
-        leave(now.recorder)
+        modes.leave(now.recorder)
         if now.iteration <= self._wanted.warmup and now.recorder.overflow:
             return
         if now.iteration <= self._wanted.warmup:
@@ -229,22 +228,3 @@ def tells_of_training(result: Result, *, ended_early: bool) -> bool:
 
 def same_ops(a: Recorder, b: Recorder) -> bool:
     return [row.kind.name for row in a.ops] == [row.kind.name for row in b.ops]
-
-
-def leave(mode: Recorder) -> None:
-    """Exit the mode, if it is one of this thread's; those that the script has entered stay."""
-    with _scripts_modes_put_aside(down_to=mode) as found:
-        if found:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def _scripts_modes_put_aside(down_to: Recorder | None = None) -> Iterator[bool]:
-    """Modes that are on now (a `FlopCounterMode` around each step), down to `down_to` if it is among them, are off in here and on
-    again afterwards, above what has been entered: a `with` of the script exits the innermost mode, whosever it is."""
-    from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
-
-    with contextlib.ExitStack() as aside:
-        while (mode := _get_current_dispatch_mode()) is not down_to and mode is not None:
-            aside.enter_context(_pop_mode_temporarily())
-        yield mode is not None

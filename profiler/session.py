@@ -257,11 +257,11 @@ class ProfileSession:
         self._frames.thread.at_end(self._leave_thread)
 
     def _leave_thread(self) -> None:
-        from memopt.profiler.recordings import leave
+        from memopt.instrument import modes
 
         now = self._now
         if now is not None:
-            leave(now.recorder)
+            modes.leave(now.recorder)
         if self._hooks is not None:
             self._hooks.leave_thread()
 
