@@ -82,7 +82,8 @@ class Shapes:
         if made.geometry is None:
             return args[0]
         size, stride, offset, dtype = made.geometry
-        with in_kernel_invocation_manager(self.mode):
+        # `tensor.data` comes here by way of autograd, with a lock of the tensor's held that `as_strided` would ask for again
+        with torch._C._AutoDispatchBelowAutograd(), in_kernel_invocation_manager(self.mode):
             if made.view:
                 plain = torch.as_strided(args[0], size, stride, offset)
             else:
