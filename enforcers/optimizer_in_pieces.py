@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.state_elsewhere import StateElsewhere
 from memopt.enforcers.swap import Pending, SwapFailed, SwapTier, without_frames
-from memopt.instrument.gradient_reads import give_back, gradient_of, let_go
+from memopt.instrument.gradient_reads import give_back, gradient_of, kept_gradient, let_go
 from memopt.instrument.in_pieces import (
     Segment,
     State,
@@ -31,6 +30,7 @@ from memopt.instrument.in_pieces import (
     why_not,
 )
 from memopt.instrument.iterations import Iterations
+from memopt.instrument.one_by_one import parameters_of
 
 
 class OptimizerInPieces:
@@ -69,10 +69,10 @@ class OptimizerInPieces:
             del guard
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        gradients = {id(each): found for group in optimizer.param_groups for each in group["params"] if (found := gradient_of(each)) is not None}  # fmt: skip
+        gradients = {id(each): found for group in optimizer.param_groups for each in group["params"] if (found := kept_gradient(each)) is not None}  # fmt: skip
         reason = (
             why_not(optimizer, with_closure=self._iterations.step_has_arguments)
-            or _odd(gradients.values())
+            or _odd(optimizer, gradients)
             or _odd_state(optimizer)
         )
         if not reason and not self._is_trusted(optimizer):
@@ -117,12 +117,19 @@ class OptimizerInPieces:
         self.step_ended()
 
 
-def _odd(gradients: Iterable[Tensor]) -> str:
+def _odd(optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> str:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph was being captured"
-    for each in gradients:
+    for _, parameter in parameters_of(optimizer):
+        each = gradients.get(id(parameter))
+        if each is None:
+            continue
+        if not parameter.requires_grad or not parameter.numel():
+            return "a parameter that is frozen, or empty, has a gradient"
         if each.layout is not torch.strided or type(each) is not Tensor:
             return "a gradient is sparse, or a tensor of another kind"
+        if (each.dtype, each.device, each.shape) != (parameter.dtype, parameter.device, parameter.shape):
+            return "a gradient is of another data type, device or shape than its parameter"
         if each.requires_grad:
             return "a gradient has a graph of its own"
     return ""

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.instrument.one_by_one import PROVED, Group, _hooks_of_others, _is_a_schedulers, parameters_of
+from memopt.instrument.one_by_one import (
+    PROVED,
+    Group,
+    _hooks_of_others,
+    _is_a_schedulers,
+    _is_torchs,
+    parameters_of,
+)
 from memopt.instrument.ops import PLAIN_TYPES
 
 ELEMENTWISE = PROVED - {torch.optim.Adafactor}
@@ -121,8 +128,10 @@ def step_slices(
 def why_not(optimizer: torch.optim.Optimizer, *, with_closure: bool = False) -> str:
     """Why `optimizer` must not step its parameters in pieces; empty when nothing speaks against it."""
     kind = type(optimizer)
-    if kind not in ELEMENTWISE or not getattr(kind.step, "hooked", False):
+    if kind not in ELEMENTWISE:
         return f"{kind.__name__} is not among the optimizers that update each element by itself"
+    if not _is_torchs(kind.step):
+        return f"somebody has replaced the step of {kind.__name__}"
     own = vars(optimizer).get("step")
     if own is not None and not _is_a_schedulers(own, kind):
         return "the script has replaced the optimizer's step"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -302,6 +303,57 @@ def test_a_closure_and_hooks_are_left_alone(tmp_path: Path) -> None:
 
     outcome = check(loop, tmp_path, done=0)
     assert any("in a closure" in note and "hooks the optimizer's step" in note for note in outcome.notes)
+
+
+@pytest.mark.parametrize("when", ["before the first optimizer", "after it", "with torch's own decorator"])
+def test_a_step_of_the_class_that_was_replaced_is_left_alone(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a logger or a clipper puts around the class's step runs once a step, on all gradients."""
+    hooked = torch.optim.Adam([nn.Parameter(torch.ones(1))]) and torch.optim.Adam.step
+    inner = hooked.__wrapped__ if when == "before the first optimizer" else hooked
+
+    @functools.wraps(inner)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1e-3)
+        return inner(self, *args, **kwargs)
+
+    replaced = torch.optim.Optimizer.profile_hook_step(step) if when.startswith("with") else step
+    monkeypatch.setattr(torch.optim.Adam, "step", replaced)
+    replaced.hooked = when != "before the first optimizer"
+    outcome = check(training(lambda p: torch.optim.Adam(p, lr=0.01)), tmp_path, done=0)
+    assert any("replaced the step of Adam" in note for note in outcome.notes), outcome.notes
+
+
+def test_a_frozen_parameter_that_still_has_a_gradient_is_stepped(tmp_path: Path) -> None:
+    """As torch steps it; and an empty one has state."""
+
+    def freezes(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+        if step == 2:
+            model.second.weight.requires_grad_(False)
+            optimizer.add_param_group({"params": [nn.Parameter(torch.empty(0))]})
+        if step >= 2:
+            model.second.weight.grad = torch.ones_like(model.second.weight)
+            optimizer.param_groups[-1]["params"][0].grad = torch.empty(0)
+            optimizer.step()
+            model.second.weight.grad = torch.ones_like(model.second.weight)
+        return [digest(model.second.weight)]
+
+    for tier in (None, "disk"):
+        check(training(OPTIMIZERS["adamw"], freezes), tmp_path, tier)
+
+
+def test_gradients_of_another_data_type_are_left_alone(tmp_path: Path) -> None:
+    def loop(steps: int) -> list[str]:
+        parameter = nn.Parameter(torch.randn(4096, dtype=torch.bfloat16))
+        parameter.grad_dtype = torch.float32
+        optimizer = torch.optim.SGD([parameter], lr=0.1, foreach=False)
+        for _ in range(steps):
+            parameter.grad = torch.randn(4096)
+            optimizer.step()
+        return [digest(parameter)]
+
+    check(loop, tmp_path, done=0)
 
 
 def test_a_kernel_whose_bits_depend_on_the_slice_is_left_alone(
