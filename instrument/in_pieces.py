@@ -43,6 +43,9 @@ class Segment:
     group: int
     start: int
     stop: int
+    shape: torch.Size
+    """The parameter's when it was laid out, as its strides are: the script may give it other ones later."""
+    stride: tuple[int, ...]
 
     @property
     def numel(self) -> int:
@@ -50,7 +53,11 @@ class Segment:
 
     @property
     def is_last(self) -> bool:
-        return self.stop == self.parameter.numel()
+        return self.stop == self.shape.numel()
+
+    def empty_whole(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor that lies in memory as the parameter did when it was laid out."""
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
 
     def of(self, tensor: Tensor) -> Tensor:
         """This part of a tensor that lies in memory as the parameter does, as a row (a scalar as it is); shares its bytes and version."""
@@ -83,7 +90,9 @@ def pieces_of(
                 stop = min(start + max(left, ALIGNED), parameter.numel())
                 if parameter.numel() - stop < ALIGNED:
                     stop = parameter.numel()
-                pieces[-1].append(Segment(parameter, number, start, stop))
+                pieces[-1].append(
+                    Segment(parameter, number, start, stop, parameter.shape, parameter.stride())
+                )
                 left -= -(-(stop - start) // ALIGNED) * ALIGNED
                 start = stop
     return pieces
@@ -165,12 +174,15 @@ def same_bits_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
         return all(
             _same_bits(optimizer, group, example)
             for group in optimizer.param_groups
-            for example in _one_of_each([each for each in group["params"] if each.requires_grad])
+            for example in _one_of_each(
+                [each for each in group["params"] if each.requires_grad and each.numel()]
+            )
         )
 
 
 def _one_of_each(parameters: list[Tensor]) -> list[Tensor]:
-    return list({(each.dtype, each.device): each for each in parameters}.values())
+    """The largest: state of one element cannot be told from a counter."""
+    return list({(each.dtype, each.device): each for each in sorted(parameters, key=Tensor.numel)}.values())
 
 
 def _same_bits(optimizer: torch.optim.Optimizer, group: Group, example: Tensor) -> bool:
@@ -182,7 +194,7 @@ def _same_bits(optimizer: torch.optim.Optimizer, group: Group, example: Tensor) 
 
     whole, parts = made(0.1), made(0.1)
     rows = [parts[a:b] for a, b in itertools.pairwise(_TRIED)]
-    known: State = dict.get(optimizer.state, example, {}) or {}
+    known: State = (dict.get(optimizer.state, example) if example.numel() > 1 else None) or {}
     of_whole = {key: _tried_state(value, example, n) for key, value in known.items()}
     of_rows = [
         {key: value[a:b].clone() if _is_row(value, n) else _copied(value) for key, value in of_whole.items()}
@@ -205,7 +217,7 @@ def _same_bits(optimizer: torch.optim.Optimizer, group: Group, example: Tensor) 
 
 def _tried_state(value: Any, example: Tensor, n: int) -> Any:
     """State as the optimizer has it: of an element (positive, as squares are), or of the parameter as a whole."""
-    if isinstance(value, Tensor) and value.shape == example.shape and value.numel() != 1:
+    if isinstance(value, Tensor) and value.shape == example.shape:
         return (
             torch.arange(1, n + 1, dtype=torch.float64)
             .cos()
