@@ -443,7 +443,7 @@ class Phases:
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:
-            self._pieces.step_ended()
+            self._pieces.step_ended(optimizer)
         if self._session is not None:
             self._session.step_ended(optimizer)
 

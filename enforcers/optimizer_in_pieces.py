@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.state_elsewhere import StateElsewhere
 from memopt.enforcers.swap import Pending, SwapFailed, SwapTier, without_frames
-from memopt.instrument.gradient_reads import give_back, gradient_of, let_go
+from memopt.instrument.gradient_reads import give_back, gradient_of, kept_gradient, let_go
 from memopt.instrument.in_pieces import (
     Segment,
     State,
@@ -31,6 +31,7 @@ from memopt.instrument.in_pieces import (
     why_not,
 )
 from memopt.instrument.iterations import Iterations
+from memopt.instrument.one_by_one import parameters_of
 
 
 class OptimizerInPieces:
@@ -54,7 +55,10 @@ class OptimizerInPieces:
             weakref.WeakKeyDictionary()
         )
         self._trusted: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._hidden: list[tuple[Tensor, Tensor]] = []
+        self._hidden: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[tuple[Tensor, Tensor]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        """Gradients that the script's own step does not see. Several steps may be under way, each in a thread of autograd's."""
         self.most_used = 0
         """Most parameters that one step has stepped in pieces."""
         self.declined: Counter[str] = Counter()
@@ -69,37 +73,47 @@ class OptimizerInPieces:
             del guard
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
-        gradients = {id(each): found for group in optimizer.param_groups for each in group["params"] if (found := gradient_of(each)) is not None}  # fmt: skip
+        gradients = {id(each): found for group in optimizer.param_groups for each in group["params"] if (found := kept_gradient(each)) is not None}  # fmt: skip
+        stepped = self._stepped.get(optimizer)
+        if stepped is not None and not stepped.fits(optimizer):
+            stepped.end(optimizer)
+            del self._stepped[optimizer]
+            self._trusted.pop(optimizer, None)
+            stepped = None
         reason = (
             why_not(optimizer, with_closure=self._iterations.step_has_arguments)
-            or _odd(gradients.values())
+            or _odd(optimizer, gradients)
             or _odd_state(optimizer)
         )
         if not reason and not self._is_trusted(optimizer):
-            reason = f"{type(optimizer).__name__} gives other bits in pieces on this device"
+            reason = f"{type(optimizer).__name__} gives other bits in pieces on this device, or no step could be tried"
         if reason:
             self.declined[reason] += 1
             return
-        stepped = self._stepped.get(optimizer)
         if stepped is None:
-            stepped = self._stepped[optimizer] = _Stepped(self._piece_bytes, self._tier, self._most_away)
+            stepped = _Stepped(optimizer, self._piece_bytes, self._tier, self._most_away)
+            self._stepped[optimizer] = stepped
         stepped.step(optimizer, gradients)
-        for group in optimizer.param_groups:
-            for each in group["params"]:
-                if id(each) in gradients:
-                    self._hidden.append((each, gradients[id(each)]))
-                    let_go(each)
+        if not gradients:
+            return
+        self._hidden[optimizer] = [
+            (each, gradients[id(each)]) for _, each in parameters_of(optimizer) if id(each) in gradients
+        ]
+        for each, _ in self._hidden[optimizer]:
+            let_go(each)
         self.most_used = max(self.most_used, len(gradients))
 
     def _is_trusted(self, optimizer: torch.optim.Optimizer) -> bool:
         if optimizer not in self._trusted:
-            self._trusted[optimizer] = same_bits_in_pieces(optimizer)
+            try:
+                self._trusted[optimizer] = same_bits_in_pieces(optimizer)
+            except Exception:  # whatever it is, the script's own step meets it too, or has none of it
+                self._trusted[optimizer] = False
         return self._trusted[optimizer]
 
-    def step_ended(self) -> None:
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         """The script's own step is over: gradients are where they were."""
-        hidden, self._hidden = self._hidden, []
-        for parameter, gradient in hidden:
+        for parameter, gradient in self._hidden.pop(optimizer, []):
             if gradient_of(parameter) is None:
                 give_back(parameter, gradient)
 
@@ -114,15 +128,23 @@ class OptimizerInPieces:
 
     def remove(self) -> None:
         """Page no more. State that is away comes back when somebody asks for it: the tier stays open until the process ends."""
-        self.step_ended()
+        for optimizer in list(self._hidden):
+            self.step_ended(optimizer)
 
 
-def _odd(gradients: Iterable[Tensor]) -> str:
+def _odd(optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> str:
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph was being captured"
-    for each in gradients:
+    for _, parameter in parameters_of(optimizer):
+        each = gradients.get(id(parameter))
+        if each is None:
+            continue
+        if not parameter.requires_grad or not parameter.numel():
+            return "a parameter that is frozen, or empty, has a gradient"
         if each.layout is not torch.strided or type(each) is not Tensor:
             return "a gradient is sparse, or a tensor of another kind"
+        if (each.dtype, each.device, each.shape) != (parameter.dtype, parameter.device, parameter.shape):
+            return "a gradient is of another data type, device or shape than its parameter"
         if each.requires_grad:
             return "a gradient has a graph of its own"
     return ""
@@ -165,12 +187,21 @@ class _Piece:
 class _Stepped:
     """One optimizer: its pieces, and where their state is."""
 
-    def __init__(self, piece_bytes: int, tier: SwapTier[Any] | None, most_away: int | None) -> None:
-        self._piece_bytes, self._tier, self._most_away = piece_bytes, tier, most_away
-        self._leave_it: set[int] = set()
-        """ids of parameters whose state is to be in the tier between steps."""
-        self._pieces: list[_Piece] = []
-        self._layout: tuple[int, ...] = ()
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        piece_bytes: int,
+        tier: SwapTier[Any] | None,
+        most_away: int | None,
+    ) -> None:
+        self._tier = tier
+        self._layout = _layout_of(optimizer)
+        self._leave_it = {
+            id(each) for each in sorted(_trained(optimizer), key=lambda each: -each.nbytes)[:most_away]
+        }
+        """ids of parameters whose state is to be in the tier between steps: all, or as many as were asked for, the largest first."""
+        cut = pieces_of(optimizer, piece_bytes, lambda each: id(each) in self._leave_it)
+        self._pieces = [_Piece(segments) for segments in cut]
         self._names: dict[int, tuple[str, ...]] = {}
         """id of a parameter -> the order of its state, as the optimizer made it."""
         self._state: StateElsewhere | None = None
@@ -179,9 +210,10 @@ class _Stepped:
 
     def step(self, optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> None:
         """The whole update."""
-        self._lay_out(optimizer)
+        if self._tier is not None and self._state is None and _holders(optimizer) == _ALONE:
+            optimizer.state = self._state = StateElsewhere(optimizer.state, self.bring_back)
         inner = optimizer.state
-        pageable = self._pageable(inner) if self._tier is not None else set()
+        pageable = self._pageable(inner) if self._state is not None else set()
         self._first = self._without_state(inner)
         due = [piece for piece in self._pieces if any(id(s.parameter) in gradients for s in piece.segments)]
         leaving: _Piece | None = None
@@ -200,29 +232,20 @@ class _Stepped:
         if self._tier is not None:
             self._tier.collect()
 
-    def _lay_out(self, optimizer: torch.optim.Optimizer) -> None:
-        """The pieces, anew where parameters have come or gone, or somebody has put another state in the place of ours."""
-        layout = tuple(
-            id(each) for group in optimizer.param_groups for each in group["params"] if each.requires_grad
+    def fits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Are parameters as they were laid out, and is the state ours? The script may have put another one in its place."""
+        return (self._state is None or optimizer.state is self._state) and self._layout == _layout_of(
+            optimizer
         )
-        if self._state is not None and optimizer.state is not self._state:
-            self._state.bring_back = lambda: None
-            self._state = None
-            self._pieces = []
-        if layout != self._layout or not self._pieces:
-            self.bring_back()
-            self._layout = layout
-            self._leave_it = self._largest(optimizer)
-            cut = pieces_of(optimizer, self._piece_bytes, lambda each: id(each) in self._leave_it)
-            self._pieces = [_Piece(segments) for segments in cut]
-        if self._tier is not None and self._state is None:
-            self._state = StateElsewhere(optimizer.state, self.bring_back)
-            optimizer.state = self._state
 
-    def _largest(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """The parameters whose state goes away: all, or as many as were asked for, the largest first."""
-        every = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
-        return {id(each) for each in sorted(every, key=lambda each: -each.nbytes)[: self._most_away]}
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the state back as it was laid out, unless nobody can look at it any more."""
+        if optimizer.state is self._state or (
+            self._state is not None and sys.getrefcount(self._state) > _ALONE
+        ):
+            self.bring_back()
+        elif self._state is not None:
+            self._state.bring_back = lambda: None
 
     def _pageable(self, state: Any) -> set[int]:
         """Parameters whose state nobody else holds: those whose is away already, and those whose would be free if we let go."""
@@ -283,8 +306,7 @@ class _Stepped:
         if id(parameter) in self._first:
             return found
         inner = dict.get(state, parameter) or {}
-        names = self._names.get(id(parameter)) or tuple(inner)
-        for name in names:
+        for name in dict.fromkeys((*self._names.get(id(parameter), ()), *inner)):
             if name in rows:
                 found[name] = rows[name]
             elif name in inner:
@@ -324,9 +346,7 @@ class _Stepped:
             elif value is not before.get(name) or name not in inner:
                 whole = inner.get(name)
                 if whole is None:
-                    whole = inner[name] = torch.empty_strided(
-                        parameter.shape, parameter.stride(), dtype=value.dtype, device=value.device
-                    )
+                    whole = inner[name] = segment.empty_whole(value.dtype, value.device)
                 segment.of(whole).copy_(value)
         if segment.is_last:
             self._names[id(parameter)] = tuple(after)
@@ -413,11 +433,31 @@ class _Stepped:
                 continue
             whole = inner.get(name)
             if whole is None:
-                whole = inner[name] = torch.empty_strided(
-                    parameter.shape, parameter.stride(), dtype=row.dtype, device=row.device
-                )
+                whole = inner[name] = segment.empty_whole(row.dtype, row.device)
             segment.of(whole).copy_(row)
         piece.bundle, piece.entries = None, []
+
+
+def _trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [each for _, each in parameters_of(optimizer) if each.requires_grad]
+
+
+def _layout_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """What the pieces depend on: any of it may change between two steps (`p.data = ...`, `channels_last`, other groups)."""
+    return tuple(
+        (number, id(each), each.shape, each.stride(), each.dtype, each.device)
+        for number, group in enumerate(optimizer.param_groups)
+        for each in group["params"]
+        if each.requires_grad
+    )
+
+
+def _holders(owner: Any) -> int:
+    return sys.getrefcount(owner.state)
+
+
+_ALONE = _holders(SimpleNamespace(state=defaultdict(dict)))
+"""As many hold a state that its optimizer alone holds."""
 
 
 def _bundle(piece: _Piece, rows: dict[tuple[int, str], Tensor]) -> None:

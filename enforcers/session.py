@@ -372,6 +372,6 @@ class ApplySession:
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:
-            self._pieces.step_ended()
+            self._pieces.step_ended(optimizer)
         if self._updates is not None:
             self._updates.step_ended(optimizer)

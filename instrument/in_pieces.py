@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.instrument.one_by_one import PROVED, Group, _hooks_of_others, _is_a_schedulers, parameters_of
+from memopt.instrument.one_by_one import (
+    PROVED,
+    Group,
+    _hooks_of_others,
+    _is_a_schedulers,
+    _is_torchs,
+    parameters_of,
+)
 from memopt.instrument.ops import PLAIN_TYPES
 
 ELEMENTWISE = PROVED - {torch.optim.Adafactor}
@@ -36,6 +43,9 @@ class Segment:
     group: int
     start: int
     stop: int
+    shape: torch.Size
+    """The parameter's when it was laid out, as its strides are: the script may give it other ones later."""
+    stride: tuple[int, ...]
 
     @property
     def numel(self) -> int:
@@ -43,7 +53,11 @@ class Segment:
 
     @property
     def is_last(self) -> bool:
-        return self.stop == self.parameter.numel()
+        return self.stop == self.shape.numel()
+
+    def empty_whole(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor that lies in memory as the parameter did when it was laid out."""
+        return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
 
     def of(self, tensor: Tensor) -> Tensor:
         """This part of a tensor that lies in memory as the parameter does, as a row (a scalar as it is); shares its bytes and version."""
@@ -76,7 +90,9 @@ def pieces_of(
                 stop = min(start + max(left, ALIGNED), parameter.numel())
                 if parameter.numel() - stop < ALIGNED:
                     stop = parameter.numel()
-                pieces[-1].append(Segment(parameter, number, start, stop))
+                pieces[-1].append(
+                    Segment(parameter, number, start, stop, parameter.shape, parameter.stride())
+                )
                 left -= -(-(stop - start) // ALIGNED) * ALIGNED
                 start = stop
     return pieces
@@ -121,8 +137,10 @@ def step_slices(
 def why_not(optimizer: torch.optim.Optimizer, *, with_closure: bool = False) -> str:
     """Why `optimizer` must not step its parameters in pieces; empty when nothing speaks against it."""
     kind = type(optimizer)
-    if kind not in ELEMENTWISE or not getattr(kind.step, "hooked", False):
+    if kind not in ELEMENTWISE:
         return f"{kind.__name__} is not among the optimizers that update each element by itself"
+    if not _is_torchs(kind.step):
+        return f"somebody has replaced the step of {kind.__name__}"
     own = vars(optimizer).get("step")
     if own is not None and not _is_a_schedulers(own, kind):
         return "the script has replaced the optimizer's step"
@@ -156,12 +174,15 @@ def same_bits_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
         return all(
             _same_bits(optimizer, group, example)
             for group in optimizer.param_groups
-            for example in _one_of_each([each for each in group["params"] if each.requires_grad])
+            for example in _one_of_each(
+                [each for each in group["params"] if each.requires_grad and each.numel()]
+            )
         )
 
 
 def _one_of_each(parameters: list[Tensor]) -> list[Tensor]:
-    return list({(each.dtype, each.device): each for each in parameters}.values())
+    """The largest: state of one element cannot be told from a counter."""
+    return list({(each.dtype, each.device): each for each in sorted(parameters, key=Tensor.numel)}.values())
 
 
 def _same_bits(optimizer: torch.optim.Optimizer, group: Group, example: Tensor) -> bool:
@@ -173,7 +194,7 @@ def _same_bits(optimizer: torch.optim.Optimizer, group: Group, example: Tensor) 
 
     whole, parts = made(0.1), made(0.1)
     rows = [parts[a:b] for a, b in itertools.pairwise(_TRIED)]
-    known: State = dict.get(optimizer.state, example, {}) or {}
+    known: State = (dict.get(optimizer.state, example) if example.numel() > 1 else None) or {}
     of_whole = {key: _tried_state(value, example, n) for key, value in known.items()}
     of_rows = [
         {key: value[a:b].clone() if _is_row(value, n) else _copied(value) for key, value in of_whole.items()}
@@ -196,7 +217,7 @@ def _same_bits(optimizer: torch.optim.Optimizer, group: Group, example: Tensor) 
 
 def _tried_state(value: Any, example: Tensor, n: int) -> Any:
     """State as the optimizer has it: of an element (positive, as squares are), or of the parameter as a whole."""
-    if isinstance(value, Tensor) and value.shape == example.shape and value.numel() != 1:
+    if isinstance(value, Tensor) and value.shape == example.shape:
         return (
             torch.arange(1, n + 1, dtype=torch.float64)
             .cos()

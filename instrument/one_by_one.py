@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.optim import optimizer as optim
 
 from memopt.instrument.gradient_reads import gradient_of
-from memopt.instrument.iterations import Iterations
+from memopt.instrument.iterations import _STEP, Iterations
 from memopt.instrument.ops import PLAIN_TYPES
 
 PROVED = frozenset(
@@ -32,6 +33,8 @@ PROVED = frozenset(
 """By `tests/test_optimizer_in_backward.py`, on a CPU; never a subclass."""
 
 Group = dict[str, Any]
+_TORCHS = (str(Path(optim.__file__).parent), str(Path(torch.__file__).parent / "utils" / "_contextlib.py"))
+"""Files of torch's own steps, and of the `no_grad()` around some of them."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Group, Tensor]]:
@@ -52,8 +55,10 @@ def step_one(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) 
 def why_not(optimizer: torch.optim.Optimizer) -> str:
     """Why `optimizer` must not step its parameters one by one inside backward; empty when nothing speaks against it."""
     kind = type(optimizer)
-    if kind not in PROVED or not getattr(kind.step, "hooked", False):
+    if kind not in PROVED:
         return f"{kind.__name__} is not among the optimizers that are known to give the same bits"
+    if not _is_torchs(kind.step):
+        return f"somebody has replaced the step of {kind.__name__}"
     own = vars(optimizer).get("step")
     if own is not None and not _is_a_schedulers(own, kind):
         return "the script has replaced the optimizer's step"
@@ -64,6 +69,18 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "several processes train together, and gradients are reduced after backward"
     return _why_not_these([parameter for _, parameter in parameters_of(optimizer)])
+
+
+def _is_torchs(step: Any) -> bool:
+    """Is this function torch's wrapper, which calls the hooks, around nothing but torch's own step? What others put around either with
+    `functools.wraps` looks like it, and must not run once for each part of a step."""
+    if getattr(step, "__code__", None) is not _STEP:
+        return False
+    while (step := getattr(step, "__wrapped__", None)) is not None:
+        code = getattr(step, "__code__", None)
+        if code is None or code is _STEP or not code.co_filename.startswith(_TORCHS):
+            return False
+    return True
 
 
 def _is_a_schedulers(step: Any, kind: Any) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,10 +18,12 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.problem import DEFAULT_ALLOW, Decisions
 from memopt.device import Device
 from memopt.enforcers.disk import DiskStore
+from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
 from memopt.enforcers.swap import SwapFailed
 from memopt.enforcers.verify import digest
 from memopt.estimators.in_pieces import why_not
-from memopt.instrument.in_pieces import ALIGNED, pieces_of
+from memopt.instrument.in_pieces import ALIGNED, pieces_of, same_bits_in_pieces
+from memopt.instrument.iterations import Iterations
 from memopt.outcome import Outcome
 from memopt.plan import OPTIMIZER_IN_PIECES, Plan, ScriptAction, Tier
 from memopt.trace import Script
@@ -304,6 +307,217 @@ def test_a_closure_and_hooks_are_left_alone(tmp_path: Path) -> None:
     assert any("in a closure" in note and "hooks the optimizer's step" in note for note in outcome.notes)
 
 
+@pytest.mark.parametrize("when", ["before the first optimizer", "after it", "with torch's own decorator"])
+def test_a_step_of_the_class_that_was_replaced_is_left_alone(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a logger or a clipper puts around the class's step runs once a step, on all gradients."""
+    hooked = torch.optim.Adam([nn.Parameter(torch.ones(1))]) and torch.optim.Adam.step
+    inner = hooked.__wrapped__ if when == "before the first optimizer" else hooked
+
+    @functools.wraps(inner)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1e-3)
+        return inner(self, *args, **kwargs)
+
+    replaced = torch.optim.Optimizer.profile_hook_step(step) if when.startswith("with") else step
+    monkeypatch.setattr(torch.optim.Adam, "step", replaced)
+    replaced.hooked = when != "before the first optimizer"
+    outcome = check(training(lambda p: torch.optim.Adam(p, lr=0.01)), tmp_path, done=0)
+    assert any("replaced the step of Adam" in note for note in outcome.notes), outcome.notes
+
+
+def test_a_frozen_parameter_that_still_has_a_gradient_is_stepped(tmp_path: Path) -> None:
+    """As torch steps it; and an empty one has state."""
+
+    def freezes(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+        if step == 2:
+            model.second.weight.requires_grad_(False)
+            optimizer.add_param_group({"params": [nn.Parameter(torch.empty(0))]})
+        if step >= 2:
+            model.second.weight.grad = torch.ones_like(model.second.weight)
+            optimizer.param_groups[-1]["params"][0].grad = torch.empty(0)
+            optimizer.step()
+            model.second.weight.grad = torch.ones_like(model.second.weight)
+        return [digest(model.second.weight)]
+
+    for tier in (None, "disk"):
+        check(training(OPTIMIZERS["adamw"], freezes), tmp_path, tier)
+
+
+def test_gradients_of_another_data_type_are_left_alone(tmp_path: Path) -> None:
+    def loop(steps: int) -> list[str]:
+        parameter = nn.Parameter(torch.randn(4096, dtype=torch.bfloat16))
+        parameter.grad_dtype = torch.float32
+        optimizer = torch.optim.SGD([parameter], lr=0.1, foreach=False)
+        for _ in range(steps):
+            parameter.grad = torch.randn(4096)
+            optimizer.step()
+        return [digest(parameter)]
+
+    check(loop, tmp_path, done=0)
+
+
+def turns(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+    """The same elements in another order in memory; the state keeps its own."""
+    if step == 2:
+        model.first.to(memory_format=torch.contiguous_format)
+    return []
+
+
+def regroups(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+    """The same parameters in the same order, each with the rate of another group."""
+    if step == 2:
+        first, second = optimizer.param_groups
+        second["params"].insert(0, first["params"].pop())
+    return []
+
+
+def loads_more(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+    """A checkpoint of a run with `amsgrad`."""
+    if step == 2:
+        state = copy.deepcopy(optimizer.state_dict())
+        for inner in state["state"].values():
+            inner["max_exp_avg_sq"] = inner["exp_avg_sq"] * 2
+        for group in state["param_groups"]:
+            group["amsgrad"] = True
+        optimizer.load_state_dict(state)
+    return []
+
+
+@pytest.mark.parametrize("tier", [None, "disk"])
+@pytest.mark.parametrize("between", [turns, regroups, loads_more])
+def test_parameters_and_state_that_change_between_steps(
+    between: Any, tier: Tier | None, tmp_path: Path
+) -> None:
+    check(training(OPTIMIZERS["adamw"], between), tmp_path, tier)
+
+
+def test_who_holds_the_state_itself_sees_every_step(tmp_path: Path) -> None:
+    """`state = optimizer.state`, before the first step, after it, and until another one is loaded."""
+
+    def loop(steps: int) -> list[str]:
+        parameter = nn.Parameter(torch.ones(4096))
+        optimizer = torch.optim.Adam([parameter], lr=0.1)
+        held, found = [optimizer.state], []
+        for step in range(steps):
+            parameter.grad = torch.full((4096,), step + 1.0)
+            optimizer.step()
+            found += [digest(held[0][parameter]["exp_avg"])] if step == 0 else []
+            if step == 2:
+                held.clear()
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            if step == 3:
+                held.append(optimizer.state)
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        return [*found, *(digest(each[parameter]["exp_avg"]) for each in held), digest(parameter)]
+
+    check(loop, tmp_path)
+
+
+@pytest.mark.parametrize("tier", [None, "disk"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_parameter_that_grows(momentum: float, tier: Tier | None, tmp_path: Path) -> None:
+    """An embedding gets more rows, and its momentum some for them."""
+
+    def loop(steps: int) -> list[str]:
+        parameter = nn.Parameter(torch.randn(64, 64))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=momentum)
+        for step in range(steps):
+            if step == 2:
+                parameter.grad = None
+                parameter.data = torch.cat([parameter.data, torch.ones(64, 64)])
+                if momentum:
+                    inner = optimizer.state[parameter]
+                    inner["momentum_buffer"] = torch.cat([inner["momentum_buffer"], torch.ones(64, 64)])
+            parameter.grad = parameter.detach().sin()
+            optimizer.step()
+        return [
+            digest(parameter),
+            *(digest(each) for each in optimizer.state[parameter].values() if momentum),
+        ]
+
+    check(loop, tmp_path, tier)
+
+
+class _Nobody:
+    step_has_arguments = False
+
+
+def alone() -> OptimizerInPieces:
+    """With no loop that it is told of."""
+    return OptimizerInPieces(cast(Iterations, _Nobody()), PIECE, None)
+
+
+def step_in(stepper: OptimizerInPieces, optimizer: torch.optim.Optimizer) -> None:
+    stepper.step_begins(optimizer)
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    stepper.step_ended(optimizer)
+
+
+@pytest.mark.parametrize("shapes", [[(300, 30), (1,)], [(1,), (300, 30), ()], [(1,), ()], [(1, 1)]])
+def test_parameters_of_one_element(shapes: list[tuple[int, ...]]) -> None:
+    """A head of one output, where the plan is enforced in the midst of a run."""
+
+    def trained(stepper: OptimizerInPieces | None) -> list[str]:
+        torch.manual_seed(0)
+        parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+        optimizer = torch.optim.AdamW(parameters, lr=0.1)
+        for step in range(6):
+            for each in parameters:
+                each.grad = torch.full_like(each, step - 1.3)
+            if step < 2 or stepper is None:
+                optimizer.step()
+            else:
+                step_in(stepper, optimizer)
+        state = [optimizer.state[each][name] for each in parameters for name in ("exp_avg", "step")]
+        return [digest(each) for each in (*state, *parameters)]
+
+    stepper = alone()
+    assert trained(stepper) == trained(None)
+    assert stepper.most_used == len(shapes), stepper.declined
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (3000,)])
+def test_the_trial_takes_state_of_any_shape(shape: tuple[int, ...]) -> None:
+    parameter = nn.Parameter(torch.ones(shape))
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3000)), parameter])
+    for _ in range(2):
+        parameter.grad = torch.ones(shape)
+        optimizer.step()
+        assert same_bits_in_pieces(optimizer)
+        optimizer = torch.optim.AdamW([parameter])
+        parameter.grad = torch.ones(shape)
+        optimizer.step()
+
+
+def test_a_trial_that_raises_leaves_the_optimizer_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raises(optimizer: torch.optim.Optimizer) -> bool:
+        raise IndexError("too many")
+
+    monkeypatch.setattr("memopt.enforcers.optimizer_in_pieces.same_bits_in_pieces", raises)
+    check(training(OPTIMIZERS["adamw"]), tmp_path, done=0)
+
+
+def test_two_steps_under_way_at_once() -> None:
+    """Hooks of two GPUs' backward step in two threads of autograd's."""
+
+    stepper = alone()
+    parameters = [nn.Parameter(torch.zeros(4096)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([each], lr=1.0) for each in parameters]
+    for each in parameters:
+        each.grad = torch.ones(4096)
+    for optimizer in optimizers:
+        stepper.step_begins(optimizer)
+    for optimizer in optimizers:
+        type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+        stepper.step_ended(optimizer)
+    assert all(torch.equal(each, torch.full((4096,), -1.0)) for each in parameters)
+    assert all(each.grad is not None for each in parameters)
+
+
 def test_a_kernel_whose_bits_depend_on_the_slice_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -313,8 +527,6 @@ def test_a_kernel_whose_bits_depend_on_the_slice_is_left_alone(
 
 
 def test_the_trial_tells_a_kernel_whose_bits_depend_on_the_slice() -> None:
-    from memopt.instrument.in_pieces import same_bits_in_pieces
-
     class Mean(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure: Any = None) -> None:
