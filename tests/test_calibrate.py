@@ -93,7 +93,9 @@ def test_the_file_is_read_back_and_preferred(tmp_path: Path) -> None:
     assert here.context().low_bytes < here.context().size_bytes < here.context().high_bytes
     assert "memopt calibrate" in here.context().source
     other = HiddenMemory.of(find_device("h200"), torch_version="2.12", cuda_version="13.0", calibrated=rows)
-    assert other.context().size_bytes == 639_631_360  # the built-in row: as measured on an H100, of the same architecture
+    assert (
+        other.context().size_bytes == 639_631_360
+    )  # the built-in row: as measured on an H100, of the same architecture
 
 
 def test_a_failing_product_is_told() -> None:

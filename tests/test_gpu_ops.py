@@ -63,7 +63,14 @@ def _overload(name: str):
 
 
 def test_no_op_is_replayed_that_gave_other_bits_on_a_gpu():
-    on_gpu = [SimpleNamespace(device=torch.device("cuda"), is_floating_point=lambda: True)]
+    on_gpu = [
+        SimpleNamespace(
+            layout=torch.strided,
+            is_quantized=False,
+            device=torch.device("cuda"),
+            is_floating_point=lambda: True,
+        )
+    ]
     on_cpu = [torch.ones(2)]
     names = _differed() - _OUTPUTS_NOBODY_READS - _DREW_FROM_ANOTHER_GENERATOR
     assert len(names) >= 7
@@ -74,12 +81,12 @@ def test_no_op_is_replayed_that_gave_other_bits_on_a_gpu():
 
 
 def test_whole_numbers_are_added_up_the_same_each_time():
-    counts = [SimpleNamespace(device=torch.device("cuda"), is_floating_point=lambda: False, is_complex=lambda: False)]  # fmt: skip
+    counts = [SimpleNamespace(layout=torch.strided, is_quantized=False, device=torch.device("cuda"), is_floating_point=lambda: False, is_complex=lambda: False)]  # fmt: skip
     assert same_bits_again(torch.ops.aten.cumsum.default, counts)
 
 
 def test_convolutions_are_not_replayed_where_each_thread_chooses_its_own_engine(monkeypatch):
-    on_gpu = [SimpleNamespace(device=torch.device("cuda"))]
+    on_gpu = [SimpleNamespace(layout=torch.strided, is_quantized=False, device=torch.device("cuda"))]
     convolution = torch.ops.aten.convolution.default
     assert same_bits_again(convolution, on_gpu)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -66,8 +67,12 @@ def test_a_block_where_one_of_an_earlier_profile_lay_ends_once() -> None:
     first.stop()
     address = old.data_ptr()
     del old
-    again = torch.empty(size)
-    assert again.data_ptr() == address
+    again, others = torch.empty(size), []
+    while again.data_ptr() != address and len(others) < 20:  # the heap may have other room for it first
+        others.append(again)
+        again = torch.empty(size)
+    if again.data_ptr() != address:
+        pytest.skip("the system gave the address to nobody")
     base = _bytes_alive()
     meter = CpuMeter()
     meter.start()
