@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -71,8 +70,7 @@ def test_a_block_where_one_of_an_earlier_profile_lay_ends_once() -> None:
     while again.data_ptr() != address and len(others) < 20:  # the heap may have other room for it first
         others.append(again)
         again = torch.empty(size)
-    if again.data_ptr() != address:
-        pytest.skip("the system gave the address to nobody")
+    assert again.data_ptr() == address
     base = _bytes_alive()
     meter = CpuMeter()
     meter.start()
