@@ -92,9 +92,8 @@ def main():
         loss_g = criterion(net_d(fake), real_label)
         loss_g.backward()
         opt_g.step()
-        print(
-            f"step {step} loss {(loss_real + loss_fake).item():.6f} generator {loss_g.item():.6f}", flush=True
-        )
+        loss_d = (loss_real + loss_fake).item()
+        print(f"step {step} loss {loss_d:.6f} generator {loss_g.item():.6f}", flush=True)
 
 
 if __name__ == "__main__":

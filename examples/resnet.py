@@ -22,13 +22,12 @@ class Gratings(Dataset):
 
     def __getitem__(self, index):
         g = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
-        label = index % 8
-        angle = math.pi * label / 8
+        angle = math.pi * (index % 8) / 8
         x = torch.linspace(-1, 1, self.pixels)
         wave = x[:, None] * math.cos(angle) + x * math.sin(angle)
         phase = 6.28 * torch.rand(3, 1, 1, generator=g)
         image = torch.sin(12 * wave + phase) + 0.8 * torch.randn(3, self.pixels, self.pixels, generator=g)
-        return image, label
+        return image, index % 8
 
 
 class Block(nn.Module):
@@ -39,10 +38,9 @@ class Block(nn.Module):
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU(inplace=True)
-        self.shortcut = nn.Identity()
+        self.shortcut = nn.Sequential()
         if stride != 1 or inputs != outputs:
-            project = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(project, nn.BatchNorm2d(outputs))
+            self.shortcut.extend([nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)])
 
     def forward(self, x):
         y = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
@@ -62,10 +60,8 @@ def resnet(width=16, classes=8):
 def accuracy(model, loader):
     model.eval()
     device = next(model.parameters()).device
-    right = sum(
-        (model(images.to(device)).argmax(1).cpu() == labels).sum().item() for images, labels in loader
-    )
-    return right / len(loader.dataset)
+    right = [(model(images.to(device)).argmax(1).cpu() == labels).sum().item() for images, labels in loader]
+    return sum(right) / len(loader.dataset)
 
 
 def main():

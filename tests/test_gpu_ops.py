@@ -85,13 +85,13 @@ def test_whole_numbers_are_added_up_the_same_each_time():
     assert same_bits_again(torch.ops.aten.cumsum.default, counts)
 
 
-def test_convolutions_are_not_replayed_where_each_thread_chooses_its_own_engine(monkeypatch):
+def test_convolutions_are_not_replayed_where_each_thread_chooses_its_own_engine():
     on_gpu = [SimpleNamespace(layout=torch.strided, is_quantized=False, device=torch.device("cuda"))]
     convolution = torch.ops.aten.convolution.default
     assert same_bits_again(convolution, on_gpu)
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    assert not same_bits_again(convolution, on_gpu)
-    assert same_bits_again(convolution, [torch.ones(2)])
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        assert not same_bits_again(convolution, on_gpu)
+        assert same_bits_again(convolution, [torch.ones(2)])
 
 
 def test_running_statistics_that_sync_batch_norm_updates_are_known():
