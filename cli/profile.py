@@ -176,7 +176,7 @@ class _Ending:
 
     def _end(self, session: ProfileSession, *, ended_well: bool, interrupted: bool = False) -> int:
         """Say what was written; the exit code when memopt failed and the script did not."""
-        from memopt.cli.console import outlive_the_scripts_stderr
+        from memopt.cli.console import outlive_the_scripts_stderr, say
 
         outlive_the_scripts_stderr()
         session.finished()
@@ -186,11 +186,11 @@ class _Ending:
             or (None if self._trace else nothing_seen(session, interrupted=interrupted))
         )
         if failure is not None:
-            click.echo(f"memopt: {failure}", err=True)
+            say(str(failure))
             return _SOFTWARE if ended_well else 0
         if not self._quiet and self._trace is not None:
             for line in what_was_written(self._trace, self._path):
-                click.echo(f"memopt: {line}", err=True)
+                say(line)
         return 0
 
 
