@@ -16,11 +16,11 @@ from memopt.advisors.registry import find_strategy
 from memopt.advisors.strategy import Strategy
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.in_backward import in_backward, why_not
-from memopt.estimators.in_pieces import Pieces, in_pieces
-from memopt.estimators.in_pieces import why_not as why_not_in_pieces
-from memopt.estimators.timeline import Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.in_backward import in_backward, why_not
+from memopt.estimators.simulator.in_pieces import Pieces, in_pieces
+from memopt.estimators.simulator.in_pieces import why_not as why_not_in_pieces
+from memopt.estimators.simulator.timeline import Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import Plan, Tier
 from memopt.trace import PHASES, Trace
 from memopt.units import format_bytes

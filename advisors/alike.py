@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.estimators.decision import Decision
+from memopt.estimators.simulator.decision import Decision
 
 _LEAST_SHARE = 0.01
 """Of all bytes that can go: smaller kinds are left alone."""

@@ -42,7 +42,7 @@ from memopt.advisors.tflms import Tflms
 from memopt.advisors.vdnn import Vdnn
 from memopt.advisors.vdnn_plus import VdnnPlus
 from memopt.errors import BudgetInfeasible, NotPossibleHere
-from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 
 _MANY = 400
 _MOST_FOR_SQUARES = 4000

@@ -16,7 +16,7 @@ import numpy as np
 
 from memopt.advisors.picks import cheapest_fitting, shortest_fitting, swap_of, swappable
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.estimators.decision import Decision
+from memopt.estimators.simulator.decision import Decision
 
 _MOST_GREEDY = 300
 """SWDOA looks at every tensor again after each pick: at most this many, the largest."""

@@ -25,7 +25,7 @@ from memopt.advisors.linear import Program
 from memopt.advisors.picks import cheapest_fitting, swap_of, swappable
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.estimators.trace_view import Floats, Ints
+from memopt.estimators.simulator.trace_view import Floats, Ints
 
 _SPANS = 32
 _MOST_TENSORS = 300

@@ -18,9 +18,9 @@ from memopt.advisors.advice import Advice
 from memopt.advisors.in_place import in_place
 from memopt.advisors.problem import Problem
 from memopt.advisors.static_offsets import StaticOffsets, plan_offsets
-from memopt.estimators.allocator_replay import AllocatorEvents, replay
-from memopt.estimators.allocator_settings import parse_settings
-from memopt.estimators.profile_recording import amounts_of, recording_of
+from memopt.estimators.allocator.replay import AllocatorEvents, replay
+from memopt.estimators.allocator.settings import parse_settings
+from memopt.estimators.elsewhere.recording import amounts_of, recording_of
 from memopt.plan import ScriptAction
 from memopt.trace import Trace
 from memopt.units import format_bytes

@@ -24,9 +24,9 @@ from memopt.advisors.round_trace import trace_of
 from memopt.advisors.rounds import Round
 from memopt.advisors.search import Plan, Search
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.decision import Decision
-from memopt.estimators.timeline import Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.timeline import Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 
 _SHARE_FOR_KINDS = 0.4
 """Of the time limit."""

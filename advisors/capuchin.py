@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from memopt.advisors.picks import prefix_that_fits
 from memopt.advisors.problem import Candidate, Decisions, OutOfTime, Problem
-from memopt.estimators.chains import Chain, find_chain, is_intact
-from memopt.estimators.decision import RECOMPUTE, Decision
-from memopt.estimators.timeline import REPLAY_MS
+from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
+from memopt.estimators.simulator.decision import RECOMPUTE, Decision
+from memopt.estimators.simulator.timeline import REPLAY_MS
 
 
 class Capuchin:

@@ -16,8 +16,8 @@ from memopt.advisors.picks import made_by, swap_of, swappable
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Decisions, Problem
 from memopt.errors import NotPossibleHere
-from memopt.estimators.decision import Decision
-from memopt.estimators.timeline import Simulator
+from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.timeline import Simulator
 from memopt.units import format_bytes, format_ms
 
 RATIOS = (1.0, 2.6, 13.8)

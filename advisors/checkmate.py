@@ -22,8 +22,8 @@ from memopt.advisors.picks import cheapest_fitting
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Decisions, Problem
 from memopt.advisors.relief import Relief, watching_ms
-from memopt.estimators.decision import RECOMPUTE
-from memopt.estimators.trace_view import Ints
+from memopt.estimators.simulator.decision import RECOMPUTE
+from memopt.estimators.simulator.trace_view import Ints
 
 _FEW = 12
 _MOST_WHOLE = 800

@@ -10,16 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memopt.device import Device
-from memopt.estimators.codec_sizes import (
+from memopt.estimators.simulator.codec_sizes import (
     TensorMeta,
     decode_transient_bytes,
     decoded_bytes,
     encode_transient_bytes,
     predicted_bytes,
 )
-from memopt.estimators.decision import VALUE_CODECS, Decision
-from memopt.estimators.slot_needs import VALUES, Need, needs_of, weakest_common_codec
-from memopt.estimators.trace_view import Saved, TraceView
+from memopt.estimators.simulator.decision import VALUE_CODECS, Decision
+from memopt.estimators.simulator.slot_needs import VALUES, Need, needs_of, weakest_common_codec
+from memopt.estimators.simulator.trace_view import Saved, TraceView
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,

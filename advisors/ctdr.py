@@ -17,9 +17,9 @@ from math import prod
 from memopt.advisors.advice import Advice
 from memopt.advisors.problem import Problem
 from memopt.errors import NotPossibleHere, UsageError
-from memopt.estimators.op_shapes import tensor_of
-from memopt.estimators.op_time import TensorShape
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.elsewhere.op_shapes import tensor_of
+from memopt.estimators.elsewhere.op_time import TensorShape
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import ScriptAction
 from memopt.trace import CATEGORIES
 from memopt.units import format_bytes

@@ -20,11 +20,11 @@ import numpy as np
 from memopt.advisors.blockers import infeasible
 from memopt.advisors.graphs import scores
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.estimators.decision import RECOMPUTE
+from memopt.estimators.simulator.decision import RECOMPUTE
 
 if TYPE_CHECKING:
     from memopt.advisors.graphs.engine import Engine
-    from memopt.estimators.trace_view import Floats
+    from memopt.estimators.simulator.trace_view import Floats
 
 _SCORES: dict[str, type[scores.PlainScore]] = {
     "": scores.Dtr,

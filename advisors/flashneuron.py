@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from memopt.advisors.picks import cheapest_fitting, shortest_fitting, swap_of, swappable
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.estimators.decision import Decision
+from memopt.estimators.simulator.decision import Decision
 
 
 class Flashneuron:

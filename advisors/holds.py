@@ -11,8 +11,8 @@ from functools import cached_property
 
 from memopt.advisors.problem import DEFAULT_ALLOW, Problem
 from memopt.errors import NotPossibleHere
-from memopt.estimators.in_backward import why_not
-from memopt.estimators.profile_batch import grows, recorded_batch
+from memopt.estimators.elsewhere.batch import grows, recorded_batch
+from memopt.estimators.simulator.in_backward import why_not
 from memopt.trace import CATEGORIES, PHASES
 from memopt.units import format_bytes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.trace_view import TraceView
 
 ELEMENTWISE = frozenset((
     "relu", "gelu", "silu", "sigmoid", "tanh", "hardtanh", "hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus", "clamp",

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from memopt.advisors.advice import Advice
 from memopt.advisors.problem import Problem
 from memopt.errors import NotPossibleHere
-from memopt.estimators.op_shapes import op_call, tensor_of
-from memopt.estimators.op_time import ITEM_BYTES, op_flops
-from memopt.estimators.profile_batch import label_shape
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.elsewhere.batch import label_shape
+from memopt.estimators.elsewhere.op_shapes import op_call, tensor_of
+from memopt.estimators.elsewhere.op_time import ITEM_BYTES, op_flops
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import CATEGORIES
 from memopt.units import format_bytes
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from memopt.advisors.blockers import infeasible
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.estimators.decision import Decision
-from memopt.estimators.trace_view import Saved
+from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.trace_view import Saved
 
 _PROBES = 48
 _HEAVY = (

@@ -12,7 +12,7 @@ import msgspec
 from memopt.advisors.advise import Adviser
 from memopt.advisors.problem import DEFAULT_ALLOW, Candidate, Decisions, Problem
 from memopt.errors import BadFile
-from memopt.estimators.decision import Decision
+from memopt.estimators.simulator.decision import Decision
 from memopt.plan import Action, Plan
 from memopt.timeline import Timeline
 from memopt.trace import Trace

@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 import memopt
 from memopt.advisors.clock import now
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.estimators.chains import Chain
-from memopt.estimators.decision import Decision
-from memopt.estimators.in_pieces import Pieces
-from memopt.estimators.slot_needs import VALUES, Need, Value
-from memopt.estimators.trace_view import Saved
+from memopt.estimators.simulator.chains import Chain
+from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.in_pieces import Pieces
+from memopt.estimators.simulator.slot_needs import VALUES, Need, Value
+from memopt.estimators.simulator.trace_view import Saved
 from memopt.plan import OPTIMIZER_IN_BACKWARD, OPTIMIZER_IN_PIECES, Action, OpRef, Plan, ScriptAction, SlotRef
 from memopt.timeline import Timeline
 from memopt.units import format_bytes, format_ms

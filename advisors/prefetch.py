@@ -9,7 +9,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from memopt.advisors.problem import Decisions, Problem
-from memopt.estimators.trace_view import Ints, Saved
+from memopt.estimators.simulator.trace_view import Ints, Saved
 
 _SLACK = 1.25
 """A copy is given this much longer than the link's rate says."""

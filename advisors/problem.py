@@ -11,11 +11,11 @@ import numpy as np
 from memopt.advisors.clock import now
 from memopt.advisors.codec_options import CodecChoice, codec_choice
 from memopt.errors import NotPossibleHere, UsageError
-from memopt.estimators.chains import Chain, find_chain, is_intact
-from memopt.estimators.decision import RECOMPUTE, Decision
-from memopt.estimators.in_pieces import Pieces
-from memopt.estimators.timeline import REPLAY_MS, Simulator
-from memopt.estimators.trace_view import Ints, Saved, TraceView
+from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
+from memopt.estimators.simulator.decision import RECOMPUTE, Decision
+from memopt.estimators.simulator.in_pieces import Pieces
+from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
+from memopt.estimators.simulator.trace_view import Ints, Saved, TraceView
 from memopt.timeline import Timeline
 
 Decisions = dict[int, Decision]

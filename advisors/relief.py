@@ -18,10 +18,10 @@ import numpy as np
 from memopt.advisors.linear import Program, Solved
 from memopt.advisors.problem import Candidate, Decisions, Problem
 from memopt.errors import NotPossibleHere
-from memopt.estimators.chains import find_chain, is_intact
-from memopt.estimators.decision import Decision
-from memopt.estimators.timeline import REPLAY_MS
-from memopt.estimators.trace_view import Ints
+from memopt.estimators.simulator.chains import find_chain, is_intact
+from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.timeline import REPLAY_MS
+from memopt.estimators.simulator.trace_view import Ints
 
 _MOST_MOMENTS = 90
 _MOST_CELLS = 9000

@@ -20,9 +20,9 @@ from memopt.advisors.graphs.rotor import less_slots
 from memopt.advisors.picks import cheapest_fitting
 from memopt.advisors.problem import Decisions, Problem
 from memopt.advisors.sublinear import Order
-from memopt.estimators.decision import RECOMPUTE
-from memopt.estimators.timeline import REPLAY_MS
-from memopt.estimators.trace_view import Floats, Ints
+from memopt.estimators.simulator.decision import RECOMPUTE
+from memopt.estimators.simulator.timeline import REPLAY_MS
+from memopt.estimators.simulator.trace_view import Floats, Ints
 
 _MOST_STAGES = 80
 _SLOTS = 240

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from msgspec.structs import replace
 
 from memopt.advisors.rounds import Round
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Csr, Ops, Slots, Storages, Trace, Values
 
 Table = TypeVar("Table", Ops, Values, Storages, Slots)

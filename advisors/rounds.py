@@ -16,7 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from memopt.advisors.problem import may_act_on
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.trace_view import TraceView
 
 _HILL = 0.5
 """A hill rises above this share of the highest."""

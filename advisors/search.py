@@ -17,8 +17,8 @@ from memopt.advisors.capuchin import chain_given
 from memopt.advisors.clock import now
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
-from memopt.estimators.timeline import REPLAY_MS
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
+from memopt.estimators.simulator.timeline import REPLAY_MS
 from memopt.timeline import Timeline
 
 _FLOOR_MS = 0.002

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memopt.advisors.problem import Decisions, Problem
-from memopt.estimators.profile_batch import recorded_batch
-from memopt.estimators.timeline import Simulator
-from memopt.estimators.trace_batch import trace_at_batch
-from memopt.estimators.trace_view import Ints, TraceView
+from memopt.estimators.elsewhere.batch import recorded_batch
+from memopt.estimators.elsewhere.trace_batch import trace_at_batch
+from memopt.estimators.simulator.timeline import Simulator
+from memopt.estimators.simulator.trace_view import Ints, TraceView
 from memopt.trace import CATEGORIES, PHASES
 
 _GRADIENT, _OPTIMIZER = CATEGORIES.index("gradient"), PHASES.index("optimizer")

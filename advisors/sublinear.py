@@ -14,7 +14,7 @@ from functools import cached_property
 
 from memopt.advisors.picks import cheapest_fitting
 from memopt.advisors.problem import Decisions, Problem
-from memopt.estimators.decision import RECOMPUTE
+from memopt.estimators.simulator.decision import RECOMPUTE
 
 _MOST_PLANS = 160
 _MOST_WORK = 160_000

@@ -14,7 +14,7 @@ from __future__ import annotations
 from memopt.advisors.picks import is_heavy, made_by, prefix_that_fits, swap_of
 from memopt.advisors.prefetch import place_prefetches
 from memopt.advisors.problem import Candidate, Decisions, Problem
-from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 from memopt.trace import PHASES
 
 _BACKWARD = PHASES.index("backward")

@@ -19,8 +19,8 @@ import numpy as np
 from memopt.advisors.advice import Advice
 from memopt.advisors.problem import Problem
 from memopt.errors import NotPossibleHere, UsageError
-from memopt.estimators.decision import Decision
-from memopt.estimators.trace_view import Floats, Ints
+from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.trace_view import Floats, Ints
 from memopt.plan import ScriptAction
 from memopt.trace import CATEGORIES, PHASES
 from memopt.units import format_bytes, format_ms

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from memopt.advisors.frontier import Point
     from memopt.advisors.lints import Lint
     from memopt.cli.comparison import Row
-    from memopt.estimators.beside_tensors import Budget
+    from memopt.estimators.hidden.beside_tensors import Budget
     from memopt.plan import Plan
     from memopt.trace import Trace
 
@@ -145,7 +145,7 @@ def on_device(trace: Trace, name: str | None) -> Trace:
     if not name:
         return trace
     from memopt.devices import find_device
-    from memopt.estimators.modelled import model_for_device
+    from memopt.estimators.elsewhere.modelled import model_for_device
 
     return model_for_device(trace, find_device(name))
 
@@ -196,7 +196,7 @@ class _Advise:
 
     def _budget(self, adviser: Adviser) -> int:
         """Bytes that tensors may have."""
-        from memopt.estimators.beside_tensors import parse_budget
+        from memopt.estimators.hidden.beside_tensors import parse_budget
 
         self.budget = parse_budget(
             self.options["budget"], adviser.trace, unplanned_bytes=adviser.unplanned_peak_bytes

@@ -10,7 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from memopt.device import Device
-    from memopt.estimators.hidden_memory import HiddenRows
+    from memopt.estimators.hidden.hidden_memory import HiddenRows
 
 
 @click.command()
@@ -53,7 +53,7 @@ def _kind() -> str:
 
 
 def _rows(output: Path) -> HiddenRows:
-    from memopt.estimators.calibrate import calibrate as measure
+    from memopt.estimators.hidden.calibrate import calibrate as measure
 
     return measure(output)
 

@@ -190,7 +190,7 @@ def _say_strays(argv: list[str]) -> None:
 def _largest(once: Any, argv: list[str], flag: str | None) -> Estimate:
     from memopt.cli.console import say
     from memopt.estimators.batch_search import largest_batch
-    from memopt.estimators.profile_batch import batch_arguments
+    from memopt.estimators.elsewhere.batch import batch_arguments
 
     seen = batch_arguments(argv)
     if not flag and len(seen) != 1:
@@ -263,7 +263,7 @@ def _dims(given: tuple[str, ...]) -> dict[str, int]:
 
 def _profile(path: Path, options: dict[str, Any]) -> Estimate:
     from memopt.cli.console import say
-    from memopt.estimators.from_profile import estimate_profile
+    from memopt.estimators.elsewhere.from_profile import estimate_profile
 
     return estimate_profile(path, options, say)
 

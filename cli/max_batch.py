@@ -25,7 +25,7 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     from memopt.cli.advise_tables import lints_table
     from memopt.cli.console import err, say
     from memopt.cli.own_files import refuse_foreign
-    from memopt.estimators.beside_tensors import parse_budget
+    from memopt.estimators.hidden.beside_tensors import parse_budget
     from memopt.trace import load_trace
 
     room_as_budget(options)

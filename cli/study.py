@@ -28,7 +28,7 @@ def study(path: Path, options: dict[str, Any]) -> int:
     from memopt.advisors.problem import TIME_LIMIT_S, allowed, kinds_named
     from memopt.cli.advise import on_device, room_as_budget, script_stem
     from memopt.cli.own_files import refuse_foreign
-    from memopt.estimators.beside_tensors import parse_budget
+    from memopt.estimators.hidden.beside_tensors import parse_budget
     from memopt.trace import load_trace
 
     counsel = _counsel(options)

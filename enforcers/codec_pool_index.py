@@ -15,7 +15,7 @@ import torch
 
 from memopt.enforcers.bits import pack_nibbles, unpack_nibbles
 from memopt.enforcers.encoded import Encoded, is_plain, meta_of, new_cells
-from memopt.estimators.codec_sizes import CHUNK_CELLS
+from memopt.estimators.simulator.codec_sizes import CHUNK_CELLS
 
 name = "pool_index"
 of_values = False

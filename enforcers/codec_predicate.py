@@ -16,7 +16,7 @@ import torch
 
 from memopt.enforcers.bits import fill_by_bits, pack_bits
 from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
-from memopt.estimators.codec_sizes import bitmap_bytes
+from memopt.estimators.simulator.codec_sizes import bitmap_bytes
 
 name = "predicate"
 of_values = False

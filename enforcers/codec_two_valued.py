@@ -11,7 +11,7 @@ import torch
 
 from memopt.enforcers.bits import fill_by_bits, first_set, pack_bits, quick_row
 from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
-from memopt.estimators.codec_sizes import bitmap_bytes
+from memopt.estimators.simulator.codec_sizes import bitmap_bytes
 
 name = "two_valued"
 of_values = True

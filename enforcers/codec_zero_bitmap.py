@@ -13,7 +13,7 @@ import torch
 
 from memopt.enforcers.bits import Row, pack_bits, quick_row, unpack_bits
 from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
-from memopt.estimators.codec_sizes import bitmap_bytes, predicted_bytes
+from memopt.estimators.simulator.codec_sizes import bitmap_bytes, predicted_bytes
 
 name = "zero_bitmap"
 of_values = True

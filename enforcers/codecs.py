@@ -25,7 +25,7 @@ from memopt.enforcers import codec_predicate as _predicate
 from memopt.enforcers import codec_two_valued as _two_valued
 from memopt.enforcers import codec_zero_bitmap as _zero_bitmap
 from memopt.enforcers.encoded import Encoded
-from memopt.estimators.slot_needs import Need
+from memopt.estimators.simulator.slot_needs import Need
 
 
 class Codec(Protocol):

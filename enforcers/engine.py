@@ -32,7 +32,7 @@ from memopt.enforcers.records import (
 from memopt.enforcers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.tables import AtUse, PlannedSlot, Tables
 from memopt.enforcers.values import Values
-from memopt.estimators.slot_needs import Need
+from memopt.estimators.simulator.slot_needs import Need
 from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain
 from memopt.instrument.frames import Frame, Frames

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memopt.estimators.slot_needs import SLOT_NEEDS
+from memopt.estimators.simulator.slot_needs import SLOT_NEEDS
 from memopt.plan import SlotRef
 
 _OWN = {"test", "stand_in"}

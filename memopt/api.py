@@ -145,7 +145,7 @@ def estimate(target: str | Path, *args: str, device: str = "", **options: Any) -
         from memopt.estimators.onnx.estimate import estimate_onnx
 
         return estimate_onnx(path, device=device or DEFAULT_DEVICE, **options)
-    from memopt.estimators.from_profile import estimate_trace
+    from memopt.estimators.elsewhere.from_profile import estimate_trace
     from memopt.trace import load_trace
 
     return estimate_trace(load_trace(path), device=device or None, **options)

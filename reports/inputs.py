@@ -50,7 +50,7 @@ def load_any(path: Path) -> Trace | Plan | Outcome | dict[str, Any]:
     """The file at `path`; an estimate or a curve as its JSON object. Raises `BadFile`, `UsageError`."""
     data = read_bytes(path, "file")
     if data.startswith(_PICKLES):
-        from memopt.estimators.snapshot_trace import trace_of_snapshot
+        from memopt.estimators.snapshot.trace import trace_of_snapshot
 
         return trace_of_snapshot(path)
     try:

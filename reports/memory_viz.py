@@ -74,7 +74,7 @@ def memory_viz(trace: Trace, *, with_source: bool = True) -> bytes:
 
 
 def _starts_us(trace: Trace) -> list[int]:
-    from memopt.estimators.trace_view import TraceView
+    from memopt.estimators.simulator.trace_view import TraceView
 
     return [int(1000 * start) for start in TraceView(trace).start_ms.tolist()]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.reports import frames
 from memopt.reports.figures import COLORS, phases
 from memopt.reports.moment import end_of, module_path, peak_op

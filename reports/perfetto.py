@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.reports import frames
 from memopt.reports.inputs import Run
 from memopt.reports.moment import module_path

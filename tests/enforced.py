@@ -14,7 +14,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.problem import Decisions, Problem, allowed
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.verify import digest
-from memopt.estimators.decision import RECOMPUTE_AGAIN, Decision
+from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN, Decision
 from memopt.instrument.runner import Command, StopScript
 from memopt.outcome import Outcome
 from memopt.plan import Plan

@@ -27,8 +27,8 @@ from memopt.cli.apply import prepare_run
 from memopt.cli.main import run
 from memopt.device import Device
 from memopt.errors import BadFile, BudgetInfeasible, NotPossibleHere, UsageError
-from memopt.estimators.timeline import Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.timeline import Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import Plan, ScriptAction, load_plan
 from memopt.trace import CATEGORIES, PHASES, Csr, Trace
 from tests.layers_trace import Layer, build, chain

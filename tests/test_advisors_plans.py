@@ -16,9 +16,9 @@ from memopt.advisors.problem import DEFAULT_ALLOW, Problem, allowed
 from memopt.advisors.registry import STRATEGIES
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
-from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
-from memopt.estimators.timeline import HANDOVER_MS, HOOK_MS, MODE_MS, ONE_CORE, REPLAY_MS, Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
+from memopt.estimators.simulator.timeline import HANDOVER_MS, HOOK_MS, MODE_MS, ONE_CORE, REPLAY_MS, Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import Plan, load_plan
 from memopt.trace import Trace
 from tests.layers_trace import Layer, build, chain, checked_peak

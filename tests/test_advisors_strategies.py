@@ -23,8 +23,8 @@ from memopt.advisors.swapadvisor import pool_of
 from memopt.advisors.vdnn import Vdnn, vdnn_plan
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.timeline import Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.timeline import Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace
 from tests.layers_trace import Layer, build
 

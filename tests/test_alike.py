@@ -10,7 +10,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.alike import alike_plans
 from memopt.advisors.auto import Auto
 from memopt.advisors.problem import OutOfTime, Problem
-from memopt.estimators.decision import RECOMPUTE
+from memopt.estimators.simulator.decision import RECOMPUTE
 from tests.layers_trace import Layer, build, chain
 
 

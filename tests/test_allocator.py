@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.estimators.allocator import CachingAllocator, OutOfDeviceMemory
-from memopt.estimators.allocator_blocks import Block
-from memopt.estimators.allocator_settings import MIB, AllocatorSettings, parse_settings
+from memopt.estimators.allocator.blocks import Block
+from memopt.estimators.allocator.caching import CachingAllocator, OutOfDeviceMemory
+from memopt.estimators.allocator.settings import MIB, AllocatorSettings, parse_settings
 
 KIB = 1024
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from memopt.errors import BadFile
-from memopt.estimators.allocator_replay import EMPTY_CACHE, AllocatorEvents, replay, smallest_that_runs
-from memopt.estimators.allocator_settings import MIB, AllocatorSettings, parse_settings
-from memopt.estimators.allocator_trace import AllocatorTrace, load_allocator_trace, replay_trace
+from memopt.estimators.allocator.replay import EMPTY_CACHE, AllocatorEvents, replay, smallest_that_runs
+from memopt.estimators.allocator.settings import MIB, AllocatorSettings, parse_settings
+from memopt.estimators.allocator.trace import AllocatorTrace, load_allocator_trace, replay_trace
 
 DATA = Path(__file__).parent / "data" / "allocator_traces"
 SHARED = Path(__file__).parents[2] / "shared" / "groundtruth" / "traces"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memopt.errors import UsageError
-from memopt.estimators.allocator_settings import MIB, AllocatorSettings, parse_settings, round_request
+from memopt.estimators.allocator.settings import MIB, AllocatorSettings, parse_settings, round_request
 
 
 def test_empty_is_the_default() -> None:

@@ -11,8 +11,8 @@ import torch
 from memopt.device import Device
 from memopt.enforcers.memory_limit import hold, limit_of
 from memopt.errors import BudgetInfeasible, NotPossibleHere
-from memopt.estimators.beside_tensors import beside_tensors, parse_budget
-from memopt.estimators.from_profile import estimate_trace
+from memopt.estimators.elsewhere.from_profile import estimate_trace
+from memopt.estimators.hidden.beside_tensors import beside_tensors, parse_budget
 from memopt.plan import Plan
 from tests.toy_trace import toy_trace
 

@@ -15,8 +15,8 @@ from memopt.cli.main import run
 from memopt.device import Device
 from memopt.devices import find_device
 from memopt.errors import NotPossibleHere
-from memopt.estimators.calibrate import calibrate, measure
-from memopt.estimators.hidden_memory import HiddenMemory, load_rows
+from memopt.estimators.hidden.calibrate import calibrate, measure
+from memopt.estimators.hidden.hidden_memory import HiddenMemory, load_rows
 from memopt.profiler import bandwidth
 
 command = importlib.import_module("memopt.cli.calibrate")

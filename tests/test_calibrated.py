@@ -12,8 +12,8 @@ from click.testing import CliRunner
 from memopt.cli.estimate import estimate as command
 from memopt.devices import find_device
 from memopt.errors import NotPossibleHere, UsageError
-from memopt.estimators.calibrated import calibration_of, calibration_path
-from memopt.estimators.hidden_memory import HiddenRow, HiddenRows
+from memopt.estimators.hidden.calibrated import calibration_of, calibration_path
+from memopt.estimators.hidden.hidden_memory import HiddenRow, HiddenRows
 from tests.profiled import profiler
 
 MIB = 1 << 20
@@ -121,7 +121,7 @@ def test_an_onnx_model_is_estimated_with_it_and_for_its_device(
 
 
 def test_a_profile_is_estimated_with_it(calibration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from memopt.estimators.from_profile import estimate_trace
+    from memopt.estimators.elsewhere.from_profile import estimate_trace
     from memopt.trace import load_trace
 
     Path("train.py").write_text(SCRIPT.replace(".cuda()", "").replace(', device="cuda"', ""))
@@ -154,10 +154,10 @@ for _ in range(3):
 def test_measured_workspaces_are_in_every_kind_of_estimate(
     calibration: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from memopt.estimators.elsewhere.device import on_cuda
+    from memopt.estimators.elsewhere.recording import amounts_of
     from memopt.estimators.fake.request import request_on
     from memopt.estimators.fake.run import record_script
-    from memopt.estimators.profile_device import on_cuda
-    from memopt.estimators.profile_recording import amounts_of
     from memopt.trace import load_trace
 
     copies = msgspec.structs.replace(

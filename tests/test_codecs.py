@@ -20,8 +20,8 @@ from memopt import plan
 from memopt.enforcers import bits
 from memopt.enforcers.codecs import CODECS, attributes_of, decode, encode, encode_for, measure_value_codecs
 from memopt.enforcers.encoded import bits_of, cells_of, flat_storage, is_plain, meta_of
-from memopt.estimators import codec_sizes
-from memopt.estimators.slot_needs import (
+from memopt.estimators.simulator import codec_sizes
+from memopt.estimators.simulator.slot_needs import (
     SLOT_NEEDS,
     VALUES,
     Need,

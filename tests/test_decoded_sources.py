@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional as F
 
 from memopt.advisors.problem import Decisions, Problem
-from memopt.estimators.decision import RECOMPUTE, Decision
-from memopt.estimators.replays import REPLAY_MS
-from memopt.estimators.timeline import Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.decision import RECOMPUTE, Decision
+from memopt.estimators.simulator.replays import REPLAY_MS
+from memopt.estimators.simulator.timeline import Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from tests.enforced import enforced, plan_of, recorded, seeded
 from tests.layers_trace import build, chain
 

@@ -17,8 +17,8 @@ from memopt.advisors.relief import always_rerun, least_step_ms, watching_ms
 from memopt.advisors.rotor import Rotor, optima
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.timeline import REPLAY_MS, Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace
 from tests.layers_trace import Layer, build, chain
 

@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from memopt.devices import find_device
-from memopt.estimators.allocator_replay import AllocatorEvents, replay
-from memopt.estimators.allocator_settings import AllocatorSettings
+from memopt.estimators.allocator.replay import AllocatorEvents, replay
+from memopt.estimators.allocator.settings import AllocatorSettings
 from memopt.estimators.fake.record import FakeRecorder
 from memopt.estimators.fake.training import estimate_training_step
-from memopt.estimators.hidden_memory import HiddenMemory
+from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import POLICIES, Recording, StorageRow, classify
 
 

@@ -14,12 +14,12 @@ from memopt.cli.main import run
 from memopt.device import Device
 from memopt.devices import find_device
 from memopt.errors import NotPossibleHere, UsageError
-from memopt.estimators import from_profile
-from memopt.estimators.from_profile import estimate_trace
-from memopt.estimators.profile_batch import batch_arguments, grows, label_shape, recorded_batch, scaled
-from memopt.estimators.profile_device import on_cuda
-from memopt.estimators.profile_recording import amounts_of, recording_of
-from memopt.estimators.profile_retrace import argv_at
+from memopt.estimators.elsewhere import from_profile
+from memopt.estimators.elsewhere.batch import batch_arguments, grows, label_shape, recorded_batch, scaled
+from memopt.estimators.elsewhere.device import on_cuda
+from memopt.estimators.elsewhere.from_profile import estimate_trace
+from memopt.estimators.elsewhere.recording import amounts_of, recording_of
+from memopt.estimators.elsewhere.retrace import argv_at
 from memopt.estimators.recording import Recording
 from memopt.trace import CATEGORIES, Csr, Ops, Script, Storages, Trace, Values
 from tests.profiled import Run, profiler

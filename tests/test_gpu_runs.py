@@ -18,7 +18,7 @@ from benchmarks.gpu import compare, measure, record, train
 from benchmarks.gpu.configurations import CONFIGURATIONS, OPTIMIZERS, PRECISIONS
 from benchmarks.models.language_models import MODELS as LANGUAGE_MODELS
 from memopt.errors import BadFile
-from memopt.estimators.allocator_trace import AllocatorTrace, load_allocator_trace, replay_trace
+from memopt.estimators.allocator.trace import AllocatorTrace, load_allocator_trace, replay_trace
 from memopt.estimators.estimate import estimate_script
 
 ROOT = Path(__file__).parent.parent

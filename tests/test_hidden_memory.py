@@ -10,7 +10,7 @@ import pytest
 
 from memopt.devices import find_device, named_devices
 from memopt.errors import BadFile, UsageError
-from memopt.estimators.hidden_memory import (
+from memopt.estimators.hidden.hidden_memory import (
     HiddenMemory,
     HiddenRow,
     HiddenRows,

@@ -8,9 +8,9 @@ from memopt.advisors.auto import Auto
 from memopt.advisors.jointly import plan_jointly
 from memopt.advisors.problem import Decisions, Problem
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.decision import RECOMPUTE
-from memopt.estimators.timeline import Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.decision import RECOMPUTE
+from memopt.estimators.simulator.timeline import Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from tests.layers_trace import build, chain
 
 

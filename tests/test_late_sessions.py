@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from memopt.advisors.problem import Decisions, Problem
 from memopt.enforcers import host, swapped
 from memopt.enforcers.verify import digest
-from memopt.estimators.decision import Decision
+from memopt.estimators.simulator.decision import Decision
 from memopt.plan import Plan
 from tests.enforced import Loop, plan_of, recorded, seeded
 from tests.late_device import World

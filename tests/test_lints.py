@@ -11,7 +11,7 @@ import pytest
 
 from memopt.advisors.lints import RULES, Seen, find_lints
 from memopt.device import Device
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.trace_view import TraceView
 from tests.layers_trace import Layer, build, chain
 from tests.profiled import Profiler, profiler
 

@@ -11,12 +11,12 @@ import pytest
 from memopt.cli.main import run
 from memopt.devices import find_device
 from memopt.errors import NotPossibleHere, UsageError
-from memopt.estimators.beside_tensors import beside_tensors
-from memopt.estimators.modelled import model_for_device
-from memopt.estimators.op_shapes import op_call
-from memopt.estimators.op_time import op_flops
-from memopt.estimators.profile_device import on_cuda
-from memopt.estimators.profile_recording import amounts_of, recording_of
+from memopt.estimators.elsewhere.device import on_cuda
+from memopt.estimators.elsewhere.modelled import model_for_device
+from memopt.estimators.elsewhere.op_shapes import op_call
+from memopt.estimators.elsewhere.op_time import op_flops
+from memopt.estimators.elsewhere.recording import amounts_of, recording_of
+from memopt.estimators.hidden.beside_tensors import beside_tensors
 from memopt.plan import load_plan
 from memopt.trace import Trace, load_trace
 from tests.profiled import profiler

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from memopt.devices import DeviceSpec, find_device, named_devices
-from memopt.estimators.op_time import (
+from memopt.estimators.elsewhere.op_time import (
     REACHABLE_BANDWIDTH,
     REACHABLE_FLOPS,
     OpCall,

@@ -16,9 +16,9 @@ from memopt.advisors.advise import Adviser, advise
 from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.enforcers.verify import digest
 from memopt.errors import NotPossibleHere
-from memopt.estimators.in_backward import in_backward, why_not
-from memopt.estimators.timeline import Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.in_backward import in_backward, why_not
+from memopt.estimators.simulator.timeline import Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import Plan
 from memopt.trace import PHASES, Trace, load_trace
 from tests.enforced import Loop, any_mixture, enforced, recorded, seeded

@@ -21,7 +21,7 @@ from memopt.enforcers.disk import DiskStore
 from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
 from memopt.enforcers.swap import SwapFailed
 from memopt.enforcers.verify import digest
-from memopt.estimators.in_pieces import why_not
+from memopt.estimators.simulator.in_pieces import why_not
 from memopt.instrument.in_pieces import ALIGNED, pieces_of, same_bits_in_pieces
 from memopt.instrument.iterations import Iterations
 from memopt.outcome import Outcome

@@ -18,11 +18,11 @@ from memopt.advisors.registry import STRATEGIES
 from memopt.advisors.relief import least_step_ms
 from memopt.devices import DeviceSpec
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
-from memopt.estimators import from_profile
-from memopt.estimators.profile_retrace import retrace
+from memopt.estimators.elsewhere import from_profile
+from memopt.estimators.elsewhere.retrace import retrace
+from memopt.estimators.elsewhere.trace_batch import trace_at_batch
 from memopt.estimators.recording import Recording
-from memopt.estimators.trace_batch import trace_at_batch
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace
 from tests.profiled import ROOT, Profiler, profiler
 

@@ -9,12 +9,12 @@ import pytest
 
 from memopt.cli.main import run
 from memopt.errors import BadFile, NotPossibleHere
-from memopt.estimators.allocator_replay import replay
-from memopt.estimators.allocator_settings import AllocatorSettings
-from memopt.estimators.allocator_trace import load_allocator_trace
-from memopt.estimators.from_profile import estimate_trace
-from memopt.estimators.snapshot_stacks import read_stack
-from memopt.estimators.snapshot_trace import trace_of_snapshot
+from memopt.estimators.allocator.replay import replay
+from memopt.estimators.allocator.settings import AllocatorSettings
+from memopt.estimators.allocator.trace import load_allocator_trace
+from memopt.estimators.elsewhere.from_profile import estimate_trace
+from memopt.estimators.snapshot.stacks import read_stack
+from memopt.estimators.snapshot.trace import trace_of_snapshot
 from memopt.trace import CATEGORIES, PHASES, load_trace
 from tests.test_snapshot import DATA, snapshot_of
 

@@ -16,9 +16,9 @@ from memopt.advisors.round_trace import trace_of
 from memopt.advisors.rounds import find_kinds
 from memopt.advisors.search import Search
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN
-from memopt.estimators.timeline import HOOK_MS, MODE_MS, Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN
+from memopt.estimators.simulator.timeline import HOOK_MS, MODE_MS, Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace
 from tests.layers_trace import Layer, build, chain, checked_peak
 from tests.rounds_trace import accumulated

@@ -15,8 +15,8 @@ from memopt.advisors.graphs.graph import decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.problem import Problem
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.timeline import Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.timeline import Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from tests.layers_trace import Layer, build
 
 

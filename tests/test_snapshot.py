@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt.errors import BadFile, UsageError
-from memopt.estimators.allocator import CachingAllocator
-from memopt.estimators.allocator_trace import load_allocator_trace, replay_trace
-from memopt.estimators.plain_pickle import load_plain
-from memopt.estimators.snapshot import ACTIONS, read_snapshot
-from memopt.estimators.snapshot_start import allocator_trace
+from memopt.estimators.allocator.caching import CachingAllocator
+from memopt.estimators.allocator.trace import load_allocator_trace, replay_trace
+from memopt.estimators.snapshot.plain_pickle import load_plain
+from memopt.estimators.snapshot.read import ACTIONS, read_snapshot
+from memopt.estimators.snapshot.start import allocator_trace
 
 DATA = Path(__file__).parent / "data" / "allocator_traces"
 MIB = 1 << 20

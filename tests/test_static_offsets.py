@@ -20,7 +20,7 @@ from memopt.advisors.static_offsets import (
     plan_offsets,
     skyline_best_fit,
 )
-from memopt.estimators.allocator_trace import load_allocator_trace
+from memopt.estimators.allocator.trace import load_allocator_trace
 
 DATA = Path(__file__).parent / "data" / "allocator_traces"
 METHODS = (greedy_by_size, greedy_by_area, greedy_by_lifetime, skyline_best_fit)

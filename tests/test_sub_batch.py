@@ -11,8 +11,8 @@ from memopt.advisors.problem import Problem
 from memopt.advisors.sub_batch import SubBatch, largest_sub_batch
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere
-from memopt.estimators.timeline import HOOK_MS, MODE_MS, Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.timeline import HOOK_MS, MODE_MS, Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import CATEGORIES, Trace
 from tests.layers_trace import build, chain
 

@@ -13,7 +13,7 @@ import torch
 from memopt.advisors.problem import Decisions, Problem
 from memopt.enforcers.disk import DiskStore
 from memopt.enforcers.swapped import Swapper
-from memopt.estimators.decision import Decision
+from memopt.estimators.simulator.decision import Decision
 from tests.enforced import SWAP, enforced, plan_of, problem_of, recorded
 
 

@@ -13,7 +13,7 @@ from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.swap import SwapFailed
 from memopt.enforcers.swapped import Swapper
 from memopt.enforcers.tiers import PerDevice, offload_tier
-from memopt.estimators.decision import Decision
+from memopt.estimators.simulator.decision import Decision
 from tests.enforced import plan_of, recorded, seeded
 from tests.test_swap_in_time import deep_net
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from memopt.advisors.problem import Decisions, Problem
-from memopt.estimators.decision import RECOMPUTE, RECOMPUTE_AGAIN
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN
 from tests.enforced import enforced, plan_of, recorded
 
 

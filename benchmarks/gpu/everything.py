@@ -11,7 +11,7 @@ from pathlib import Path
 
 from memopt.advisors.advise import Adviser
 from memopt.advisors.problem import Decisions, Problem, allowed
-from memopt.estimators.decision import Decision
+from memopt.estimators.simulator.decision import Decision
 from memopt.trace import load_trace
 
 

@@ -11,7 +11,7 @@ import torch
 
 from memopt.errors import UsageError
 from memopt.estimators.fake.hidden import hidden
-from memopt.estimators.hidden_memory import HiddenMemory
+from memopt.estimators.hidden.hidden_memory import HiddenMemory
 
 if TYPE_CHECKING:
     from memopt.estimators.fake.record import FakeRecorder

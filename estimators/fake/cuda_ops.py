@@ -14,7 +14,7 @@ from memopt.estimators.fake.attention import attention, jagged
 from memopt.estimators.fake.cells import cell_choices
 from memopt.estimators.fake.cudnn_rnn import recurrent_choices
 from memopt.estimators.fake.hidden import hidden
-from memopt.estimators.hidden_memory import (
+from memopt.estimators.hidden.hidden_memory import (
     efficient_attention_backward,
     flash_attention_backward,
     packed_flash_attention_backward,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from memopt.estimators.hidden_memory import built_in_rows
+from memopt.estimators.hidden.hidden_memory import built_in_rows
 
 if TYPE_CHECKING:
     from memopt.estimators.fake.choices import Overrides

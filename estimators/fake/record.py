@@ -55,7 +55,7 @@ from memopt.estimators.fake.shapes import Shapes
 from memopt.estimators.fake.share import note_share
 from memopt.estimators.fake.sparse import note_distinct, sparse_result
 from memopt.estimators.fake.streams import Streams
-from memopt.estimators.hidden_memory import HiddenMemory
+from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording, StorageRow, on_fullest
 
 Target = Literal["cuda", "cpu"]

@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 from memopt.devices import DeviceSpec
-from memopt.estimators.calibrated import on_device
-from memopt.estimators.hidden_memory import HiddenMemory
+from memopt.estimators.hidden.calibrated import on_device
+from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memopt.errors import BadFile, MemoptError, UsageError
 from memopt.estimators.fake.record import Target
-from memopt.estimators.hidden_memory import HiddenMemory
+from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.onnx.folded import (
     assume_batch_norms,
     folded_batch_norms,
@@ -270,8 +270,8 @@ def estimate_onnx(
     Raises `UsageError` for dims left free and names that do not exist, `BadFile` for a file that is no usable model.
     """
     from memopt.devices import find_device
-    from memopt.estimators.calibrated import on_device
     from memopt.estimators.estimate import estimate_recording
+    from memopt.estimators.hidden.calibrated import on_device
 
     spec = find_device(device)
     made = record_onnx(path, **on_device(spec), **training)

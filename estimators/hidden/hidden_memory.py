@@ -20,7 +20,7 @@ from memopt.errors import BadFile, UsageError
 from memopt.files import read_bytes
 
 SCHEMA: Final = "memopt.hidden/1"
-_TABLE = Path(__file__).parent / "data" / "hidden_memory.json"
+_TABLE = Path(__file__).parent.parent / "data" / "hidden_memory.json"
 
 
 class HiddenRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

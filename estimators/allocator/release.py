@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memopt.estimators.allocator_blocks import Block, FreeList
-from memopt.estimators.allocator_expandable import unmap_free_pages
-from memopt.estimators.allocator_settings import UNLIMITED_BYTES
+from memopt.estimators.allocator.blocks import Block, FreeList
+from memopt.estimators.allocator.expandable import unmap_free_pages
+from memopt.estimators.allocator.settings import UNLIMITED_BYTES
 
 if TYPE_CHECKING:
-    from memopt.estimators.allocator import CachingAllocator
+    from memopt.estimators.allocator.caching import CachingAllocator
 
 
 def release_cached(allocator: CachingAllocator) -> None:

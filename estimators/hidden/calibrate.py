@@ -16,7 +16,7 @@ import msgspec
 
 from memopt.devices import find_device
 from memopt.errors import NotPossibleHere, UsageError
-from memopt.estimators.hidden_memory import HiddenRow, HiddenRows
+from memopt.estimators.hidden.hidden_memory import HiddenRow, HiddenRows
 from memopt.files import write_atomic
 
 _MIB = 1 << 20

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from memopt.estimators.allocator_blocks import Block, ExpandableSegment, FreeList
-from memopt.estimators.allocator_settings import SMALL_SEGMENT_BYTES
+from memopt.estimators.allocator.blocks import Block, ExpandableSegment, FreeList
+from memopt.estimators.allocator.settings import SMALL_SEGMENT_BYTES
 
 if TYPE_CHECKING:
-    from memopt.estimators.allocator import CachingAllocator
+    from memopt.estimators.allocator.caching import CachingAllocator
 
 
 def grow_expandable(allocator: CachingAllocator, pool: FreeList, size_bytes: int) -> Block | None:

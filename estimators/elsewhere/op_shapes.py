@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 
-from memopt.estimators.op_time import ITEM_BYTES, OpCall, TensorShape
-from memopt.estimators.profile_batch import label_shape
+from memopt.estimators.elsewhere.batch import label_shape
+from memopt.estimators.elsewhere.op_time import ITEM_BYTES, OpCall, TensorShape
 from memopt.trace import CATEGORIES, Trace
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.errors import MemoptError, NotPossibleHere
-from memopt.estimators.allocator import CachingAllocator, OutOfDeviceMemory
-from memopt.estimators.allocator_settings import SEGMENT_STEP_BYTES, AllocatorSettings
+from memopt.estimators.allocator.caching import CachingAllocator, OutOfDeviceMemory
+from memopt.estimators.allocator.settings import SEGMENT_STEP_BYTES, AllocatorSettings
 from memopt.units import format_bytes
 
 EMPTY_CACHE = -1

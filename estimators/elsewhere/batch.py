@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from memopt.errors import NotPossibleHere
-from memopt.estimators.profile_recording import Amounts
+from memopt.estimators.elsewhere.recording import Amounts
 from memopt.trace import CATEGORIES, PHASES, Trace
 
 _FIXED = frozenset(CATEGORIES.index(name) for name in ("parameter", "gradient", "optimizer state", "buffer"))

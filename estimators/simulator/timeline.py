@@ -16,11 +16,11 @@ from heapq import heappop, heappush
 import numpy as np
 
 from memopt.device import Device
-from memopt.estimators.chains import Chain
-from memopt.estimators.decision import Decision
-from memopt.estimators.replays import REPLAY_MS as REPLAY_MS
-from memopt.estimators.replays import Replay, Replays
-from memopt.estimators.trace_view import Floats, Ints, Saved, TraceView
+from memopt.estimators.simulator.chains import Chain
+from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.replays import REPLAY_MS as REPLAY_MS
+from memopt.estimators.simulator.replays import Replay, Replays
+from memopt.estimators.simulator.trace_view import Floats, Ints, Saved, TraceView
 from memopt.timeline import Interval, Timeline
 
 MODE_MS = 0.005

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from memopt.devices import DeviceSpec
-from memopt.estimators.hidden_memory import HiddenMemory, load_rows
+from memopt.estimators.hidden.hidden_memory import HiddenMemory, load_rows
 
 VARIABLE = "MEMOPT_CALIBRATION"
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from memopt.estimators.chains import Chain, find_chain, is_intact
-from memopt.estimators.decision import Decision
-from memopt.estimators.trace_view import Saved, TraceView
+from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
+from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.trace_view import Saved, TraceView
 
 REPLAY_MS = 0.09
 """Per replayed op, on top of the op itself: remembering it in forward and calling it again."""

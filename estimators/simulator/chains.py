@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.trace_view import TraceView
 
 MOST_OPS = 400
 """A longer chain is not worth its bookkeeping, and a sign that it runs back to the first layer."""

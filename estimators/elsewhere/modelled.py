@@ -10,11 +10,11 @@ import msgspec
 
 from memopt.devices import DeviceSpec
 from memopt.errors import NotPossibleHere, UsageError
-from memopt.estimators.calibrated import calibration_of
-from memopt.estimators.op_shapes import op_call
-from memopt.estimators.op_time import op_time_ms
-from memopt.estimators.profile_device import on_cuda
-from memopt.estimators.profile_recording import Amounts, amounts_of, held_bytes
+from memopt.estimators.elsewhere.device import on_cuda
+from memopt.estimators.elsewhere.op_shapes import op_call
+from memopt.estimators.elsewhere.op_time import op_time_ms
+from memopt.estimators.elsewhere.recording import Amounts, amounts_of, held_bytes
+from memopt.estimators.hidden.calibrated import calibration_of
 from memopt.trace import PHASES, Trace
 
 _ONE_BY_ONE = 50

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.errors import BadFile
-from memopt.estimators.plain_pickle import load_plain
+from memopt.estimators.snapshot.plain_pickle import load_plain
 from memopt.files import read_bytes
 
 ACTIONS = (

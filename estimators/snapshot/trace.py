@@ -14,10 +14,10 @@ from pathlib import Path
 import memopt
 from memopt.device import Device
 from memopt.errors import BadFile
-from memopt.estimators.allocator_settings import AllocatorSettings, round_request
-from memopt.estimators.snapshot import ACTIONS, Snapshot, SnapshotDevice, read_snapshot
-from memopt.estimators.snapshot_stacks import Where, read_stack
-from memopt.estimators.snapshot_start import allocator_trace
+from memopt.estimators.allocator.settings import AllocatorSettings, round_request
+from memopt.estimators.snapshot.read import ACTIONS, Snapshot, SnapshotDevice, read_snapshot
+from memopt.estimators.snapshot.stacks import Where, read_stack
+from memopt.estimators.snapshot.start import allocator_trace
 from memopt.trace import CATEGORIES, PHASES, Csr, Ops, Script, Slots, Storages, Trace, Values
 
 PARTIAL = "it was made from a memory snapshot, which holds allocations but no operators"

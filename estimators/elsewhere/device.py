@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from memopt.devices import DeviceSpec
-from memopt.estimators.calibrated import calibration_of
-from memopt.estimators.hidden_memory import HiddenMemory
-from memopt.estimators.profile_batch import label_shape
-from memopt.estimators.profile_recording import Amounts
+from memopt.estimators.elsewhere.batch import label_shape
+from memopt.estimators.elsewhere.recording import Amounts
+from memopt.estimators.hidden.calibrated import calibration_of
+from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.trace import CATEGORIES, PHASES, Trace
 
 _PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "linear", "matmul", "convolution", "_scaled_dot_product")

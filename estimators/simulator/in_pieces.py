@@ -16,7 +16,7 @@ import msgspec
 
 from memopt.device import Device
 from memopt.errors import NotPossibleHere
-from memopt.estimators.in_backward import groups_of
+from memopt.estimators.simulator.in_backward import groups_of
 from memopt.plan import Tier
 from memopt.trace import CATEGORIES, PHASES, Trace
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from memopt.estimators.allocator_blocks import Block, ExpandableSegment, FreeList
-from memopt.estimators.allocator_expandable import grow_expandable
-from memopt.estimators.allocator_release import collect_garbage, release_cached, release_oversize
-from memopt.estimators.allocator_settings import (
+from memopt.estimators.allocator.blocks import Block, ExpandableSegment, FreeList
+from memopt.estimators.allocator.expandable import grow_expandable
+from memopt.estimators.allocator.release import collect_garbage, release_cached, release_oversize
+from memopt.estimators.allocator.settings import (
     MIN_BLOCK_BYTES,
     SEGMENT_STEP_BYTES,
     SMALL_REQUEST_BYTES,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import msgspec
 
 from memopt.errors import MemoptError
-from memopt.estimators.profile_batch import grows, scaled
-from memopt.estimators.profile_recording import amounts_of, held_bytes
-from memopt.estimators.profile_retrace import argv_at
+from memopt.estimators.elsewhere.batch import grows, scaled
+from memopt.estimators.elsewhere.recording import amounts_of, held_bytes
+from memopt.estimators.elsewhere.retrace import argv_at
 from memopt.trace import Csr, Script, Slots, Trace
 
 

@@ -13,10 +13,10 @@ from typing import Literal
 import msgspec
 
 from memopt.errors import BadFile
-from memopt.estimators.allocator import CachingAllocator
-from memopt.estimators.allocator_blocks import Block
-from memopt.estimators.allocator_replay import AllocatorEvents
-from memopt.estimators.allocator_settings import AllocatorSettings
+from memopt.estimators.allocator.blocks import Block
+from memopt.estimators.allocator.caching import CachingAllocator
+from memopt.estimators.allocator.replay import AllocatorEvents
+from memopt.estimators.allocator.settings import AllocatorSettings
 from memopt.files import read_bytes
 
 Action = Literal[

@@ -14,14 +14,14 @@ from typing import Literal
 import msgspec
 
 from memopt.errors import BadFile
-from memopt.estimators.allocator_settings import (
+from memopt.estimators.allocator.settings import (
     SMALL_REQUEST_BYTES,
     SMALL_SEGMENT_BYTES,
     AllocatorSettings,
     round_request,
 )
-from memopt.estimators.allocator_trace import Action, AllocatorTrace, TraceReplayer
-from memopt.estimators.snapshot import ACTIONS, SnapshotDevice
+from memopt.estimators.allocator.trace import Action, AllocatorTrace, TraceReplayer
+from memopt.estimators.snapshot.read import ACTIONS, SnapshotDevice
 
 _KEPT: frozenset[str] = frozenset(
     ("alloc", "free_completed", "segment_alloc", "segment_free", "segment_map", "segment_unmap", "oom")

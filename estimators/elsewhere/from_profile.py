@@ -17,11 +17,11 @@ from typing import Any, Literal
 from memopt.devices import DeviceSpec, find_device
 from memopt.errors import MemoptError, NotPossibleHere, UsageError
 from memopt.estimators.batch_search import largest_batch
+from memopt.estimators.elsewhere.batch import recorded_batch, scaled
+from memopt.estimators.elsewhere.device import on_cuda
+from memopt.estimators.elsewhere.recording import amounts_of, recording_of
+from memopt.estimators.elsewhere.retrace import argv_at, retrace, script_changed
 from memopt.estimators.estimate import DEFAULT_DEVICE, Estimate, estimate_recording
-from memopt.estimators.profile_batch import recorded_batch, scaled
-from memopt.estimators.profile_device import on_cuda
-from memopt.estimators.profile_recording import amounts_of, recording_of
-from memopt.estimators.profile_retrace import argv_at, retrace, script_changed
 from memopt.estimators.recording import Recording
 from memopt.trace import Trace, load_trace
 from memopt.units import format_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from memopt.errors import BudgetInfeasible, MemoptError
-from memopt.estimators.from_profile import estimate_trace
+from memopt.estimators.elsewhere.from_profile import estimate_trace
 from memopt.plan import Plan
 from memopt.trace import Trace
 from memopt.units import format_bytes, parse_bytes
