@@ -219,7 +219,7 @@ def _with_flag(argv: list[str], flag: str, size: int) -> list[str]:
 
 def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
     from memopt.estimators.estimate import DEFAULT_DEVICE
-    from memopt.estimators.fake.request import STEPS
+    from memopt.estimators.fake.script.request import STEPS
     from memopt.estimators.onnx.estimate import estimate_onnx
 
     def once(batch: int | None) -> Estimate:

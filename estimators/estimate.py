@@ -12,8 +12,8 @@ from memopt.errors import MemoptError, NotPossibleHere, UsageError
 from memopt.estimators.allocator.replay import AllocatorEvents, AllocatorOutcome, replay, smallest_that_runs
 from memopt.estimators.allocator.settings import AllocatorSettings, parse_settings
 from memopt.estimators.error_bars import error_bar
-from memopt.estimators.fake.request import request_on
-from memopt.estimators.fake.run import record_script
+from memopt.estimators.fake.script.request import request_on
+from memopt.estimators.fake.script.run import record_script
 from memopt.estimators.hidden.calibrated import Calibration, calibration_of
 from memopt.estimators.recording import Recording
 from memopt.units import format_bytes

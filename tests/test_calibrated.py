@@ -156,8 +156,8 @@ def test_measured_workspaces_are_in_every_kind_of_estimate(
 ) -> None:
     from memopt.estimators.elsewhere.device import on_cuda
     from memopt.estimators.elsewhere.recording import amounts_of
-    from memopt.estimators.fake.request import request_on
-    from memopt.estimators.fake.run import record_script
+    from memopt.estimators.fake.script.request import request_on
+    from memopt.estimators.fake.script.run import record_script
     from memopt.trace import load_trace
 
     copies = msgspec.structs.replace(

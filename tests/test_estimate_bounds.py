@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 
 from memopt.estimators.estimate import Estimate, estimate_script
-from memopt.estimators.fake.guess import FEW
+from memopt.estimators.fake.values.guess import FEW
 from memopt.estimators.onnx.estimate import estimate_onnx
 from memopt.reports.estimate import print_estimate
 

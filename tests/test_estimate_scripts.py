@@ -11,8 +11,8 @@ import pytest
 
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.estimate import estimate_script
-from memopt.estimators.fake.request import Request
-from memopt.estimators.fake.run import record_script
+from memopt.estimators.fake.script.request import Request
+from memopt.estimators.fake.script.run import record_script
 
 TRUTH = Path(__file__).resolve().parent.parent / "benchmarks" / "cpu_truth.py"
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.estimators.fake.record import FakeRecorder
-from memopt.estimators.fake.request import Request
-from memopt.estimators.fake.run import record_script
+from memopt.estimators.fake.recorder import FakeRecorder
+from memopt.estimators.fake.script.request import Request
+from memopt.estimators.fake.script.run import record_script
 
 STEPS, BATCH, INPUTS, HIDDEN = 50, 30, 40, 64
 

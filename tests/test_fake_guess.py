@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from memopt.estimators.fake.probe import _measure
-from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.kernels.probe import _measure
+from memopt.estimators.fake.recorder import FakeRecorder
 
 
 @pytest.fixture

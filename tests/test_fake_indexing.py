@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.recording import Recording
 
 N = 100_000

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from memopt.devices import find_device
 from memopt.estimators.allocator.replay import AllocatorEvents, replay
 from memopt.estimators.allocator.settings import AllocatorSettings
-from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.training import estimate_training_step
 from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import POLICIES, Recording, StorageRow, classify

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.recorder import FakeRecorder
 
 Made = Callable[..., torch.Tensor]
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from benchmarks.models.language_models import MODELS, known_as
 from benchmarks.models.litgpt import SHAPES, LitGPT
 from memopt.estimators.estimate import estimate_script
-from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.recorder import FakeRecorder
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from benchmarks.estimate_onnx import MODELS, OPSETS, SMALL, export, script_peak_bytes
 from memopt.errors import MemoptError, NotPossibleHere, UsageError
-from memopt.estimators.fake.record import Target
+from memopt.estimators.fake.recorder import Target
 from memopt.estimators.onnx.estimate import estimate_onnx, plan_training, record_onnx
 from memopt.estimators.onnx.training import OPTIMIZERS
 from memopt.estimators.recording import Recording

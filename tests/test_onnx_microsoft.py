@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from memopt.errors import BadFile
-from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.training import estimate_training_step
 from memopt.estimators.onnx.estimate import OnnxRecording, record_onnx
 from tests.onnx_weights import weight

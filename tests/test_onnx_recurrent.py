@@ -13,7 +13,7 @@ import torch
 from onnx import TensorProto, helper
 from torch import Tensor, nn
 
-from memopt.estimators.fake.record import FakeRecorder
+from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.training import estimate_training_step
 from memopt.estimators.onnx.estimate import plan_training, record_onnx
 from tests.onnx_weights import weight

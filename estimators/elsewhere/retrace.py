@@ -9,8 +9,8 @@ from pathlib import Path
 from memopt.devices import DeviceSpec
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.elsewhere.batch import batch_arguments
-from memopt.estimators.fake.request import request_on
-from memopt.estimators.fake.run import record_script
+from memopt.estimators.fake.script.request import request_on
+from memopt.estimators.fake.script.run import record_script
 from memopt.estimators.recording import Recording
 from memopt.trace import CATEGORIES, Trace
 

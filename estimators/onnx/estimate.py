@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from torch import Tensor
 
 from memopt.errors import BadFile, MemoptError, UsageError
-from memopt.estimators.fake.record import Target
+from memopt.estimators.fake.recorder import Target
 from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.onnx.folded import (
     assume_batch_norms,

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt.errors import BadFile
-from memopt.estimators.fake.guess import FEW
+from memopt.estimators.fake.values.guess import FEW
 from memopt.estimators.onnx import (
     ops_control,
     ops_index,

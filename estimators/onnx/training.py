@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memopt.errors import BadFile, NotPossibleHere, UsageError
-from memopt.estimators.fake.record import FakeRecorder, Target
+from memopt.estimators.fake.recorder import FakeRecorder, Target
 from memopt.estimators.fake.training import estimate_training_step
 from memopt.estimators.onnx.graph import Graph, Model, Weight
 from memopt.estimators.onnx.interpret import DTYPES, Env, Run, is_known
