@@ -17,9 +17,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from memopt.errors import BadFile, MemoptError, UsageError
 from memopt.estimators.onnx.estimate import record_onnx
-from memopt.estimators.onnx.graph import read_model
-from memopt.estimators.onnx.lower import lower
-from memopt.estimators.onnx.wire import SMALL_BYTES, skim
+from memopt.estimators.onnx.read.graph import read_model
+from memopt.estimators.onnx.read.lower import lower
+from memopt.estimators.onnx.read.wire import SMALL_BYTES, skim
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 

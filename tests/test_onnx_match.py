@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from memopt.estimators.onnx.estimate import plan_training, record_onnx
-from memopt.estimators.onnx.graph import Node
+from memopt.estimators.onnx.read.graph import Node
 
 FLOAT = TensorProto.FLOAT
 

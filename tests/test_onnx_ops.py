@@ -19,11 +19,11 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memopt.estimators.onnx.fallback import infer_outputs
-from memopt.estimators.onnx.graph import Node, _model
 from memopt.estimators.onnx.interpret import DTYPES, Run, is_known
-from memopt.estimators.onnx.lower import lower
-from memopt.estimators.onnx.registry import OPS
+from memopt.estimators.onnx.ops.fallback import infer_outputs
+from memopt.estimators.onnx.ops.registry import OPS
+from memopt.estimators.onnx.read.graph import Node, _model
+from memopt.estimators.onnx.read.lower import lower
 
 PER_OPERATOR = 3
 """Cases taken of each operator; there are up to 120 of some."""

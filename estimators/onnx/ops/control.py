@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memopt.estimators.onnx.graph import Graph
-from memopt.estimators.onnx.registry import Call, Malformed, numbers_of, op, positive
+from memopt.estimators.onnx.ops.registry import Call, Malformed, numbers_of, op, positive
+from memopt.estimators.onnx.read.graph import Graph
 
 MOST_TURNS = 100_000
 

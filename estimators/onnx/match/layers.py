@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from memopt.estimators.onnx.graph import Graph, Node
-from memopt.estimators.onnx.match_attention import attention
-from memopt.estimators.onnx.match_norm import group_norm, layer_norm, rms_norm
-from memopt.estimators.onnx.match_recurrent import stacked
-from memopt.estimators.onnx.view import Pattern, View, rewrite, without_aliases
+from memopt.estimators.onnx.match.attention import attention
+from memopt.estimators.onnx.match.norm import group_norm, layer_norm, rms_norm
+from memopt.estimators.onnx.match.recurrent import stacked
+from memopt.estimators.onnx.match.view import Pattern, View, rewrite, without_aliases
+from memopt.estimators.onnx.read.graph import Graph, Node
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.estimators.onnx.registry import Call, Malformed, NeedsValue, op, positive
+from memopt.estimators.onnx.ops.registry import Call, Malformed, NeedsValue, op, positive
 
 
 @op("Identity")

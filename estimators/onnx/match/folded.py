@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from memopt.estimators.onnx.graph import Graph, Node, Weight
-from memopt.estimators.onnx.parameters import made_up
+from memopt.estimators.onnx.read.graph import Graph, Node, Weight
+from memopt.estimators.onnx.read.parameters import made_up
 
 _NORMS = {
     "BatchNormalization", "GroupNormalization", "InstanceNormalization", "LRN", "LayerNormalization",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from memopt.estimators.onnx.graph import Graph, Node, Weight
+from memopt.estimators.onnx.read.graph import Graph, Node, Weight
 
 if TYPE_CHECKING:
     from memopt.estimators.onnx.interpret import Run

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from memopt.estimators.onnx.graph import Graph, Node, subgraphs
+from memopt.estimators.onnx.read.graph import Graph, Node, subgraphs
 
 _STANDARD = ("", "com.microsoft")
 

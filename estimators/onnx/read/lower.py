@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from memopt.errors import BadFile, UsageError
-from memopt.estimators.onnx.fake_quantize import with_fake_quantization
-from memopt.estimators.onnx.graph import Function, Graph, Model, Node, Port, Reference, Weight, subgraphs
+from memopt.estimators.onnx.match.fake_quantize import with_fake_quantization
+from memopt.estimators.onnx.read.graph import Function, Graph, Model, Node, Port, Reference, Weight, subgraphs
 
 MOST_NODES = 500_000
 """Functions within functions can write a graph of any size; no honest model has this many nodes."""

@@ -11,8 +11,8 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 
-from memopt.estimators.onnx.graph import Graph, Node, Weight, subgraphs
-from memopt.estimators.onnx.lower import captured, reads, without_dead
+from memopt.estimators.onnx.read.graph import Graph, Node, Weight, subgraphs
+from memopt.estimators.onnx.read.lower import captured, reads, without_dead
 
 FLOATS = {1, 10, 11, 16}
 INTEGERS = {2, 3, 21, 22}

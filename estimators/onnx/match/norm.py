@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from memopt.estimators.onnx.graph import Node
-from memopt.estimators.onnx.view import View
+from memopt.estimators.onnx.match.view import View
+from memopt.estimators.onnx.read.graph import Node
 
 
 def layer_norm(view: View, node: Node) -> Node | None:

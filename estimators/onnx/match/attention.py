@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from memopt.estimators.onnx.graph import Node
-from memopt.estimators.onnx.registry import numbers_of
-from memopt.estimators.onnx.view import View, is_bool
+from memopt.estimators.onnx.match.view import View, is_bool
+from memopt.estimators.onnx.ops.registry import numbers_of
+from memopt.estimators.onnx.read.graph import Node
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.estimators.onnx.registry import Call, Malformed, NeedsValue, alike, op, positive
+from memopt.estimators.onnx.ops.registry import Call, Malformed, NeedsValue, alike, op, positive
 
 _CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _CONV_TRANSPOSE = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.estimators.onnx.graph import Node, Weight
+from memopt.estimators.onnx.read.graph import Node, Weight
 
 Inferred = list[tuple[tuple[int, ...], int]]
 Make = Callable[[tuple[int, ...], torch.dtype], Tensor]

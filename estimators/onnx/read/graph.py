@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.errors import BadFile, NotPossibleHere
-from memopt.estimators.onnx.wire import SMALL_BYTES, not_onnx, skim
+from memopt.estimators.onnx.read.wire import SMALL_BYTES, not_onnx, skim
 
 Array = NDArray[Any]
 Dim = int | str | None

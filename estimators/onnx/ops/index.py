@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.estimators.onnx.registry import Call, Malformed, op, positive
+from memopt.estimators.onnx.ops.registry import Call, Malformed, op, positive
 
 
 @op("Gather")

@@ -3,8 +3,8 @@ nobody what one layer hands to the next; an ONNX file has a node a layer. Only l
 
 from __future__ import annotations
 
-from memopt.estimators.onnx.graph import Node
-from memopt.estimators.onnx.view import View
+from memopt.estimators.onnx.match.view import View
+from memopt.estimators.onnx.read.graph import Node
 
 _KINDS = ("LSTM", "GRU", "RNN")
 _BETWEEN = ("Dropout", "Reshape", "Squeeze", "Transpose")

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.estimators.onnx.fallback import Make
-from memopt.estimators.onnx.registry import Call, Malformed, op
+from memopt.estimators.onnx.ops.fallback import Make
+from memopt.estimators.onnx.ops.registry import Call, Malformed, op
 
 _IMAGES_AT_ONCE = 32
 """`kMaxParallelImgs`: images whose columns a deformable convolution holds together."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.estimators.onnx.graph import Graph, Node
-from memopt.estimators.onnx.lower import reads, without_dead
-from memopt.estimators.onnx.registry import numbers_of
+from memopt.estimators.onnx.ops.registry import numbers_of
+from memopt.estimators.onnx.read.graph import Graph, Node
+from memopt.estimators.onnx.read.lower import reads, without_dead
 
 OUTSIDE = "@output"
 

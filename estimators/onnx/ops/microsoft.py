@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memopt.estimators.onnx.ops_sequence import attend, heads_of, turned
-from memopt.estimators.onnx.registry import Call, Malformed, NeedsValue, alike, op
+from memopt.estimators.onnx.ops.registry import Call, Malformed, NeedsValue, alike, op
+from memopt.estimators.onnx.ops.sequence import attend, heads_of, turned
 
 _MICROSOFT = "com.microsoft"
 

@@ -1,6 +1,6 @@
 """ONNX operators on quantised numbers. Integers carry no gradient: nothing before one of them is trained through it.
 
-What is quantised and dequantised at once is a fake quantisation, which training does have (`onnx/fake_quantize.py`).
+What is quantised and dequantised at once is a fake quantisation, which training does have (`onnx/match/fake_quantize.py`).
 Integer products hold their 32-bit sums beside what they return, as `torch._int_mm` does.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memopt.estimators.onnx.ops_nn import sliding_window
-from memopt.estimators.onnx.registry import Call, Malformed, op, positive
+from memopt.estimators.onnx.ops.nn import sliding_window
+from memopt.estimators.onnx.ops.registry import Call, Malformed, op, positive
 
 
 @op("QuantizeLinear")
