@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from memopt.advisors.auto import Auto
-from memopt.advisors.blockers import Floor, Reached, lowest_floor
-from memopt.advisors.jointly import plan_jointly, plan_moved_at_last, plan_with_pieces
-from memopt.advisors.modnn import Modnn
-from memopt.advisors.plan_writer import write_plan
-from memopt.advisors.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
+from memopt.advisors.profiles.auto import Auto
+from memopt.advisors.profiles.blockers import Floor, Reached, lowest_floor
+from memopt.advisors.profiles.optimizer_move import plan_jointly, plan_moved_at_last, plan_with_pieces
+from memopt.advisors.profiles.plan_writer import write_plan
+from memopt.advisors.profiles.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
+from memopt.advisors.profiles.strategy import Strategy
 from memopt.advisors.registry import find_strategy
-from memopt.advisors.strategy import Strategy
+from memopt.advisors.strategies.modnn import Modnn
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.in_backward import in_backward, why_not

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.auto import Auto
+from memopt.advisors.profiles.auto import Auto
 from memopt.errors import BudgetInfeasible, MemoptError, UsageError
 from memopt.estimators.elsewhere.batch import recorded_batch
 from memopt.estimators.elsewhere.from_profile import estimate_trace

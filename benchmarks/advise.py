@@ -21,7 +21,7 @@ from benchmarks.graphs import GRAPHS
 from benchmarks.trace_graph import graph_of
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
-from memopt.advisors.schedule import encode_schedule
+from memopt.advisors.graphs.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.trace import load_trace
 from tests.schedule_checker import check

@@ -23,7 +23,7 @@ from memopt.advisors.graphs.graph import GraphFile, decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes
-from memopt.advisors.schedule import encode_schedule
+from memopt.advisors.graphs.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from tests.schedule_checker import check
 

@@ -16,11 +16,11 @@ import numpy as np
 
 from benchmarks.graph_families import accumulation
 from benchmarks.graphs import GRAPHS, lstm
+from memopt.advisors.counsel.static_offsets import StaticOffsets, plan_offsets
 from memopt.advisors.graphs.graph import Graph, GraphFile, decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.runs import lifetimes
-from memopt.advisors.schedule import encode_schedule
-from memopt.advisors.static_offsets import StaticOffsets, plan_offsets
+from memopt.advisors.graphs.schedule import encode_schedule
 from tests.schedule_checker import check
 
 CHECKED = 20_000

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
-    from memopt.advisors.lints import Lint
+    from memopt.advisors.lints.find import Lint
     from memopt.cli.comparison import Row
     from memopt.estimators.hidden.beside_tensors import Budget
     from memopt.plan import Plan
@@ -161,8 +161,8 @@ class _Advise:
 
     def run(self) -> int:
         from memopt.advisors.advise import Adviser
-        from memopt.advisors.lints import find_lints
-        from memopt.advisors.problem import allowed, usual_limit_s
+        from memopt.advisors.lints.find import find_lints
+        from memopt.advisors.profiles.problem import allowed, usual_limit_s
         from memopt.cli.own_files import refuse_foreign
         from memopt.trace import load_trace
 
@@ -221,7 +221,7 @@ class _Advise:
         return adviser.write(problem, decisions, strategy, notes), explanation
 
     def _compare(self, adviser: Adviser) -> int:
-        from memopt.advisors.problem import kinds_named
+        from memopt.advisors.profiles.problem import kinds_named
         from memopt.cli.comparison import best_of, compare, failure
 
         budget = self._budget(adviser)

@@ -11,10 +11,10 @@ from memopt.reports.tables import pairs_table, plain_table, share, words
 from memopt.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
-    from memopt.advisors.advice import Advice
+    from memopt.advisors.counsel.counsel import Advice
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
-    from memopt.advisors.lints import Lint
+    from memopt.advisors.lints.find import Lint
     from memopt.cli.comparison import Row
     from memopt.plan import Plan
     from memopt.trace import Script

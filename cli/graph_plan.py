@@ -17,7 +17,7 @@ from memopt.units import format_bytes, format_ms, parse_bytes
 
 if TYPE_CHECKING:
     from memopt.advisors.graphs.graph import Graph
-    from memopt.advisors.schedule import Schedule
+    from memopt.advisors.graphs.schedule import Schedule
 
 _KINDS = {"recompute": "recompute", "swap": "swap", "swap-host": "swap"}
 
@@ -51,7 +51,7 @@ def advise_graph(
     """
     from memopt.advisors.graphs.graph import read_graph
     from memopt.advisors.graphs.plan import find_graph_strategy, unplanned_peak
-    from memopt.advisors.schedule import write_schedule
+    from memopt.advisors.graphs.schedule import write_schedule
 
     kinds = _kinds(allow, deny)
     names = list(dict.fromkeys(find_graph_strategy(name) for name in strategies or ("auto",)))

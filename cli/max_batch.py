@@ -12,15 +12,15 @@ from memopt.cli.advise_words import with_command
 from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
-    from memopt.advisors.lints import Lint
+    from memopt.advisors.lints.find import Lint
     from memopt.advisors.max_batch import Batches, Largest
 
 
 def max_batch(path: Path, options: dict[str, Any]) -> int:
     """Search, show both, write the plan for the larger batch; gives the exit code."""
-    from memopt.advisors.lints import find_lints
+    from memopt.advisors.lints.find import find_lints
     from memopt.advisors.max_batch import Batches
-    from memopt.advisors.problem import TIME_LIMIT_S, allowed
+    from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed
     from memopt.cli.advise import on_device, room_as_budget, script_stem
     from memopt.cli.advise_tables import lints_table
     from memopt.cli.console import err, say

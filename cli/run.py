@@ -45,7 +45,7 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> int:
     own. Its first iterations are recorded, a plan is made while it goes on, and then enforced. What was found out is
     kept in .memopt/, so that the next run starts enforced.
     """
-    from memopt.advisors.problem import kinds_named
+    from memopt.advisors.profiles.problem import kinds_named
     from memopt.cli.ranks import path_of_rank
     from memopt.cli.run_cache import Cache
     from memopt.files import refuse_overwrite

@@ -50,7 +50,7 @@ def dry_run(command: Command, options: dict[str, Any]) -> int:
 def _plan(trace: Trace, options: dict[str, Any]) -> Plan:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.best_effort import best_effort
-    from memopt.advisors.problem import allowed, usual_limit_s
+    from memopt.advisors.profiles.problem import allowed, usual_limit_s
     from memopt.instrument.room import free_bytes
 
     limit_s = options["time_limit_s"] or usual_limit_s(trace.op_count)

@@ -16,7 +16,7 @@ from memopt.trace import Trace, load_trace
 from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
-    from memopt.advisors.lints import Lint
+    from memopt.advisors.lints.find import Lint
 
 
 @click.command()
@@ -59,7 +59,7 @@ def show(as_json: bool, top: int, file: Path) -> None:
 
 def _lints(trace: Trace) -> list[Lint]:
     """What could be better in the script; a recording that is not whole does not tell."""
-    from memopt.advisors.lints import find_lints
+    from memopt.advisors.lints.find import find_lints
 
     return [] if trace.partial else find_lints(trace)
 

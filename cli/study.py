@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from memopt.advisors.advice import Advice, Counsel
+from memopt.advisors.counsel.counsel import Advice, Counsel
 from memopt.cli.advise_words import with_command
 from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
-    from memopt.advisors.lints import Lint
+    from memopt.advisors.lints.find import Lint
 
 
 def study(path: Path, options: dict[str, Any]) -> int:
     """Print what the strategy finds; gives the exit code."""
     from memopt.advisors.advise import Adviser
-    from memopt.advisors.lints import find_lints
-    from memopt.advisors.problem import TIME_LIMIT_S, allowed, kinds_named
+    from memopt.advisors.lints.find import find_lints
+    from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed, kinds_named
     from memopt.cli.advise import on_device, room_as_budget, script_stem
     from memopt.cli.own_files import refuse_foreign
     from memopt.estimators.hidden.beside_tensors import parse_budget

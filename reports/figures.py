@@ -14,7 +14,7 @@ from memopt.trace import PHASES, Trace
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from memopt.advisors.plan_reader import ReadPlan
+    from memopt.advisors.profiles.plan_reader import ReadPlan
     from memopt.outcome import Outcome
 
 COLORS = {

@@ -17,7 +17,7 @@ from memopt.trace import Csr, Ops, Trace, load_trace
 from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
-    from memopt.advisors.plan_reader import ReadPlan
+    from memopt.advisors.profiles.plan_reader import ReadPlan
 
 _PICKLES = (b"\x80", b"PK\x03\x04")
 _WRITTEN = "a file that memopt profile, advise, apply --outcome, or estimate --json wrote, or torch's memory snapshot"
@@ -124,7 +124,7 @@ def _lay(
     inputs: Inputs, path: Path, plan: Plan, traces: list[tuple[Path, Trace]], read: dict[int, ReadPlan]
 ) -> int | None:
     """The index in `traces` of the profile that `plan` was laid on; one that was found on the disk is added to them."""
-    from memopt.advisors.plan_reader import read_plan
+    from memopt.advisors.profiles.plan_reader import read_plan
 
     why = ""
     for place, (_, trace) in enumerate(traces):

@@ -89,7 +89,7 @@ def _of_runs(inputs: Inputs, drawn: dict[str, Any], with_source: bool) -> list[s
         parts.append(sections.actions(plan, with_source=with_source))
     for run in runs:
         if not run.trace.partial and run.trace.op_count:
-            from memopt.advisors.lints import find_lints
+            from memopt.advisors.lints.find import find_lints
 
             found = find_lints(run.trace)
             if found:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.problem import Decisions, Problem, allowed
+from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.verify import digest
 from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN, Decision

@@ -9,7 +9,7 @@ import pytest
 
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import plan_graph
-from memopt.advisors.schedule import encode_schedule
+from memopt.advisors.graphs.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible
 from tests import schedule_checker as checker
 

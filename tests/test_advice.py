@@ -12,17 +12,22 @@ import msgspec
 import pytest
 
 from memopt.advisors.advise import advise
-from memopt.advisors.buffer_sharing import BufferSharing, static_layout
-from memopt.advisors.cdma import Cdma
-from memopt.advisors.ctdr import RANK, Ctdr, decomposable
+from memopt.advisors.counsel.buffer_sharing import BufferSharing, static_layout
+from memopt.advisors.counsel.ctdr import RANK, Ctdr, decomposable
+from memopt.advisors.counsel.in_place import in_place
+from memopt.advisors.counsel.megatron import Megatron, Transformer
+from memopt.advisors.counsel.zero_offload import (
+    HOST_BYTES_PER_S,
+    Offloaded,
+    ZeroOffload,
+    after_the_updates_ms,
+)
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
-from memopt.advisors.in_place import in_place
 from memopt.advisors.max_batch import largest
-from memopt.advisors.megatron import Megatron, Transformer
-from memopt.advisors.problem import DEFAULT_ALLOW, Problem
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
 from memopt.advisors.registry import COUNSELS, GRAPH_KINDS, STRATEGIES
-from memopt.advisors.zero_offload import HOST_BYTES_PER_S, Offloaded, ZeroOffload, after_the_updates_ms
+from memopt.advisors.strategies.cdma import Cdma
 from memopt.cli.apply import prepare_run
 from memopt.cli.main import run
 from memopt.device import Device

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt.advisors.advise import Adviser, advise
-from memopt.advisors.auto import Auto
-from memopt.advisors.problem import DEFAULT_ALLOW, Problem, allowed
+from memopt.advisors.profiles.auto import Auto
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem, allowed
 from memopt.advisors.registry import STRATEGIES
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError

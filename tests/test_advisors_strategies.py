@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from memopt.advisors.advise import advise
-from memopt.advisors.capuchin import capuchin_picks
-from memopt.advisors.dtr import Dtr, Evictions
-from memopt.advisors.flashneuron import Flashneuron
-from memopt.advisors.modnn import Modnn
-from memopt.advisors.picks import swap_of, swappable
-from memopt.advisors.prefetch import place_prefetches
-from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, OutOfTime, Problem
+from memopt.advisors.profiles.picking import swap_of, swappable
+from memopt.advisors.profiles.prefetch import place_prefetches
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, OutOfTime, Problem
 from memopt.advisors.registry import STRATEGIES
-from memopt.advisors.size_classes import Pool, Tensor
-from memopt.advisors.sublinear import sublinear_plans
-from memopt.advisors.superneurons import Superneurons, largest_layer_bytes
-from memopt.advisors.swapadvisor import pool_of
-from memopt.advisors.vdnn import Vdnn, vdnn_plan
+from memopt.advisors.strategies.capuchin import capuchin_picks
+from memopt.advisors.strategies.dtr import Dtr, Evictions
+from memopt.advisors.strategies.flashneuron import Flashneuron
+from memopt.advisors.strategies.modnn import Modnn
+from memopt.advisors.strategies.size_classes import Pool, Tensor
+from memopt.advisors.strategies.sublinear import sublinear_plans
+from memopt.advisors.strategies.superneurons import Superneurons, largest_layer_bytes
+from memopt.advisors.strategies.swapadvisor import pool_of
+from memopt.advisors.strategies.vdnn import Vdnn, vdnn_plan
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.timeline import Simulator

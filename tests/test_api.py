@@ -18,7 +18,7 @@ from rich.console import Console
 
 import memopt
 from memopt.advisors.advise import advise
-from memopt.advisors.plan_reader import read_plan
+from memopt.advisors.profiles.plan_reader import read_plan
 from memopt.errors import BadFile, RunFailed, UsageError
 from memopt.outcome import Outcome
 from memopt.trace import load_trace

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from memopt.advisors.autoswap import Autoswap
-from memopt.advisors.problem import Decisions
+from memopt.advisors.profiles.problem import Decisions
+from memopt.advisors.strategies.autoswap import Autoswap
 from memopt.cli.advise_words import with_variant
 from memopt.cli.main import run
 from memopt.device import Device

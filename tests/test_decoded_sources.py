@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from memopt.advisors.problem import Decisions, Problem
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.estimators.simulator.decision import RECOMPUTE, Decision
 from memopt.estimators.simulator.replays import REPLAY_MS
 from memopt.estimators.simulator.timeline import Simulator

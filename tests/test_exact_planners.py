@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from memopt.advisors.autotm import Autotm
-from memopt.advisors.checkmate import Checkmate
-from memopt.advisors.linear import Program
-from memopt.advisors.problem import DEFAULT_ALLOW, Decisions, Problem
-from memopt.advisors.relief import always_rerun, least_step_ms, watching_ms
-from memopt.advisors.rotor import Rotor, optima
+from memopt.advisors.profiles.lower_bound import always_rerun, least_step_ms, watching_ms
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
+from memopt.advisors.program import Program
+from memopt.advisors.strategies.autotm import Autotm
+from memopt.advisors.strategies.checkmate import Checkmate
+from memopt.advisors.strategies.rotor import Rotor, optima
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator

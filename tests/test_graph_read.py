@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from memopt.advisors.graphs.graph import decode_graph, read_graph
+from memopt.advisors.graphs.judge import replay
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
-from memopt.advisors.schedule import read_steps, write_schedule
-from memopt.advisors.schedule_sim import replay
+from memopt.advisors.graphs.schedule import read_steps, write_schedule
 from memopt.errors import BadFile, UsageError
 
 GOOD: dict[str, Any] = {

@@ -19,7 +19,7 @@ from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.rounds import Outline, classes, graph_of
-from memopt.advisors.schedule import encode_schedule
+from memopt.advisors.graphs.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible
 from tests import schedule_checker as checker
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memopt.advisors.auto import Auto
-from memopt.advisors.jointly import plan_jointly
-from memopt.advisors.problem import Decisions, Problem
+from memopt.advisors.profiles.auto import Auto
+from memopt.advisors.profiles.optimizer_move import plan_jointly
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.decision import RECOMPUTE
 from memopt.estimators.simulator.timeline import Simulator

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from memopt.advisors.problem import Decisions, Problem
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers import host, swapped
 from memopt.enforcers.verify import digest
 from memopt.estimators.simulator.decision import Decision

@@ -9,7 +9,7 @@ from typing import Literal
 import msgspec
 import pytest
 
-from memopt.advisors.lints import RULES, Seen, find_lints
+from memopt.advisors.lints.find import RULES, Seen, find_lints
 from memopt.device import Device
 from memopt.estimators.simulator.trace_view import TraceView
 from tests.layers_trace import Layer, build, chain
@@ -170,8 +170,8 @@ def test_another_form_of_it_is_found(name: str, profile: Profiler, tmp_path: Pat
 
 
 def test_every_rule_is_tried() -> None:
-    import memopt.advisors.lint_rules
-    import memopt.advisors.lint_rules_loop  # noqa: F401
+    import memopt.advisors.lints.loop  # noqa: F401
+    import memopt.advisors.lints.saved
 
     assert {rule.name for rule in RULES} == set(FAULTS) | NOT_ON_A_CPU
     assert len(RULES) >= 15

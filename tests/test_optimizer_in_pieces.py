@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.problem import DEFAULT_ALLOW, Decisions
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
 from memopt.device import Device
 from memopt.enforcers.disk import DiskStore
 from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.buffer_sharing import static_layout
+from memopt.advisors.counsel.buffer_sharing import static_layout
+from memopt.advisors.counsel.megatron import traced_figures, transformer_of
 from memopt.advisors.max_batch import Batches
-from memopt.advisors.megatron import traced_figures, transformer_of
-from memopt.advisors.problem import DEFAULT_ALLOW
+from memopt.advisors.profiles.lower_bound import least_step_ms
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW
 from memopt.advisors.registry import STRATEGIES
-from memopt.advisors.relief import least_step_ms
 from memopt.devices import DeviceSpec
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 from memopt.estimators.elsewhere import from_profile

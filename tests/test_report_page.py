@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from memopt.advisors.plan_reader import read_plan
+from memopt.advisors.profiles.plan_reader import read_plan
 from memopt.errors import MemoptError
 from memopt.plan import load_plan
 from memopt.profiler.out_of_memory import trace_of_now

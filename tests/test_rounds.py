@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memopt.advisors.auto import Auto
-from memopt.advisors.by_rounds import ByRounds
-from memopt.advisors.problem import Decisions, Problem
-from memopt.advisors.round_trace import trace_of
-from memopt.advisors.rounds import find_kinds
-from memopt.advisors.search import Search
+from memopt.advisors.profiles.auto import Auto
+from memopt.advisors.profiles.by_rounds import ByRounds
+from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.advisors.profiles.round_trace import trace_of
+from memopt.advisors.profiles.rounds import find_kinds
+from memopt.advisors.profiles.search import Search
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN
 from memopt.estimators.simulator.timeline import HOOK_MS, MODE_MS, Simulator

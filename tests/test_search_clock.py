@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from benchmarks.graph_families import FAMILIES, chain
-from memopt.advisors.auto import Auto
 from memopt.advisors.clock import SearchClock, reading, wall_s
 from memopt.advisors.graphs.graph import decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
-from memopt.advisors.problem import Problem
+from memopt.advisors.profiles.auto import Auto
+from memopt.advisors.profiles.problem import Problem
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView

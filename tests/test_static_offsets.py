@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.advisors.static_offsets import (
+from memopt.advisors.counsel.static_offsets import (
     Ints,
     greedy_by_area,
     greedy_by_lifetime,

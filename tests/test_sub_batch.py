@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from memopt.advisors.advise import advise
-from memopt.advisors.modnn import all_away
-from memopt.advisors.problem import Problem
-from memopt.advisors.sub_batch import SubBatch, largest_sub_batch
+from memopt.advisors.counsel.sub_batch import SubBatch, largest_sub_batch
+from memopt.advisors.profiles.problem import Problem
+from memopt.advisors.strategies.modnn import all_away
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.simulator.timeline import HOOK_MS, MODE_MS, Simulator

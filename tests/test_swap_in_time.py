@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from memopt.advisors.problem import Decisions, Problem
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.disk import DiskStore
 from memopt.enforcers.swapped import Swapper
 from memopt.estimators.simulator.decision import Decision

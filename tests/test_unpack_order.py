@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from memopt.advisors.problem import Decisions, Problem
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN
 from tests.enforced import enforced, plan_of, recorded
 

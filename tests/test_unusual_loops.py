@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.problem import allowed
+from memopt.advisors.profiles.problem import allowed
 from memopt.enforcers.verify import digest
 from memopt.errors import BudgetInfeasible
 from tests.enforced import enforced, everything, plan_of, recorded, seeded

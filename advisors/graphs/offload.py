@@ -19,7 +19,7 @@ import numpy as np
 from memopt.advisors.graphs.graph import Graph, IntColumn
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
 from memopt.advisors.graphs.runs import frees_after, memory_of_runs, plain_peak
-from memopt.advisors.schedule import FREE, IN, OUT, RUN, Step
+from memopt.advisors.graphs.schedule import FREE, IN, OUT, RUN, Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,12 @@ from memopt.advisors.graphs.problem import (
 )
 from memopt.advisors.graphs.rotor import rotor
 from memopt.advisors.graphs.runs import floor_bytes, plain_peak
+from memopt.advisors.graphs.schedule import Schedule
 from memopt.advisors.graphs.segments import sublinear_greedy, sublinear_sqrt
 from memopt.advisors.graphs.sentinel import sentinel
 from memopt.advisors.graphs.superneurons import superneurons
 from memopt.advisors.graphs.swapadvisor import swapadvisor
 from memopt.advisors.graphs.vdnn import vdnn, vdnn_all, vdnn_conv, vdnn_plus
-from memopt.advisors.schedule import Schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 
 GRAPH_STRATEGIES: dict[str, Strategy] = {

@@ -21,6 +21,7 @@ from memopt.advisors.graphs.problem import RECOMPUTE, GraphProblem
 from memopt.advisors.graphs.rotor import rotor_plans
 from memopt.advisors.graphs.rounding import rounded_plans
 from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, rerun_ms
+from memopt.advisors.graphs.schedule import RUN
 from memopt.advisors.graphs.scores import SCORES
 from memopt.advisors.graphs.segments import (
     Forward,
@@ -30,7 +31,6 @@ from memopt.advisors.graphs.segments import (
     sqrt_cuts,
 )
 from memopt.advisors.graphs.superneurons import checkpoints
-from memopt.advisors.schedule import RUN
 from memopt.errors import BudgetInfeasible
 
 PORTFOLIO = ("dtr-local", "size", "lru", "next-use", "dtr", "dtr-eqclass", "dtr-megengine", "msps", "belady")

@@ -21,8 +21,8 @@ from memopt.advisors.graphs.offload import (
 )
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import lifetimes, plain_runs
-from memopt.advisors.problem import OutOfTime
-from memopt.advisors.size_classes import Pool, Tensor
+from memopt.advisors.profiles.problem import OutOfTime
+from memopt.advisors.strategies.size_classes import Pool, Tensor
 
 
 def swapadvisor(problem: GraphProblem) -> Answer:

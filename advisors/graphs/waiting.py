@@ -28,12 +28,12 @@ from memopt.advisors.graphs.offload import (
 )
 from memopt.advisors.graphs.problem import SWAP, Answer, GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
+from memopt.advisors.graphs.schedule import OUT, RUN, Step
 from memopt.advisors.graphs.sentinel import sentinel
 from memopt.advisors.graphs.starts import FEW, IN_ANY_CASE_S
 from memopt.advisors.graphs.superneurons import superneurons
 from memopt.advisors.graphs.swapadvisor import belady, swapadvisor
 from memopt.advisors.graphs.vdnn import vdnn, vdnn_plus
-from memopt.advisors.schedule import OUT, RUN, Step
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 
 Peer = Callable[[GraphProblem], Answer]

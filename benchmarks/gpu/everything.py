@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.problem import Decisions, Problem, allowed
+from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.estimators.simulator.decision import Decision
 from memopt.trace import load_trace
 
