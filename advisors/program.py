@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from memopt.advisors.graphs.autotm import new_highs
+from memopt.advisors.graphs.strategies.autotm import new_highs
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.bounds import overhead_bound
-from memopt.advisors.graphs.exact import Relaxed, prove
+from memopt.advisors.graphs.bounds.bound_with_copies import Linked
+from memopt.advisors.graphs.bounds.exact import Relaxed, prove
+from memopt.advisors.graphs.bounds.moments import overhead_bound
 from memopt.advisors.graphs.graph import decode_graph
-from memopt.advisors.graphs.linked import Linked
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes

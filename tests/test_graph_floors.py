@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from memopt.advisors.clock import reading
-from memopt.advisors.graphs.least import least_memory, lowest_peak
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.runs import floor_bytes, peak_of_runs, rerun_ms
-from memopt.advisors.graphs.tiny import optimum
+from memopt.advisors.graphs.search.least import least_memory, lowest_peak
+from memopt.advisors.graphs.search.tiny import optimum
 from memopt.errors import BudgetInfeasible
 from tests import schedule_checker as checker
 from tests.planned_graphs import graph_of, plan_and_check

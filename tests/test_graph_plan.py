@@ -19,9 +19,9 @@ from memopt.advisors.graphs.graph import decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes, plain_runs
-from memopt.advisors.graphs.search import Search
-from memopt.advisors.graphs.segments import Forward, cheapest_dropped
-from memopt.advisors.graphs.stages import AutoPlan
+from memopt.advisors.graphs.search.auto_plan import AutoPlan
+from memopt.advisors.graphs.search.neighbourhood import Search
+from memopt.advisors.graphs.strategies.segments import Forward, cheapest_dropped
 from memopt.errors import BudgetInfeasible, UsageError
 from tests import schedule_checker as checker
 from tests.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
@@ -217,7 +217,7 @@ def test_what_runs_once_is_not_dropped_even_as_a_source(strategy: str) -> None:
 
 
 def test_interrupt_keeps_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memopt.advisors.graphs.search import Search
+    from memopt.advisors.graphs.search.neighbourhood import Search
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt

@@ -12,14 +12,14 @@ import pytest
 from benchmarks import graph_families as families
 from benchmarks import graphs as shapes
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.auto import at_once
-from memopt.advisors.graphs.bounds import overhead_bound
-from memopt.advisors.graphs.folded import fold
+from memopt.advisors.graphs.bounds.moments import overhead_bound
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.rounds import Outline, classes, graph_of
 from memopt.advisors.graphs.schedule import encode_schedule
+from memopt.advisors.graphs.search.auto import at_once
+from memopt.advisors.graphs.search.folded import fold
+from memopt.advisors.graphs.search.rounds import Outline, classes, graph_of
 from memopt.errors import BudgetInfeasible
 from tests import schedule_checker as checker
 
@@ -191,7 +191,7 @@ def test_one_forward_and_backward_pass_is_not_cut(name: str, share: float) -> No
 
 
 def test_ctrl_c_keeps_a_plan_of_all_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    from memopt.advisors.graphs.search import Search
+    from memopt.advisors.graphs.search.neighbourhood import Search
 
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt

@@ -9,16 +9,16 @@ import msgspec
 import pytest
 
 from benchmarks.graph_families import branches
-from memopt.advisors.graphs import rounding
-from memopt.advisors.graphs.capuchin import in_order
-from memopt.advisors.graphs.engine import Engine
 from memopt.advisors.graphs.graph import FloatColumn, IntColumn, decode_graph
-from memopt.advisors.graphs.offload import Walk
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.scores import SCORES, Neighbours
-from memopt.advisors.graphs.segments import Forward
+from memopt.advisors.graphs.strategies import rounding
+from memopt.advisors.graphs.strategies.capuchin import in_order
+from memopt.advisors.graphs.strategies.engine import Engine
+from memopt.advisors.graphs.strategies.scores import SCORES, Neighbours
+from memopt.advisors.graphs.strategies.segments import Forward
+from memopt.advisors.graphs.strategies.swap_executor import Walk
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from tests.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from memopt.advisors.graphs.rotor import less_slots
+from memopt.advisors.graphs.strategies.rotor import less_slots
 from memopt.advisors.profiles.picking import cheapest_fitting
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.advisors.strategies.sublinear import Order

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.bounds import overhead_bound
+from memopt.advisors.graphs.bounds.moments import overhead_bound
 from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.rounds import Outline, Part, classes, graph_of, pays
 from memopt.advisors.graphs.runs import floor_bytes, plain_runs, steps_of_runs
 from memopt.advisors.graphs.schedule import RUN, Step
-from memopt.advisors.graphs.starts import first_plan
+from memopt.advisors.graphs.search.rounds import Outline, Part, classes, graph_of, pays
+from memopt.advisors.graphs.search.starts import first_plan
 from memopt.errors import BudgetInfeasible
 
 LEAST_S = 0.4

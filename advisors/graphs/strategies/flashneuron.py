@@ -7,9 +7,16 @@ consumer; the largest threshold that fits, by bisection. O(trips log ops).
 
 from __future__ import annotations
 
-from memopt.advisors.graphs.offload import Trip, Walk, ahead, best_walk, idle_trips, just_in_time
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
+from memopt.advisors.graphs.strategies.swap_executor import (
+    Trip,
+    Walk,
+    ahead,
+    best_walk,
+    idle_trips,
+    just_in_time,
+)
 
 
 def flashneuron(problem: GraphProblem) -> Answer:

@@ -20,7 +20,7 @@ from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import FloatColumn, Graph, IntColumn
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import peak_of_runs
-from memopt.advisors.graphs.segments import Forward, best_of, missing
+from memopt.advisors.graphs.strategies.segments import Forward, best_of, missing
 
 SIZES = ((40, 120), (100, 200))
 """Most stages, and about how many slots."""

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from memopt.advisors.graphs.autotm import new_highs
 from memopt.advisors.graphs.graph import Graph
+from memopt.advisors.graphs.strategies.autotm import new_highs
 
 
 @dataclass(slots=True)

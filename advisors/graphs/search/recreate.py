@@ -12,9 +12,9 @@ from bisect import bisect_left
 import numpy as np
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.lanes import Swap
 from memopt.advisors.graphs.lives import EMPTY
-from memopt.advisors.graphs.moves import Moves
+from memopt.advisors.graphs.search.lanes import Swap
+from memopt.advisors.graphs.search.moves import Moves
 
 TRIES = 3
 FAILURES = 8

@@ -18,11 +18,18 @@ import numpy as np
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import Graph
-from memopt.advisors.graphs.offload import CannotHold, Trip, Walk, hold, idle_trips, just_in_time
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
 from memopt.advisors.graphs.runs import lifetimes, plain_runs
 from memopt.advisors.graphs.schedule import Step
-from memopt.advisors.graphs.segments import Forward, runs_keeping
+from memopt.advisors.graphs.strategies.segments import Forward, runs_keeping
+from memopt.advisors.graphs.strategies.swap_executor import (
+    CannotHold,
+    Trip,
+    Walk,
+    hold,
+    idle_trips,
+    just_in_time,
+)
 
 PREFIXES = 40
 """So many prefixes of the picks are tried until one keeps the budget; then those between it and the one before, by bisection."""

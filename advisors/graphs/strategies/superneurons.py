@@ -8,11 +8,11 @@ memory-centric replay per use is not modelled. O(edges) per tried number of chec
 
 from __future__ import annotations
 
-from memopt.advisors.graphs.capuchin import on_runs
-from memopt.advisors.graphs.offload import Trip, Walk, best_walk, idle_trips, just_in_time
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.segments import Forward, runs_keeping
+from memopt.advisors.graphs.strategies.capuchin import on_runs
+from memopt.advisors.graphs.strategies.segments import Forward, runs_keeping
+from memopt.advisors.graphs.strategies.swap_executor import Trip, Walk, best_walk, idle_trips, just_in_time
 
 
 def superneurons(problem: GraphProblem) -> Answer:

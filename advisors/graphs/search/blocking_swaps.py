@@ -11,13 +11,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.autoswap import autoswap
-from memopt.advisors.graphs.autotm import autotm
-from memopt.advisors.graphs.bounds import overhead_bound
-from memopt.advisors.graphs.capuchin import capuchin
-from memopt.advisors.graphs.flashneuron import flashneuron, tflms
-from memopt.advisors.graphs.modnn import modnn
-from memopt.advisors.graphs.offload import (
+from memopt.advisors.graphs.bounds.moments import overhead_bound
+from memopt.advisors.graphs.problem import SWAP, Answer, GraphProblem
+from memopt.advisors.graphs.runs import plain_runs
+from memopt.advisors.graphs.schedule import OUT, RUN, Step
+from memopt.advisors.graphs.search.starts import FEW, IN_ANY_CASE_S
+from memopt.advisors.graphs.strategies.autoswap import autoswap
+from memopt.advisors.graphs.strategies.autotm import autotm
+from memopt.advisors.graphs.strategies.capuchin import capuchin
+from memopt.advisors.graphs.strategies.flashneuron import flashneuron, tflms
+from memopt.advisors.graphs.strategies.modnn import modnn
+from memopt.advisors.graphs.strategies.sentinel import sentinel
+from memopt.advisors.graphs.strategies.superneurons import superneurons
+from memopt.advisors.graphs.strategies.swap_executor import (
     CannotHold,
     Trip,
     Walk,
@@ -26,14 +32,8 @@ from memopt.advisors.graphs.offload import (
     idle_trips,
     just_in_time,
 )
-from memopt.advisors.graphs.problem import SWAP, Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.schedule import OUT, RUN, Step
-from memopt.advisors.graphs.sentinel import sentinel
-from memopt.advisors.graphs.starts import FEW, IN_ANY_CASE_S
-from memopt.advisors.graphs.superneurons import superneurons
-from memopt.advisors.graphs.swapadvisor import belady, swapadvisor
-from memopt.advisors.graphs.vdnn import vdnn, vdnn_plus
+from memopt.advisors.graphs.strategies.swapadvisor import belady, swapadvisor
+from memopt.advisors.graphs.strategies.vdnn import vdnn, vdnn_plus
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 
 Peer = Callable[[GraphProblem], Answer]

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.exact import MOST_OPS, SLACK, Relaxed
+from memopt.advisors.graphs.bounds.exact import MOST_OPS, SLACK, Relaxed
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
 from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, plain_peak, rerun_ms, steps_of_runs
 from memopt.errors import NotPossibleHere

@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from memopt.advisors.graphs.exact import Relaxed
+from memopt.advisors.graphs.bounds.exact import Relaxed
 from memopt.advisors.graphs.problem import GraphProblem
 
 LONGEST = 1e9

@@ -17,9 +17,9 @@ import numpy as np
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import Graph, IntColumn
-from memopt.advisors.graphs.lanes import Lanes, Swap
 from memopt.advisors.graphs.lives import EMPTY
-from memopt.advisors.graphs.state import RunState
+from memopt.advisors.graphs.search.lanes import Lanes, Swap
+from memopt.advisors.graphs.search.run_state import RunState
 
 CROWD = 1500
 NEGLIGIBLE = 0.002

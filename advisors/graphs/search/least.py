@@ -14,8 +14,8 @@ import math
 import numpy as np
 
 from memopt.advisors.clock import now
+from memopt.advisors.graphs.bounds.program import last_service
 from memopt.advisors.graphs.graph import Graph
-from memopt.advisors.graphs.program import last_service
 from memopt.advisors.graphs.runs import peak_of_runs
 
 MOST_RUNS = 400_000

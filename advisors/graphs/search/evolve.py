@@ -11,8 +11,8 @@ import random
 from dataclasses import dataclass
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.lanes import Swap
-from memopt.advisors.graphs.search import Search
+from memopt.advisors.graphs.search.lanes import Swap
+from memopt.advisors.graphs.search.neighbourhood import Search
 
 POOL = 6
 NOISES = (0.3, 0.15, 0.5, 0.3)

@@ -7,7 +7,9 @@ convolution algorithms. O(trips x ops).
 
 from __future__ import annotations
 
-from memopt.advisors.graphs.offload import (
+from memopt.advisors.graphs.problem import Answer, GraphProblem
+from memopt.advisors.graphs.runs import plain_runs
+from memopt.advisors.graphs.strategies.swap_executor import (
     Trip,
     Walk,
     as_soon_as_possible,
@@ -15,8 +17,6 @@ from memopt.advisors.graphs.offload import (
     idle_trips,
     just_in_time,
 )
-from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
 
 
 def modnn(problem: GraphProblem) -> Answer:

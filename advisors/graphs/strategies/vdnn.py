@@ -9,9 +9,16 @@ O(ops + trips).
 
 from __future__ import annotations
 
-from memopt.advisors.graphs.offload import Prefetch, Trip, Walk, as_soon_as_possible, best_walk, idle_trips
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
+from memopt.advisors.graphs.strategies.swap_executor import (
+    Prefetch,
+    Trip,
+    Walk,
+    as_soon_as_possible,
+    best_walk,
+    idle_trips,
+)
 from memopt.errors import BudgetInfeasible
 
 

@@ -14,13 +14,13 @@ import math
 from dataclasses import replace
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.folded import Folded, fold, least_peak
-from memopt.advisors.graphs.least import lowest_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer, usual_s
 from memopt.advisors.graphs.runs import floor_bytes, peak_of_runs, plain_peak, rerun_ms, steps_of_runs
-from memopt.advisors.graphs.stages import AutoPlan
-from memopt.advisors.graphs.starts import LARGE
-from memopt.advisors.graphs.tiny import optimum
+from memopt.advisors.graphs.search.auto_plan import AutoPlan
+from memopt.advisors.graphs.search.folded import Folded, fold, least_peak
+from memopt.advisors.graphs.search.least import lowest_peak
+from memopt.advisors.graphs.search.starts import LARGE
+from memopt.advisors.graphs.search.tiny import optimum
 from memopt.errors import BudgetInfeasible
 
 EFFORT_FOR_PARTS = 3.0

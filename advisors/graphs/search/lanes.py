@@ -18,7 +18,7 @@ from memopt.advisors.graphs.graph import FloatColumn, Graph
 from memopt.advisors.graphs.lives import EMPTY
 from memopt.advisors.graphs.runs import frees_after
 from memopt.advisors.graphs.schedule import FREE, IN, OUT, RUN, Step
-from memopt.advisors.graphs.state import RunState
+from memopt.advisors.graphs.search.run_state import RunState
 
 MARGIN_MS = 1e-6
 """Copies end this much later in the plan than computed, so that rounding in another judge cannot break it."""

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from memopt.advisors.clock import now, wall_s
-from memopt.advisors.graphs.offload import (
+from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
+from memopt.advisors.graphs.runs import plain_runs
+from memopt.advisors.graphs.strategies.swap_executor import (
     Trip,
     Walk,
     as_soon_as_possible,
@@ -21,8 +23,6 @@ from memopt.advisors.graphs.offload import (
     idle_trips,
     just_in_time,
 )
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
-from memopt.advisors.graphs.runs import plain_runs
 from memopt.errors import NotPossibleHere
 
 MOST_TENSORS = 400

@@ -12,12 +12,12 @@ from __future__ import annotations
 import numpy as np
 
 from memopt.advisors.clock import now
+from memopt.advisors.graphs.bounds.program import Program, last_service, new_program
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
-from memopt.advisors.graphs.program import Program, last_service, new_program
-from memopt.advisors.graphs.rounding import rounded
 from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, plain_runs, steps_of_runs
-from memopt.advisors.graphs.search import Search
+from memopt.advisors.graphs.search.neighbourhood import Search
+from memopt.advisors.graphs.strategies.rounding import rounded
 
 MOST_OPS = 100
 """Above, HiGHS does not get beyond its start in a minute."""
