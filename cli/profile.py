@@ -106,7 +106,7 @@ def tier_opener(folder: Path) -> OpenTier:
     """Where saved tensors go while a script that does not fit is recorded: the host for a GPU, else the disk."""
 
     def open_tier() -> Tier:
-        from memopt.enforcers.tiers import offload_tier
+        from memopt.enforcers.tiers.per_device import offload_tier
 
         return offload_tier(folder)
 

@@ -93,7 +93,7 @@ def _check(options: dict[str, Any]) -> None:
 
 def _wishes(options: dict[str, Any]) -> Wishes:
     from memopt.cli.run_phases import Wishes
-    from memopt.enforcers.tiers import offload_tier
+    from memopt.enforcers.tiers.per_device import offload_tier
     from memopt.files import swap_folder
 
     folder = swap_folder(options["swap_dir"])

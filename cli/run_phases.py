@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.guard import Guard
-    from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
+    from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.session import ApplySession
     from memopt.instrument.loop import Loop
     from memopt.outcome import Outcome
@@ -182,7 +182,7 @@ class Phases:
     def _watch_over(self) -> None:
         """Guard the run from here on."""
         from memopt.enforcers.guard import Guard
-        from memopt.enforcers.tiers import offload_tier
+        from memopt.enforcers.tiers.per_device import offload_tier
 
         assert self._loop is not None
         assert self.course.budget_bytes is not None
@@ -318,8 +318,8 @@ class Phases:
 
     def _move_state_too(self) -> None:
         """Nothing was left to move, and the budget was passed: optimizer state leaves too."""
-        from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
-        from memopt.enforcers.tiers import offload_tier
+        from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+        from memopt.enforcers.tiers.per_device import offload_tier
 
         assert self._loop is not None
         tier = offload_tier(self._wishes.swap_dir)

@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from memopt.enforcers.capturing import Capturing
-from memopt.enforcers.swap import SwapFailed, SwapTier, without_frames
-from memopt.enforcers.swapped import SwappedStorage
+from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
+from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain
 from memopt.instrument.loop import Loop

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from memopt.enforcers.swap import SwapFailed
+from memopt.enforcers.tiers.swap import SwapFailed
 
 STREAMS = 24
 """More than any test makes."""

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from memopt.enforcers import accelerator, carrier, host
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.session import ApplySession, Options
-from memopt.enforcers.swapped import Swapper
+from memopt.enforcers.tiers.per_device import accelerator, host
+from memopt.enforcers.tiers.per_device import staging as carrier
+from memopt.enforcers.tiers.swapped import Swapper
 from memopt.instrument.ops import kind_of
 from memopt.outcome import Outcome
 from memopt.plan import Plan

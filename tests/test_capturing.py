@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from memopt.enforcers.capturing import Capturing
-from memopt.enforcers.disk import DiskStore
 from memopt.enforcers.session import ApplySession, Options
+from memopt.enforcers.tiers.disk import DiskStore
 from tests.enforced import everything, plan_of, recorded, seeded
 
 

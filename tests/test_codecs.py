@@ -17,9 +17,16 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from memopt import plan
-from memopt.enforcers import bits
-from memopt.enforcers.codecs import CODECS, attributes_of, decode, encode, encode_for, measure_value_codecs
-from memopt.enforcers.encoded import bits_of, cells_of, flat_storage, is_plain, meta_of
+from memopt.enforcers.codecs.encoded import bits_of, cells_of, flat_storage, is_plain, meta_of
+from memopt.enforcers.codecs.table import (
+    CODECS,
+    attributes_of,
+    bits,
+    decode,
+    encode,
+    encode_for,
+    measure_value_codecs,
+)
 from memopt.estimators.simulator import codec_sizes
 from memopt.estimators.simulator.slot_needs import (
     SLOT_NEEDS,

@@ -19,9 +19,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.enforcers import disk, swap_file
-from memopt.enforcers.disk import PIECE_BYTES, DiskStore
-from memopt.enforcers.swap import FreeSpace, SwapFailed
+from memopt.enforcers.tiers.disk import PIECE_BYTES, DiskStore
+from memopt.enforcers.tiers.per_device import disk, swap_file
+from memopt.enforcers.tiers.swap import FreeSpace, SwapFailed
 from memopt.errors import NotPossibleHere
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -338,8 +338,8 @@ def test_a_real_limit_on_file_sizes(tmp_path):
     done = run(
         """
         import resource, sys, torch
-        from memopt.enforcers.disk import DiskStore
-        from memopt.enforcers.swap import SwapFailed
+        from memopt.enforcers.tiers.disk import DiskStore
+        from memopt.enforcers.tiers.swap import SwapFailed
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
         store = DiskStore(sys.argv[1])
         storage = torch.ones(1 << 20).untyped_storage()
@@ -411,7 +411,7 @@ def test_no_name_is_left_while_it_runs(tmp_path, monkeypatch, unnamed):
 def test_kill_9_leaves_nothing(tmp_path):
     script = """
         import os, signal, sys, torch
-        from memopt.enforcers.disk import DiskStore
+        from memopt.enforcers.tiers.disk import DiskStore
         store = DiskStore(sys.argv[1], reserve_bytes=300 << 20)
         store.wait(store.write_async(torch.ones(1 << 20).untyped_storage()))
         os.kill(os.getpid(), signal.SIGKILL)
@@ -481,7 +481,7 @@ def test_a_forked_child_cannot_touch_the_parents_bytes(store):
 def test_a_child_that_outlives_the_parent_does_not_keep_the_space(tmp_path):
     script = """
         import os, sys, time, torch
-        from memopt.enforcers.disk import DiskStore
+        from memopt.enforcers.tiers.disk import DiskStore
         store = DiskStore(sys.argv[1])
         store.wait(store.write_async(torch.ones(100).untyped_storage()))
         fd = store._file.fd

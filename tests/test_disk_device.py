@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.enforcers.disk import PIECE_BYTES, DiskStore
-from memopt.enforcers.swap import SwapFailed
-from memopt.enforcers.swapped import Swapper
+from memopt.enforcers.tiers.disk import PIECE_BYTES, DiskStore
+from memopt.enforcers.tiers.swap import SwapFailed
+from memopt.enforcers.tiers.swapped import Swapper
 from tests.test_disk import content, some_storage
 
 

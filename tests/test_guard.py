@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt.enforcers.disk import DiskStore
 from memopt.enforcers.guard import Guard
-from memopt.enforcers.swap import SwapFailed
-from memopt.enforcers.tiers import disk_tier
+from memopt.enforcers.tiers.disk import DiskStore
+from memopt.enforcers.tiers.per_device import disk_tier
+from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.verify import digest
 from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
@@ -144,7 +144,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 self.failure = self.failure or SwapFailed("the disk is full")
             return super().write_async(storage)
 
-    monkeypatch.setattr("memopt.enforcers.disk.DiskStore", Full)
+    monkeypatch.setattr("memopt.enforcers.tiers.disk.DiskStore", Full)
     computed, guard = guarded(layers(), tmp_path, 2_000_000)
     assert computed == seeded(layers(), STEPS)
     assert guard.over_bytes > 0

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memopt.enforcers.accelerator import TorchAccelerator
-from memopt.enforcers.host import BLOCK_BYTES, GROW_BYTES, HostStore, PinnedArena
-from memopt.enforcers.swap import SwapFailed
-from memopt.enforcers.swapped import Swapper
+from memopt.enforcers.tiers.accelerator import TorchAccelerator
+from memopt.enforcers.tiers.host import BLOCK_BYTES, GROW_BYTES, HostStore, PinnedArena
+from memopt.enforcers.tiers.swap import SwapFailed
+from memopt.enforcers.tiers.swapped import Swapper
 from memopt.errors import NotPossibleHere
 
 
@@ -255,7 +255,7 @@ def test_out_of_memory_in_a_prefetch_is_asked_for_again_by_whoever_needs_it(monk
             raise torch.OutOfMemoryError("CUDA out of memory")
         return torch.UntypedStorage(nbytes)
 
-    monkeypatch.setattr("memopt.enforcers.swapped.UntypedStorage", allocate)
+    monkeypatch.setattr("memopt.enforcers.tiers.swapped.UntypedStorage", allocate)
     swapper.prefetch([0])
     seen = device.look(swapped.get(), 900)
     device.run()

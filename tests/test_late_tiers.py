@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.enforcers import accelerator, carrier, disk, host, swapped
+from memopt.enforcers.tiers.per_device import accelerator, disk, host, swapped
+from memopt.enforcers.tiers.per_device import staging as carrier
 from tests.late_orders import every_order
 from tests.late_training import Kit, Layer, random_layers, training
 from tests.mutants import mutant

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
 from memopt.device import Device
-from memopt.enforcers.disk import DiskStore
-from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
-from memopt.enforcers.swap import SwapFailed
+from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+from memopt.enforcers.tiers.disk import DiskStore
+from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.verify import digest
 from memopt.estimators.simulator.in_pieces import why_not
 from memopt.instrument.in_pieces import ALIGNED, pieces_of, same_bits_in_pieces
@@ -497,7 +497,7 @@ def test_a_trial_that_raises_leaves_the_optimizer_alone(
     def raises(optimizer: torch.optim.Optimizer) -> bool:
         raise IndexError("too many")
 
-    monkeypatch.setattr("memopt.enforcers.optimizer_in_pieces.same_bits_in_pieces", raises)
+    monkeypatch.setattr("memopt.enforcers.optimizer.in_pieces.same_bits_in_pieces", raises)
     check(training(OPTIMIZERS["adamw"]), tmp_path, done=0)
 
 
@@ -521,7 +521,7 @@ def test_two_steps_under_way_at_once() -> None:
 def test_a_kernel_whose_bits_depend_on_the_slice_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memopt.enforcers.optimizer_in_pieces.same_bits_in_pieces", lambda optimizer: False)
+    monkeypatch.setattr("memopt.enforcers.optimizer.in_pieces.same_bits_in_pieces", lambda optimizer: False)
     outcome = check(training(OPTIMIZERS["adamw"]), tmp_path, done=0)
     assert any("other bits in pieces" in note for note in outcome.notes)
 
@@ -558,7 +558,7 @@ class Full(DiskStore):
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memopt.enforcers.disk.DiskStore", Full)
+    monkeypatch.setattr("memopt.enforcers.tiers.disk.DiskStore", Full)
     outcome = check(training(OPTIMIZERS["adamw"]), tmp_path)
     assert any("the disk is full" in note for note in outcome.notes)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.enforcers.disk import DiskStore, Ticket
+from memopt.enforcers.tiers.disk import DiskStore, Ticket
 from memopt.instrument.runner import Command, StopScript
 from memopt.profiler import offload
 from memopt.profiler.recordings import Wanted

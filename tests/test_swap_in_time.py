@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from memopt.advisors.profiles.problem import Decisions, Problem
-from memopt.enforcers.disk import DiskStore
-from memopt.enforcers.swapped import Swapper
+from memopt.enforcers.tiers.disk import DiskStore
+from memopt.enforcers.tiers.swapped import Swapper
 from memopt.estimators.simulator.decision import Decision
 from tests.enforced import SWAP, enforced, plan_of, problem_of, recorded
 

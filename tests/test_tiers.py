@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.enforcers import accelerator
 from memopt.enforcers.session import ApplySession, Options
-from memopt.enforcers.swap import SwapFailed
-from memopt.enforcers.swapped import Swapper
-from memopt.enforcers.tiers import PerDevice, offload_tier
+from memopt.enforcers.tiers.per_device import PerDevice, accelerator, offload_tier
+from memopt.enforcers.tiers.swap import SwapFailed
+from memopt.enforcers.tiers.swapped import Swapper
 from memopt.estimators.simulator.decision import Decision
 from tests.enforced import plan_of, recorded, seeded
 from tests.test_swap_in_time import deep_net

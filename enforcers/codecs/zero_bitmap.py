@@ -11,8 +11,16 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from memopt.enforcers.bits import Row, pack_bits, quick_row, unpack_bits
-from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
+from memopt.enforcers.codecs.bits import Row, pack_bits, quick_row, unpack_bits
+from memopt.enforcers.codecs.encoded import (
+    Encoded,
+    bits_of,
+    cells_of,
+    chunks_of,
+    is_plain,
+    meta_of,
+    new_cells,
+)
 from memopt.estimators.simulator.codec_sizes import bitmap_bytes, predicted_bytes
 
 name = "zero_bitmap"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.enforcers.swap import Pending, SwapFailed, SwapTier, without_frames
+from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
 
 if TYPE_CHECKING:
     import torch
@@ -99,14 +99,14 @@ def offload_tier(folder: Path) -> PerDevice:
 
 
 def _disk_store(folder: Path, device: torch.device) -> SwapTier[Any]:
-    from memopt.enforcers.accelerator import accelerator_of
-    from memopt.enforcers.disk import DiskStore
+    from memopt.enforcers.tiers.accelerator import accelerator_of
+    from memopt.enforcers.tiers.disk import DiskStore
 
     return DiskStore(folder, accelerator=accelerator_of(device))
 
 
 def _host_store(at_once_bytes: int, device: torch.device) -> SwapTier[Any]:
-    from memopt.enforcers.accelerator import TorchAccelerator, accelerator_of
-    from memopt.enforcers.host import HostStore
+    from memopt.enforcers.tiers.accelerator import TorchAccelerator, accelerator_of
+    from memopt.enforcers.tiers.host import HostStore
 
     return HostStore(at_once_bytes, accelerator=accelerator_of(device) or TorchAccelerator(device))

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from memopt.enforcers.encoded import Encoded, is_plain, meta_of, new_cells
+from memopt.enforcers.codecs.encoded import Encoded, is_plain, meta_of, new_cells
 from memopt.estimators.simulator.codec_sizes import is_empty_stand_in
 
 name = "nothing"

@@ -14,8 +14,16 @@ from dataclasses import dataclass
 
 import torch
 
-from memopt.enforcers.bits import fill_by_bits, pack_bits
-from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
+from memopt.enforcers.codecs.bits import fill_by_bits, pack_bits
+from memopt.enforcers.codecs.encoded import (
+    Encoded,
+    bits_of,
+    cells_of,
+    chunks_of,
+    is_plain,
+    meta_of,
+    new_cells,
+)
 from memopt.estimators.simulator.codec_sizes import bitmap_bytes
 
 name = "predicate"

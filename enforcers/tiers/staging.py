@@ -7,8 +7,8 @@ import mmap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from memopt.enforcers.accelerator import Accelerator, Event, row_of
-from memopt.enforcers.swap_file import PAGE_BYTES
+from memopt.enforcers.tiers.accelerator import Accelerator, Event, row_of
+from memopt.enforcers.tiers.swap_file import PAGE_BYTES
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ import warnings
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from memopt.enforcers.swap import SwapFailed, without_frames
+from memopt.enforcers.tiers.swap import SwapFailed, without_frames
 from memopt.instrument.host_memory import available_bytes
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from memopt.enforcers.encoded import Encoded, cells_of, is_plain, meta_of, new_cells
+from memopt.enforcers.codecs.encoded import Encoded, cells_of, is_plain, meta_of, new_cells
 
 name = "narrow_int"
 of_values = True

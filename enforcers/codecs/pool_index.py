@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from memopt.enforcers.bits import pack_nibbles, unpack_nibbles
-from memopt.enforcers.encoded import Encoded, is_plain, meta_of, new_cells
+from memopt.enforcers.codecs.bits import pack_nibbles, unpack_nibbles
+from memopt.enforcers.codecs.encoded import Encoded, is_plain, meta_of, new_cells
 from memopt.estimators.simulator.codec_sizes import CHUNK_CELLS
 
 name = "pool_index"

@@ -9,8 +9,16 @@ from collections.abc import Mapping
 
 import torch
 
-from memopt.enforcers.bits import fill_by_bits, first_set, pack_bits, quick_row
-from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
+from memopt.enforcers.codecs.bits import fill_by_bits, first_set, pack_bits, quick_row
+from memopt.enforcers.codecs.encoded import (
+    Encoded,
+    bits_of,
+    cells_of,
+    chunks_of,
+    is_plain,
+    meta_of,
+    new_cells,
+)
 from memopt.estimators.simulator.codec_sizes import bitmap_bytes
 
 name = "two_valued"

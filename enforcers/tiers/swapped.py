@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import UntypedStorage
 
-from memopt.enforcers.swap import Pending, SwapFailed, SwapTier, without_frames
+from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
 
 
 class SwappedStorage:

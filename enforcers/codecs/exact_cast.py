@@ -6,7 +6,15 @@ from collections.abc import Mapping
 
 import torch
 
-from memopt.enforcers.encoded import Encoded, bits_of, cells_of, chunks_of, is_plain, meta_of, new_cells
+from memopt.enforcers.codecs.encoded import (
+    Encoded,
+    bits_of,
+    cells_of,
+    chunks_of,
+    is_plain,
+    meta_of,
+    new_cells,
+)
 
 name = "exact_cast"
 of_values = True

@@ -17,7 +17,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from memopt.enforcers.swap import SwapFailed
+from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.errors import reason
 
 PAGE_BYTES = 4096

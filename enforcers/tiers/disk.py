@@ -25,15 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memopt.enforcers.accelerator import Users
-from memopt.enforcers.carrier import Carrier, InMemory, OnDevice, Piece
-from memopt.enforcers.swap import FreeSpace, Pending, SwapFailed, without_frames
-from memopt.enforcers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
+from memopt.enforcers.tiers.accelerator import Users
+from memopt.enforcers.tiers.staging import Carrier, InMemory, OnDevice, Piece
+from memopt.enforcers.tiers.swap import FreeSpace, Pending, SwapFailed, without_frames
+from memopt.enforcers.tiers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
 
 if TYPE_CHECKING:
     import torch
 
-    from memopt.enforcers.accelerator import Accelerator, Event
+    from memopt.enforcers.tiers.accelerator import Accelerator, Event
 
 PIECE_BYTES = 8 << 20
 GROW_BYTES = 64 << 20

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from memopt.enforcers.state_elsewhere import StateElsewhere
-from memopt.enforcers.swap import Pending, SwapFailed, SwapTier, without_frames
+from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
+from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
 from memopt.instrument.gradient_reads import give_back, gradient_of, kept_gradient, let_go
 from memopt.instrument.in_pieces import (
     Segment,

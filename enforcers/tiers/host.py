@@ -22,8 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from memopt.enforcers.accelerator import Accelerator, Event, Users, most_bytes, row_of
-from memopt.enforcers.swap import FreeSpace, SwapFailed
+from memopt.enforcers.tiers.accelerator import Accelerator, Event, Users, most_bytes, row_of
+from memopt.enforcers.tiers.swap import FreeSpace, SwapFailed
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
