@@ -20,7 +20,7 @@ from memopt.plan import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
     from memopt.enforcers.session import ApplySession
-    from memopt.instrument.runner import Command
+    from memopt.instrument.script.runner import Command
     from memopt.outcome import Outcome
     from memopt.plan import Plan
 
@@ -154,7 +154,7 @@ def command_to_run(plan: Plan, args: tuple[str, ...], cwd: Path | None = None) -
 
     A plan may come from anywhere: outside the present folder a person is asked first. Raises when the script is not there any more.
     """
-    from memopt.instrument.runner import Command, find_source
+    from memopt.instrument.script.runner import Command, find_source
 
     folder = cwd if cwd is not None else Path(plan.script.cwd)
     if cwd is None:
@@ -198,7 +198,7 @@ def _doubts(plan: Plan, command: Command, *, changed_script: bool) -> list[str]:
     """What is different from the run that was profiled. Another script is refused, unless that is what is wanted."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from memopt.instrument.runner import find_source
+    from memopt.instrument.script.runner import find_source
 
     doubts = []
     found = hashlib.sha256(find_source(command).read_bytes()).hexdigest()
@@ -263,9 +263,9 @@ def _run(
     session: ApplySession, command: Command, outcome_path: Path | None, *, quiet: bool, strict: bool
 ) -> int:
     from memopt.cli.console import outlive_the_scripts_stderr, say
-    from memopt.instrument import runner
-    from memopt.instrument.on_import import call_after_import
-    from memopt.instrument.signals import before_terminating
+    from memopt.instrument.script import runner
+    from memopt.instrument.script.on_import import call_after_import
+    from memopt.instrument.script.signals import before_terminating
 
     failed: list[int] = []
 

@@ -16,7 +16,7 @@ from memopt.cli.ranks import path_of_rank
 from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
-    from memopt.instrument.runner import Command
+    from memopt.instrument.script.runner import Command
     from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.session import ProfileSession
     from memopt.trace import Trace
@@ -70,7 +70,7 @@ def profile(
         raise click.UsageError("Missing argument 'SCRIPT'.")
     from memopt.cli.own_files import refuse_foreign
     from memopt.files import swap_folder
-    from memopt.instrument.runner import Command, find_source
+    from memopt.instrument.script.runner import Command, find_source
     from memopt.profiler.recordings import Wanted
     from memopt.profiler.session import ProfileSession
 
@@ -148,9 +148,9 @@ class _Ending:
 
     def run(self, session: ProfileSession, command: Command, *, keep_running: bool) -> int:
         """Run the script to its end and return the exit code; dies of the signal that the script died of."""
-        from memopt.instrument import runner
-        from memopt.instrument.on_import import call_after_import
-        from memopt.instrument.signals import before_terminating
+        from memopt.instrument.script import runner
+        from memopt.instrument.script.on_import import call_after_import
+        from memopt.instrument.script.signals import before_terminating
 
         def at_torch() -> None:
             before_terminating(lambda: self._terminated(session))

@@ -18,7 +18,7 @@ from memopt.errors import MemoptError, RunFailed, UsageError
 if TYPE_CHECKING:
     from memopt.cli.run_cache import Cache
     from memopt.cli.run_phases import Course, Phases, Wishes
-    from memopt.instrument.runner import Command
+    from memopt.instrument.script.runner import Command
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -49,7 +49,7 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> int:
     from memopt.cli.ranks import path_of_rank
     from memopt.cli.run_cache import Cache
     from memopt.files import refuse_overwrite
-    from memopt.instrument.runner import Command, find_source
+    from memopt.instrument.script.runner import Command, find_source
 
     _check(options)
     command = Command((script, *args), as_module=options["as_module"])
@@ -125,7 +125,7 @@ class _Run:
 
     def run(self) -> int:
         """The exit code; dies of the signal that the script died of."""
-        from memopt.instrument import runner
+        from memopt.instrument.script import runner
 
         self._phases.install()
         pid = os.getpid()

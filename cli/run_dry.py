@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from memopt.errors import RunFailed
 
 if TYPE_CHECKING:
-    from memopt.instrument.runner import Command
+    from memopt.instrument.script.runner import Command
     from memopt.plan import Plan
     from memopt.trace import Trace
 
@@ -18,7 +18,7 @@ def dry_run(command: Command, options: dict[str, Any]) -> int:
     """Run the script until an iteration is recorded, and show on stderr what `memopt run` would do. 3 where the budget cannot be met."""
     from memopt.cli.console import err, say
     from memopt.files import swap_folder
-    from memopt.instrument import runner
+    from memopt.instrument.script import runner
     from memopt.profiler.recordings import Wanted
     from memopt.profiler.session import ProfileSession
     from memopt.reports.terminal import render_plan
@@ -51,7 +51,7 @@ def _plan(trace: Trace, options: dict[str, Any]) -> Plan:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.best_effort import best_effort
     from memopt.advisors.profiles.problem import allowed, usual_limit_s
-    from memopt.instrument.room import free_bytes
+    from memopt.instrument.memory.room import free_bytes
 
     limit_s = options["time_limit_s"] or usual_limit_s(trace.op_count)
     adviser = Adviser(trace, allowed(options["allow"], options["deny"]), limit_s, str(Path.cwd()))

@@ -18,9 +18,9 @@ import msgspec
 from memopt.advisors.background import Background
 from memopt.cli.run_cache import Cache
 from memopt.errors import MemoptError
-from memopt.instrument.on_import import call_after_import, quiet_allocator
-from memopt.instrument.runner import Command
-from memopt.instrument.signals import before_terminating
+from memopt.instrument.script.on_import import call_after_import, quiet_allocator
+from memopt.instrument.script.runner import Command
+from memopt.instrument.script.signals import before_terminating
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +144,7 @@ class Phases:
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.loop import Loop
-        from memopt.instrument.script_profiler import watch
+        from memopt.instrument.script.script_profiler import watch
 
         watch()
         frames = Frames()
@@ -168,7 +168,7 @@ class Phases:
 
     def _find_budget(self) -> None:
         """In bytes, where it is known before anything has run: all but a share of the peak."""
-        from memopt.instrument.room import free_bytes
+        from memopt.instrument.memory.room import free_bytes
         from memopt.units import parse_bytes
 
         course = self.course
@@ -210,7 +210,7 @@ class Phases:
                 return False
         if self._wishes.budget is not None:
             return True
-        from memopt.instrument.room import free_bytes
+        from memopt.instrument.memory.room import free_bytes
 
         free = free_bytes(plan.device.kind)
         return free is None or plan.predicted_peak_bytes <= free
@@ -284,7 +284,7 @@ class Phases:
 
     def _budget(self, trace: Trace) -> str:
         if not self.course.budget:
-            from memopt.instrument.room import free_bytes
+            from memopt.instrument.memory.room import free_bytes
 
             free = free_bytes(trace.device.kind)
             self.course.budget = str(free or trace.device.memory_bytes or trace.peak_bytes)

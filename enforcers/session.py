@@ -12,8 +12,8 @@ import msgspec
 
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
-from memopt.instrument.forks import call_around_fork
-from memopt.instrument.on_import import call_after_import, quiet_allocator
+from memopt.instrument.script.forks import call_around_fork
+from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
 from memopt.plan import Action, Plan, ScriptAction
 
@@ -124,7 +124,7 @@ class ApplySession:
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
-        from memopt.instrument.script_profiler import watch
+        from memopt.instrument.script.script_profiler import watch
 
         if loop is None:
             watch()

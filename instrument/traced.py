@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memopt.instrument.on_import import call_after_import
+from memopt.instrument.script.on_import import call_after_import
 
 _ROOMS = ("memopt", "instrument", "profiler", "enforcers", "estimators", "cli")
 

@@ -15,7 +15,7 @@ from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.verify import digest
 from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN, Decision
-from memopt.instrument.runner import Command, StopScript
+from memopt.instrument.script.runner import Command, StopScript
 from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.profiler.recordings import Wanted

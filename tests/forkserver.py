@@ -22,7 +22,7 @@ def child(request: dict, files: list) -> None:
     for number, file in enumerate(files):
         os.dup2(file.fileno(), number)
     from memopt.cli.main import run
-    from memopt.instrument.runner import leave_child
+    from memopt.instrument.script.runner import leave_child
 
     leave_child(run(request["args"]))
 

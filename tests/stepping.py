@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memopt.enforcers.verify import digest
-from memopt.instrument.gradient_reads import gradient_of
+from memopt.instrument.stepping.gradient_reads import gradient_of
 from tests.enforced import Loop
 from tests.loops import Block
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from memopt.enforcers.verify import digest
-from memopt.instrument.meter import living_storages
+from memopt.instrument.memory.meter import living_storages
 from tests.enforced import Loop, any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
 from tests.loops import clamped_in_place
 from tests.test_codecs import CASES, Case, Run, make, same_bits

@@ -62,7 +62,7 @@ def plain(folder: Path) -> World:
 
 RUNNER_ALONE = """
 import signal, sys
-from memopt.instrument.runner import Command, die_of, run
+from memopt.instrument.script.runner import Command, die_of, run
 try:
     sys.exit(run(Command(tuple(sys.argv[1:]))))
 except KeyboardInterrupt:

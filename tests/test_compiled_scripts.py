@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt.enforcers.verify import digest
-from memopt.instrument.meter import living_storages
+from memopt.instrument.memory.meter import living_storages
 from tests.enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
 
 STEPS = 6

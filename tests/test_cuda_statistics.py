@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memopt.instrument.cuda_statistics import statistics_of
-from memopt.instrument.meter import CudaMeter
+from memopt.instrument.memory.cuda_statistics import statistics_of
+from memopt.instrument.memory.meter import CudaMeter
 from memopt.profiler.clock import CudaClock
 
 MIB = 1 << 20

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from memopt.instrument.forks import call_around_fork
+from memopt.instrument.script.forks import call_around_fork
 
 
 class Told:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from memopt.instrument import gradient_words
-from memopt.instrument.cleared import is_cleared
-from memopt.instrument.gradient_words import speaks_of_gradients
+from memopt.instrument.stepping import source_mentions_gradients as gradient_words
+from memopt.instrument.stepping.cleared import is_cleared
+from memopt.instrument.stepping.source_mentions_gradients import speaks_of_gradients
 
 Body = Callable[[Callable[[], None], torch.optim.Optimizer, torch.nn.Module, int], object]
 

@@ -8,7 +8,7 @@ import pytest
 
 from memopt.enforcers.tiers.accelerator import most_bytes
 from memopt.enforcers.tiers.per_device import accelerator
-from memopt.instrument.host_memory import available_bytes
+from memopt.instrument.memory.host_memory import available_bytes
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -35,7 +35,7 @@ def measured(monkeypatch):
             memopt="", created="", script=trace.script, device=Device(kind="cpu"), profile="", strategy="", budget_bytes=1, unplanned_peak_bytes=1,
             predicted_peak_bytes=1, plain_step_ms=1.0, predicted_step_ms=1.0, actions=[], script_actions=[], notes=[],
         )  # fmt: skip
-        monkeypatch.setattr("memopt.instrument.meter.meter_for", lambda kind: Meter(peaks))
+        monkeypatch.setattr("memopt.instrument.memory.meter.meter_for", lambda kind: Meter(peaks))
         return measurements.Measurements(plan, peaks=True)
 
     return make

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from memopt.instrument.meter import CpuMeter, living_storages
+from memopt.instrument.memory.meter import CpuMeter, living_storages
 from tests.enforced import recorded
 
 

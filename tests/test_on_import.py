@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt.instrument.on_import import call_after_import
+from memopt.instrument.script.on_import import call_after_import
 
 
 @pytest.fixture

@@ -22,8 +22,8 @@ from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.verify import digest
 from memopt.estimators.simulator.in_pieces import why_not
-from memopt.instrument.in_pieces import ALIGNED, pieces_of, same_bits_in_pieces
 from memopt.instrument.iterations import Iterations
+from memopt.instrument.stepping.in_pieces import ALIGNED, pieces_of, same_bits_in_pieces
 from memopt.outcome import Outcome
 from memopt.plan import OPTIMIZER_IN_PIECES, Plan, ScriptAction, Tier
 from memopt.trace import Script
@@ -573,7 +573,7 @@ def test_no_folder_to_swap_to(tmp_path: Path) -> None:
 
 def test_state_is_away_between_steps(tmp_path: Path) -> None:
     """Nothing but counters is in `optimizer.state` then, and no tensor of its size lives."""
-    from memopt.instrument.meter import living_storages
+    from memopt.instrument.memory.meter import living_storages
 
     seen: list[int] = []
 
@@ -596,7 +596,7 @@ def test_state_is_away_between_steps(tmp_path: Path) -> None:
 
 def test_state_that_came_back_goes_away_again(tmp_path: Path) -> None:
     """After a checkpoint, and where the plan is enforced in the midst of a run."""
-    from memopt.instrument.meter import living_storages
+    from memopt.instrument.memory.meter import living_storages
 
     seen: list[int] = []
 

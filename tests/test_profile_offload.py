@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from memopt.enforcers.tiers.disk import DiskStore, Ticket
-from memopt.instrument.runner import Command, StopScript
+from memopt.instrument.script.runner import Command, StopScript
 from memopt.profiler import offload
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession

@@ -13,7 +13,7 @@ SCRIPT = """
 import gc, sys
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from memopt.instrument.meter import CpuMeter
+from memopt.instrument.memory.meter import CpuMeter
 
 meters, peaks = [], []
 

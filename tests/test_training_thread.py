@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from memopt.instrument.iterations import Iterations
-from memopt.instrument.training_thread import TrainingThread
+from memopt.instrument.script.training_thread import TrainingThread
 
 ROOT = Path(__file__).parent.parent
 

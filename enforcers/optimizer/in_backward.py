@@ -20,12 +20,19 @@ import torch
 from torch import Tensor
 
 from memopt.errors import NotPossibleHere
-from memopt.instrument.cleared import NOT_CLEARED, is_cleared
-from memopt.instrument.gradient_reads import GradientReads, gradient_of, let_go
-from memopt.instrument.gradient_words import speaks_of_gradients
 from memopt.instrument.iterations import Iterations
-from memopt.instrument.one_by_one import Group, all_cleared, is_steady, parameters_of, step_one, why_not
-from memopt.instrument.straight_line import caller_of_backward, find, step_ahead_of
+from memopt.instrument.stepping.cleared import NOT_CLEARED, is_cleared
+from memopt.instrument.stepping.gradient_reads import GradientReads, gradient_of, let_go
+from memopt.instrument.stepping.single_parameter_step import (
+    Group,
+    all_cleared,
+    is_steady,
+    parameters_of,
+    step_one,
+    why_not,
+)
+from memopt.instrument.stepping.source_mentions_gradients import speaks_of_gradients
+from memopt.instrument.stepping.step_after_backward import caller_of_backward, find, step_ahead_of
 
 
 class OptimizerInBackward:

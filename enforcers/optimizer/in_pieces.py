@@ -20,8 +20,9 @@ from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
-from memopt.instrument.gradient_reads import give_back, gradient_of, kept_gradient, let_go
-from memopt.instrument.in_pieces import (
+from memopt.instrument.iterations import Iterations
+from memopt.instrument.stepping.gradient_reads import give_back, gradient_of, kept_gradient, let_go
+from memopt.instrument.stepping.in_pieces import (
     Segment,
     State,
     lies_like,
@@ -30,8 +31,7 @@ from memopt.instrument.in_pieces import (
     step_slices,
     why_not,
 )
-from memopt.instrument.iterations import Iterations
-from memopt.instrument.one_by_one import parameters_of
+from memopt.instrument.stepping.single_parameter_step import parameters_of
 
 
 class OptimizerInPieces:

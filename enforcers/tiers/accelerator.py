@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memopt.enforcers.tiers.swap import SwapFailed, without_frames
-from memopt.instrument.host_memory import available_bytes
+from memopt.instrument.memory.host_memory import available_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -16,7 +16,7 @@ import torch
 
 from memopt.estimators.fake.kernels.hidden import hidden
 from memopt.estimators.fake.recorder import FakeRecorder
-from memopt.instrument.on_import import call_after_import
+from memopt.instrument.script.on_import import call_after_import
 
 _ROWS_CUSTOM = 1536
 """Rows beyond which no fused kernel is taken on any NVIDIA GPU."""

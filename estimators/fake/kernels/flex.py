@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memopt.estimators.fake.recorder import FakeRecorder
-from memopt.instrument.on_import import call_after_import
+from memopt.instrument.script.on_import import call_after_import
 
 _MODULE = "torch.nn.attention.flex_attention"
 _FORWARD_SCORES, _BACKWARD_SCORES = 3, 4

@@ -89,7 +89,7 @@ def _run(request: Request) -> Result:
 
 
 def _execute(request: Request) -> None:
-    from memopt.instrument.runner import Command, _prepare, find_source
+    from memopt.instrument.script.runner import Command, _prepare, find_source
 
     command = Command(tuple(request.argv), request.as_module)
     source = find_source(command)

@@ -15,7 +15,7 @@ import memopt
 from memopt.errors import NotPossibleHere
 from memopt.estimators.fake.script.request import Request, Result
 from memopt.estimators.recording import Recording
-from memopt.instrument.runner import Command, find_source
+from memopt.instrument.script.runner import Command, find_source
 
 _FLIPS = 4
 _START = "import sys; sys.path.append({root!r}); from memopt.estimators.fake.script.child import main; main()"

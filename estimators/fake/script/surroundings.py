@@ -15,7 +15,7 @@ from memopt.estimators.fake.kernels import flex
 from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.script.compiled import CompiledForward, CompiledFunction, follow
 from memopt.estimators.fake.values.guess import is_users
-from memopt.instrument.on_import import call_after_import
+from memopt.instrument.script.on_import import call_after_import
 
 # torch as something to be patched
 _DDP: Any = torch.nn.parallel.distributed

@@ -158,7 +158,7 @@ def is_users(filename: str) -> bool:
         "site-packages" not in filename
         and "/lib/python3" not in filename
         and not filename.startswith(_LIBRARIES)
-        and not filename.endswith("instrument/runner.py")
+        and not filename.endswith("instrument/script/runner.py")
     )
 
 

@@ -24,7 +24,11 @@ _HARMLESS = re.compile(
 _NAME = re.compile(r"[\w./:-]+")
 _LIBRARIES = tuple(
     f"{folder}/"
-    for folder in (Path(torch.__file__).parent.parent, Path(re.__file__).parent.parent, Path(__file__).parent)
+    for folder in (
+        Path(torch.__file__).parent.parent,
+        Path(re.__file__).parent.parent,
+        Path(__file__).parent.parent,
+    )
 )
 _read: dict[str, str] = {}
 """File -> the first word of gradients in it, or nothing."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _GRAD: Any = torch._C.TensorBase.__dict__["grad"]
-_HOUSE = Path(__file__).resolve().parent.parent
+_HOUSE = Path(__file__).resolve().parents[2]
 _TORCH = Path(torch.__file__).parent
 _EXPECTED = (
     *(f"{_HOUSE / room}/" for room in ("instrument", "profiler", "enforcers")),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memopt.instrument.host_memory import available_bytes
+from memopt.instrument.memory.host_memory import available_bytes
 
 _SHARE = 0.95
 """Of what is free on the host, where other programs live too."""
@@ -21,6 +21,6 @@ def free_bytes(kind: str) -> int | None:
     if kind != "cuda" or not torch.cuda.is_available():
         return None
     free = int(torch.cuda.mem_get_info()[0])
-    from memopt.instrument.cuda_statistics import process_bytes
+    from memopt.instrument.memory.cuda_statistics import process_bytes
 
     return free + (process_bytes(torch.cuda.current_device()) or torch.cuda.memory_reserved())

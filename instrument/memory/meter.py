@@ -11,13 +11,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, UntypedStorage, nn
 
-from memopt.instrument.allocator_events import Started, note_freed, started_profile, stop_profile
-from memopt.instrument.buckets import bucket_sizes
-from memopt.instrument.cuda_statistics import statistics_of
-from memopt.instrument.gradient_reads import kept_gradient
-from memopt.instrument.living import living
+from memopt.instrument.live_objects import living
+from memopt.instrument.memory.allocator_events import Started, note_freed, started_profile, stop_profile
+from memopt.instrument.memory.buckets import bucket_sizes
+from memopt.instrument.memory.cuda_statistics import statistics_of
 from memopt.instrument.ops import PLAIN_TYPES
-from memopt.instrument.script_profiler import on_script
+from memopt.instrument.script.script_profiler import on_script
+from memopt.instrument.stepping.gradient_reads import kept_gradient
 
 
 class Meter(Protocol):

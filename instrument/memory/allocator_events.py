@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memopt.instrument.script_profiler import is_free, on_script, ours, watch
+from memopt.instrument.script.script_profiler import is_free, on_script, ours, watch
 
 MARK = "memopt::op"
 """`record_function`s of this name divide the events into ops."""

@@ -256,7 +256,7 @@ def exit_code_of(stop: SystemExit) -> int:
 
 def _show(error: BaseException) -> None:
     """Show the traceback of `error` through `sys.excepthook`, without the frames of memopt."""
-    here = str(Path(__file__).resolve().parent.parent)
+    here = str(Path(__file__).resolve().parents[2])
     error.__traceback__ = _without(error.__traceback__, here)
     seen: set[int] = set()
     chained = error.__cause__ or error.__context__

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as optim
 
-from memopt.instrument.gradient_reads import gradient_of
 from memopt.instrument.iterations import _STEP, Iterations
 from memopt.instrument.ops import PLAIN_TYPES
+from memopt.instrument.stepping.gradient_reads import gradient_of
 
 PROVED = frozenset(
     {

@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 
 import torch
 
-from memopt.instrument.straight_line import LOADS, PASSED_OVER, find
+from memopt.instrument.stepping.step_after_backward import LOADS, PASSED_OVER, find
 
 NOT_CLEARED = "it is not sure that gradients are cleared before the next backward call"
 _ENDS = ("RETURN", "RERAISE", "RAISE")

@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 import torch
 
 _TORCH = str(Path(torch.__file__).parent)
-_HERE = str(Path(__file__).resolve().parent.parent)
+_HERE = str(Path(__file__).resolve().parents[2])
 _OURS = tuple(
     f"{_HERE}/{room}/" for room in ("memopt", "instrument", "profiler", "enforcers", "estimators", "cli")
 )

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.instrument.one_by_one import (
+from memopt.instrument.ops import PLAIN_TYPES
+from memopt.instrument.stepping.single_parameter_step import (
     PROVED,
     Group,
     _hooks_of_others,
@@ -23,7 +24,6 @@ from memopt.instrument.one_by_one import (
     _is_torchs,
     parameters_of,
 )
-from memopt.instrument.ops import PLAIN_TYPES
 
 ELEMENTWISE = PROVED - {torch.optim.Adafactor}
 """Adafactor's factors are means over rows and columns."""
