@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memopt.cli.device_here import require_device
 from memopt.cli.on_oom import leaving_traces
+from memopt.cli.shared.device_here import require_device
 from memopt.errors import BadFile, MemoptError, NotEnforced, NotPossibleHere, RunFailed, UsageError, reason
 from memopt.plan import ALLOCATOR_VARIABLES
 
@@ -76,8 +76,8 @@ def apply(
     ARGS, after --, take the place of the script's own arguments. The script's output, exit code and
     signals stay its own; at the end stderr tells the measured peak and step time beside the predicted.
     """
-    from memopt.cli.console import say
-    from memopt.cli.ranks import path_of_rank
+    from memopt.cli.shared.console import say
+    from memopt.cli.shared.ranks import path_of_rank
     from memopt.enforcers.memory_limit import limit_of
     from memopt.enforcers.session import ApplySession, Options
     from memopt.files import refuse_overwrite, swap_folder
@@ -235,7 +235,7 @@ def _verify(
     deterministic: bool,
     in_place: bool,
 ) -> int:
-    from memopt.cli.console import out, progress, say
+    from memopt.cli.shared.console import out, progress, say
     from memopt.enforcers.verify import verify
 
     with progress(f"running {steps} iterations plain and {steps} enforced"):
@@ -262,7 +262,7 @@ def _verify(
 def _run(
     session: ApplySession, command: Command, outcome_path: Path | None, *, quiet: bool, strict: bool
 ) -> int:
-    from memopt.cli.console import outlive_the_scripts_stderr, say
+    from memopt.cli.shared.console import outlive_the_scripts_stderr, say
     from memopt.instrument.script import runner
     from memopt.instrument.script.on_import import call_after_import
     from memopt.instrument.script.signals import before_terminating
@@ -281,7 +281,7 @@ def _run(
                 failed.append(RunFailed.exit_code)
                 say(str(error))
         if not quiet:
-            from memopt.cli.console import err
+            from memopt.cli.shared.console import err
             from memopt.reports.outcome import render_outcome
 
             err().print(render_outcome(outcome))

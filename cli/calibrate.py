@@ -59,7 +59,7 @@ def _rows(output: Path) -> HiddenRows:
 
 
 def _say_file(output: Path, kind: str, rows: HiddenRows | None) -> None:
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
 
     if rows is not None:
         say(f"wrote {output}: {len(rows.rows)} rows of hidden memory")
@@ -70,7 +70,7 @@ def _say_file(output: Path, kind: str, rows: HiddenRows | None) -> None:
 def _display(device: Device, rows: HiddenRows | None) -> None:
     from rich.table import Table
 
-    from memopt.cli.console import out
+    from memopt.cli.shared.console import out
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in _lines(device):

@@ -37,7 +37,7 @@ def compare(before: Path, after: Path, fail_above: str | None, form: str, top: i
     elif form == "markdown":
         click.echo(_markdown(found, top))
     else:
-        from memopt.cli.console import out
+        from memopt.cli.shared.console import out
 
         out().print(_rendered(found, top))
     if allowed is not None:

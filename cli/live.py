@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.numbers import Real
 from memopt.cli.on_oom import leaving_traces
+from memopt.cli.shared.numbers import Real
 
 if TYPE_CHECKING:
     from memopt.instrument.script.runner import Command
@@ -56,7 +56,7 @@ class _View:
     """Samples in a thread of its own and draws below the part of the terminal that scrolls."""
 
     def __init__(self, command: Command, interval_s: float) -> None:
-        from memopt.cli.console import is_terminal
+        from memopt.cli.shared.console import is_terminal
         from memopt.reports.live import Now
 
         self.pid = os.getpid()
@@ -116,7 +116,7 @@ class _View:
 
     def stop(self) -> None:
         """Give the terminal back as it was, and say what it came to."""
-        from memopt.cli.console import outlive_the_scripts_stderr, say
+        from memopt.cli.shared.console import outlive_the_scripts_stderr, say
         from memopt.reports.live import plain_line
 
         if os.getpid() != self.pid:

@@ -37,7 +37,7 @@ def leaving_traces(
 def _leave(
     folder: Path, command: Command, error: BaseException, recorded: Callable[[], Trace | None]
 ) -> None:
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
     from memopt.profiler.ending import in_words, is_out_of_memory
 
     if not is_out_of_memory(error) or "torch" not in sys.modules:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memopt.cli.device_here import require_device
 from memopt.cli.on_oom import leaving_traces
-from memopt.cli.ranks import path_of_rank
+from memopt.cli.shared.device_here import require_device
+from memopt.cli.shared.ranks import path_of_rank
 from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def profile(
         return write_profile(from_snapshot, output, force=force, quiet=quiet)
     if script is None:
         raise click.UsageError("Missing argument 'SCRIPT'.")
-    from memopt.cli.own_files import refuse_foreign
+    from memopt.cli.shared.own_files import refuse_foreign
     from memopt.files import swap_folder
     from memopt.instrument.script.runner import Command, find_source
     from memopt.profiler.recordings import Wanted
@@ -176,7 +176,7 @@ class _Ending:
 
     def _end(self, session: ProfileSession, *, ended_well: bool, interrupted: bool = False) -> int:
         """Say what was written; the exit code when memopt failed and the script did not."""
-        from memopt.cli.console import outlive_the_scripts_stderr
+        from memopt.cli.shared.console import outlive_the_scripts_stderr
 
         outlive_the_scripts_stderr()
         session.finished()

@@ -37,7 +37,7 @@ def show(as_json: bool, top: int, file: Path) -> None:
             figures = summarize_trace(found, top=top) | {"lints": msgspec.to_builtins(_lints(found))}
         click.echo(encode(figures))
         return
-    from memopt.cli.console import out, say
+    from memopt.cli.shared.console import out, say
     from memopt.reports.terminal import render_plan, render_trace
 
     if isinstance(found, Plan):
@@ -48,7 +48,7 @@ def show(as_json: bool, top: int, file: Path) -> None:
     out().print(render_trace(found, top=top))
     lints = _lints(found)
     if lints:
-        from memopt.cli.advise_tables import lints_table
+        from memopt.cli.advise.tables import lints_table
 
         out().print(lints_table(lints))
     if not found.partial and found.op_count:

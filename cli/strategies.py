@@ -24,7 +24,7 @@ def strategies(as_json: bool) -> None:
     from rich.console import Group
     from rich.text import Text
 
-    from memopt.cli.console import out
+    from memopt.cli.shared.console import out
     from memopt.reports.tables import plain_table
 
     titles = {

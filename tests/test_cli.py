@@ -17,8 +17,8 @@ import pytest
 
 import memopt
 from memopt.cli.commands import COMMANDS, load
-from memopt.cli.config import defaults_for
 from memopt.cli.main import run
+from memopt.cli.shared.config import defaults_for
 from memopt.errors import (
     BadFile,
     BudgetInfeasible,
@@ -303,7 +303,7 @@ def test_stderr_that_was_closed(closed: str, stdout: str, tmp_path: Path) -> Non
 
 
 PAINT = """
-from memopt.cli.console import err, out, say
+from memopt.cli.shared.console import err, out, say
 import click
 from memopt.cli import commands, main
 from rich.table import Table
@@ -407,7 +407,7 @@ def test_doctor_in_words() -> None:
 
 
 def test_progress_is_one_line_away_from_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    from memopt.cli.console import progress
+    from memopt.cli.shared.console import progress
 
     with progress("searching", total=3) as advance:
         for _ in range(3):
@@ -417,7 +417,7 @@ def test_progress_is_one_line_away_from_a_terminal(capsys: pytest.CaptureFixture
 
 def test_progress_is_a_bar_on_a_terminal() -> None:
     code = """
-from memopt.cli.console import progress
+from memopt.cli.shared.console import progress
 with progress("searching", total=2) as advance:
     advance(1)
     advance(1)

@@ -11,7 +11,7 @@ import pytest
 
 from memopt.advisors.profiles.problem import Decisions
 from memopt.advisors.strategies.autoswap import Autoswap
-from memopt.cli.advise_words import with_variant
+from memopt.cli.advise.words import with_variant
 from memopt.cli.main import run
 from memopt.device import Device
 from memopt.errors import UsageError

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from memopt.cli.advise import advise
+from memopt.cli.advise.command import advise
 from memopt.cli.estimate import estimate
 from memopt.devices import common_gpus, find_device, named_devices
 from memopt.errors import UsageError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from memopt.cli.graph_plan import advise_graph
+from memopt.cli.advise.graph_plan import advise_graph
 from memopt.cli.main import run
 from memopt.errors import BadFile, BudgetInfeasible, NotPossibleHere, UsageError
 

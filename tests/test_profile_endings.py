@@ -243,7 +243,7 @@ def test_default_name_carries_the_rank(tmp_path: Path) -> None:
 
 
 def test_names_expand() -> None:
-    from memopt.cli.ranks import expand
+    from memopt.cli.shared.ranks import expand
 
     assert expand("a-%r-%p-100%%-%x", "3") == f"a-3-{os.getpid()}-100%-%x"
     assert expand("%r", "") == "0"

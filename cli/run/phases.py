@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from memopt.advisors.background import Background
-from memopt.cli.run_cache import Cache
+from memopt.cli.run.cache import Cache
 from memopt.errors import MemoptError
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.instrument.script.runner import Command

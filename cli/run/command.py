@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.device_here import require_device
-from memopt.cli.numbers import Real
 from memopt.cli.on_oom import leaving_traces
+from memopt.cli.shared.device_here import require_device
+from memopt.cli.shared.numbers import Real
 from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
-    from memopt.cli.run_cache import Cache
-    from memopt.cli.run_phases import Course, Phases, Wishes
+    from memopt.cli.run.cache import Cache
+    from memopt.cli.run.phases import Course, Phases, Wishes
     from memopt.instrument.script.runner import Command
 
 
@@ -46,8 +46,8 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> int:
     kept in .memopt/, so that the next run starts enforced.
     """
     from memopt.advisors.profiles.problem import kinds_named
-    from memopt.cli.ranks import path_of_rank
-    from memopt.cli.run_cache import Cache
+    from memopt.cli.run.cache import Cache
+    from memopt.cli.shared.ranks import path_of_rank
     from memopt.files import refuse_overwrite
     from memopt.instrument.script.runner import Command, find_source
 
@@ -63,7 +63,7 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> int:
     if options["online"] and options["dry_run"]:
         raise UsageError("--dry-run shows a plan, and --online makes none", try_="one of the two")
     if options["dry_run"]:
-        from memopt.cli.run_dry import dry_run
+        from memopt.cli.run.dry import dry_run
 
         return dry_run(command, options)
     conditions = {name: options[name] for name in ("budget", "device", "allow", "deny")}
@@ -92,7 +92,7 @@ def _check(options: dict[str, Any]) -> None:
 
 
 def _wishes(options: dict[str, Any]) -> Wishes:
-    from memopt.cli.run_phases import Wishes
+    from memopt.cli.run.phases import Wishes
     from memopt.enforcers.tiers.per_device import offload_tier
     from memopt.files import swap_folder
 
@@ -116,7 +116,7 @@ class _Run:
     def __init__(
         self, command: Command, wishes: Wishes, cache: Cache, outcome_path: Path | None, *, quiet: bool
     ) -> None:
-        from memopt.cli.run_phases import Phases
+        from memopt.cli.run.phases import Phases
 
         self._command, self._cache, self._outcome_path, self._quiet = command, cache, outcome_path, quiet
         self._phases: Phases = Phases(command, wishes, cache, warned=self._end)
@@ -140,7 +140,7 @@ class _Run:
         return code or (RunFailed.exit_code if self._unwritten else 0)
 
     def _end(self) -> None:
-        from memopt.cli.console import outlive_the_scripts_stderr, say
+        from memopt.cli.shared.console import outlive_the_scripts_stderr, say
 
         if self._ended:
             return
@@ -149,7 +149,7 @@ class _Run:
         if course is None:
             return
         self._ended = True
-        from memopt.cli.run_words import did_what_it_said, last_words
+        from memopt.cli.run.words import did_what_it_said, last_words
 
         if course.plan is not None and not did_what_it_said(course):
             self._cache.forget()
@@ -162,8 +162,8 @@ class _Run:
     def _write(self, course: Course) -> None:
         if self._outcome_path is None:
             return
-        from memopt.cli.console import say
-        from memopt.cli.run_phases import facts
+        from memopt.cli.run.phases import facts
+        from memopt.cli.shared.console import say
         from memopt.files import write_atomic
 
         try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.advise_words import (
+from memopt.cli.advise.words import (
     check_goal,
     check_graph_words,
     check_words,
@@ -17,8 +17,8 @@ from memopt.cli.advise_words import (
     with_command,
     with_variant,
 )
-from memopt.cli.device_name import DeviceName
-from memopt.cli.numbers import Real
+from memopt.cli.shared.device_name import DeviceName
+from memopt.cli.shared.numbers import Real
 from memopt.errors import BudgetInfeasible, MemoptError, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
     from memopt.advisors.lints.find import Lint
-    from memopt.cli.comparison import Row
+    from memopt.cli.advise.comparison import Row
     from memopt.estimators.hidden.beside_tensors import Budget
     from memopt.plan import Plan
     from memopt.trace import Trace
@@ -79,11 +79,11 @@ def advise(profile: Path | None, **options: Any) -> int:
 
     path = profile or newest_profile(Path.cwd())
     if len(options["strategies"]) == 1 and options["strategies"][0] in COUNSELS:
-        from memopt.cli.study import study
+        from memopt.cli.advise.counsel import study
 
         return study(path, options)
     if options["max_batch"]:
-        from memopt.cli.max_batch import max_batch
+        from memopt.cli.advise.max_batch import max_batch
 
         return max_batch(path, options)
     return _Advise(path, options).run()
@@ -98,7 +98,7 @@ def newest_profile(folder: Path) -> Path:
             why="*.profile.json.gz is what memopt profile writes",
             try_="memopt profile SCRIPT, or memopt advise PROFILE",
         )
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
 
     say(f"using {found[-1].name}, the newest profile here")
     return found[-1].relative_to(folder)
@@ -106,7 +106,7 @@ def newest_profile(folder: Path) -> Path:
 
 def _advise_graph(profile: Path | None, options: dict[str, Any]) -> int:
     check_graph_words(profile, options)
-    from memopt.cli.graph_plan import advise_graph
+    from memopt.cli.advise.graph_plan import advise_graph
 
     names = (
         "schedule",
@@ -163,7 +163,7 @@ class _Advise:
         from memopt.advisors.advise import Adviser
         from memopt.advisors.lints.find import find_lints
         from memopt.advisors.profiles.problem import allowed, usual_limit_s
-        from memopt.cli.own_files import refuse_foreign
+        from memopt.cli.shared.own_files import refuse_foreign
         from memopt.trace import load_trace
 
         options = self.options
@@ -183,7 +183,7 @@ class _Advise:
             return self._pareto(adviser)
         if len(self.strategies) > 1:
             return self._compare(adviser)
-        from memopt.cli.console import progress
+        from memopt.cli.shared.console import progress
 
         try:
             with progress(f"planning {trace.op_count} ops", short=True):
@@ -222,7 +222,7 @@ class _Advise:
 
     def _compare(self, adviser: Adviser) -> int:
         from memopt.advisors.profiles.problem import kinds_named
-        from memopt.cli.comparison import best_of, compare, failure
+        from memopt.cli.advise.comparison import best_of, compare, failure
 
         budget = self._budget(adviser)
         rows = compare(adviser, budget, self.strategies, kinds_named(self.options["allow"]))
@@ -243,7 +243,7 @@ class _Advise:
     ) -> int:
         import msgspec
 
-        from memopt.cli.console import say
+        from memopt.cli.shared.console import say
 
         trace = adviser.trace
         if trace.device.modelled:
@@ -262,8 +262,8 @@ class _Advise:
     def _print(
         self, plan: Plan, explanation: Explanation | None, rows: list[Row] | None, adviser: Adviser
     ) -> None:
-        from memopt.cli.advise_tables import explanation_table, lints_table, strategies_table
-        from memopt.cli.console import out
+        from memopt.cli.advise.tables import explanation_table, lints_table, strategies_table
+        from memopt.cli.shared.console import out
 
         if self.options["as_json"]:
             import msgspec
@@ -304,8 +304,8 @@ class _Advise:
 
     def _print_infeasible(self, error: MemoptError | None, adviser: Adviser, rows: list[Row] | None) -> None:
         """What there is to say beside the error: each strategy's own smallest peak on stdout, the lints on stderr."""
-        from memopt.cli.advise_tables import lints_table, strategies_table
-        from memopt.cli.console import err, out
+        from memopt.cli.advise.tables import lints_table, strategies_table
+        from memopt.cli.shared.console import err, out
 
         if self.options["as_json"]:
             from memopt.reports.summary import encode
@@ -324,8 +324,8 @@ class _Advise:
 
     def _pareto(self, adviser: Adviser) -> int:
         from memopt.advisors.frontier import frontier, without_dominated
-        from memopt.cli.advise_tables import lints_table, pareto_figures, pareto_table
-        from memopt.cli.console import out, progress, say
+        from memopt.cli.advise.tables import lints_table, pareto_figures, pareto_table
+        from memopt.cli.shared.console import out, progress, say
         from memopt.files import write_atomic
         from memopt.reports.summary import encode
 

@@ -13,7 +13,7 @@ class DeviceName(click.ParamType):  # type: ignore[type-arg]  # generic from cli
     name = "device"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        from memopt.cli.console import say
+        from memopt.cli.shared.console import say
         from memopt.devices import devices_called
 
         taken, *others = devices_called(value)

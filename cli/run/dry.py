@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def dry_run(command: Command, options: dict[str, Any]) -> int:
     """Run the script until an iteration is recorded, and show on stderr what `memopt run` would do. 3 where the budget cannot be met."""
-    from memopt.cli.console import err, say
+    from memopt.cli.shared.console import err, say
     from memopt.files import swap_folder
     from memopt.instrument.script import runner
     from memopt.profiler.recordings import Wanted

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memopt.cli.advise_words import is_lowest
-from memopt.cli.own_files import refuse_foreign
+from memopt.cli.advise.words import is_lowest
+from memopt.cli.shared.own_files import refuse_foreign
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 from memopt.units import format_bytes, format_ms, parse_bytes
 
@@ -87,7 +87,7 @@ def advise_graph(
 
 def _rates(out_gbps: float | None, in_gbps: float | None) -> dict[str, float]:
     """Both rates of the link; one that was left out is as the other, which is said."""
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
 
     known = [rate for rate in (out_gbps, in_gbps) if rate is not None]
     if len(known) == 1 and known[0]:
@@ -172,7 +172,7 @@ def _row_figures(row: _Row) -> dict[str, Any]:
 
 
 def _show(graph: Graph, peak_bytes: int, budget_bytes: int, rows: list[_Row], best: Schedule | None) -> None:
-    from memopt.cli.console import out
+    from memopt.cli.shared.console import out
     from memopt.reports.tables import pairs_table, words
 
     console = out()
@@ -224,6 +224,6 @@ def _bounds(plan: Schedule) -> str:
 
 
 def _say_written(path: Path) -> None:
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
 
     say(f"wrote {path}")

@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from memopt.advisors.counsel.counsel import Advice, Counsel
-from memopt.cli.advise_words import with_command
+from memopt.cli.advise.words import with_command
 from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ def study(path: Path, options: dict[str, Any]) -> int:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.lints.find import find_lints
     from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed, kinds_named
-    from memopt.cli.advise import on_device, room_as_budget, script_stem
-    from memopt.cli.own_files import refuse_foreign
+    from memopt.cli.advise.command import on_device, room_as_budget, script_stem
+    from memopt.cli.shared.own_files import refuse_foreign
     from memopt.estimators.hidden.beside_tensors import parse_budget
     from memopt.trace import load_trace
 
@@ -93,8 +93,8 @@ def _print(
         }
         click.echo(encode(figures))
         return
-    from memopt.cli.advise_tables import advice_table, lints_table
-    from memopt.cli.console import out
+    from memopt.cli.advise.tables import advice_table, lints_table
+    from memopt.cli.shared.console import out
 
     out().print(advice_table(advice, script))
     if lints:
@@ -102,7 +102,7 @@ def _print(
 
 
 def _write(plan: Any, advice: Advice, output: Path) -> None:
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
 
     plan = msgspec.structs.replace(plan, script_actions=list(advice.actions))
     plan.save(output)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.advise_words import with_command
+from memopt.cli.advise.words import with_command
 from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     from memopt.advisors.lints.find import find_lints
     from memopt.advisors.max_batch import Batches
     from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed
-    from memopt.cli.advise import on_device, room_as_budget, script_stem
-    from memopt.cli.advise_tables import lints_table
-    from memopt.cli.console import err, say
-    from memopt.cli.own_files import refuse_foreign
+    from memopt.cli.advise.command import on_device, room_as_budget, script_stem
+    from memopt.cli.advise.tables import lints_table
+    from memopt.cli.shared.console import err, say
+    from memopt.cli.shared.own_files import refuse_foreign
     from memopt.estimators.hidden.beside_tensors import parse_budget
     from memopt.trace import load_trace
 
@@ -77,7 +77,7 @@ def _check_words(options: dict[str, Any]) -> None:
 
 
 def _say_what_to_heed(planned: Largest, search: Batches) -> None:
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
 
     assert planned.plan is not None
     batch = planned.batch
@@ -124,8 +124,8 @@ def _print(
         }
         click.echo(encode(figures))
         return
-    from memopt.cli.advise_tables import lints_table
-    from memopt.cli.console import out
+    from memopt.cli.advise.tables import lints_table
+    from memopt.cli.shared.console import out
     from memopt.reports.tables import pairs_table, words
     from memopt.units import format_bytes, format_ms
 
