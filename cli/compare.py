@@ -125,7 +125,7 @@ def _rendered(found: Comparison, top: int) -> RenderableType:
 
 def _markdown(found: Comparison, top: int) -> str:
     from memopt.reports.comparison import rows_of
-    from memopt.reports.markdown import escaped, table
+    from memopt.reports.formats.markdown import escaped, table
 
     heads = ("", found.before.name, found.after.name, "change")
     rows = rows_of([found.peak]) + (rows_of([found.step], time=True) if found.step else [])

@@ -70,7 +70,7 @@ def _leave_snapshot(path: Path) -> None:
 
 def _page(path: Path) -> Path:
     from memopt.reports.inputs import read_inputs
-    from memopt.reports.page import page
+    from memopt.reports.page.html import page
 
     target = path.with_name(path.name.replace(".profile.json.gz", ".report.html"))
     target.write_text(page(read_inputs([path]), [path.name]), encoding="utf-8")

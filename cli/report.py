@@ -30,8 +30,8 @@ def report(
     """
     from memopt.cli.shared.console import progress, say
     from memopt.files import refuse_overwrite, write_atomic
-    from memopt.reports.export import FORMATS as ENDINGS
-    from memopt.reports.export import exported
+    from memopt.reports.formats.export import FORMATS as ENDINGS
+    from memopt.reports.formats.export import exported
     from memopt.reports.inputs import read_inputs
 
     to_stdout = output == "-"

@@ -29,7 +29,7 @@ def show(as_json: bool, top: int, file: Path) -> None:
     """Say in words what a profile or plan holds."""
     found = load(file)
     if as_json:
-        from memopt.reports.summary import encode, summarize_plan, summarize_trace
+        from memopt.reports.formats.summary import encode, summarize_plan, summarize_trace
 
         if isinstance(found, Plan):
             figures = summarize_plan(found, top=top)

@@ -17,7 +17,7 @@ def strategies(as_json: bool) -> None:
     """List the planning strategies."""
     rows = listing()
     if as_json:
-        from memopt.reports.summary import encode
+        from memopt.reports.formats.summary import encode
 
         click.echo(encode({"strategies": rows}))
         return

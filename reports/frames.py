@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.errors import NotPossibleHere
-from memopt.reports.moment import WORKSPACE, peak_op
-from memopt.reports.moment import held as held_storage
+from memopt.reports.page.moment import WORKSPACE, peak_op
+from memopt.reports.page.moment import held as held_storage
 from memopt.reports.terminal import what_it_does
 from memopt.trace import CATEGORIES, PHASES, Trace
 

@@ -16,8 +16,8 @@ import torch
 from memopt.plan import load_plan
 from memopt.profiler.out_of_memory import trace_of_now
 from memopt.reports.inputs import read_inputs
-from memopt.reports.moment import end_of
-from memopt.reports.page import page
+from memopt.reports.page.html import page
+from memopt.reports.page.moment import end_of
 from memopt.trace import Script, load_trace
 from tests.profiled import Profiler, profiler
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt.reports.moment import end_of, peak_of
+from memopt.reports.page.moment import end_of, peak_of
 from tests.profiled import ROOT, SCRIPTS, Profiler, largest, profiler
 
 PARAMETERS = 4 * (64 * 512 + 512 + 512 * 8 + 8)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from memopt.reports.moment import peak_of
+from memopt.reports.page.moment import peak_of
 from memopt.trace import PHASES, Trace
 from tests.profiled import Profiler, Run, bytes_of, largest, made_by_no_op, ops_of, profiler, unexplained
 

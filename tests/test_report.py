@@ -18,13 +18,13 @@ from memopt.errors import BadFile, MemoptError, UsageError
 from memopt.outcome import Outcome, load_outcome
 from memopt.reports import figures, frames
 from memopt.reports.comparison import compare, side_of
-from memopt.reports.export import exported
+from memopt.reports.formats.export import exported
+from memopt.reports.formats.markdown import markdown
 from memopt.reports.headline import of_inputs
 from memopt.reports.inputs import Inputs, Run, load_any, read_inputs
-from memopt.reports.markdown import markdown
-from memopt.reports.moment import peak_of
-from memopt.reports.page import page
-from memopt.reports.source import Source
+from memopt.reports.page.html import page
+from memopt.reports.page.moment import peak_of
+from memopt.reports.page.source import Source
 from memopt.reports.text import esc, json_in_html, shown, together
 from memopt.trace import Script, Trace, load_trace
 from tests.layers_trace import build, chain

@@ -16,8 +16,8 @@ from memopt.errors import MemoptError
 from memopt.plan import load_plan
 from memopt.profiler.out_of_memory import trace_of_now
 from memopt.reports.inputs import read_inputs
-from memopt.reports.moment import peak_of
-from memopt.reports.page import page as page_of
+from memopt.reports.page.html import page as page_of
+from memopt.reports.page.moment import peak_of
 from memopt.trace import Script, Trace, load_trace
 from memopt.units import format_bytes
 from tests.browser import chromium, needs_browser, opened

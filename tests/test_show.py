@@ -22,9 +22,9 @@ from memopt.files import unpack
 from memopt.outcome import Outcome
 from memopt.plan import Action, OpRef, Plan
 from memopt.reports.area import slices_of
-from memopt.reports.moment import Moment, end_of, open_paths, peak_of
+from memopt.reports.formats.summary import summarize_plan, summarize_trace
 from memopt.reports.outcome import render_outcome
-from memopt.reports.summary import summarize_plan, summarize_trace
+from memopt.reports.page.moment import Moment, end_of, open_paths, peak_of
 from memopt.reports.tables import shorten, shorten_label, words
 from memopt.reports.terminal import render_plan, render_trace
 from memopt.reports.verdict import change, of_peak

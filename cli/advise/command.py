@@ -268,7 +268,7 @@ class _Advise:
         if self.options["as_json"]:
             import msgspec
 
-            from memopt.reports.summary import encode, summarize_plan
+            from memopt.reports.formats.summary import encode, summarize_plan
 
             figures = summarize_plan(plan, top=self.options["top"]) | {"plan": str(self.output)}
             figures |= self._figures(adviser, rows)
@@ -308,7 +308,7 @@ class _Advise:
         from memopt.cli.shared.console import err, out
 
         if self.options["as_json"]:
-            from memopt.reports.summary import encode
+            from memopt.reports.formats.summary import encode
 
             figures: dict[str, Any] = {"kind": "no plan", "plan": None}
             if isinstance(error, BudgetInfeasible):
@@ -327,7 +327,7 @@ class _Advise:
         from memopt.cli.advise.tables import lints_table, pareto_figures, pareto_table
         from memopt.cli.shared.console import out, progress, say
         from memopt.files import write_atomic
-        from memopt.reports.summary import encode
+        from memopt.reports.formats.summary import encode
 
         points: list[Point] = []
         from memopt.advisors.frontier import SHARES

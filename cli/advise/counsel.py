@@ -77,7 +77,7 @@ def _print(
     advice: Advice, script: str, output: Path | None, lints: list[Lint], options: dict[str, Any]
 ) -> None:
     if options["as_json"]:
-        from memopt.reports.summary import encode
+        from memopt.reports.formats.summary import encode
 
         figures = {
             "kind": "advice",

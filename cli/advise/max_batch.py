@@ -111,7 +111,7 @@ def _print(
     if as_json:
         import msgspec
 
-        from memopt.reports.summary import encode
+        from memopt.reports.formats.summary import encode
 
         figures = {
             "kind": "max batch",

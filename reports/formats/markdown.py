@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from memopt.reports import frames
 from memopt.reports.headline import of_inputs
 from memopt.reports.inputs import Inputs, Run
-from memopt.reports.moment import end_of, peak_of
+from memopt.reports.page.moment import end_of, peak_of
 from memopt.reports.tables import share
 from memopt.reports.text import shown
 from memopt.units import format_bytes, format_ms

@@ -13,7 +13,7 @@ import msgspec
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.reports import frames
 from memopt.reports.inputs import Run
-from memopt.reports.moment import module_path
+from memopt.reports.page.moment import module_path
 from memopt.reports.text import shown
 from memopt.trace import CATEGORIES, PHASES, Trace
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.reports import frames
 from memopt.reports.figures import COLORS, phases
-from memopt.reports.moment import end_of, module_path, peak_op
+from memopt.reports.page.moment import end_of, module_path, peak_op
 from memopt.reports.terminal import what_it_does
 from memopt.reports.text import shown
 from memopt.reports.verdict import short_op

@@ -32,7 +32,7 @@ FORMATS = {
 def exported(inputs: Inputs, names: Sequence[str], form: str, *, with_source: bool = True) -> bytes:
     """`inputs`, which came from the files `names`, in the format `form`; the same bytes for the same input."""
     if form == "html":
-        from memopt.reports.page import page
+        from memopt.reports.page.html import page
 
         return page(inputs, names, with_source=with_source).encode()
     writers: dict[str, Callable[[Inputs, bool], bytes]] = {
@@ -48,19 +48,19 @@ def exported(inputs: Inputs, names: Sequence[str], form: str, *, with_source: bo
 
 
 def _perfetto(inputs: Inputs, with_source: bool) -> bytes:
-    from memopt.reports.perfetto import perfetto
+    from memopt.reports.formats.perfetto import perfetto
 
     return perfetto(one_run(inputs), with_source=with_source)
 
 
 def _memory_viz(inputs: Inputs, with_source: bool) -> bytes:
-    from memopt.reports.memory_viz import memory_viz
+    from memopt.reports.formats.memory_viz import memory_viz
 
     return memory_viz(one_run(inputs).trace, with_source=with_source)
 
 
 def _markdown(inputs: Inputs, with_source: bool) -> bytes:
-    from memopt.reports.markdown import markdown
+    from memopt.reports.formats.markdown import markdown
 
     return markdown(inputs, with_source=with_source).encode()
 
@@ -98,7 +98,7 @@ def _parquet(inputs: Inputs, with_source: bool) -> bytes:
 
 
 def _json(inputs: Inputs, with_source: bool) -> bytes:
-    from memopt.reports.summary import summarize_plan, summarize_trace
+    from memopt.reports.formats.summary import summarize_plan, summarize_trace
 
     runs = []
     for run in inputs.runs:

@@ -10,7 +10,7 @@ import msgspec
 
 from memopt.plan import Plan
 from memopt.reports import verdict
-from memopt.reports.moment import Held, Moment, end_of, module_path, peak_of, phase_of
+from memopt.reports.page.moment import Held, Moment, end_of, module_path, peak_of, phase_of
 from memopt.trace import Trace
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memopt.reports import frames
 from memopt.reports.headline import Headline
-from memopt.reports.source import Source
+from memopt.reports.page.source import Source
 from memopt.reports.text import esc, together
 from memopt.units import format_bytes, format_ms
 

@@ -13,11 +13,12 @@ from importlib.resources import files
 from typing import Any
 
 import memopt
-from memopt.reports import figures, sections
+from memopt.reports import figures
 from memopt.reports.headline import command_of, of_inputs
 from memopt.reports.inputs import Inputs, Run
-from memopt.reports.page_data import run_data
-from memopt.reports.source import Source
+from memopt.reports.page.data import run_data
+from memopt.reports.page.html import sections
+from memopt.reports.page.source import Source
 from memopt.reports.text import esc, json_in_html
 from memopt.units import format_bytes
 
