@@ -3,7 +3,7 @@
 Small graphs x budgets (`--shares`: per cent of the way from the floor to the unplanned peak), each planned by `auto` and by `checkmate` (the
 integer program of the paper, `--prove` seconds of HiGHS). `bound` is the better of what HiGHS proves with that program and with
 `graphs/bounds/exact.py`'s, `gap` what is left below the better plan; a point with at most 1 % counts as proven, and `off` is how many points of
-overhead `auto` is above that plan. Judged by `tests/schedule_checker.py`. Options: `--graphs a,b`, `--time-limit 20`, `--cpu-time`.
+overhead `auto` is above that plan. Judged by `tests/advisors/graphs/schedule_checker.py`. Options: `--graphs a,b`, `--time-limit 20`, `--cpu-time`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes
 from memopt.advisors.graphs.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere
-from tests.schedule_checker import check
+from tests.advisors.graphs.schedule_checker import check
 
 GAP = 0.01
 SMALL: dict[str, Callable[[], GraphFile]] = {

@@ -1,6 +1,6 @@
 """`python -m benchmarks.advise_link`: what a link to the host saves over recomputation alone, beside what any planner could save at most.
 
-For each graph x budget, `auto` without a link and with one of each bandwidth, judged by `tests/schedule_checker.py`. `bound` is the overhead that
+For each graph x budget, `auto` without a link and with one of each bandwidth, judged by `tests/advisors/graphs/schedule_checker.py`. `bound` is the overhead that
 no plan with that link can undercut (`advisors/graphs/bounds/bound_with_copies.py`, `--prove` seconds of HiGHS a point), `possible` the cut that it leaves room for.
 Options: `--graphs a,b`, `--budgets 50,40,30,20`, `--gbps 12,25,55`, `--time-limit 20`, `--prove 5`, `--cpu-time` (count the
 planner's processor time instead of the wall's, for a busy machine).

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from memopt.advisors.profiles.problem import Decisions, Problem, may_act_on
 from memopt.enforcers.verify import digest
 from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN
-from tests.enforced import SWAP, enforced, plan_of, recorded, seeded
+from tests.support.enforced import SWAP, enforced, plan_of, recorded, seeded
 
 WITHOUT_GRADIENTS = ("forward", "autocast")
 KINDS = ("forward", "autocast", "gradients", "in-place", "second")

@@ -7,7 +7,7 @@ only certain readers, rows in `slot_needs.py`. Two kinds:
 * *of values* (`two_valued`, `narrow_int`, `exact_cast`, `zero_bitmap`): any reader; encode `flat_storage(tensor)` once for all
   views of the storage, or a single tensor. They look at the data, so the profile proposes and `encode` may still decline.
 
-They hold when backward is differentiated too (`create_graph=True`): what it reads then was proven by `tests/test_breaker_enforce.py`.
+They hold when backward is differentiated too (`create_graph=True`): what it reads then was proven by `tests/enforcers/test_breaker_enforce.py`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ PROVED = frozenset(
         torch.optim.Adafactor,
     }
 )
-"""By `tests/test_optimizer_in_backward.py`, on a CPU; never a subclass."""
+"""By `tests/enforcers/test_optimizer_in_backward.py`, on a CPU; never a subclass."""
 
 Group = dict[str, Any]
 _TORCHS = (str(Path(optim.__file__).parent), str(Path(torch.__file__).parent / "utils" / "_contextlib.py"))
