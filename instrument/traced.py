@@ -42,6 +42,6 @@ def _skip_files() -> None:
     from torch._dynamo import trace_rules
 
     house = Path(__file__).parent.parent
-    files = {str(file) for room in _ROOMS for file in (house / room).glob("*.py")} - {__file__}
+    files = {str(file) for room in _ROOMS for file in (house / room).rglob("*.py")} - {__file__}
     with contextlib.suppress(AttributeError):
         trace_rules.FORCE_SKIP_FILES.update(files)

@@ -61,8 +61,8 @@ def lint(name: str, *, what: str, try_: str, any_size: bool = False) -> Callable
 
 def find_lints(trace: Trace) -> list[Lint]:
     """The findings in `trace`, the most bytes first."""
-    from memopt.advisors.lints.find import loop as lint_rules_loop  # noqa: F401
-    from memopt.advisors.lints.find import saved as lint_rules  # noqa: F401
+    from memopt.advisors.lints import loop as lint_rules_loop  # noqa: F401
+    from memopt.advisors.lints import saved as lint_rules  # noqa: F401
 
     seen = Seen(TraceView(trace))
     found = []

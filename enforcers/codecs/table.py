@@ -17,14 +17,14 @@ from typing import Any, Protocol
 
 import torch
 
+from memopt.enforcers.codecs import exact_cast as _exact_cast
+from memopt.enforcers.codecs import narrow_int as _narrow_int
+from memopt.enforcers.codecs import nothing as _nothing
+from memopt.enforcers.codecs import pool_index as _pool_index
+from memopt.enforcers.codecs import predicate as _predicate
+from memopt.enforcers.codecs import two_valued as _two_valued
+from memopt.enforcers.codecs import zero_bitmap as _zero_bitmap
 from memopt.enforcers.codecs.encoded import Encoded
-from memopt.enforcers.codecs.table import exact_cast as _exact_cast
-from memopt.enforcers.codecs.table import narrow_int as _narrow_int
-from memopt.enforcers.codecs.table import nothing as _nothing
-from memopt.enforcers.codecs.table import pool_index as _pool_index
-from memopt.enforcers.codecs.table import predicate as _predicate
-from memopt.enforcers.codecs.table import two_valued as _two_valued
-from memopt.enforcers.codecs.table import zero_bitmap as _zero_bitmap
 from memopt.estimators.simulator.slot_needs import Need
 
 

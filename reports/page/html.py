@@ -16,8 +16,8 @@ import memopt
 from memopt.reports import figures
 from memopt.reports.headline import command_of, of_inputs
 from memopt.reports.inputs import Inputs, Run
+from memopt.reports.page import sections
 from memopt.reports.page.data import run_data
-from memopt.reports.page.html import sections
 from memopt.reports.page.source import Source
 from memopt.reports.text import esc, json_in_html
 from memopt.units import format_bytes

@@ -170,8 +170,8 @@ def test_another_form_of_it_is_found(name: str, profile: Profiler, tmp_path: Pat
 
 
 def test_every_rule_is_tried() -> None:
-    import memopt.advisors.lints.loop  # noqa: F401
-    import memopt.advisors.lints.saved
+    import memopt.advisors.lints.loop
+    import memopt.advisors.lints.saved  # noqa: F401
 
     assert {rule.name for rule in RULES} == set(FAULTS) | NOT_ON_A_CPU
     assert len(RULES) >= 15

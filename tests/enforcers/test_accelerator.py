@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from memopt.enforcers.tiers import accelerator
 from memopt.enforcers.tiers.accelerator import TorchAccelerator
-from memopt.enforcers.tiers.per_device import accelerator
 from memopt.enforcers.tiers.swap import SwapFailed
 
 GPU = torch.device("cuda", 1)

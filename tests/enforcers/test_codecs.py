@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from memopt import plan
+from memopt.enforcers.codecs import bits
 from memopt.enforcers.codecs.encoded import bits_of, cells_of, flat_storage, is_plain, meta_of
 from memopt.enforcers.codecs.table import (
     CODECS,
     attributes_of,
-    bits,
     decode,
     encode,
     encode_for,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from memopt.enforcers.codecs.table import pool_index as codec_pool_index
-from memopt.enforcers.codecs.table import predicate as codec_predicate
+from memopt.enforcers.codecs import pool_index as codec_pool_index
+from memopt.enforcers.codecs import predicate as codec_predicate
 
 QUESTIONS = [
     {"test": "relu"},

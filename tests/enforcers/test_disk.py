@@ -19,8 +19,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memopt.enforcers.tiers import disk, swap_file
 from memopt.enforcers.tiers.disk import PIECE_BYTES, DiskStore
-from memopt.enforcers.tiers.per_device import disk, swap_file
 from memopt.enforcers.tiers.swap import FreeSpace, SwapFailed
 from memopt.errors import NotPossibleHere
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from memopt.enforcers.session import ApplySession, Options
-from memopt.enforcers.tiers.per_device import PerDevice, accelerator, offload_tier
+from memopt.enforcers.tiers import accelerator
+from memopt.enforcers.tiers.per_device import PerDevice, offload_tier
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.estimators.simulator.decision import Decision

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-CANARY = Path(__file__).parent.parent / "canary.py"
+CANARY = ROOT / "tests" / "support" / "canary.py"
 ENDINGS = ("exit", "message", "raise", "hard", "sigint", "sigterm", "sigterm-handled")
 
 

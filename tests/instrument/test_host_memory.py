@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from memopt.enforcers.tiers import accelerator
 from memopt.enforcers.tiers.accelerator import most_bytes
-from memopt.enforcers.tiers.per_device import accelerator
 from memopt.instrument.memory.host_memory import available_bytes
 
 

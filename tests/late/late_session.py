@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_iter
 
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.session import ApplySession, Options
-from memopt.enforcers.tiers.per_device import accelerator, host
-from memopt.enforcers.tiers.per_device import staging as carrier
+from memopt.enforcers.tiers import accelerator, host
+from memopt.enforcers.tiers import staging as carrier
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.instrument.ops import kind_of
 from memopt.outcome import Outcome

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from memopt.enforcers.tiers.per_device import disk, host, swapped
-from memopt.enforcers.tiers.per_device import per_device as tiers
-from memopt.enforcers.tiers.per_device import staging as carrier
+from memopt.enforcers.tiers import disk, host, swapped
+from memopt.enforcers.tiers import per_device as tiers
+from memopt.enforcers.tiers import staging as carrier
 from tests.late.late_device import LateDevice, LateEvent, LateStorage, LateStream, World
 
 PIECE_BYTES = 4096

@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memopt.advisors.profiles.problem import Decisions, Problem
-from memopt.enforcers.tiers.per_device import host, swapped
+from memopt.enforcers.tiers import host, swapped
 from memopt.enforcers.verify import digest
 from memopt.estimators.simulator.decision import Decision
 from memopt.plan import Plan

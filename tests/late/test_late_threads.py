@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from memopt.enforcers.tiers.per_device import host, swapped
+from memopt.enforcers.tiers import host, swapped
 from tests.late.late_device import LateEvent
 from tests.late.late_training import Kit, Layer, training
 from tests.support.mutants import mutant

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.enforcers.tiers.per_device import accelerator, disk, host, swapped
-from memopt.enforcers.tiers.per_device import staging as carrier
+from memopt.enforcers.tiers import accelerator, disk, host, swapped
+from memopt.enforcers.tiers import staging as carrier
 from tests.late.late_orders import every_order
 from tests.late.late_training import Kit, Layer, random_layers, training
 from tests.support.mutants import mutant

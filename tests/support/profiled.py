@@ -39,7 +39,7 @@ class Profiler:
         self._count = 0
         env = {k: v for k, v in os.environ.items() if not k.startswith(("MEMOPT_", "RANK", "WORLD_SIZE"))}
         self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent.parent / "forkserver.py")],
+            [sys.executable, str(Path(__file__).parent / "forkserver.py")],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
             env=env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
         )  # fmt: skip

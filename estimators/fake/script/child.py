@@ -31,10 +31,10 @@ def main() -> None:
 def _run(request: Request) -> Result:
     from memopt.estimators.fake.ledger import Enough
     from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.script import files as fake_files
+    from memopt.estimators.fake.script import loaders as fake_loaders
+    from memopt.estimators.fake.script import surroundings as fake_script
     from memopt.estimators.fake.script.ending import Ending
-    from memopt.estimators.fake.script.surroundings import files as fake_files
-    from memopt.estimators.fake.script.surroundings import loaders as fake_loaders
-    from memopt.estimators.fake.script.surroundings import surroundings as fake_script
     from memopt.estimators.fake.values import lazy as fake_lazy
     from memopt.estimators.fake.values import tensors as fake_tensors
     from memopt.estimators.fake.values.guess import Guesser

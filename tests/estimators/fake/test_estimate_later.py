@@ -152,7 +152,7 @@ def test_what_comes_later_is_left_out_where_it_cannot_be_told(
     text = ALIKE + "torch.ones(9000, 1000)\n" + later
     asked = estimated(text, steps=3)  # type: ignore[operator]
     if "sleep" in later:
-        text = text.replace("import json", "from memopt.estimators.fake import ending; ending._SECONDS = 0.2\nimport json")  # fmt: skip
+        text = text.replace("import json", "from memopt.estimators.fake.script import ending; ending._SECONDS = 0.2\nimport json")  # fmt: skip
     found = estimated(text)  # type: ignore[operator]
     assert (peak(found), found.partial, found.bounded) == (peak(asked), False, [])
     assert found.left_out == asked.left_out

@@ -13,9 +13,9 @@ from memopt.devices import find_device
 from memopt.estimators.estimate import Estimate, estimate_recording, estimate_script
 from memopt.estimators.fake.ledger import Enough
 from memopt.estimators.fake.recorder import FakeRecorder
+from memopt.estimators.fake.script import ending
 from memopt.estimators.fake.script.request import Request
 from memopt.estimators.fake.script.run import record_script
-from memopt.estimators.fake.script.surroundings import ending
 from memopt.estimators.recording import Recording, StorageRow
 
 MIB = 1 << 20
