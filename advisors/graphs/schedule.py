@@ -26,7 +26,7 @@ Step = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A plan for a graph that was replayed by `schedule_sim` and found valid."""
+    """A plan for a graph that was replayed by `judge` and found valid."""
 
     graph_name: str
     strategy: str

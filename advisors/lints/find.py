@@ -1,7 +1,7 @@
 """Lints: what no plan should have to fix, seen in one profiled iteration, each with its bytes and the line of code.
 
 A rule looks at a trace and names storages; what is below a hundredth of the peak is not worth a word, unless it grows from step to step.
-The rules are in `lint_rules` (what a model saves) and `lint_rules_loop` (what the loop around it does); a new one is one function there.
+The rules are in `saved` (what a model saves) and `loop` (what the loop around it does); a new one is one function there.
 Of those in `research/compression.md`, section 6, one is not here: no trace tells how the host's pinned memory is rounded.
 """
 

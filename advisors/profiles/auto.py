@@ -4,7 +4,7 @@ Starts are the plans of the published strategies and greedy constructions (bytes
 is paid, with several exponents). Each is mended until it fits and pruned; then large-neighbourhood moves on the best until the
 time limit. Anytime: Ctrl-C keeps the best so far. Never worse than the strategies it starts from, since their plans
 are among the starts and are judged by the same simulator (the slower ones while there is time). Optimal (under the simulator,
-for the options there are) for problems small enough to try every combination, and where the bound of `relief` is met, at
+for the options there are) for problems small enough to try every combination, and where the bound of `lower_bound` is met, at
 which the search ends; elsewhere the bound says how far off a plan can be. HiGHS, where it is installed, gives the bound and
 some of the starts.
 """

@@ -1,7 +1,7 @@
 """What holds a peak, and what would move it: one line each, for a refusal.
 
 The bytes on the device at one op, by kind; and for each kind that has a tenth of them what makes it smaller. Whether a smaller batch
-is among that is not guessed: `profile_batch` tells which storages grow with it.
+is among that is not guessed: `elsewhere.batch` tells which storages grow with it.
 """
 
 from __future__ import annotations

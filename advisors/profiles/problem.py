@@ -137,7 +137,7 @@ class Problem:
         if part_of is not None:
             self.unplanned_peak_bytes, self.target_bytes = part_of.unplanned_peak_bytes, part_of.target_bytes
         self.least_step_ms: float | None = None
-        """No plan that fits has a shorter step, where somebody has proved that (see `relief`)."""
+        """No plan that fits has a shorter step, where somebody has proved that (see `lower_bound`)."""
         self._deadline = float("inf")
         self._memo: dict[frozenset[tuple[int, Decision]], Timeline] = {}
         self._looked_up: dict[int, Candidate | None] = {}

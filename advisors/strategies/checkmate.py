@@ -3,7 +3,7 @@
 Rule: R says which ops run in which stage, S which tensors are kept from stage to stage; minimise the time of all runs with the
 memory of every moment within the budget. Above some size: solve the linear relaxation, round S, and let R follow from S.
 Differs: the enforcer lets a tensor go once, makes it again when it is first asked for and then keeps it, so S is one variable a
-tensor (`relief`), and R follows from it: by the simulator, which judges every answer. What the program cannot know (a chain
+tensor (`lower_bound`), and R follows from it: by the simulator, which judges every answer. What the program cannot know (a chain
 that runs twice, room for replays) comes back from there: an answer that costs more than promised is cut off, and where one does
 not fit, more is asked for at the ops where it did not. One binary a choice, exponential in the worst case. Exact, over all
 choices of what to recompute (once each), when it ends by itself on `_FEW` tensors at most; for more the time limit, or

@@ -1,6 +1,6 @@
 """The codecs by name, and what they look like: a module with `encode` and `decode`, pure and exact.
 
-A new codec is one file (copy `codec_two_valued.py`), one line in `CODECS`, its sizes in `codec_sizes.py`, and, if it serves
+A new codec is one file (copy `two_valued.py`), one line in `CODECS`, its sizes in `codec_sizes.py`, and, if it serves
 only certain readers, rows in `slot_needs.py`. Two kinds:
 
 * *per reader* (`nothing`, `predicate`, `pool_index`): encode the tensor that was saved, with the parameters of its `Need`;
@@ -29,7 +29,7 @@ from memopt.estimators.simulator.slot_needs import Need
 
 
 class Codec(Protocol):
-    """What a `codec_*.py` module offers."""
+    """What a module of a codec offers."""
 
     name: str
     of_values: bool

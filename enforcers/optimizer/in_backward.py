@@ -2,10 +2,10 @@
 
 LOMO (Lv et al. 2023) and PyTorch's own tutorial do so by hand; here the script stays as it is, and its `optimizer.step()` does
 what is left to do. A backward call is enforced only if, before it runs, it is sure that the plain run would do the same: its
-caller steps the optimizer right after it and does nothing in between (`straight_line`), no parameter has a gradient yet, and the
-optimizer is one that gives the same bits one parameter at a time (`one_by_one`). Any other backward call is left alone.
+caller steps the optimizer right after it and does nothing in between (`step_after_backward`), no parameter has a gradient yet, and the
+optimizer is one that gives the same bits one parameter at a time (`single_parameter_step`). Any other backward call is left alone.
 The script's own code must clear gradients on every path to the next backward call (`cleared`), and nowhere speak of gradients
-otherwise (`gradient_words`). Where something wants one all the same, the run ends with an error, since the plain one would go on
+otherwise (`source_mentions_gradients`). Where something wants one all the same, the run ends with an error, since the plain one would go on
 with a gradient that is gone: a result is never changed.
 """
 

@@ -1,6 +1,6 @@
 """A recorded iteration as it would be at another batch size: bytes, times and shapes scaled, so that plans can be made for it.
 
-What grows is found as in `profile_batch`; the time of an op grows when it reads or writes something that does. Nothing of it is
+What grows is found as in `batch`; the time of an op grows when it reads or writes something that does. Nothing of it is
 measured: kernels have their own steps, and an op may take another algorithm at another size.
 """
 

@@ -159,7 +159,7 @@ def weakest_common_codec(needs: Sequence[Need], value_codecs: Iterable[str] = ()
 
     Readers that need no values are served each by its own stand-in (`nothing` beside a `predicate` costs one bit in all);
     as soon as one needs values, one exact copy of the whole storage serves all: the first of `value_codecs`, which the
-    caller lists smallest first (see `codecs.measure_value_codecs`).
+    caller lists smallest first (see `enforcers.codecs.table.measure_value_codecs`).
     """
     kinds = {need.kind for need in needs}
     if not kinds:

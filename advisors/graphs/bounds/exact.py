@@ -1,4 +1,4 @@
-"""A linear program below every plan without copies (with them: `linked`): what HiGHS proves with it, and the plans that it suggests.
+"""A linear program below every plan without copies (with them: `bound_with_copies`): what HiGHS proves with it, and the plans that it suggests.
 
 Moments are first runs of chosen ops. S[j,v]: tensor v is on the device right after moment j. R[j,i]: op i runs again between moments j and
 j+1. Any schedule gives such values, however often ops run within an interval, since only this is asked: what an interval's

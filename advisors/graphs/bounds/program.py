@@ -1,4 +1,4 @@
-"""Linear and integer programs over runs and what is on the device, as `checkmate`, `exact` and `linked` build them for HiGHS."""
+"""Linear and integer programs over runs and what is on the device, as `checkmate`, `exact` and `bound_with_copies` build them for HiGHS."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 1. Every online rule (`scores`), Chen's segments and an offline greedy (evict from the plain sequence by relief per recompute time,
    with exact deltas) give starts; the first valid plan is there in milliseconds.
-2. The best start of each family is searched for a while (`search`), then the better one until the time is up or the bound is met.
+2. The best start of each family is searched for a while (`neighbourhood`), then the better one until the time is up or the bound is met.
 3. With a link, reruns are traded for swaps that the two lanes can hide (`lanes`); the plan without swaps stays in hand,
    so a link never makes a plan worse. Ctrl-C keeps the best.
 It is not optimal in general: `overhead_bound` says how far off it can be at most.

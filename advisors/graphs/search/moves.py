@@ -1,6 +1,6 @@
 """The moves of the graph search on its working state: evict a tensor for a while, drop reruns that are not needed.
 
-State and deltas are exact (`state`), so a move costs tens of microseconds however long the graph is.
+State and deltas are exact (`run_state`), so a move costs tens of microseconds however long the graph is.
 To evict a tensor is to rerun its maker before the next read; each missing input is either kept longer, if that fits, or rerun too.
 A later rerun that the new copy makes needless goes at once.
 """

@@ -21,7 +21,7 @@ def recurrent(call: Call) -> Any:
 
 @op("Stack", domain="memopt")
 def matched_stack(call: Call) -> Any:
-    """What `match_recurrent` found: layers on top of each other, with dropout between."""
+    """What `match.recurrent` found: layers on top of each other, with dropout between."""
     slots = [tuple(range(first, first + 5)) for first in range(1, len(call.node.inputs), 5)]
     return _layers(call, str(call.attribute("kind")), slots, call.attribute("ratio", 0.0))
 
@@ -192,7 +192,7 @@ def attend(
 
 @op("Attention", domain="memopt")
 def matched_attention(call: Call) -> Tensor:
-    """What `match_attention` found: queries, keys (still transposed where `turned`), values, mask."""
+    """What `match.attention` found: queries, keys (still transposed where `turned`), values, mask."""
     q, k, v = alike([call.tensor(0), call.tensor(1), call.tensor(2)])
     k = k.transpose(-1, -2) if call.number("turned", 0) else k
     causal = bool(call.number("causal", 0))
