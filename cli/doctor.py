@@ -250,7 +250,7 @@ def _extra(version: str | None, name: str) -> str:
 
 
 def _display(facts: Facts) -> None:
-    from memopt.cli.console import width_of, wrapped_beside
+    from memopt.cli.shared.console import width_of, wrapped_beside
 
     width = width_of(sys.stdout)
     for name, text in _lines(facts):

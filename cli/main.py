@@ -13,8 +13,8 @@ import click
 
 import memopt
 from memopt.cli.commands import LazyGroup
-from memopt.cli.config import COLORS, configured_color
-from memopt.cli.console import say
+from memopt.cli.shared.config import COLORS, configured_color
+from memopt.cli.shared.console import say
 from memopt.errors import MemoptError, UsageError
 
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

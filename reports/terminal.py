@@ -10,7 +10,7 @@ from rich.text import Text
 from memopt.plan import Action, Plan
 from memopt.reports import verdict
 from memopt.reports.area import Area
-from memopt.reports.moment import Moment, end_of, open_paths, peak_of
+from memopt.reports.page.moment import Moment, end_of, open_paths, peak_of
 from memopt.reports.repeated import gather, name_of, path_pattern
 from memopt.reports.tables import Name, biggest_table, pairs_table, plain_table, shares_table, words
 from memopt.trace import Trace
