@@ -16,12 +16,14 @@ from typing import IO, TYPE_CHECKING, Any
 
 import click
 
+from memopt.cli.shared.ranks import rank_here
+
 if TYPE_CHECKING:
     from rich.console import Console
 
 WIDTH_AWAY_FROM_A_TERMINAL = 200
 _LEAST_WIDTH = 40
-_COMMAND = re.compile(r"(memopt: |\s*)(next: |try: )memopt ")
+_COMMAND = re.compile(r"(memopt: (rank \d+: )?|\s*)(next: |try: )memopt ")
 """A line that is there to be typed."""
 
 
@@ -37,8 +39,10 @@ def err() -> Console:
 
 
 def say(text: str) -> None:
-    """Write `memopt: text` to stderr, without colour, wrapped at words where the width is known."""
-    print(wrapped(f"memopt: {text}", width_of(sys.stderr)), file=sys.stderr, flush=True)
+    """Write `memopt: text` to stderr, without colour, wrapped at words where the width is known; under torchrun with the rank."""
+    rank = rank_here()
+    who = "memopt: " if rank is None else f"memopt: rank {rank}: "
+    print(wrapped(f"{who}{text}", width_of(sys.stderr)), file=sys.stderr, flush=True)
 
 
 def wrapped(text: str, width: int | None) -> str:
