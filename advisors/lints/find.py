@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from memopt.advisors.lints.libraries import instead
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import CATEGORIES, PHASES, Trace
 
@@ -74,7 +75,7 @@ def find_lints(trace: Trace) -> list[Lint]:
         least = 0 if named.any_size else max(1, LEAST_SHARE * trace.peak_bytes)
         if at_stake and size >= least:
             line = lines[0] if lines else seen.line_of(storages)
-            found.append(Lint(named.name, size, line, named.what, named.try_))
+            found.append(Lint(named.name, size, line, named.what, instead(named.name, line, named.try_)))
     return sorted(found, key=lambda each: -each.size_bytes)
 
 

@@ -75,6 +75,49 @@ def test_a_short_script_is_told_what_records_it(tmp_path: Path) -> None:
     assert "next: memopt advise" in again.stderr
 
 
+def test_a_test_that_trains_is_stopped_without_a_failure(tmp_path: Path) -> None:
+    """For pytest a `SystemExit` is a failure, whose report shows memopt's own code."""
+    body = "".join(f"    {line}\n" for line in TRAIN.replace("sys.argv[1]", "6").splitlines())
+    (tmp_path / "test_it.py").write_text(
+        f"import pytest\n@pytest.mark.parametrize('w', [1, 2])\ndef test_it(w):\n{body}"
+    )
+    done = memopt(tmp_path, "profile", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py")
+    assert done.returncode == 0
+    assert "StopScript" not in done.stdout
+    assert "failed" not in done.stdout
+    assert "memopt has what it was asked to record" in done.stdout
+    assert (tmp_path / "memopt-pytest.profile.json.gz").exists()
+
+
+LIBRARY = """
+import torch
+class Attention(torch.nn.Module):
+    def forward(self, x):
+        weights = (x @ x.transpose(-1, -2)).softmax(-1)
+        return weights @ x
+"""
+
+
+def test_a_lint_of_a_librarys_line_names_it_and_the_argument_that_changes_it(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages" / "transformers"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text("")
+    (library / "modeling_it.py").write_text(LIBRARY)
+    layers = "*[torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64)) for _ in range(6)]"
+    text = TRAIN.replace(layers, "torch.nn.Linear(64, 64), Attention()").replace(
+        "randn(512,", "randn(8, 128,"
+    )
+    script = f"from transformers.modeling_it import Attention\n{text}"
+    (tmp_path / "train.py").write_text(script)
+    path = f"{ROOT}{os.pathsep}{library.parent}"
+    assert memopt(tmp_path, "profile", "-o", "p.json.gz", "train.py", "6", PYTHONPATH=path).returncode == 0
+    told = memopt(tmp_path, "show", "p.json.gz", COLUMNS="80")
+    found = " ".join((told.stdout + told.stderr).split())
+    assert "attention-without-sdpa" in found
+    assert "at transformers: modeling_it.py:5, from train.py:8 " in found
+    assert 'try: attn_implementation="sdpa" in from_pretrained() or in the configuration' in found
+
+
 def test_slow_iterations_are_told_of_as_they_begin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from memopt.estimators.fake.kernels import sparse
 from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.values import subclasses
 from memopt.estimators.fake.values.guess import user_line
@@ -32,6 +33,7 @@ def install(recorder: FakeRecorder) -> None:
     _resizes(recorder)
     _shares()
     subclasses.install(recorder)
+    sparse.install()
 
 
 def _values(recorder: FakeRecorder) -> None:
