@@ -153,3 +153,13 @@ def test_the_first_rank_tells_of_all(tmp_path: Path) -> None:
     assert [row[0] for row in rows if len(row) > 9 and row[-2] == "of"] == ["0", "1"]
     assert done.stderr.count("within the budget") + done.stderr.count("ABOVE the budget") == 1
     assert not list(Path("/tmp").glob("memopt-outcomes-*"))
+
+
+def test_what_cannot_be_meant_is_refused_before_anything_is_looked_at(tmp_path: Path) -> None:
+    done = memopt(tmp_path, "apply", "--deterministic", "nowhere.plan.json")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "memopt: --deterministic goes with --verify")
+    (tmp_path / "p.profile.json.gz").write_bytes(b"")
+    done = memopt(tmp_path, "advise", "--budget", "60%", "--pareto")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "memopt: choose one goal")
+    done = memopt(tmp_path, "advise", "--budget", "60%", "--batch-arg=--bs")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "memopt: --batch-arg goes with --max-batch")
