@@ -334,7 +334,7 @@ class _Advise:
         points: list[Point] = []
         from memopt.advisors.frontier import SHARES
 
-        with progress("planning for budgets from 90 % down", total=len(SHARES)) as step:
+        with progress("planning for budgets from 90 % down", total=len(SHARES), unit="point") as step:
             for point in frontier(adviser, self.strategies[0]):
                 points.append(point)
                 step(1)

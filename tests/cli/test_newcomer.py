@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memopt.cli.profile import Progress
-from memopt.cli.shared.console import wrapped
+from memopt.cli.shared.console import progress, wrapped
 from tests.support.profiled import ROOT
 
 TRAIN = """
@@ -163,3 +163,17 @@ def test_what_cannot_be_meant_is_refused_before_anything_is_looked_at(tmp_path: 
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "memopt: choose one goal")
     done = memopt(tmp_path, "advise", "--budget", "60%", "--batch-arg=--bs")
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, "memopt: --batch-arg goes with --max-batch")
+
+
+def test_points_of_a_curve_are_counted_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("memopt.cli.shared.console.time.monotonic", lambda: now[0])
+    with progress("planning", total=4, unit="point") as step:
+        for _ in range(4):
+            now[0] += 1.5
+            step(1)
+    assert capsys.readouterr().err.splitlines() == [
+        "memopt: planning", "memopt: point 2 of 4", "memopt: point 3 of 4", "memopt: point 4 of 4",
+    ]  # fmt: skip
