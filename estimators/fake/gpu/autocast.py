@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 aten = torch.ops.aten
 
@@ -147,7 +147,7 @@ _KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 class CudaAutocast:
     """The policies, as kernels for the AutocastCPU key, until `close`."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.cache: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._library = torch.library.Library("aten", "IMPL")
