@@ -15,6 +15,8 @@ import torch
 
 _OUTPUT = re.compile(r"(?:result|output)(\d*)")
 _BACKWARD = re.compile(r"Backward\d*$")
+_BY_OP = torch.__version__ >= "2.13"
+"""Does autograd name the op in its errors (`Tanh`), not the node (`TanhBackward0`)?"""
 
 
 def is_torchs_own(node: Any) -> bool:
@@ -67,7 +69,8 @@ def output_in_words(handle: object) -> str:
     for name, packed in saved_by(node) if node is not None else ():
         number = _OUTPUT.fullmatch(name)
         if packed is handle and number is not None:
-            return f", which is output {number[1] or 0} of {_BACKWARD.sub('', node.name())},"
+            maker = _BACKWARD.sub("", node.name()) if _BY_OP else node.name()
+            return f", which is output {number[1] or 0} of {maker},"
     return ""
 
 
