@@ -133,7 +133,7 @@ def _tier(which: str) -> Found:
 
     import torch
 
-    from memopt.enforcers.tiers import disk_tier, host_tier
+    from memopt.enforcers.tiers.per_device import disk_tier, host_tier
 
     device = "cpu" if dry() else "cuda"
     store = host_tier(1 << 30) if which == "host" else disk_tier(Path(tempfile.gettempdir()))
