@@ -186,7 +186,7 @@ SMALL = (
 def script_of(name: str, *, steps: int = 12) -> list[str]:
     """What stands behind `memopt profile`."""
     if name in EXAMPLES:
-        from tests.test_examples import SMALL
+        from tests.memopt.test_examples import SMALL
 
         small = SMALL[f"{name}.py"] if dry() else []
         return [str(ROOT / "examples" / f"{name}.py"), "--steps", str(4 if dry() else steps), *small]

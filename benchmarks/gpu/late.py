@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from memopt.cli.main import main as memopt
-from tests.late_session import LateCpu, late_cpu
+from tests.late.late_session import LateCpu, late_cpu
 
 
 @contextlib.contextmanager
