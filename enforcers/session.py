@@ -12,6 +12,7 @@ import msgspec
 
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
+from memopt.errors import NotPossibleHere
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
@@ -111,12 +112,18 @@ class ApplySession:
     def _try_to_set_up(self, loop: Loop | None) -> None:
         try:
             self._set_up(loop)
+        except NotPossibleHere as error:
+            self.notes.append(f"nothing was enforced: {error.what}: {error.why}")
+            self._give_up()
         except Exception as error:
             log.error("memopt could not set up the plan; the script runs plain", exc_info=True)
             self.notes.append(f"nothing was enforced: {type(error).__name__}: {error}")
-            self._engine = None
+            self._give_up()
 
     def _set_up(self, loop: Loop | None) -> None:
+        from memopt.instrument.torch_internals import ON_GPU, WATCH, require
+
+        require(WATCH, *([ON_GPU] if self._plan.device.kind == "cuda" else []))
         from memopt.enforcers.engine import Engine
         from memopt.enforcers.lookup import tables_of
         from memopt.enforcers.memory_limit import hold
@@ -198,6 +205,18 @@ class ApplySession:
             return None
         self._measurements.end()
         outcome = self._outcome()
+        self._remove()
+        return outcome
+
+    def _give_up(self) -> None:
+        """What had been set up before something failed would go on alone."""
+        self._remove()
+        self._engine = self._hooks = self._updates = self._pieces = self._swapper = None
+        if not self._shares_loop:
+            self._iterations = self._frames = self._forms = None
+
+    def _remove(self) -> None:
+        """Leave the script to itself."""
         if self._engine is not None:
             self._engine.stop()
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
@@ -206,7 +225,6 @@ class ApplySession:
                 part.remove()
         if self._swapper is not None:
             self._swapper.close()
-        return outcome
 
     def _outcome(self) -> Outcome:
         plan, engine = self._plan, self._engine

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memopt.device import Device
-from memopt.errors import MemoptError, RunFailed
+from memopt.errors import MemoptError, NotPossibleHere, RunFailed
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.instrument.script.runner import Command, StopScript, stop_script
@@ -82,6 +82,13 @@ class ProfileSession:
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
+        self.torch_seen = True
+        self._guard(self._watch)
+
+    def _watch(self) -> None:
+        from memopt.instrument.torch_internals import WATCH, require
+
+        require(WATCH)
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
@@ -231,12 +238,15 @@ class ProfileSession:
         except StopScript:
             raise
         except Exception as error:
-            log.error("memopt failed while it recorded the script; the script goes on", exc_info=True)
-            self.failure = RunFailed(
-                "no profile was written: memopt failed while it recorded the script",
-                why=f"{type(error).__name__}: {error}",
-                try_="reporting the traceback above",
-            )
+            if isinstance(error, NotPossibleHere):
+                self.failure = error
+            else:
+                log.error("memopt failed while it recorded the script; the script goes on", exc_info=True)
+                self.failure = RunFailed(
+                    "no profile was written: memopt failed while it recorded the script",
+                    why=f"{type(error).__name__}: {error}",
+                    try_="reporting the traceback above",
+                )
             self._done = True
             if self._recordings is not None:
                 self._recordings.drop()
