@@ -18,6 +18,7 @@ from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
     from memopt.advisors.plan_reader import ReadPlan
+    from memopt.reports.allocator_view import AllocatorView
 
 _PICKLES = (b"\x80", b"PK\x03\x04")
 _WRITTEN = "a file that memopt profile, advise, apply --outcome, or estimate --json wrote, or torch's memory snapshot"
@@ -30,6 +31,8 @@ class Run:
     name: str
     trace: Trace
     planned: ReadPlan | None = None
+    layout: AllocatorView | None = None
+    """Of a snapshot: its segments as they were written."""
 
 
 @dataclass(slots=True)
@@ -48,11 +51,23 @@ class Inputs:
 
 def load_any(path: Path) -> Trace | Plan | Outcome | dict[str, Any]:
     """The file at `path`; an estimate or a curve as its JSON object. Raises `BadFile`, `UsageError`."""
-    data = read_bytes(path, "file")
-    if data.startswith(_PICKLES):
-        from memopt.estimators.snapshot_trace import trace_of_snapshot
+    return _load(path)[0]
 
-        return trace_of_snapshot(path)
+
+def _load(path: Path) -> tuple[Trace | Plan | Outcome | dict[str, Any], AllocatorView | None]:
+    """What `load_any` gives, and the segments where the file is a snapshot."""
+    data = read_bytes(path, "file")
+    if not data.startswith(_PICKLES):
+        return _decoded(path, data), None
+    del data
+    from memopt.estimators.snapshot_trace import read_as_trace
+    from memopt.reports.allocator_view import of_snapshot
+
+    read = read_as_trace(path)
+    return read.trace, of_snapshot(read.device, read.trace, read.storage_at)
+
+
+def _decoded(path: Path, data: bytes) -> Trace | Plan | Outcome | dict[str, Any]:
     try:
         schema = schema_of(data).rpartition("/")[0]
         if schema == "memopt.trace":
@@ -97,10 +112,12 @@ def read_inputs(paths: list[Path]) -> Inputs:
     inputs = Inputs()
     traces: list[tuple[Path, Trace]] = []
     plans: list[tuple[Path, Plan]] = []
+    layouts: dict[int, AllocatorView | None] = {}
     for path in paths:
-        found = load_any(path)
+        found, layout = _load(path)
         if isinstance(found, Trace):
             traces.append((path, found))
+            layouts[len(traces) - 1] = layout
         elif isinstance(found, Plan):
             plans.append((path, found))
         elif isinstance(found, Outcome):
@@ -115,7 +132,8 @@ def read_inputs(paths: list[Path]) -> Inputs:
         if place is None:
             inputs.plans.append((path.name, plan))
     inputs.runs = [
-        Run(short_name(path), with_a_moment(trace), read.get(i)) for i, (path, trace) in enumerate(traces)
+        Run(short_name(path), with_a_moment(trace), read.get(i), layouts.get(i))
+        for i, (path, trace) in enumerate(traces)
     ]
     return inputs
 

@@ -75,6 +75,7 @@ def _of_runs(inputs: Inputs, drawn: dict[str, Any], with_source: bool) -> list[s
         sections.strip(bool(planned)),
         sections.tensor_table(),
         sections.modules(),
+        *_allocator(runs, drawn),
     ]
     for number, run in enumerate(planned):
         assert run.planned is not None
@@ -96,6 +97,29 @@ def _of_runs(inputs: Inputs, drawn: dict[str, Any], with_source: bool) -> list[s
                 parts.append(sections.lints(found, Source(run.trace.script) if with_source else None))
                 break
     return parts
+
+
+def _allocator(runs: Sequence[Run], drawn: dict[str, Any]) -> list[str]:
+    """The segments of the first file that has any."""
+    from memopt.reports import allocator_figure
+    from memopt.reports.allocator_view import at_the_peak
+
+    view = next((view for run in runs if (view := run.layout or at_the_peak(run.trace)) is not None), None)
+    if view is None or not view.segments:
+        return []
+    drawn["allocator"] = allocator_figure.drawn(view)
+    card = sections.figure(
+        "allocator",
+        "How the allocator's memory lies",
+        esc(allocator_figure.told(view), 900),
+        "Segments of the allocator",
+    )
+    return [
+        card.removesuffix("</section>")
+        + allocator_figure.key()
+        + allocator_figure.by_pool(view)
+        + "</section>"
+    ]
 
 
 def _facts(inputs: Inputs, with_source: bool) -> list[tuple[str, str]]:
@@ -163,7 +187,7 @@ def _packed(data: dict[str, Any]) -> str:
 
 
 _NAV = (
-    ("delta", "Changes"), ("iteration", "Iteration"), ("strip-card", "Lifetimes"), ("tensors", "Tensors"), ("modules-card", "Modules"),
+    ("delta", "Changes"), ("iteration", "Iteration"), ("strip-card", "Lifetimes"), ("tensors", "Tensors"), ("modules-card", "Modules"), ("allocator-card", "Allocator"),
     ("before0-card", "Before, after"), ("plan", "Plan"), ("lints", "Findings"), ("outcome", "Outcome"), ("estimate", "Estimate"),
     ("pareto0-card", "Trade-off"), ("about", "About"),
 )  # fmt: skip
