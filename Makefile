@@ -42,8 +42,9 @@ types: $(READY) ## Check types (mypy --strict) through a view in which the rooms
 	@ln -sfn $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/integrations $(CURDIR)/memopt/py.typed build/types/memopt/
 	$(BIN)/mypy
 
-docs: $(READY) ## Write the help of every command into its page
+docs: $(READY) ## Write the help of every command into its page, the manual pages and the completions
 	$(BIN)/python -m tests.command_pages
+	$(BIN)/python -m tests.man_pages
 
 bench: $(READY) ## Models x budgets: predicted and measured peak and step time, same losses or not (ARGS="--models resnet50")
 	$(BIN)/python -m benchmarks.bench $(ARGS)
