@@ -17,8 +17,8 @@ from memopt.trace import Csr, Ops, Trace, load_trace
 from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
-    from memopt.advisors.plan_reader import ReadPlan
-    from memopt.reports.allocator_view import AllocatorView
+    from memopt.advisors.profiles.plan_reader import ReadPlan
+    from memopt.reports.page.allocator_view import AllocatorView
 
 _PICKLES = (b"\x80", b"PK\x03\x04")
 _WRITTEN = "a file that memopt profile, advise, apply --outcome, or estimate --json wrote, or torch's memory snapshot"
@@ -60,8 +60,8 @@ def _load(path: Path) -> tuple[Trace | Plan | Outcome | dict[str, Any], Allocato
     if not data.startswith(_PICKLES):
         return _decoded(path, data), None
     del data
-    from memopt.estimators.snapshot_trace import read_as_trace
-    from memopt.reports.allocator_view import of_snapshot
+    from memopt.estimators.snapshot.trace import read_as_trace
+    from memopt.reports.page.allocator_view import of_snapshot
 
     read = read_as_trace(path)
     return read.trace, of_snapshot(read.device, read.trace, read.storage_at)
@@ -142,7 +142,7 @@ def _lay(
     inputs: Inputs, path: Path, plan: Plan, traces: list[tuple[Path, Trace]], read: dict[int, ReadPlan]
 ) -> int | None:
     """The index in `traces` of the profile that `plan` was laid on; one that was found on the disk is added to them."""
-    from memopt.advisors.plan_reader import read_plan
+    from memopt.advisors.profiles.plan_reader import read_plan
 
     why = ""
     for place, (_, trace) in enumerate(traces):
