@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from memopt.reports.page.allocator_view import AllocatorView
 
 _PICKLES = (b"\x80", b"PK\x03\x04")
-_WRITTEN = "a file that memopt profile, advise, apply --outcome, or estimate --json wrote, or torch's memory snapshot"
+_WRITTEN = "a file that memopt profile, advise, apply --outcome, or estimate --json wrote, torch's memory snapshot, or a benchmark's lines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ class Inputs:
     estimates: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     curves: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """What `advise --pareto` wrote."""
+    comparisons: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """What `advise --strategy A --strategy B --json` wrote."""
+    benchmarks: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
+    """Jobs of a benchmark."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -68,8 +73,15 @@ def _load(path: Path) -> tuple[Trace | Plan | Outcome | dict[str, Any], Allocato
 
 
 def _decoded(path: Path, data: bytes) -> Trace | Plan | Outcome | dict[str, Any]:
+    from memopt.reports.benchmarks import read_jobs
+
+    jobs = read_jobs(data)
+    if jobs is not None:
+        return {"jobs": jobs}
     try:
         schema = schema_of(data).rpartition("/")[0]
+        if schema == "memopt.plan" and _is_comparison(found := json.loads(data)):
+            return dict(found)
         if schema == "memopt.trace":
             return load_trace(path)
         if schema == "memopt.plan":
@@ -103,6 +115,24 @@ def _is_curve(found: dict[str, Any]) -> bool:
     return all(isinstance(point, dict) and _has(point, wanted) for point in found["points"])
 
 
+def _is_comparison(found: object) -> bool:
+    if not isinstance(found, dict) or not _has(found, {"strategies": list, "budget_bytes": int}):
+        return False
+    numbers = all(
+        isinstance(found.get(name), (int, float)) for name in ("plain_step_ms", "unplanned_peak_bytes")
+    )
+    return numbers and all(isinstance(row, dict) and _is_strategy(row) for row in found["strategies"])
+
+
+def _is_strategy(row: dict[str, Any]) -> bool:
+    peak, step = row.get("predicted_peak_bytes"), row.get("predicted_step_ms")
+    return (
+        _has(row, {"strategy": str})
+        and isinstance(peak, (int, NoneType))
+        and isinstance(step, (int, float, NoneType))
+    )
+
+
 def _has(found: dict[str, Any], wanted: dict[str, type]) -> bool:
     return all(isinstance(found.get(name), kind) for name, kind in wanted.items())
 
@@ -122,6 +152,10 @@ def read_inputs(paths: list[Path]) -> Inputs:
             plans.append((path, found))
         elif isinstance(found, Outcome):
             inputs.outcomes.append((path.name, found))
+        elif "jobs" in found:
+            inputs.benchmarks.append((path.name, found["jobs"]))
+        elif "strategies" in found:
+            inputs.comparisons.append((path.name, found))
         elif _is_curve(found):
             inputs.curves.append((path.name, found))
         else:

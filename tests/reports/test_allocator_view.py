@@ -11,8 +11,9 @@ import pytest
 from memopt.device import Device
 from memopt.estimators.snapshot.read import read_snapshot
 from memopt.reports.inputs import Inputs, Run, read_inputs
-from memopt.reports.page import allocator_figure, page
+from memopt.reports.page import allocator_figure
 from memopt.reports.page.allocator_view import FREE, ROUNDING, AllocatorView, at_the_peak
+from memopt.reports.page.html import page
 from memopt.reports.page.moment import peak_of
 from memopt.trace import CATEGORIES, Trace
 from tests.estimators.test_snapshot import snapshot_of
