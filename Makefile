@@ -9,7 +9,7 @@ JOBS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ROOMS := instrument profiler estimators advisors enforcers reports cli
-SOURCES := memopt $(ROOMS) tests benchmarks examples
+SOURCES := memopt $(ROOMS) tests tools benchmarks examples
 
 .PHONY: help install demo test lint format types docs bench bench-estimate bench-gpu bench-advise bench-run clean
 
@@ -32,9 +32,10 @@ demo: $(READY) ## Profile, advise and apply on an example; predicted beside meas
 test: $(READY) ## Run the tests (ARGS="-k name" for some of them)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-lint: $(READY) ## Check style and formatting
+lint: $(READY) ## Check style, formatting and the rules of the house (tools/house.py)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/python -m tools.house
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff format $(SOURCES)

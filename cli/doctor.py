@@ -15,10 +15,10 @@ from typing import Any
 
 import click
 
-import memopt
 from memopt.errors import reason
 from memopt.files import swap_folder
 from memopt.units import format_bytes
+from memopt.version import VERSION
 
 PARTS = (
     "torch",
@@ -61,7 +61,7 @@ def doctor(swap_dir: Path | None, as_json: bool) -> None:
 def examine(swap_dir: Path) -> Facts:
     """All that doctor tells, as plain data."""
     facts: Facts = {
-        "memopt": memopt.__version__,
+        "memopt": VERSION,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in PARTS},

@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-import memopt
 from memopt.advisors.clock import now
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.estimators.simulator.chains import Chain
@@ -19,6 +18,7 @@ from memopt.estimators.simulator.trace_view import Saved
 from memopt.plan import OPTIMIZER_IN_BACKWARD, OPTIMIZER_IN_PIECES, Action, OpRef, Plan, ScriptAction, SlotRef
 from memopt.timeline import Timeline
 from memopt.units import format_bytes, format_ms
+from memopt.version import VERSION
 
 _MARGINS_S = 1.5
 """For so long savings are found by taking actions away one by one; after that they are the bytes at the plain peak."""
@@ -46,7 +46,7 @@ def write_plan(
     actions.sort(key=lambda action: (-action.saved_bytes, -action.size_bytes, action.storage))
     trace = problem.view.trace
     return Plan(
-        memopt=memopt.__version__,
+        memopt=VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         script=trace.script,
         device=trace.device,

@@ -11,13 +11,13 @@ from memopt.instrument.accumulate import goes_into_first, in_place
 from memopt.instrument.torch_internals import current_node
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 
 class Meetings:
     """Knows which node of the graph made a tensor of the backward pass."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._makers: dict[int, int] = {}
 

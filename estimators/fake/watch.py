@@ -21,7 +21,7 @@ from memopt.instrument.torch_internals import (
 )
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 
 # torch as something to be patched
@@ -32,7 +32,7 @@ _MODULE: Any = torch.nn.Module
 class Watch:
     """Follows modules, backward passes and optimizer steps of one recording."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.paths: list[str] = []
         self.names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
@@ -139,7 +139,7 @@ class Watch:
 
 
 @contextmanager
-def watching(recorder: FakeRecorder) -> Iterator[Watch]:
+def watching(recorder: Recorder) -> Iterator[Watch]:
     """Follow modules, backward passes and optimizers while `recorder` records; put everything back after."""
     watch = Watch(recorder)
     recorder.watch = watch

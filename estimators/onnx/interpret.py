@@ -34,7 +34,7 @@ from memopt.estimators.onnx.ops import region as ops_region
 from memopt.estimators.onnx.ops import sequence as ops_sequence
 from memopt.estimators.onnx.ops import shape as ops_shape
 from memopt.estimators.onnx.ops.fallback import infer_outputs, opaque
-from memopt.estimators.onnx.ops.registry import OPS, Call, Malformed, NeedsValue
+from memopt.estimators.onnx.ops.registry import DTYPES, OPS, Call, Malformed, NeedsValue
 from memopt.estimators.onnx.read.graph import Graph, Node, Port, Weight
 from memopt.estimators.onnx.read.lower import reads
 from memopt.estimators.onnx.read.wire import SMALL_BYTES
@@ -48,15 +48,6 @@ ROOMS = (
 
 MOST_STEPS = 60_000
 """Node executions of one pass; a loop that wants more is refused."""
-
-DTYPES = {
-    1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32,
-    7: torch.int64, 9: torch.bool, 10: torch.float16, 11: torch.float64, 12: torch.uint32, 13: torch.uint64,
-    14: torch.complex64, 15: torch.complex128, 16: torch.bfloat16, 17: torch.float8_e4m3fn,
-    18: torch.float8_e4m3fnuz, 19: torch.float8_e5m2, 20: torch.float8_e5m2fnuz,
-    21: torch.uint8, 22: torch.int8, 23: torch.uint8,
-}  # fmt: skip
-"""ONNX element types; 4-bit ones take a byte here."""
 
 _GROWS = {
     "CenterCropPad", "ConstantOfShape", "Einsum", "Expand", "EyeLike", "If", "Loop", "MatMul", "OneHot", "Pad",

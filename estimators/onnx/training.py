@@ -18,7 +18,8 @@ from memopt.errors import BadFile, NotPossibleHere, UsageError
 from memopt.estimators.fake.recorder import FakeRecorder, Target
 from memopt.estimators.fake.torch_internals import FAKE_LOG, FakeTensorMode
 from memopt.estimators.fake.training import estimate_training_step
-from memopt.estimators.onnx.interpret import DTYPES, Env, Run, is_known
+from memopt.estimators.onnx.interpret import Env, Run, is_known
+from memopt.estimators.onnx.ops.registry import DTYPES
 from memopt.estimators.onnx.read.graph import Graph, Model, Weight
 from memopt.estimators.onnx.read.parameters import FLOATS, INTEGERS
 from memopt.estimators.recording import Recording

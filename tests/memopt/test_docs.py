@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from memopt import outcome, plan, trace
-from memopt.cli.commands import COMMANDS
+from memopt.cli.table import COMMANDS
 from memopt.device import Device
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from memopt.estimators.fake.torch_internals import DispatchKeySet, IncludeExclud
 from memopt.instrument.torch_internals import DispatchKey
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 aten = torch.ops.aten
 
@@ -150,7 +150,7 @@ _KEY = DispatchKeySet(DispatchKey.AutocastCPU)
 class CudaAutocast:
     """The policies, as kernels for the AutocastCPU key, until `close`."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.cache: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._library = torch.library.Library("aten", "IMPL")

@@ -20,13 +20,13 @@ from memopt.estimators.hidden.hidden_memory import (
 )
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
     from memopt.estimators.fake.values.choices import Overrides
 
 aten = torch.ops.aten
 
 
-def device_choices(overrides: Overrides, recorder: FakeRecorder) -> None:
+def device_choices(overrides: Overrides, recorder: Recorder) -> None:
     """What depends on the device: attention kernels on any; dropout masks, batch norm and softmax on CUDA."""
 
     def on_cuda(tensor: Tensor) -> bool:

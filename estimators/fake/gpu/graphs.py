@@ -17,7 +17,7 @@ import torch
 from memopt.estimators.fake.torch_internals import set_native
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 _FIRST = 1 << 16
 """Number of the first pool; streams have smaller ones."""
@@ -26,7 +26,7 @@ _FIRST = 1 << 16
 class Pools:
     """The private pools of one recording."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._numbers = itertools.count(_FIRST)
 
@@ -56,7 +56,7 @@ class Pools:
         return run
 
 
-def install(recorder: FakeRecorder) -> None:
+def install(recorder: Recorder) -> None:
     """Patch torch in this process, for good."""
     pools = recorder.pools
     capturing: list[Any] = []

@@ -13,7 +13,7 @@ import torch
 from memopt.instrument.torch_internals import current_node, sequence_nr
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 _POOL = 32
 """Streams of one priority; the next one made is the first again (c10/cuda/CUDAStream.cpp)."""
@@ -22,7 +22,7 @@ _POOL = 32
 class Streams:
     """The stream that ops of one recording go to; 0 is the default one."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.asked = 0
         """Of the innermost stream context."""
@@ -60,7 +60,7 @@ class Streams:
         return self.asked
 
 
-def install(recorder: FakeRecorder) -> None:
+def install(recorder: Recorder) -> None:
     """Patch torch in this process, for good."""
     streams = recorder.streams
 
