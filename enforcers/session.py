@@ -136,6 +136,7 @@ class ApplySession:
         if self._options.limit_bytes:
             hold(self._options.limit_bytes)
         tables = tables_of(self._plan)
+        self._frames.named = tables.frames
         self._swapper = self._tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
         if not tables.empty:
@@ -200,6 +201,8 @@ class ApplySession:
         outcome = self._outcome()
         if self._engine is not None:
             self._engine.stop()
+        if self._frames is not None:
+            self._frames.named = None
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
         for part in (self._hooks, self._updates, self._pieces, *watchers):
             if part is not None:
