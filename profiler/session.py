@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MANY_OPS = 20_000
+"""Some seconds to record."""
+
 _MOST_STOPS = 3
 """A script that catches the exit that often means to go on; it is left alone then."""
 
@@ -318,8 +321,12 @@ class ProfileSession:
             self._publish_whole(recordings.result)
 
     def _may_be_short(self, count: int) -> bool:
-        """The second iteration is recorded for scripts that make no third; where nothing will be timed after the third, it is timed."""
-        return not (self._recordings and self._recordings.earlier) or (count == 1 and not _has_peers())
+        """The second iteration is recorded for scripts that make no third; where nothing will be timed after the third, it is timed.
+
+        Not one of very many ops: the first is known, and recording another takes long."""
+        earlier = self._recordings.earlier if self._recordings is not None else []
+        few = not earlier or len(earlier[0].recorder.ops) < _MANY_OPS
+        return not earlier or (count == 1 and few and not _has_peers())
 
     def _worth_timing(self) -> bool:
         """Shall the script go on, to be timed? Several processes must stop at the same iteration, or one waits for ever."""
