@@ -43,7 +43,7 @@ types: $(READY) ## Check types (mypy --strict) through a view in which the rooms
 	$(BIN)/mypy
 
 docs: $(READY) ## Write the help of every command into its page
-	$(BIN)/python -m tests.command_pages
+	$(BIN)/python -m tests.support.command_pages
 
 bench: $(READY) ## Models x budgets: predicted and measured peak and step time, same losses or not (ARGS="--models resnet50")
 	$(BIN)/python -m benchmarks.bench $(ARGS)

@@ -117,7 +117,7 @@ def main() -> None:
 def _plan(order: dict[str, object], output: Path) -> None:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.best_effort import best_effort
-    from memopt.advisors.problem import allowed, usual_limit_s
+    from memopt.advisors.profiles.problem import allowed, usual_limit_s
     from memopt.trace import load_trace
 
     trace = load_trace(Path(str(order["trace"])))

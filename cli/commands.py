@@ -23,10 +23,14 @@ class Lazy(NamedTuple):
 
 
 COMMANDS = {
-    "run": Lazy("memopt.cli.run:run", "Run the script within a memory budget: all of the below in one run."),
+    "run": Lazy(
+        "memopt.cli.run.command:run", "Run the script within a memory budget: all of the below in one run."
+    ),
     "profile": Lazy("memopt.cli.profile:profile", "Record one steady iteration of a training script."),
     "estimate": Lazy("memopt.cli.estimate:estimate", "Tell the peak memory before anything is run."),
-    "advise": Lazy("memopt.cli.advise:advise", "Find what to swap, recompute or compress to fit a budget."),
+    "advise": Lazy(
+        "memopt.cli.advise.command:advise", "Find what to swap, recompute or compress to fit a budget."
+    ),
     "apply": Lazy("memopt.cli.apply:apply", "Run the script with a plan enforced."),
     "show": Lazy("memopt.cli.show:show", "Say in words what a profile or plan holds."),
     "report": Lazy("memopt.cli.report:report", "Show profiles and plans as one HTML page, or export them."),
@@ -62,7 +66,7 @@ class LazyGroup(click.Group):
             raise click.UsageError(f"No such command {name!r}.{hint}", ctx)
         name_or_none, command, rest = super().resolve_command(ctx, args)
         if command is not None and name_or_none is not None and not ctx.resilient_parsing:
-            from memopt.cli.config import defaults_for
+            from memopt.cli.shared.config import defaults_for
 
             ctx.default_map = {name_or_none: defaults_for(name_or_none, command)}
         return name_or_none, command, rest
@@ -72,7 +76,7 @@ class LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except (UsageError, click.BadParameter) as error:
-            from memopt.cli.config import told_with_origin
+            from memopt.cli.shared.config import told_with_origin
 
             raise told_with_origin(error, ctx.invoked_subcommand) from error
 

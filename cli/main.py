@@ -13,7 +13,7 @@ import click
 
 import memopt
 from memopt.cli.commands import LazyGroup
-from memopt.cli.config import COLORS, configured_color
+from memopt.cli.shared.config import COLORS, configured_color
 from memopt.errors import MemoptError, UsageError
 
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

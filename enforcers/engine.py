@@ -18,21 +18,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from memopt.enforcers.capturing import Capturing
-from memopt.enforcers.codecs import CODECS, decode, encode, encode_for
-from memopt.enforcers.encoded import Encoded, flat_storage
+from memopt.enforcers.codecs.encoded import Encoded, flat_storage
+from memopt.enforcers.codecs.premises import Call, describe_call, hold
+from memopt.enforcers.codecs.table import CODECS, decode, encode, encode_for
 from memopt.enforcers.flat_call import CallForm, flatten_call
 from memopt.enforcers.handles import Planned, Trigger
-from memopt.enforcers.premises import Call, describe_call, hold
+from memopt.enforcers.lookup import AtUse, PlannedSlot, Tables
 from memopt.enforcers.records import (
     Record,
     Value,
     make,
     record_op,
 )
-from memopt.enforcers.swapped import SwappedStorage, Swapper
-from memopt.enforcers.tables import AtUse, PlannedSlot, Tables
+from memopt.enforcers.tiers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.values import Values
-from memopt.estimators.slot_needs import Need
+from memopt.estimators.simulator.slot_needs import Need
 from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain
 from memopt.instrument.frames import Frame, Frames

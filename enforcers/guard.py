@@ -23,12 +23,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from memopt.enforcers.capturing import Capturing
-from memopt.enforcers.swap import SwapFailed, SwapTier, without_frames
-from memopt.enforcers.swapped import SwappedStorage
+from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
+from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain
 from memopt.instrument.loop import Loop
-from memopt.instrument.meter import living_storages
+from memopt.instrument.memory.meter import living_storages
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, is_tracing, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes
 

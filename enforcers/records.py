@@ -20,8 +20,8 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from memopt.enforcers.codecs import decode
-from memopt.enforcers.encoded import Encoded
+from memopt.enforcers.codecs.encoded import Encoded
+from memopt.enforcers.codecs.table import decode
 from memopt.enforcers.flat_call import CallForm
 from memopt.instrument.ops import OpKind
 from memopt.instrument.saved import Place

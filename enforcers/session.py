@@ -12,8 +12,8 @@ import msgspec
 
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
-from memopt.instrument.forks import call_around_fork
-from memopt.instrument.on_import import call_after_import, quiet_allocator
+from memopt.instrument.script.forks import call_around_fork
+from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
 from memopt.plan import Action, Plan, ScriptAction
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
-    from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
-    from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
-    from memopt.enforcers.swapped import Swapper
-    from memopt.enforcers.tiers import PerDevice
+    from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
+    from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+    from memopt.enforcers.tiers.per_device import PerDevice
+    from memopt.enforcers.tiers.swapped import Swapper
     from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
@@ -118,13 +118,13 @@ class ApplySession:
 
     def _set_up(self, loop: Loop | None) -> None:
         from memopt.enforcers.engine import Engine
+        from memopt.enforcers.lookup import tables_of
         from memopt.enforcers.memory_limit import hold
-        from memopt.enforcers.tables import tables_of
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
-        from memopt.instrument.script_profiler import watch
+        from memopt.instrument.script.script_profiler import watch
 
         if loop is None:
             watch()
@@ -150,13 +150,13 @@ class ApplySession:
             self._hooks.install()
             self._engine.enter()
         if self._plan.in_backward is not None:
-            from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
+            from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
 
             self._updates = OptimizerInBackward(self._iterations, self._will_change, self._gradient_is_whole)
             self._updates.install()
         pieces = self._plan.in_pieces
         if pieces is not None:
-            from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
+            from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
 
             tier, most = self._state_tier(pieces), pieces.away or None
             self._pieces = OptimizerInPieces(self._iterations, pieces.piece_bytes, tier, most)
@@ -164,9 +164,9 @@ class ApplySession:
 
     def _tiers(self, actions: list[Action]) -> Swapper | None:
         """Where the plan swaps to; each tier opens when the first storage leaves."""
-        from memopt.enforcers.host import BLOCK_BYTES
-        from memopt.enforcers.swapped import Swapper
-        from memopt.enforcers.tiers import disk_tier, host_tier
+        from memopt.enforcers.tiers.host import BLOCK_BYTES
+        from memopt.enforcers.tiers.per_device import disk_tier, host_tier
+        from memopt.enforcers.tiers.swapped import Swapper
 
         wanted = {
             number: str(action.tier)
@@ -182,7 +182,7 @@ class ApplySession:
 
     def _state_tier(self, pieces: ScriptAction) -> PerDevice | None:
         """Where optimizer state is between steps; it stays open until the process ends, for whoever reads it then."""
-        from memopt.enforcers.tiers import disk_tier, host_tier
+        from memopt.enforcers.tiers.per_device import disk_tier, host_tier
 
         if pieces.tier is None:
             return None

@@ -21,8 +21,8 @@ import msgspec
 
 from memopt.enforcers.scratch import copy_folder, moved
 from memopt.errors import VerifyFailed
-from memopt.instrument.on_import import call_after_import
-from memopt.instrument.runner import Command, run, stop_script
+from memopt.instrument.script.on_import import call_after_import
+from memopt.instrument.script.runner import Command, run, stop_script
 from memopt.outcome import Outcome
 from memopt.plan import Plan, load_plan
 
@@ -248,7 +248,7 @@ class _Digests:
         return None
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        from memopt.instrument.gradient_reads import kept_gradient
+        from memopt.instrument.stepping.gradient_reads import kept_gradient
 
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -257,7 +257,7 @@ class _Digests:
         self._step += 1
 
     def gradient_is_whole(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-        from memopt.instrument.gradient_reads import kept_gradient
+        from memopt.instrument.stepping.gradient_reads import kept_gradient
 
         position = 0
         for group in optimizer.param_groups:
@@ -281,7 +281,7 @@ def _modules() -> list[tuple[str, torch.nn.Module]]:
 
     import torch
 
-    from memopt.instrument.living import living
+    from memopt.instrument.live_objects import living
 
     gc.collect()  # a module that nobody holds (what was scripted or traced, say) lives until then, in one run longer than in another
     (found,) = living(torch.nn.Module)
@@ -300,7 +300,7 @@ def _state() -> dict[str, str]:
 
 
 def _gradients() -> dict[str, str]:
-    from memopt.instrument.gradient_reads import kept_gradient
+    from memopt.instrument.stepping.gradient_reads import kept_gradient
 
     found = {}
     for top, module in _modules():

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from memopt.instrument.on_import import call_after_import
-from memopt.instrument.training_thread import TrainingThread
+from memopt.instrument.script.on_import import call_after_import
+from memopt.instrument.script.training_thread import TrainingThread
 
 
 class CompiledRegions:

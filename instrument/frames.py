@@ -21,10 +21,10 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from memopt.instrument.compiled import CompiledRegions
+from memopt.instrument.memory.resizes import Resizes
 from memopt.instrument.places import Loop, Roles, roles_of_modules
-from memopt.instrument.resizes import Resizes
+from memopt.instrument.script.training_thread import TrainingThread
 from memopt.instrument.traced import keep_out_of_compiler, unless_compiling
-from memopt.instrument.training_thread import TrainingThread
 
 
 class Frame:

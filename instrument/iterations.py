@@ -22,8 +22,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim import optimizer as optim
 
-from memopt.instrument.living import living
-from memopt.instrument.training_thread import TrainingThread
+from memopt.instrument.live_objects import living
+from memopt.instrument.script.training_thread import TrainingThread
 
 _MOST_BACKWARDS_A_STEP = 1024
 """A script that has called backward this often and never stepped the optimizer it made is divided by backward calls."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from memopt.instrument.on_import import call_after_import
+from memopt.instrument.script.on_import import call_after_import
 
 _ROOMS = ("memopt", "instrument", "profiler", "enforcers", "estimators", "cli")
 
@@ -42,6 +42,6 @@ def _skip_files() -> None:
     from torch._dynamo import trace_rules
 
     house = Path(__file__).parent.parent
-    files = {str(file) for room in _ROOMS for file in (house / room).glob("*.py")} - {__file__}
+    files = {str(file) for room in _ROOMS for file in (house / room).rglob("*.py")} - {__file__}
     with contextlib.suppress(AttributeError):
         trace_rules.FORCE_SKIP_FILES.update(files)

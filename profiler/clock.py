@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 import torch
 
-from memopt.instrument.allocator_events import MARK, Started, started_profile, stop_profile
-from memopt.instrument.cuda_statistics import statistics_of
-from memopt.instrument.script_profiler import on_script
+from memopt.instrument.memory.allocator_events import MARK, Started, started_profile, stop_profile
+from memopt.instrument.memory.cuda_statistics import statistics_of
+from memopt.instrument.script.script_profiler import on_script
 
 
 @dataclass(frozen=True, slots=True)

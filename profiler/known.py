@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from memopt.instrument.frames import Frames
-from memopt.instrument.gradient_reads import kept_gradient
-from memopt.instrument.living import living
+from memopt.instrument.live_objects import living
+from memopt.instrument.stepping.gradient_reads import kept_gradient
 from memopt.trace import IN_A_LIST
 
 Tell = Callable[[Tensor, str, str], None]

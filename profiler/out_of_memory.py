@@ -17,7 +17,7 @@ from torch import Tensor
 import memopt
 from memopt.device import Device
 from memopt.instrument.frames import Frames
-from memopt.instrument.living import living
+from memopt.instrument.live_objects import living
 from memopt.profiler.known import LEFT_OVER, device_in_use, tell_all
 from memopt.profiler.storages import describe
 from memopt.trace import CATEGORIES, Csr, Ops, Script, Slots, Storages, Trace, Values

@@ -19,7 +19,6 @@ from memopt.instrument.accumulate import goes_into_first
 from memopt.instrument.as_plain import as_plain
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
-from memopt.instrument.lines import user_line
 from memopt.instrument.nodes import attributes_of, is_torchs_own, saved_by
 from memopt.instrument.ops import (
     PLAIN_TYPES,
@@ -32,6 +31,7 @@ from memopt.instrument.ops import (
     updated_statistics,
 )
 from memopt.instrument.saved import Kept
+from memopt.instrument.script.lines import user_line
 from memopt.profiler.clock import OpClock
 from memopt.profiler.rows import BACKWARD, FORWARD, OPTIMIZER, OTHER, OpRow, SlotRow
 from memopt.profiler.storages import StorageRows, describe

@@ -12,9 +12,9 @@ import msgspec
 
 from memopt.device import Device
 from memopt.errors import MemoptError, RunFailed
-from memopt.instrument.forks import call_around_fork
-from memopt.instrument.on_import import call_after_import, quiet_allocator
-from memopt.instrument.runner import Command, StopScript, stop_script
+from memopt.instrument.script.forks import call_around_fork
+from memopt.instrument.script.on_import import call_after_import, quiet_allocator
+from memopt.instrument.script.runner import Command, StopScript, stop_script
 from memopt.profiler.ending import in_words, is_out_of_memory
 from memopt.profiler.plain_steps import PlainSteps
 from memopt.profiler.recordings import (
@@ -89,7 +89,7 @@ class ProfileSession:
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
-        from memopt.instrument.script_profiler import watch
+        from memopt.instrument.script.script_profiler import watch
 
         watch()
         self._frames = Frames()

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.problem import Decisions, Problem, allowed
-from memopt.estimators.decision import Decision
+from memopt.advisors.profiles.problem import Decisions, Problem, allowed
+from memopt.estimators.simulator.decision import Decision
 from memopt.trace import load_trace
 
 

@@ -123,7 +123,7 @@ def tier(which: str) -> Found:
 
     import torch
 
-    from memopt.enforcers.tiers import disk_tier, host_tier
+    from memopt.enforcers.tiers.per_device import disk_tier, host_tier
 
     if which == "host" and dry():
         return {"left out": "the host tier is for a GPU's tensors"}

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 )
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.record import FakeRecorder
+    from memopt.estimators.fake.recorder import FakeRecorder
 
 
 # torch as something to be patched

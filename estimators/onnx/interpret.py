@@ -24,23 +24,21 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt.errors import BadFile
-from memopt.estimators.fake.guess import FEW
-from memopt.estimators.onnx import (
-    ops_control,
-    ops_index,
-    ops_math,
-    ops_microsoft,
-    ops_nn,
-    ops_quantized,
-    ops_region,
-    ops_sequence,
-    ops_shape,
-)
-from memopt.estimators.onnx.fallback import infer_outputs, opaque
-from memopt.estimators.onnx.graph import Graph, Node, Port, Weight
-from memopt.estimators.onnx.lower import reads
-from memopt.estimators.onnx.registry import OPS, Call, Malformed, NeedsValue
-from memopt.estimators.onnx.wire import SMALL_BYTES
+from memopt.estimators.fake.values.guess import FEW
+from memopt.estimators.onnx.ops import control as ops_control
+from memopt.estimators.onnx.ops import index as ops_index
+from memopt.estimators.onnx.ops import math as ops_math
+from memopt.estimators.onnx.ops import microsoft as ops_microsoft
+from memopt.estimators.onnx.ops import nn as ops_nn
+from memopt.estimators.onnx.ops import quantized as ops_quantized
+from memopt.estimators.onnx.ops import region as ops_region
+from memopt.estimators.onnx.ops import sequence as ops_sequence
+from memopt.estimators.onnx.ops import shape as ops_shape
+from memopt.estimators.onnx.ops.fallback import infer_outputs, opaque
+from memopt.estimators.onnx.ops.registry import OPS, Call, Malformed, NeedsValue
+from memopt.estimators.onnx.read.graph import Graph, Node, Port, Weight
+from memopt.estimators.onnx.read.lower import reads
+from memopt.estimators.onnx.read.wire import SMALL_BYTES
 
 ROOMS = (
     ops_control, ops_index, ops_math, ops_microsoft, ops_nn, ops_quantized,

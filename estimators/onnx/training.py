@@ -16,11 +16,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memopt.errors import BadFile, NotPossibleHere, UsageError
-from memopt.estimators.fake.record import FakeRecorder, Target
+from memopt.estimators.fake.recorder import FakeRecorder, Target
 from memopt.estimators.fake.training import estimate_training_step
-from memopt.estimators.onnx.graph import Graph, Model, Weight
 from memopt.estimators.onnx.interpret import DTYPES, Env, Run, is_known
-from memopt.estimators.onnx.parameters import FLOATS, INTEGERS
+from memopt.estimators.onnx.read.graph import Graph, Model, Weight
+from memopt.estimators.onnx.read.parameters import FLOATS, INTEGERS
 from memopt.estimators.recording import Recording
 
 DTYPE_POLICIES = ("fp32", "bf16", "amp-bf16", "amp-fp16")
