@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from memopt.enforcers.capturing import Capturing
@@ -115,7 +114,7 @@ class Live:
         return held
 
 
-class Guard(TorchDispatchMode):
+class Guard(modes.Mode):
     """The mode and the hooks; a listener of the loop that it is given."""
 
     def __init__(self, loop: Loop, tier: SwapTier[Any], device: str, budget_bytes: int) -> None:
@@ -162,17 +161,9 @@ class Guard(TorchDispatchMode):
         if self.active:
             modes.enter(self)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile: under any other mode it would run the model eagerly."""
-        return True
-
     # --- ops
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
         if not self.active or self._regions.compiling or self._capturing.now():
             return run(*args, **kwargs)

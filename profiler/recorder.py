@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first
 from memopt.instrument.as_plain import as_plain
 from memopt.instrument.frames import Frame, Frames
@@ -54,7 +54,7 @@ class Handle(Kept):
         return tensor if self.bring is None else self.bring()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(modes.Mode):
     """The mode and the hooks' functions; rows grow while it is entered."""
 
     sends_away = False
@@ -105,15 +105,7 @@ class Recorder(TorchDispatchMode):
 
     # --- ops
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile: under any other mode it would run the model eagerly."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
         if not self._recording or self._regions.compiling:
             return run(*args, **kwargs)

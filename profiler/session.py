@@ -25,7 +25,7 @@ from memopt.profiler.recordings import (
     describe_script,
     tells_of_training,
 )
-from memopt.trace import CACHE_EMPTIED, Trace
+from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, Trace
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from memopt.instrument.saved import Kept, SavedTensorHooks
 
 log = logging.getLogger(__name__)
+
+MADE_ONLY = "the script made "
+"""Begin of the note in a profile that is of another iteration than was asked for."""
 
 _MANY_OPS = 20_000
 """Some seconds to record."""
@@ -78,6 +81,9 @@ class ProfileSession:
         self.torch_seen = False
         self._shares_loop = False
         """Frames and iterations are another's to remove."""
+        self._above_bytes = 0
+        """What was held before the first forward, above what was held then."""
+        self._then_bytes = 0
 
     # --- life
 
@@ -123,7 +129,16 @@ class ProfileSession:
         self._frames.before_training = None
         recordings = self._recordings
         if recordings is not None and recordings.now is None and not self._done and self.iterations_seen == 0:
-            self._guard(lambda: recordings.begin(iteration=1, with_bytes=self._wanted.offload is None))
+            self._guard(lambda: self._begin_first(recordings))
+
+    def _begin_first(self, recordings: Recordings) -> None:
+        from memopt.instrument.memory.outside import was_above_now_bytes
+        from memopt.profiler.known import device_in_use
+
+        self._above_bytes = was_above_now_bytes(self._wanted.device or device_in_use())
+        recordings.begin(iteration=1, with_bytes=self._wanted.offload is None)
+        assert recordings.now is not None
+        self._then_bytes = recordings.now.recorder.base_bytes
 
     @property
     def _now(self) -> Recording | None:
@@ -434,6 +449,7 @@ class ProfileSession:
             "create_graph": recorder.create_graph,
             "grad_calls": recorder.grad_calls,
             **{f"{CACHE_EMPTIED}{line}": count for line, count in recorder.cache_emptied.items()},
+            **({BEFORE_TRAINING: before} if (before := self._then_bytes + self._above_bytes) else {}),
             "iterations_seen": self.iterations_seen,
             "boundary_is_backward": int(
                 self._iterations is not None and self._iterations.boundary == "backward"
@@ -445,7 +461,7 @@ def _only(made: int, iteration: int) -> str:
     """What to say of a profile that is not of the iteration that was asked for."""
     times = "1 iteration" if made == 1 else f"{made} iterations"
     first = ": what the optimizer keeps was made in it" if iteration == 1 else ""
-    return f"the script made {times} only, and this is number {iteration}{first}"
+    return f"{MADE_ONLY}{times} only, and this is number {iteration}{first}"
 
 
 def _has_peers() -> bool:
