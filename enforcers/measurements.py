@@ -159,7 +159,7 @@ class Measurements:
             self._parts = after - 1
             self._times_ms.clear()
             self._others.clear()
-        turns = MEASURED[:2] if self._measured_planned else MEASURED
+        turns: tuple[int, ...] = MEASURED[:2] if self._measured_planned else MEASURED
         if 0 < self._plan.iteration < MEASURED[0]:
             turns = (self._plan.iteration,)
         if self._wanted and after + 1 - self._parts in turns:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first
-from memopt.instrument.as_plain import as_plain
+from memopt.instrument.as_plain import LOOKING, as_plain, run_as_plain
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.nodes import attributes_of, is_torchs_own, saved_by
@@ -323,13 +323,15 @@ class Recorder(modes.Mode):
         self.met.end()
         self._pending.clear()
 
-    def backward_began(self, *, keep_graph: bool, create_graph: bool) -> None:
+    def backward_began(self, roots: tuple[Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
         self._makes_graph = create_graph
         self.backward_calls += 1
         self.keep_graph += int(keep_graph)
         self.create_graph += int(create_graph)
         self.grad_calls += int(not self._iterations.accumulates)
         self._poll(len(self.ops) - 1)
+        if any(row.kind.name.startswith(tuple(LOOKING.values())) for row in self.ops):
+            run_as_plain(roots)
 
 
 def _add(values: list[int], value: int | None) -> None:

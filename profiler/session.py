@@ -372,7 +372,9 @@ class ProfileSession:
         now = self._now
         if now is not None:
             recorder, updates = now.recorder, now.updates
-            self._guard(lambda: recorder.backward_began(keep_graph=keep_graph, create_graph=create_graph))
+            self._guard(
+                lambda: recorder.backward_began(roots, keep_graph=keep_graph, create_graph=create_graph)
+            )
             if updates is not None:
                 self._guard(lambda: updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph))
 
