@@ -294,5 +294,14 @@ def what_was_written(trace: Trace, path: Path, warmup: int = 0) -> list[str]:
     if not trace.device.disk_out_bytes_per_s:
         lines.append("its swap folder could not be written: no plan will swap to disk (--swap-dir DIR)")
     from memopt.advisors.first_budget import first_budget
+    from memopt.instrument.memory.outside import before_training
 
+    lines += [note for note in (*early(trace), before_training(trace, trace.peak_bytes)) if note]
     return [*lines, f"next: memopt advise {shlex.quote(name)} --budget {first_budget(trace)}"]
+
+
+def early(trace: Trace) -> list[str]:
+    """What the profile says of itself where it is of another iteration than was asked for."""
+    from memopt.profiler.session import MADE_ONLY
+
+    return [note for note in trace.notes if note.startswith(MADE_ONLY)]

@@ -19,7 +19,9 @@ def render_outcome(outcome: Outcome | dict[str, Any]) -> RenderableType:
     if isinstance(outcome, dict):
         outcome = msgspec.convert(outcome, Outcome)
     measured_bytes = outcome.measured_peak_bytes
-    good = measured_bytes is not None and measured_bytes <= outcome.budget_bytes
+    good = (
+        measured_bytes is not None and max(measured_bytes, outcome.outside_peak_bytes) <= outcome.budget_bytes
+    )
     counts = outcome.actions
     parts: list[RenderableType] = [
         words(verdict.of_outcome(outcome), style="bold green" if good else "bold red"),

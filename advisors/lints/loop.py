@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from memopt.advisors.lints.find import Seen, lint
+from memopt.advisors.lints.registry import Seen, lint
 from memopt.trace import CACHE_EMPTIED, IN_A_LIST
 
 

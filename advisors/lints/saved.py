@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
 
-from memopt.advisors.lints.find import SavedSlot, Seen, lint
+from memopt.advisors.lints.registry import SavedSlot, Seen, lint
 
 _SIXTEEN_BIT = ("bf16", "fp16")
 _MASKS = {("WhereBackward0", "condition"), ("MaskedFillBackward0", "mask")}

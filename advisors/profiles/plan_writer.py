@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 
-import memopt
 from memopt.advisors.clock import now
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.estimators.simulator.chains import Chain
@@ -16,9 +15,11 @@ from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.in_pieces import Pieces
 from memopt.estimators.simulator.slot_needs import VALUES, Need, Value
 from memopt.estimators.simulator.trace_view import Saved
+from memopt.instrument.memory.outside import before_training
 from memopt.plan import OPTIMIZER_IN_BACKWARD, OPTIMIZER_IN_PIECES, Action, OpRef, Plan, ScriptAction, SlotRef
 from memopt.timeline import Timeline
 from memopt.units import format_bytes, format_ms
+from memopt.version import VERSION
 
 _MARGINS_S = 1.5
 """For so long savings are found by taking actions away one by one; after that they are the bytes at the plain peak."""
@@ -46,7 +47,7 @@ def write_plan(
     actions.sort(key=lambda action: (-action.saved_bytes, -action.size_bytes, action.storage))
     trace = problem.view.trace
     return Plan(
-        memopt=memopt.__version__,
+        memopt=VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         script=trace.script,
         device=trace.device,
@@ -59,13 +60,14 @@ def write_plan(
         else problem.unplanned_peak_bytes,
         plain_step_ms=problem.plain_step_ms,
         predicted_step_ms=timeline.step_ms,
+        iteration=trace.iteration,
         base_bytes=trace.base_bytes,
         saved_tensors=len(trace.slots.node),
         saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,
         script_actions=_of_the_optimizer(problem, decisions, timeline),
-        notes=[*notes],
+        notes=[*notes, *filter(None, [before_training(trace, problem.unplanned_peak_bytes)])],
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memopt.cli.advise.given import on_device, room_as_budget, script_stem
 from memopt.cli.advise.words import (
     check_goal,
     check_graph_words,
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
-    from memopt.advisors.lints.find import Lint
+    from memopt.advisors.lints.registry import Lint
     from memopt.cli.advise.comparison import Row
     from memopt.estimators.hidden.beside_tensors import Budget
     from memopt.plan import Plan
-    from memopt.trace import Trace
 
 _KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer"
 
@@ -136,24 +136,6 @@ def _required_budget(options: dict[str, Any]) -> str:
     if options["budget"] is None:
         raise UsageError("--budget is missing", try_="--budget 16GB, or --budget 60% of the unplanned peak")
     return str(options["budget"])
-
-
-def room_as_budget(options: dict[str, Any]) -> None:
-    """Without a goal, the budget is what the named device has room for."""
-    if options["device"] and not any(options[name] for name in ("budget", "max_overhead", "pareto")):
-        from memopt.devices import find_device
-
-        options["budget"] = str(find_device(options["device"]).memory_bytes)
-
-
-def on_device(trace: Trace, name: str | None) -> Trace:
-    """The trace as the device called `name` would run it."""
-    if not name:
-        return trace
-    from memopt.devices import find_device
-    from memopt.estimators.elsewhere.modelled import model_for_device
-
-    return model_for_device(trace, find_device(name))
 
 
 class _Advise:
@@ -351,10 +333,3 @@ class _Advise:
                 out().print(lints_table(self.lints))
         say(f"wrote {self.output}")
         return 0
-
-
-def script_stem(trace: Trace) -> str:
-    """The script's name without folder and ending; of a module the last part."""
-    argv = trace.script.argv
-    name = argv[0] if argv else "script"
-    return (name.rpartition(".")[2] if trace.script.as_module else Path(name).stem) or "script"

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake.kernels.hidden import hidden
+from memopt.estimators.fake.torch_internals import FakeTensor
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 aten = torch.ops.aten
 _COPIES = frozenset(
@@ -76,7 +76,7 @@ def note_distinct(func: Any, args: tuple[Any, ...], result: Any) -> None:
 
 
 def sparse_result(
-    recorder: FakeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
     """What `func` makes of a sparse first argument, with its indices and values; None where torch's own answer will do."""
     first: Any = args[0] if args else None
@@ -100,7 +100,7 @@ def sparse_result(
 
 
 def _copied(
-    recorder: FakeRecorder, func: Any, first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: Recorder, func: Any, first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     with recorder.paused(), recorder.fake_mode:
         indices, values = first._indices(), first._values()
@@ -119,7 +119,7 @@ def _copied(
     return made
 
 
-def _coalesced(recorder: FakeRecorder, first: Tensor) -> Tensor:
+def _coalesced(recorder: Recorder, first: Tensor) -> Tensor:
     """Its storages are as large as before, though fewer of their elements may be in use."""
     nnz = first._nnz()
     distinct = getattr(first, _DISTINCT, None)
