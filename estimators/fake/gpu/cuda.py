@@ -15,7 +15,7 @@ from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.script.request import Request
 from memopt.estimators.fake.torch_internals import (
     FakeTensor,
-    Generator,
+    Generator as _Generator,
     default_device_context,
     device_constructors,
     group_tensors,
@@ -206,7 +206,7 @@ def _constructors(recorder: FakeRecorder) -> None:
 
     _TENSOR.new_tensor = from_data
 
-    class Generator(Generator):
+    class Generator(_Generator):
         def __new__(cls, device: Any = None) -> Any:
             return super().__new__(cls)
 
