@@ -3,7 +3,8 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-VENV ?= .venv
+# TORCH=2.11.0: with that torch in a venv of its own, so `make test TORCH=2.11.0`.
+VENV ?= .venv$(TORCH:%=-torch-%)
 JOBS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -19,7 +20,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("memopt needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet --quiet -c constraints.txt --group dev -e .
+	grep -v -E '$(if $(TORCH),^(torch|setuptools)==,^$$)' constraints.txt >$(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --quiet -c $(VENV)/constraints.txt --group dev $(TORCH:%=torch==%) -e .
 	@touch $@
 
 install: $(READY) ## Make .venv with memopt and everything it is tested with
@@ -46,8 +48,10 @@ types: $(READY) ## Check types (mypy --strict) through a view in which the rooms
 	@ln -sfn $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/integrations $(CURDIR)/memopt/py.typed build/types/memopt/
 	$(BIN)/mypy
 
-docs: $(READY) ## Write the help of every command into its page
+docs: $(READY) ## Write what the docs have from the code: the help of every command, manual pages, completions, torch's private names
 	$(BIN)/python -m tests.support.command_pages
+	$(BIN)/python -m tests.support.man_pages
+	$(BIN)/python -m tests.support.internals_page
 
 bench: $(READY) ## Models x budgets: predicted and measured peak and step time, same losses or not (ARGS="--models resnet50")
 	$(BIN)/python -m benchmarks.bench $(ARGS)

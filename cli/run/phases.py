@@ -140,6 +140,9 @@ class Phases:
         self._guard(self._begin)
 
     def _begin(self) -> None:
+        from memopt.instrument.torch_internals import WATCH, require
+
+        require(WATCH)
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations

@@ -32,6 +32,7 @@ from memopt.instrument.stepping.in_pieces import (
     why_not,
 )
 from memopt.instrument.stepping.single_parameter_step import parameters_of
+from memopt.instrument.torch_internals import DisableTorchDispatch, storage_use_count
 
 
 class OptimizerInPieces:
@@ -65,7 +66,7 @@ class OptimizerInPieces:
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Do the step, and leave nothing to do for the script's own."""
-        guard = torch._C._DisableTorchDispatch()
+        guard = DisableTorchDispatch()
         try:
             with torch.no_grad():
                 self._step(optimizer)
@@ -408,7 +409,7 @@ class _Stepped:
         state = self._state
         if state is None or all(piece.is_empty for piece in self._pieces):
             return
-        guard = torch._C._DisableTorchDispatch()
+        guard = DisableTorchDispatch()
         try:
             with torch.no_grad():
                 for piece in self._pieces:
@@ -485,7 +486,7 @@ def _nobody_else_holds(inner: State, parameter: Tensor) -> bool:
             continue
         if not _is_of_elements(value, parameter):
             return False
-        if sys.getrefcount(value) > 3 or torch._C._storage_Use_Count(value.untyped_storage()._cdata) > 2:
+        if sys.getrefcount(value) > 3 or storage_use_count(value.untyped_storage()._cdata) > 2:
             return False  # a name here, the call, and the state; the tensor, and who asks
     return True
 

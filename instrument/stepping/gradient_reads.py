@@ -14,7 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_GRAD: Any = torch._C.TensorBase.__dict__["grad"]
+from memopt.instrument.torch_internals import TensorBase
+
+_GRAD: Any = TensorBase.__dict__["grad"]
 _HOUSE = Path(__file__).resolve().parents[2]
 _TORCH = Path(torch.__file__).parent
 _EXPECTED = (

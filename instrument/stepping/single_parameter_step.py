@@ -13,6 +13,7 @@ from torch.optim import optimizer as optim
 from memopt.instrument.iterations import _STEP, Iterations
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.stepping.gradient_reads import gradient_of
+from memopt.instrument.torch_internals import step_hooks
 
 PROVED = frozenset(
     {
@@ -89,8 +90,7 @@ def _is_a_schedulers(step: Any, kind: Any) -> bool:
 
 
 def _hooks_of_others() -> bool:
-    hooks = (*optim._global_optimizer_pre_hooks.values(), *optim._global_optimizer_post_hooks.values())
-    return any(not isinstance(getattr(hook, "__self__", None), Iterations) for hook in hooks)
+    return any(not isinstance(getattr(hook, "__self__", None), Iterations) for hook in step_hooks())
 
 
 def _why_not_these(parameters: list[Tensor]) -> str:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memopt.estimators.fake.torch_internals import DispatchKeySet, IncludeExclude, registrations
+from memopt.instrument.torch_internals import DispatchKey
+
 if TYPE_CHECKING:
     from memopt.estimators.fake.asked import Recorder
 
@@ -141,7 +144,7 @@ PROMOTE = [
     "scatter_add",
 ]
 
-_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_KEY = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
 class CudaAutocast:
@@ -166,7 +169,7 @@ class CudaAutocast:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
+            for name in registrations("AutocastCPU"):
                 space, _, short = name.partition("::")
                 if space == "aten" and short not in ours:
                     self._library.impl(
@@ -267,5 +270,5 @@ def _op(name: str) -> Any:
 
 @contextmanager
 def _below() -> Iterator[None]:
-    with torch._C._ExcludeDispatchKeyGuard(_KEY):
+    with IncludeExclude(_KEY):
         yield

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memopt.estimators.fake.torch_internals import set_native
+
 if TYPE_CHECKING:
     from memopt.estimators.fake.asked import Recorder
 
@@ -90,10 +92,9 @@ def install(recorder: Recorder) -> None:
             self.id = pools.made()
 
     cuda: Any = torch.cuda
-    native: Any = torch._C
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = CUDAGraph
     cuda.graph_pool_handle = cuda.graphs.graph_pool_handle = pools.made
     cuda.is_current_stream_capturing = lambda: bool(capturing)
     cuda.MemPool = cuda.memory.MemPool = MemPool
     cuda.use_mem_pool = cuda.memory.use_mem_pool = lambda pool, device=None: pools.inside(pool.id)
-    native._host_emptyCache = lambda: None
+    set_native("host_emptyCache", lambda: None)

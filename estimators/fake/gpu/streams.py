@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memopt.instrument.torch_internals import current_node, sequence_nr
+
 if TYPE_CHECKING:
     from memopt.estimators.fake.asked import Recorder
 
@@ -51,10 +53,10 @@ class Streams:
             return 0
         watch = self.recorder.watch
         if watch is not None and watch.in_backward and not self.inside_backward:
-            node = torch._C._current_autograd_node()
+            node = current_node()
             return self._of_node.get(node._sequence_nr(), 0) if node is not None else self.asked
         if self.asked and torch.is_grad_enabled():
-            self._of_node[torch._C._autograd._get_sequence_nr() - 1] = self.asked
+            self._of_node[sequence_nr() - 1] = self.asked
         return self.asked
 
 

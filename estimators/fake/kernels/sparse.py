@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake.kernels.hidden import hidden
+from memopt.estimators.fake.torch_internals import FakeTensor
 
 if TYPE_CHECKING:
     from memopt.estimators.fake.asked import Recorder

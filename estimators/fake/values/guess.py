@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake.kernels.indexing import fills, is_mask
 from memopt.estimators.fake.kernels.moe import EXPERTS
+from memopt.estimators.fake.torch_internals import FakeTensor
 from memopt.estimators.fake.values.mask_share import selected
 from memopt.estimators.fake.values.short_circuit import ABSORBING
 

@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt.estimators.onnx.read.graph import Graph, Node, Weight
+from memopt.instrument.torch_internals import disable_current_modes
 
 DTYPES = {
     1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32,
@@ -187,7 +187,7 @@ class Call:
 
 def numbers_of(known: Tensor) -> list[Any]:
     """The elements of a real tensor, looked at from within the fake world."""
-    with _disable_current_modes():
+    with disable_current_modes():
         return known.reshape(-1).tolist()
 
 
