@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from memopt.codecs import CODECS
 from memopt.device import Device
 from memopt.errors import BadFile
 from memopt.files import read_bytes, write_atomic
@@ -26,17 +27,6 @@ OPTIMIZER_IN_PIECES: Final = "optimizer in pieces"
 
 NEEDS: Final = ("values", "nothing", "predicate", "pool_index")
 """What a backward may read of a saved tensor (`estimators.slot_needs`)."""
-
-CODECS: Final = (
-    "nothing",
-    "predicate",
-    "pool_index",
-    "two_valued",
-    "narrow_int",
-    "exact_cast",
-    "zero_bitmap",
-)
-"""How a tensor may be compressed (`enforcers.codecs`)."""
 
 Kind = Literal["keep", "swap", "recompute", "compress", "drop"]
 Tier = Literal["host", "disk"]

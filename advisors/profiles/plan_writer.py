@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from memopt.advisors.clock import now
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
+from memopt.codecs import CODECS
 from memopt.estimators.simulator.chains import Chain
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.in_pieces import Pieces
@@ -23,12 +24,6 @@ from memopt.version import VERSION
 
 _MARGINS_S = 1.5
 """For so long savings are found by taking actions away one by one; after that they are the bytes at the plain peak."""
-_READS = {
-    "nothing": "its values are never read",
-    "predicate": "backward asks one yes-or-no question of each element, so one bit is held",
-    "pool_index": "an index inside its pooling window is all that backward needs",
-    "two_valued": "dropout noise has two values, so one bit an element is held",
-}
 
 
 def write_plan(
@@ -247,7 +242,7 @@ class _Writer:
         if decision.kind == "swap":
             return f"{away}; {self._copy_words(saved, decision)}"
         held = f"{format_bytes(decision.encoded_bytes)} instead of {format_bytes(saved.size_bytes)}"
-        words = _READS[decision.codec]
+        words = CODECS[decision.codec].words
         return words if decision.kind == "drop" else f"{words}: {held}"
 
     def _replay_words(self, saved: Saved) -> str:
