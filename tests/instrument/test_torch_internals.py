@@ -102,6 +102,7 @@ torch.nn.Linear.__init__
     assert [line for line, _ in sorted(spellings(source))] == [4, 5, 7, 8, 9, 10, 13]
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's, about what it imports late
 def test_this_torch_has_all_that_memopt_uses_of_its_private_parts() -> None:
     names = [*torch_internals.NAMES, *fake_internals.NAMES]
     gone = [f"{name.spelling}: {name.feature} is off ({name.purpose})" for name in names if not name.there]
