@@ -47,7 +47,7 @@ from memopt.instrument.ops import (
     updated_statistics,
 )
 from memopt.instrument.saved import Kept, check_version, let_go_of_bytes
-from memopt.instrument.torch_internals import DisableTorchDispatch, TorchDispatchMode, current_mode
+from memopt.instrument.torch_internals import DisableTorchDispatch, current_mode
 from memopt.plan import Action
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ _OWN_NODE = re.compile(r"Backward\d+$")
 """Nodes of torch's own, whose backward writes over nothing that it has saved; a script's `Function` might."""
 
 
-class Engine(TorchDispatchMode):
+class Engine(modes.Mode):
     """The mode and the hooks of one run."""
 
     def __init__(
@@ -115,15 +115,7 @@ class Engine(TorchDispatchMode):
         self._unsettled.clear()
         modes.leave(self)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile: under any other mode it would run the model eagerly."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
         iterations = self._iterations
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):

@@ -31,7 +31,6 @@ from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, is_tracing, ki
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes
 from memopt.instrument.torch_internals import (
     DisableTorchDispatch,
-    TorchDispatchMode,
     storage_use_count,
     tree_iter,
     tree_map_only,
@@ -120,7 +119,7 @@ class Live:
         return held
 
 
-class Guard(TorchDispatchMode):
+class Guard(modes.Mode):
     """The mode and the hooks; a listener of the loop that it is given."""
 
     def __init__(self, loop: Loop, tier: SwapTier[Any], device: str, budget_bytes: int) -> None:
@@ -167,17 +166,9 @@ class Guard(TorchDispatchMode):
         if self.active:
             modes.enter(self)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile: under any other mode it would run the model eagerly."""
-        return True
-
     # --- ops
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
         if not self.active or self._regions.compiling or self._capturing.now():
             return run(*args, **kwargs)

@@ -143,6 +143,7 @@ class ApplySession:
         if self._options.limit_bytes:
             hold(self._options.limit_bytes)
         tables = tables_of(self._plan)
+        self._frames.named = tables.frames
         self._swapper = self._tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
         if not tables.empty:
@@ -154,7 +155,10 @@ class ApplySession:
                 self._forms.install()
             self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
             self._hooks.install()
-            self._engine.enter()
+            if "@" in tables.frames or (loop is not None and loop.iterations.count):
+                self._engine.enter()
+            if loop is None:
+                self._frames.before_training = self._training_begins
         if self._plan.in_backward is not None:
             from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
 
@@ -167,6 +171,12 @@ class ApplySession:
             tier, most = self._state_tier(pieces), pieces.away or None
             self._pieces = OptimizerInPieces(self._iterations, pieces.piece_bytes, tier, most)
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
+
+    def _training_begins(self) -> None:
+        """What prepares the training has run without the mode, which would slow small ops down."""
+        self._measurements.training_begins()
+        if self._engine is not None:
+            self._engine.enter()
 
     def _tiers(self, actions: list[Action]) -> Swapper | None:
         """Where the plan swaps to; each tier opens when the first storage leaves."""
@@ -219,6 +229,8 @@ class ApplySession:
         """Leave the script to itself."""
         if self._engine is not None:
             self._engine.stop()
+        if self._frames is not None:
+            self._frames.named = self._frames.before_training = None
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
         for part in (self._hooks, self._updates, self._pieces, *watchers):
             if part is not None:
@@ -278,7 +290,9 @@ class ApplySession:
             process_peak_bytes=measured.process_peak_bytes,
             notes=notes,
         )
-        return msgspec.structs.replace(outcome, **measured.on_the_gpu())
+        on_the_gpu = measured.on_the_gpu()
+        outside = measured.outside_bytes(on_the_gpu.get("allocated_peak_bytes", 0))
+        return msgspec.structs.replace(outcome, outside_peak_bytes=outside, **on_the_gpu)
 
     def _declined(self) -> list[str]:
         if self._engine is None:

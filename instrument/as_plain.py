@@ -1,15 +1,16 @@
 """Ops that run under a mode compute what they compute without one.
 
-Three things differ while a `TorchDispatchMode` is on, and each is put right here:
+Four things differ while a `TorchDispatchMode` is on, and each is put right here:
 1. Inside an op that was handed to a mode, conjugate and negative views are not resolved: complex `linalg.pinv` came out wrong.
 2. Nor does autocast reach what such an op calls: `linalg.pinv` and `nn.Bilinear` came out in another precision.
-3. `svdvals`, `eigvalsh` and `eigvals` of what needs no gradient compute vectors as well, by another routine of LAPACK's.
+3. The backward formulas of `prod` and `cumprod` take another way, whose own derivative has other bits.
+4. `svdvals`, `eigvalsh` and `eigvals` of what needs no gradient compute vectors as well, by another routine of LAPACK's.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd import forward_ad
 
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.torch_internals import (
+    DisableTorchDispatch,
     DispatchKey,
     ExcludeKey,
     RestoreThreadState,
@@ -63,6 +65,37 @@ def _with_autocast(func: Any) -> Callable[..., Any]:
             return func(*args, **kwargs)
 
     return run
+
+
+LOOKING = {"ProdBackward": "aten.prod.", "CumprodBackward": "aten.cumprod."}
+"""Nodes whose formula looks whether a mode is on, by the beginning of their names, and their ops."""
+
+
+def run_as_plain(roots: Iterable[Tensor]) -> None:
+    """No mode is on while a node of `LOOKING` below `roots` runs; what it does is not seen then."""
+    waiting = [root.grad_fn for root in roots]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        if node.name().startswith(tuple(LOOKING)):
+            _without_modes(node)
+
+
+def _without_modes(node: Any) -> None:
+    guards: list[Any] = []
+
+    def before(gradients: Any) -> None:
+        guards.append(DisableTorchDispatch())
+
+    def after(inputs: Any, outputs: Any) -> None:
+        guards.clear()
+
+    node.register_prehook(before)
+    node.register_hook(after)
 
 
 def _pinverse(matrix: Tensor, rcond: float = 1e-15) -> Tensor:

@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 from memopt.instrument.torch_internals import (
     TorchDispatchMode,
     current_mode,
     current_modes,
     pop_mode_temporarily,
+    set_compiler,
 )
+
+
+class Mode(TorchDispatchMode):
+    """What all modes of memopt's have in common: torch.compile compiles under them, and compiles nothing of them.
+
+    Torch sees to the second by `torch._disable_dynamo`, which imports all of torch's compiler, seconds of it, at the first op, and
+    costs each op a microsecond or two. Here only its innermost part is called, which is there without that import.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch.compile compile: under any other mode it would run the model eagerly."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        compiler = set_compiler(None)
+        try:
+            return self.dispatch(func, types, args, kwargs or {})
+        finally:
+            if compiler is not None:
+                set_compiler(compiler)
+
+    @abstractmethod
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `func`, and give what it gives."""
 
 
 def is_on(mode: TorchDispatchMode) -> bool:

@@ -157,6 +157,9 @@ current_modes = _watch(_D + "_get_current_dispatch_mode_stack", "all of them, to
 pop_mode_temporarily = _watch(
     _D + "_pop_mode_temporarily", "puts the script's modes aside while ours goes in"
 )
+set_compiler = _watch(
+    "torch._C._dynamo.eval_frame.set_eval_frame", "torch.compile compiles nothing of memopt's modes"
+)
 is_wrapper = _watch(
     _D + "is_traceable_wrapper_subclass", "a tensor made of tensors (DTensor) is compared by its parts"
 )

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first
-from memopt.instrument.as_plain import as_plain
+from memopt.instrument.as_plain import LOOKING, as_plain, run_as_plain
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.nodes import attributes_of, is_torchs_own, saved_by
@@ -31,7 +32,6 @@ from memopt.instrument.ops import (
 from memopt.instrument.saved import Kept
 from memopt.instrument.script.lines import user_line
 from memopt.instrument.torch_internals import (
-    TorchDispatchMode,
     current_node,
     sequence_nr,
     storage_use_count,
@@ -59,7 +59,7 @@ class Handle(Kept):
         return tensor if self.bring is None else self.bring()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(modes.Mode):
     """The mode and the hooks' functions; rows grow while it is entered."""
 
     sends_away = False
@@ -110,15 +110,7 @@ class Recorder(TorchDispatchMode):
 
     # --- ops
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile: under any other mode it would run the model eagerly."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
         if not self._recording or self._regions.compiling:
             return run(*args, **kwargs)
@@ -336,13 +328,15 @@ class Recorder(TorchDispatchMode):
         self.met.end()
         self._pending.clear()
 
-    def backward_began(self, *, keep_graph: bool, create_graph: bool) -> None:
+    def backward_began(self, roots: tuple[Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
         self._makes_graph = create_graph
         self.backward_calls += 1
         self.keep_graph += int(keep_graph)
         self.create_graph += int(create_graph)
         self.grad_calls += int(not self._iterations.accumulates)
         self._poll(len(self.ops) - 1)
+        if any(row.kind.name.startswith(tuple(LOOKING.values())) for row in self.ops):
+            run_as_plain(roots)
 
 
 def _add(values: list[int], value: int | None) -> None:

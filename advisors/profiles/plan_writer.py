@@ -15,6 +15,7 @@ from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.in_pieces import Pieces
 from memopt.estimators.simulator.slot_needs import VALUES, Need, Value
 from memopt.estimators.simulator.trace_view import Saved
+from memopt.instrument.memory.outside import before_training
 from memopt.plan import OPTIMIZER_IN_BACKWARD, OPTIMIZER_IN_PIECES, Action, OpRef, Plan, ScriptAction, SlotRef
 from memopt.timeline import Timeline
 from memopt.units import format_bytes, format_ms
@@ -59,13 +60,14 @@ def write_plan(
         else problem.unplanned_peak_bytes,
         plain_step_ms=problem.plain_step_ms,
         predicted_step_ms=timeline.step_ms,
+        iteration=trace.iteration,
         base_bytes=trace.base_bytes,
         saved_tensors=len(trace.slots.node),
         saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,
         script_actions=_of_the_optimizer(problem, decisions, timeline),
-        notes=[*notes],
+        notes=[*notes, *filter(None, [before_training(trace, problem.unplanned_peak_bytes)])],
     )
 
 
