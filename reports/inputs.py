@@ -14,7 +14,7 @@ from memopt.errors import BadFile, MemoptError, UsageError
 from memopt.files import read_bytes
 from memopt.outcome import Outcome, load_outcome
 from memopt.plan import Plan, load_plan
-from memopt.trace import Csr, Ops, Trace, load_trace
+from memopt.trace import CATEGORIES, Csr, Ops, Trace, load_trace
 from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
@@ -103,9 +103,23 @@ def _decoded(path: Path, data: bytes) -> Trace | Plan | Outcome | dict[str, Any]
 
 
 def _is_estimate(found: dict[str, Any]) -> bool:
-    return str(found.get("schema", "")).startswith("memopt.estimate/") and _has(
-        found, {"allocated_bytes": int, "by_category": dict, "by_module": dict, "error": dict, "fits": list, "left_out": list, "notes": list}
+    return (
+        str(found.get("schema", "")).startswith("memopt.estimate/")
+        and _has(found, {"allocated_bytes": int, "by_category": dict, "by_module": dict, "error": dict, "fits": list, "left_out": list, "notes": list})
+        and (not found.get("curve") or _is_course(found["curve"]))
     )  # fmt: skip
+
+
+def _is_course(curve: object) -> bool:
+    """Bytes over an estimate's run: columns of one length, of the categories that there are."""
+    if not isinstance(curve, dict) or not _has(curve, {"at": list, "by_category": dict, "steps": list}):
+        return False
+    columns = [curve["at"], *curve["by_category"].values()]
+    known = set(curve["by_category"]) <= {*CATEGORIES, "workspace"}
+    return known and all(
+        isinstance(row, list) and len(row) == len(curve["at"]) and all(isinstance(each, int) and 0 <= each < 2**62 for each in row)
+        for row in columns
+    ) and all(isinstance(each, int) for each in curve["steps"])  # fmt: skip
 
 
 def _is_curve(found: dict[str, Any]) -> bool:

@@ -37,7 +37,11 @@ def page(inputs: Inputs, names: Sequence[str], *, with_source: bool = True) -> s
     for _, plan in inputs.plans:
         parts.append(sections.actions(plan, with_source=with_source))
     parts += [sections.outcome(found) for _, found in inputs.outcomes]
-    parts += [sections.estimate(found) for _, found in inputs.estimates]
+    for number, (_, found) in enumerate(inputs.estimates):
+        if found.get("curve"):
+            drawn[f"estimated{number}"] = figures.estimated(found["curve"])
+            parts.append(sections.figure(f"estimated{number}", "Memory over the run, estimated", "Height is bytes of tensors on the device; nothing was run.", "Estimated bytes by category"))  # fmt: skip
+        parts.append(sections.estimate(found))
     parts += _trade_off(inputs, drawn)
     parts += _benchmarks(inputs, drawn)
     parts.append(sections.about(names, _facts(inputs, with_source)))
@@ -216,7 +220,7 @@ def _packed(data: dict[str, Any]) -> str:
 
 _NAV = (
     ("delta", "Changes"), ("iteration", "Iteration"), ("strip-card", "Lifetimes"), ("tensors", "Tensors"), ("modules-card", "Modules"), ("allocator-card", "Allocator"),
-    ("before0-card", "Before, after"), ("plan", "Plan"), ("lints", "Findings"), ("outcome", "Outcome"), ("estimate", "Estimate"),
+    ("before0-card", "Before, after"), ("plan", "Plan"), ("lints", "Findings"), ("outcome", "Outcome"), ("estimated0-card", "Over the run"), ("estimate", "Estimate"),
     ("pareto-card", "Trade-off"), ("bench0-card", "Cases"), ("benchmark", "Benchmark"), ("about", "About"),
 )  # fmt: skip
 
