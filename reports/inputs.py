@@ -34,6 +34,19 @@ class Run:
     planned: ReadPlan | None = None
     layout: AllocatorView | None = None
     """Of a snapshot: its segments as they were written."""
+    moved: bool = False
+    """`trace` is the run as the plan has it, its optimizer stepping where the plan lets it."""
+
+    @property
+    def drawn_with_plan(self) -> bool:
+        """Whether the plan's bytes can be laid op by op on those of `trace`."""
+        return self.planned is not None and (self.moved or not self.planned.moves_the_optimizer)
+
+    def with_optimizer_moved(self) -> Run | None:
+        """The run whose ops are those of the plan, where that moves the optimizer."""
+        if self.planned is None or not self.planned.moves_the_optimizer:
+            return None
+        return Run(f"{self.name}, optimizer moved", self.planned.problem.view.trace, self.planned, moved=True)
 
 
 @dataclass(slots=True)

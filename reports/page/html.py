@@ -46,10 +46,15 @@ def page(inputs: Inputs, names: Sequence[str], *, with_source: bool = True) -> s
     parts += _benchmarks(inputs, drawn)
     parts.append(sections.about(names, _facts(inputs, with_source)))
     data = {
-        "runs": [run_data(run, with_lines=with_source) for run in inputs.runs],
+        "runs": [run_data(run, with_lines=with_source) for run in _all_runs(inputs.runs)],
         "figures": {name: json.loads(figure.to_json()) for name, figure in drawn.items()},
     }
     return _filled("".join(parts), data, headline.title)
+
+
+def _all_runs(runs: Sequence[Run]) -> list[Run]:
+    """The runs, each followed by the one that its plan makes of it where the ops are others then."""
+    return [each for run in runs for each in (run, run.with_optimizer_moved()) if each is not None]
 
 
 def _trade_off(inputs: Inputs, drawn: dict[str, Any]) -> list[str]:
@@ -103,7 +108,7 @@ def _of_runs(inputs: Inputs, drawn: dict[str, Any], with_source: bool) -> list[s
         return []
     planned = [run for run in runs if run.planned is not None]
     parts = [
-        sections.iteration(runs),
+        sections.iteration(_all_runs(runs)),
         sections.strip(bool(planned)),
         sections.tensor_table(),
         sections.modules(),

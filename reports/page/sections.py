@@ -128,7 +128,7 @@ def _segment(label: str, name: str, choices: Sequence[tuple[str, str]]) -> str:
 def iteration(runs: Sequence[Run]) -> str:
     """The stacked picture, and what the moment under the line is made of."""
     tools = _segment("Horizontal axis", "x", [("time", "By time"), ("op", "By op")])
-    if any(run.planned is not None and not run.planned.moves_the_optimizer for run in runs):
+    if any(run.drawn_with_plan for run in runs):
         tools = _segment("Shown", "view", [("run", "As it runs"), ("plan", "With the plan")]) + tools
     if len(runs) > 1:
         tools = _segment("Profile", "run", [(str(i), run.name) for i, run in enumerate(runs)]) + tools
