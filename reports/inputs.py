@@ -75,6 +75,10 @@ def load_any(path: Path) -> Trace | Plan | Outcome | dict[str, Any]:
 def _load(path: Path) -> tuple[Trace | Plan | Outcome | dict[str, Any], AllocatorView | None]:
     """What `load_any` gives, and the segments where the file is a snapshot."""
     data = read_bytes(path, "file")
+    if not data.strip():
+        raise BadFile(
+            f"{path} is empty", why="nothing was written to it, or its writer was stopped", try_=_WRITTEN
+        )
     if not data.startswith(_PICKLES):
         return _decoded(path, data), None
     del data

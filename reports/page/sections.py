@@ -132,7 +132,7 @@ def iteration(runs: Sequence[Run]) -> str:
         tools = _segment("Shown", "view", [("run", "As it runs"), ("plan", "With the plan")]) + tools
     if len(runs) > 1:
         tools = _segment("Profile", "run", [(str(i), run.name) for i, run in enumerate(runs)]) + tools
-    tools += '<button class="ghost" type="button" data-do="whole">Whole step</button>'
+    tools += '<button class="ghost" type="button" data-do="whole">Whole step</button><button class="ghost" type="button" data-do="png" aria-label="Download the picture as PNG">PNG</button>'
     body = (
         '<div class="fig" id="area" role="group" aria-label="Bytes on the device over one iteration, stacked by category. The slider below chooses a moment; the text below it says the same in words."></div>'
         '<input class="scrub" id="moment-slider" type="range" min="0" max="2000" step="1" aria-label="Moment of the iteration: the op that is looked at">'

@@ -264,7 +264,7 @@ def test_files_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"schema": "memopt.graph/1"}', '{"schema": 3}', '{"kind": "pareto"}', '{"schema": "memopt.estimate/1"}',
+    ["{", "[]", "null", '{"schema": "memopt.graph/1"}', '{"schema": 3}', '{"kind": "pareto"}', '{"schema": "memopt.estimate/1"}',
      '{"kind": "pareto", "unplanned_peak_bytes": 1, "points": [{"budget_bytes": "x"}]}', "[" * 100_000],
 )  # fmt: skip
 def test_what_is_no_file_of_ours_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
@@ -304,6 +304,58 @@ def test_report_writes_a_page_and_never_over_a_file(
     assert run_memopt(["report", "-f", "--format", "perfetto", "memopt-train.profile.json.gz"]) == 0
     assert (tmp_path / "memopt-train.perfetto.json").is_file()
     assert run_memopt(["report", "--open", "-o", "-", "memopt-train.profile.json.gz"]) == 2
+
+
+def test_a_report_never_takes_the_place_of_what_it_is_made_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, toy_trace())
+    (tmp_path / "link.json.gz").symlink_to(path)
+    before = path.read_bytes()
+    for target in (path, tmp_path / "link.json.gz", tmp_path / "." / path.name):
+        assert run_memopt(["report", "-f", "-o", str(target), str(path)]) == 2
+        assert "which it is made of" in capsys.readouterr().err
+        assert path.read_bytes() == before
+
+
+def test_an_empty_file_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(" \n")
+    assert run_memopt(["report", str(tmp_path / "a.json")]) == 1
+    assert "a.json is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["outcome", "curve", "estimate"])
+def test_every_file_with_figures_has_a_table(tmp_path: Path, kind: str) -> None:
+    import io
+
+    import pandas
+
+    path = tmp_path / "file.json"
+    curve = {
+        "kind": "pareto",
+        "unplanned_peak_bytes": 9,
+        "points": [{"budget_bytes": 5, "feasible": True, "predicted_peak_bytes": 5}],
+    }
+    estimate = {
+        "schema": "memopt.estimate/1",
+        "allocated_bytes": 9,
+        "by_category": {"input": 9},
+        "by_module": {},
+        "error": {},
+        "fits": [],
+        "left_out": [],
+        "notes": [],
+    }
+    path.write_text(
+        json.dumps(
+            {"outcome": {"schema": "memopt.outcome/1", **OUTCOME}, "curve": curve, "estimate": estimate}[kind]
+        )
+    )
+    table = pandas.read_csv(io.BytesIO(exported(read_inputs([path]), ["file.json"], "csv")), index_col=0)
+    wanted = {"outcome": ("predicted", 6800), "curve": ("budget_bytes", 5), "estimate": ("size_bytes", 9)}[
+        kind
+    ]
+    assert table[wanted[0]].iloc[0] == wanted[1]
 
 
 def test_report_to_stdout(tmp_path: Path) -> None:
