@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from memopt.cli.main import run as run_memopt
-from memopt.errors import BadFile, MemoptError, UsageError
+from memopt.errors import BadFile, MemoptError, NotPossibleHere, UsageError
 from memopt.outcome import Outcome, load_outcome
 from memopt.reports import figures, frames
 from memopt.reports.comparison import compare, side_of
@@ -28,6 +30,7 @@ from memopt.reports.page.source import Source
 from memopt.reports.text import esc, json_in_html, shown, together
 from memopt.trace import Script, Trace, load_trace
 from tests.cli.test_show import OUTCOME, toy_plan
+from tests.support.browser import CHROMIUM
 from tests.support.layers_trace import build, chain
 from tests.support.toy_trace import toy_trace
 
@@ -244,6 +247,48 @@ def test_parquet_through_pandas() -> None:
 
     frame = pandas.read_parquet(io.BytesIO(exported(inputs_of(toy_trace()), ["toy"], "parquet")))
     assert frame.size_bytes.sum() == sum(toy_trace().storages.size_bytes)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize("kind", ["profile", "two profiles", "outcome"])
+def test_png_is_drawn_by_the_browser_that_is_there(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("kaleido")
+    first, second = saved(tmp_path, toy_trace()), saved(tmp_path, toy_trace(), "second.profile.json.gz")
+    msgspec.convert(OUTCOME, Outcome).save(tmp_path / "outcome.json")
+    files = {"profile": [first], "two profiles": [first, second], "outcome": [tmp_path / "outcome.json"]}[
+        kind
+    ]
+    command = [sys.executable, "-m", "memopt", "report", "--format", "png", "-o", str(tmp_path / "a.png")]
+    env = {**os.environ, "BROWSER_PATH": str(CHROMIUM)}
+    done = subprocess.run([*command, *map(str, files)], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    data = (tmp_path / "a.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n")
+    assert struct.unpack(">II", data[16:24]) == (2400, 1040)
+    assert len(data) > 15_000, "a white picture takes less"
+
+
+def test_png_without_a_browser_says_what_is_missing(tmp_path: Path) -> None:
+    path = saved(tmp_path, toy_trace())
+    command = [
+        sys.executable,
+        "-m",
+        "memopt",
+        "report",
+        "--format",
+        "png",
+        "-o",
+        str(tmp_path / "a.png"),
+        str(path),
+    ]
+    env = {**os.environ, "BROWSER_PATH": "/no/such/browser", "PATH": "/nowhere"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    if done.returncode == 0:
+        pytest.skip("kaleido found a browser of its own")
+    assert done.returncode == NotPossibleHere.exit_code
+    assert "a PNG cannot be made here" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "a.png").exists()
 
 
 # --- what files hold
