@@ -106,6 +106,8 @@ class ApplySession:
         self._shares_loop = True
         self._try_to_set_up(loop)
         if self._engine is not None and loop.iterations.count:
+            if self._pieces is not None:
+                self._pieces.begin(loop.iterations.stepped)
             self._measurements.begin_after(loop.iterations.count)
 
     def _try_to_set_up(self, loop: Loop | None) -> None:
