@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from memopt.enforcers.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.state_elsewhere import StateElsewhere
 from memopt.enforcers.swap import Pending, SwapFailed, SwapTier, without_frames
 from memopt.instrument.gradient_reads import give_back, gradient_of, kept_gradient, let_go
@@ -44,8 +45,11 @@ class OptimizerInPieces:
         piece_bytes: int,
         tier: SwapTier[Any] | None,
         most_away: int | None = None,
+        gradients: GradientsElsewhere | None = None,
     ) -> None:
-        """`tier`: where state goes between steps; none: it stays. `most_away`: of so many parameters, the largest; none: of all."""
+        """`tier`: where state goes between steps; none: it stays. `most_away`: of so many parameters, the largest; none: of all.
+        `gradients`: where those are that are in a tier, too."""
+        self._elsewhere = gradients
         self._iterations, self._piece_bytes, self._tier, self._most_away = (
             iterations,
             piece_bytes,
@@ -95,7 +99,11 @@ class OptimizerInPieces:
         if reason:
             self.declined[reason] += 1
             return
-        self._stepped_of(optimizer).step(optimizer, gradients)
+        self._stepped_of(optimizer).step(optimizer, gradients, self._elsewhere)
+        if self._elsewhere is not None:
+            away = sum(self._elsewhere.holds(each) for _, each in parameters_of(optimizer))
+            self.most_used = max(self.most_used, away + len(gradients))
+            self._elsewhere.step_begins()
         if not gradients:
             return
         self._hidden[optimizer] = [
@@ -226,19 +234,32 @@ class _Stepped:
         self._first: set[int] = set()
         """Parameters that this step is the first of: none of their segments has state, whatever the ones before have left."""
 
-    def step(self, optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> None:
-        """The whole update."""
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: dict[int, Tensor],
+        elsewhere: GradientsElsewhere | None = None,
+    ) -> None:
+        """The whole update, with `gradients` and those that are `elsewhere`."""
         self._stand_in(optimizer)
         inner = optimizer.state
         pageable = self._pageable(inner) if self._state is not None else set()
         self._first = self._without_state(inner)
-        due = [piece for piece in self._pieces if any(id(s.parameter) in gradients for s in piece.segments)]
+        away = {id(each) for each in _trained(optimizer) if elsewhere is not None and elsewhere.holds(each)}
+        gradients = dict(gradients)
+        due = [p for p in self._pieces if any(id(s.parameter) in {*gradients, *away} for s in p.segments)]
         for number, piece in enumerate(due):
             self._fetch(piece)
             if number + 1 < len(due):
                 self._fetch(due[number + 1])
             self._arrive(piece)
+            coming = [s.parameter for s in piece.segments if id(s.parameter) in away - gradients.keys()]
+            if elsewhere is not None:
+                gradients |= {id(each): elsewhere.copy_of(each) for each in coming}
             self._step_piece(optimizer, inner, piece, gradients, pageable)
+            for segment in piece.segments:
+                if segment.is_last and id(segment.parameter) in away:
+                    gradients.pop(id(segment.parameter), None)
             self._leave(piece)
             if number:
                 self._gone(due[number - 1])

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
+    from memopt.enforcers.gradients_elsewhere import GradientsElsewhere
     from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
     from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
     from memopt.enforcers.swapped import Swapper
@@ -72,6 +73,7 @@ class ApplySession:
         self._forms: PlainForms | None = None
         self._updates: OptimizerInBackward | None = None
         self._pieces: OptimizerInPieces | None = None
+        self._gradients: GradientsElsewhere | None = None
         self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
         self._in_two_threads = False
@@ -108,6 +110,8 @@ class ApplySession:
         if self._engine is not None and loop.iterations.count:
             if self._pieces is not None:
                 self._pieces.begin(loop.iterations.stepped)
+            if self._gradients is not None:
+                self._gradients.watch(loop.iterations.stepped)
             self._measurements.begin_after(loop.iterations.count)
 
     def _try_to_set_up(self, loop: Loop | None) -> None:
@@ -160,7 +164,14 @@ class ApplySession:
             from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
 
             tier, most = self._state_tier(pieces), pieces.away or None
-            self._pieces = OptimizerInPieces(self._iterations, pieces.piece_bytes, tier, most)
+            if tier is not None and pieces.gradient_bytes:
+                from memopt.enforcers.gradients_elsewhere import GradientsElsewhere
+
+                self._gradients = GradientsElsewhere(tier)
+                self._gradients.install()
+            self._pieces = OptimizerInPieces(
+                self._iterations, pieces.piece_bytes, tier, most, self._gradients
+            )
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
 
     def _tiers(self, actions: list[Action]) -> Swapper | None:
@@ -187,7 +198,11 @@ class ApplySession:
 
         if pieces.tier is None:
             return None
-        return disk_tier(self._options.swap_dir) if pieces.tier == "disk" else host_tier(pieces.away_bytes)
+        return (
+            disk_tier(self._options.swap_dir)
+            if pieces.tier == "disk"
+            else host_tier(pieces.away_bytes + pieces.gradient_bytes)
+        )
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
@@ -203,7 +218,7 @@ class ApplySession:
         if self._engine is not None:
             self._engine.stop()
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
-        for part in (self._hooks, self._updates, self._pieces, *watchers):
+        for part in (self._hooks, self._updates, self._pieces, self._gradients, *watchers):
             if part is not None:
                 part.remove()
         if self._swapper is not None:
@@ -332,6 +347,8 @@ class ApplySession:
             self._also.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)
         if self._updates is not None:
             self._updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
+        if self._gradients is not None:
+            self._gradients.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
         if self._engine is None or self._frames is None:
             return
         if not self._engine.capturing.now():
@@ -344,6 +361,8 @@ class ApplySession:
     def backward_ended(self) -> None:
         if self._updates is not None:
             self._updates.backward_ended()
+        if self._gradients is not None:
+            self._gradients.backward_ended()
         if self._engine is None or self._frames is None:
             return
         self._frames.paused = False
@@ -375,5 +394,8 @@ class ApplySession:
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:
             self._pieces.step_ended(optimizer)
+        if self._gradients is not None:
+            pieces = self._plan.in_pieces
+            self._gradients.step_ended(optimizer, leave=pieces is not None and pieces.cleared_late)
         if self._updates is not None:
             self._updates.step_ended(optimizer)
