@@ -6,23 +6,23 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from memopt.advisors.auto import Auto
-from memopt.advisors.blockers import Floor, Reached, lowest_floor
-from memopt.advisors.jointly import plan_jointly, plan_moved_at_last, plan_with_pieces
-from memopt.advisors.modnn import Modnn
-from memopt.advisors.plan_writer import write_plan
-from memopt.advisors.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
+from memopt.advisors.profiles.auto import Auto
+from memopt.advisors.profiles.blockers import Floor, Reached, lowest_floor
+from memopt.advisors.profiles.optimizer_move import plan_jointly, plan_moved_at_last, plan_with_pieces
+from memopt.advisors.profiles.plan_writer import write_plan
+from memopt.advisors.profiles.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
+from memopt.advisors.profiles.strategy import Strategy
 from memopt.advisors.registry import find_strategy
-from memopt.advisors.strategy import Strategy
+from memopt.advisors.strategies.modnn import Modnn
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.gradients_away import gradients_away
-from memopt.estimators.gradients_away import why_not as why_gradients_stay
-from memopt.estimators.in_backward import in_backward, why_not
-from memopt.estimators.in_pieces import Pieces, in_pieces
-from memopt.estimators.in_pieces import why_not as why_not_in_pieces
-from memopt.estimators.timeline import Simulator
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.gradients_away import gradients_away
+from memopt.estimators.simulator.gradients_away import why_not as why_gradients_stay
+from memopt.estimators.simulator.in_backward import in_backward, why_not
+from memopt.estimators.simulator.in_pieces import Pieces, in_pieces
+from memopt.estimators.simulator.in_pieces import why_not as why_not_in_pieces
+from memopt.estimators.simulator.timeline import Simulator
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import Plan, Tier
 from memopt.trace import PHASES, Trace
 from memopt.units import format_bytes

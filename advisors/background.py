@@ -17,6 +17,7 @@ from typing import Final
 
 from memopt.errors import MemoptError, RunFailed
 from memopt.plan import Plan, load_plan
+from memopt.version import IMPORT_ROOT
 
 _NICE: Final = 10
 _ENTRY: Final = (
@@ -94,10 +95,7 @@ def _why_file(output: Path) -> Path:
 
 def _path_to_memopt() -> str:
     """Where `memopt` itself was imported from, then what the user has set."""
-    import memopt
-
-    home = str(Path(str(memopt.__file__)).resolve().parent.parent)
-    return os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), home)))
+    return os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), IMPORT_ROOT)))
 
 
 def main() -> None:
@@ -117,7 +115,7 @@ def main() -> None:
 def _plan(order: dict[str, object], output: Path) -> None:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.best_effort import best_effort
-    from memopt.advisors.problem import allowed, usual_limit_s
+    from memopt.advisors.profiles.problem import allowed, usual_limit_s
     from memopt.trace import load_trace
 
     trace = load_trace(Path(str(order["trace"])))

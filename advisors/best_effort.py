@@ -6,7 +6,7 @@ import msgspec
 
 from memopt.advisors.advise import Adviser
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.beside_tensors import parse_budget
+from memopt.estimators.hidden.beside_tensors import parse_budget
 from memopt.plan import Plan
 from memopt.units import format_bytes
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memopt.advisors.prefetch import place_prefetches
-from memopt.advisors.problem import Decisions, Problem
+from memopt.advisors.profiles.prefetch import place_prefetches
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.errors import UsageError
-from memopt.estimators.decision import Decision
+from memopt.estimators.simulator.decision import Decision
 from memopt.trace import CATEGORIES
 
 _MOST_OTHERS = 6

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.auto import Auto
+from memopt.advisors.profiles.auto import Auto
 from memopt.errors import BudgetInfeasible, MemoptError, UsageError
-from memopt.estimators.from_profile import estimate_trace
-from memopt.estimators.profile_batch import recorded_batch
-from memopt.estimators.trace_batch import trace_at_batch
+from memopt.estimators.elsewhere.batch import recorded_batch
+from memopt.estimators.elsewhere.from_profile import estimate_trace
+from memopt.estimators.elsewhere.trace_batch import trace_at_batch
 from memopt.plan import Plan
 from memopt.trace import Trace
 from memopt.units import format_bytes

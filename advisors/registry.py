@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from memopt.advisors.advice import Counsel
-from memopt.advisors.auto import Auto
-from memopt.advisors.autoswap import Autoswap
-from memopt.advisors.autotm import Autotm
-from memopt.advisors.buffer_sharing import BufferSharing
-from memopt.advisors.capuchin import Capuchin
-from memopt.advisors.cdma import Cdma
-from memopt.advisors.checkmate import Checkmate
-from memopt.advisors.ctdr import Ctdr
-from memopt.advisors.dtr import Dtr
-from memopt.advisors.flashneuron import Flashneuron
-from memopt.advisors.gist import Gist
-from memopt.advisors.megatron import Megatron
-from memopt.advisors.modnn import Modnn
-from memopt.advisors.rotor import Rotor
-from memopt.advisors.sentinel import Sentinel
-from memopt.advisors.strategy import Strategy
-from memopt.advisors.sublinear import Sublinear
-from memopt.advisors.superneurons import Superneurons
-from memopt.advisors.swapadvisor import Swapadvisor
-from memopt.advisors.tflms import Tflms
-from memopt.advisors.vdnn import Vdnn
-from memopt.advisors.vdnn_plus import VdnnPlus
-from memopt.advisors.zero_offload import ZeroOffload
+from memopt.advisors.counsel.buffer_sharing import BufferSharing
+from memopt.advisors.counsel.counsel import Counsel
+from memopt.advisors.counsel.ctdr import Ctdr
+from memopt.advisors.counsel.megatron import Megatron
+from memopt.advisors.counsel.zero_offload import ZeroOffload
+from memopt.advisors.profiles.auto import Auto
+from memopt.advisors.profiles.strategy import Strategy
+from memopt.advisors.strategies.autoswap import Autoswap
+from memopt.advisors.strategies.autotm import Autotm
+from memopt.advisors.strategies.capuchin import Capuchin
+from memopt.advisors.strategies.cdma import Cdma
+from memopt.advisors.strategies.checkmate import Checkmate
+from memopt.advisors.strategies.dtr import Dtr
+from memopt.advisors.strategies.flashneuron import Flashneuron
+from memopt.advisors.strategies.gist import Gist
+from memopt.advisors.strategies.modnn import Modnn
+from memopt.advisors.strategies.rotor import Rotor
+from memopt.advisors.strategies.sentinel import Sentinel
+from memopt.advisors.strategies.sublinear import Sublinear
+from memopt.advisors.strategies.superneurons import Superneurons
+from memopt.advisors.strategies.swapadvisor import Swapadvisor
+from memopt.advisors.strategies.tflms import Tflms
+from memopt.advisors.strategies.vdnn import Vdnn
+from memopt.advisors.strategies.vdnn_plus import VdnnPlus
 from memopt.errors import UsageError
 
 STRATEGIES: dict[str, Strategy] = {

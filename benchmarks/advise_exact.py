@@ -2,8 +2,8 @@
 
 Small graphs x budgets (`--shares`: per cent of the way from the floor to the unplanned peak), each planned by `auto` and by `checkmate` (the
 integer program of the paper, `--prove` seconds of HiGHS). `bound` is the better of what HiGHS proves with that program and with
-`graphs/exact.py`'s, `gap` what is left below the better plan; a point with at most 1 % counts as proven, and `off` is how many points of
-overhead `auto` is above that plan. Judged by `tests/schedule_checker.py`. Options: `--graphs a,b`, `--time-limit 20`, `--cpu-time`.
+`graphs/bounds/exact.py`'s, `gap` what is left below the better plan; a point with at most 1 % counts as proven, and `off` is how many points of
+overhead `auto` is above that plan. Judged by `tests/advisors/graphs/schedule_checker.py`. Options: `--graphs a,b`, `--time-limit 20`, `--cpu-time`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import msgspec
 from benchmarks.advise import parse_planning
 from benchmarks.graph_families import accumulation, branches, chain, experts, random_dag
 from benchmarks.graphs import lstm, mobilenet, transformer, unet, vgg
-from memopt.advisors.graphs.exact import Relaxed, prove
+from memopt.advisors.graphs.bounds.exact import Relaxed, prove
 from memopt.advisors.graphs.graph import GraphFile, decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes
-from memopt.advisors.schedule import encode_schedule
+from memopt.advisors.graphs.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere
-from tests.schedule_checker import check
+from tests.advisors.graphs.schedule_checker import check
 
 GAP = 0.01
 SMALL: dict[str, Callable[[], GraphFile]] = {

@@ -1,7 +1,7 @@
 """`python -m benchmarks.advise_link`: what a link to the host saves over recomputation alone, beside what any planner could save at most.
 
-For each graph x budget, `auto` without a link and with one of each bandwidth, judged by `tests/schedule_checker.py`. `bound` is the overhead that
-no plan with that link can undercut (`advisors/graphs/linked.py`, `--prove` seconds of HiGHS a point), `possible` the cut that it leaves room for.
+For each graph x budget, `auto` without a link and with one of each bandwidth, judged by `tests/advisors/graphs/schedule_checker.py`. `bound` is the overhead that
+no plan with that link can undercut (`advisors/graphs/bounds/bound_with_copies.py`, `--prove` seconds of HiGHS a point), `possible` the cut that it leaves room for.
 Options: `--graphs a,b`, `--budgets 50,40,30,20`, `--gbps 12,25,55`, `--time-limit 20`, `--prove 5`, `--cpu-time` (count the
 planner's processor time instead of the wall's, for a busy machine).
 """
@@ -16,10 +16,10 @@ import msgspec
 
 from benchmarks.advise import DEFAULT_GRAPHS, mean, outcome, parse_planning
 from benchmarks.graphs import GRAPHS
-from memopt.advisors.graphs.bounds import overhead_bound
-from memopt.advisors.graphs.exact import prove
+from memopt.advisors.graphs.bounds.bound_with_copies import Linked
+from memopt.advisors.graphs.bounds.exact import prove
+from memopt.advisors.graphs.bounds.moments import overhead_bound
 from memopt.advisors.graphs.graph import Graph, decode_graph
-from memopt.advisors.graphs.linked import Linked
 from memopt.advisors.graphs.plan import unplanned_peak
 from memopt.advisors.graphs.problem import GraphProblem
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from memopt.estimators.allocator_replay import AllocatorEvents, replay, smallest_that_runs
-from memopt.estimators.allocator_settings import MIB, AllocatorSettings
-from memopt.estimators.allocator_trace import load_allocator_trace, replay_trace
+from memopt.estimators.allocator.replay import AllocatorEvents, replay, smallest_that_runs
+from memopt.estimators.allocator.settings import MIB, AllocatorSettings
+from memopt.estimators.allocator.trace import load_allocator_trace, replay_trace
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = (HERE.parent.parent / "shared/groundtruth/traces", HERE.parent / "tests/data/allocator_traces")

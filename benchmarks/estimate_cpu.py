@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.models import MODELS, SCALES
+from memopt.estimators.elsewhere.from_profile import estimate_trace
 from memopt.estimators.estimate import estimate_script
-from memopt.estimators.from_profile import estimate_trace
 from memopt.trace import load_trace
 
 HERE = Path(__file__).resolve().parent

@@ -35,7 +35,7 @@ from benchmarks.models import (
     token_loss,
     vit,
 )  # fmt: skip
-from memopt.estimators.fake.record import FakeRecorder, Target
+from memopt.estimators.fake.recorder import FakeRecorder, Target
 from memopt.estimators.fake.training import estimate_training_step
 from memopt.estimators.onnx.estimate import record_onnx
 from memopt.estimators.onnx.training import make_optimizer

@@ -1,4 +1,4 @@
-"""Random orders of the streams under random plans on the late device (`tests/late_device.py`): how many, and whether any shows a race.
+"""Random orders of the streams under random plans on the late device (`tests/late/late_device.py`): how many, and whether any shows a race.
 
 python -m benchmarks.late_schedules [--plans 30] [--orders 1000] [--processes 2]
 python -m benchmarks.late_schedules --sessions 3   the examples under as many random plans each
@@ -14,10 +14,10 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from tests.late_training import random_layers, training
-from tests.test_examples import EXAMPLES
-from tests.test_late_sessions import same_bits
-from tests.test_late_tiers import plans
+from tests.late.late_training import random_layers, training
+from tests.late.test_late_sessions import same_bits
+from tests.late.test_late_tiers import plans
+from tests.memopt.test_examples import EXAMPLES
 
 
 def one_plan(plan: int, orders: int) -> dict[str, object]:

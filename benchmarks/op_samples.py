@@ -28,10 +28,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memopt.advisors.problem import Decisions, Problem, may_act_on
+from memopt.advisors.profiles.problem import Decisions, Problem, may_act_on
 from memopt.enforcers.verify import digest
-from memopt.estimators.decision import RECOMPUTE_AGAIN
-from tests.enforced import SWAP, enforced, plan_of, recorded, seeded
+from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN
+from tests.support.enforced import SWAP, enforced, plan_of, recorded, seeded
 
 WITHOUT_GRADIENTS = ("forward", "autocast")
 KINDS = ("forward", "autocast", "gradients", "in-place", "second")

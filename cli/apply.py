@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memopt.cli.device_here import require_device
 from memopt.cli.on_oom import leaving_traces
+from memopt.cli.shared.device_here import require_device
 from memopt.errors import BadFile, MemoptError, NotEnforced, NotPossibleHere, RunFailed, UsageError, reason
 from memopt.plan import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
     from memopt.enforcers.session import ApplySession
-    from memopt.instrument.runner import Command
+    from memopt.instrument.script.runner import Command
     from memopt.outcome import Outcome
     from memopt.plan import Plan
 
@@ -76,8 +76,8 @@ def apply(
     ARGS, after --, take the place of the script's own arguments. The script's output, exit code and
     signals stay its own; at the end stderr tells the measured peak and step time beside the predicted.
     """
-    from memopt.cli.console import say
-    from memopt.cli.ranks import path_of_rank
+    from memopt.cli.shared.console import say
+    from memopt.cli.shared.ranks import path_of_rank
     from memopt.enforcers.memory_limit import limit_of
     from memopt.enforcers.session import ApplySession, Options
     from memopt.files import refuse_overwrite, swap_folder
@@ -154,7 +154,7 @@ def command_to_run(plan: Plan, args: tuple[str, ...], cwd: Path | None = None) -
 
     A plan may come from anywhere: outside the present folder a person is asked first. Raises when the script is not there any more.
     """
-    from memopt.instrument.runner import Command, find_source
+    from memopt.instrument.script.runner import Command, find_source
 
     folder = cwd if cwd is not None else Path(plan.script.cwd)
     if cwd is None:
@@ -198,7 +198,7 @@ def _doubts(plan: Plan, command: Command, *, changed_script: bool) -> list[str]:
     """What is different from the run that was profiled. Another script is refused, unless that is what is wanted."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from memopt.instrument.runner import find_source
+    from memopt.instrument.script.runner import find_source
 
     doubts = []
     found = hashlib.sha256(find_source(command).read_bytes()).hexdigest()
@@ -235,7 +235,7 @@ def _verify(
     deterministic: bool,
     in_place: bool,
 ) -> int:
-    from memopt.cli.console import out, progress, say
+    from memopt.cli.shared.console import out, progress, say
     from memopt.enforcers.verify import verify
 
     with progress(f"running {steps} iterations plain and {steps} enforced"):
@@ -262,10 +262,10 @@ def _verify(
 def _run(
     session: ApplySession, command: Command, outcome_path: Path | None, *, quiet: bool, strict: bool
 ) -> int:
-    from memopt.cli.console import outlive_the_scripts_stderr, say
-    from memopt.instrument import runner
-    from memopt.instrument.on_import import call_after_import
-    from memopt.instrument.signals import before_terminating
+    from memopt.cli.shared.console import outlive_the_scripts_stderr, say
+    from memopt.instrument.script import runner
+    from memopt.instrument.script.on_import import call_after_import
+    from memopt.instrument.script.signals import before_terminating
 
     failed: list[int] = []
 
@@ -281,7 +281,7 @@ def _run(
                 failed.append(RunFailed.exit_code)
                 say(str(error))
         if not quiet:
-            from memopt.cli.console import err
+            from memopt.cli.shared.console import err
             from memopt.reports.outcome import render_outcome
 
             err().print(render_outcome(outcome))

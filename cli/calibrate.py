@@ -10,7 +10,7 @@ import click
 
 if TYPE_CHECKING:
     from memopt.device import Device
-    from memopt.estimators.hidden_memory import HiddenRows
+    from memopt.estimators.hidden.hidden_memory import HiddenRows
 
 
 @click.command()
@@ -53,13 +53,13 @@ def _kind() -> str:
 
 
 def _rows(output: Path) -> HiddenRows:
-    from memopt.estimators.calibrate import calibrate as measure
+    from memopt.estimators.hidden.calibrate import calibrate as measure
 
     return measure(output)
 
 
 def _say_file(output: Path, kind: str, rows: HiddenRows | None) -> None:
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
 
     if rows is not None:
         say(f"wrote {output}: {len(rows.rows)} rows of hidden memory")
@@ -70,7 +70,7 @@ def _say_file(output: Path, kind: str, rows: HiddenRows | None) -> None:
 def _display(device: Device, rows: HiddenRows | None) -> None:
     from rich.table import Table
 
-    from memopt.cli.console import out
+    from memopt.cli.shared.console import out
 
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in _lines(device):

@@ -37,7 +37,7 @@ def compare(before: Path, after: Path, fail_above: str | None, form: str, top: i
     elif form == "markdown":
         click.echo(_markdown(found, top))
     else:
-        from memopt.cli.console import out
+        from memopt.cli.shared.console import out
 
         out().print(_rendered(found, top))
     if allowed is not None:
@@ -125,7 +125,7 @@ def _rendered(found: Comparison, top: int) -> RenderableType:
 
 def _markdown(found: Comparison, top: int) -> str:
     from memopt.reports.comparison import rows_of
-    from memopt.reports.markdown import escaped, table
+    from memopt.reports.formats.markdown import escaped, table
 
     heads = ("", found.before.name, found.after.name, "change")
     rows = rows_of([found.peak]) + (rows_of([found.step], time=True) if found.step else [])

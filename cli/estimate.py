@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.device_name import DeviceName
-from memopt.cli.numbers import Real
+from memopt.cli.shared.device_name import DeviceName
+from memopt.cli.shared.numbers import Real
 from memopt.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def estimate(target: str, args: tuple[str, ...], **options: Any) -> int:
     if options["as_json"]:
         click.echo(json.dumps(found.as_json(), indent=2))
     else:
-        from memopt.cli.console import out
+        from memopt.cli.shared.console import out
         from memopt.reports.estimate import print_estimate
 
         print_estimate(out(), found, target, explain=options["explain"])
@@ -152,7 +152,7 @@ def _refuse_unread(kind: str, target: str) -> None:
 
 
 def _script(argv: list[str], options: dict[str, Any]) -> Estimate:
-    from memopt.cli.console import progress
+    from memopt.cli.shared.console import progress
     from memopt.estimators.estimate import DEFAULT_DEVICE, estimate_script
 
     def once(words: list[str]) -> Estimate:
@@ -175,7 +175,7 @@ def _script(argv: list[str], options: dict[str, Any]) -> Estimate:
 
 def _say_strays(argv: list[str]) -> None:
     """An option of ours behind a script that does not know its name was hardly meant for the script."""
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
 
     own = {name for param in estimate.params for name in param.opts if name.startswith("--")}
     given = [word.partition("=")[0] for word in argv[1:]]
@@ -188,9 +188,9 @@ def _say_strays(argv: list[str]) -> None:
 
 
 def _largest(once: Any, argv: list[str], flag: str | None) -> Estimate:
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
     from memopt.estimators.batch_search import largest_batch
-    from memopt.estimators.profile_batch import batch_arguments
+    from memopt.estimators.elsewhere.batch import batch_arguments
 
     seen = batch_arguments(argv)
     if not flag and len(seen) != 1:
@@ -219,7 +219,7 @@ def _with_flag(argv: list[str], flag: str, size: int) -> list[str]:
 
 def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
     from memopt.estimators.estimate import DEFAULT_DEVICE
-    from memopt.estimators.fake.request import STEPS
+    from memopt.estimators.fake.script.request import STEPS
     from memopt.estimators.onnx.estimate import estimate_onnx
 
     def once(batch: int | None) -> Estimate:
@@ -239,7 +239,7 @@ def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
 
     if not options["max_batch"]:
         return once(options["batch_size"])
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
     from memopt.estimators.batch_search import largest_batch
 
     batch, found = largest_batch(once, say)
@@ -262,8 +262,8 @@ def _dims(given: tuple[str, ...]) -> dict[str, int]:
 
 
 def _profile(path: Path, options: dict[str, Any]) -> Estimate:
-    from memopt.cli.console import say
-    from memopt.estimators.from_profile import estimate_profile
+    from memopt.cli.shared.console import say
+    from memopt.estimators.elsewhere.from_profile import estimate_profile
 
     return estimate_profile(path, options, say)
 

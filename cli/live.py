@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from memopt.cli.numbers import Real
 from memopt.cli.on_oom import leaving_traces
+from memopt.cli.shared.numbers import Real
 
 if TYPE_CHECKING:
-    from memopt.instrument.runner import Command
+    from memopt.instrument.script.runner import Command
 
 _LOG_EVERY_S = 10.0
 _LEAST_ROWS = 12
@@ -35,7 +35,7 @@ def live(script: str, args: tuple[str, ...], interval_s: float, as_module: bool)
     The script's output stays its own and scrolls above; nothing is recorded and nothing is changed. Without a
     terminal a line is written to stderr every ten seconds.
     """
-    from memopt.instrument import runner
+    from memopt.instrument.script import runner
 
     command = runner.Command((script, *args), as_module=as_module)
     runner.find_source(command)
@@ -56,7 +56,7 @@ class _View:
     """Samples in a thread of its own and draws below the part of the terminal that scrolls."""
 
     def __init__(self, command: Command, interval_s: float) -> None:
-        from memopt.cli.console import is_terminal
+        from memopt.cli.shared.console import is_terminal
         from memopt.reports.live import Now
 
         self.pid = os.getpid()
@@ -71,7 +71,7 @@ class _View:
         self._logged = self._begun
 
     def start(self) -> None:
-        from memopt.instrument.on_import import call_after_import
+        from memopt.instrument.script.on_import import call_after_import
 
         call_after_import("torch", self._watch_steps)
         self._thread.start()
@@ -79,7 +79,7 @@ class _View:
     def _watch_steps(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        from memopt.instrument.signals import before_terminating
+        from memopt.instrument.script.signals import before_terminating
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._now.steps += 1
@@ -116,7 +116,7 @@ class _View:
 
     def stop(self) -> None:
         """Give the terminal back as it was, and say what it came to."""
-        from memopt.cli.console import outlive_the_scripts_stderr, say
+        from memopt.cli.shared.console import outlive_the_scripts_stderr, say
         from memopt.reports.live import plain_line
 
         if os.getpid() != self.pid:

@@ -11,10 +11,10 @@ from typing import NoReturn
 
 import click
 
-import memopt
 from memopt.cli.commands import LazyGroup
-from memopt.cli.config import COLORS, configured_color
+from memopt.cli.shared.config import COLORS, configured_color
 from memopt.errors import MemoptError, UsageError
+from memopt.version import VERSION
 
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 EPILOG = """\b
@@ -37,7 +37,7 @@ Completion: eval "$(_MEMOPT_COMPLETE=bash_source memopt)" (or zsh_source; fish_s
         "max_content_width": 110,
     },
 )
-@click.version_option(memopt.__version__, prog_name="memopt", message="%(prog)s %(version)s")
+@click.version_option(VERSION, prog_name="memopt", message="%(prog)s %(version)s")
 @click.option("--color", type=click.Choice(COLORS), default=None, help="When to colour the output.")
 @click.pass_context
 def group(context: click.Context, color: str | None) -> None:

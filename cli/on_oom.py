@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memopt.instrument.runner import Command
+    from memopt.instrument.script.runner import Command
     from memopt.trace import Trace
 
 VARIABLE = "MEMOPT_ON_OOM"
@@ -37,7 +37,7 @@ def leaving_traces(
 def _leave(
     folder: Path, command: Command, error: BaseException, recorded: Callable[[], Trace | None]
 ) -> None:
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
     from memopt.profiler.ending import in_words, is_out_of_memory
 
     if not is_out_of_memory(error) or "torch" not in sys.modules:
@@ -64,13 +64,15 @@ def _leave_snapshot(path: Path) -> None:
     """torch's own snapshot of the allocator, where there is one to take."""
     import torch
 
+    from memopt.instrument.torch_internals import dump_snapshot
+
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.memory._dump_snapshot(str(path))
+        dump_snapshot(str(path))
 
 
 def _page(path: Path) -> Path:
     from memopt.reports.inputs import read_inputs
-    from memopt.reports.page import page
+    from memopt.reports.page.html import page
 
     target = path.with_name(path.name.replace(".profile.json.gz", ".report.html"))
     target.write_text(page(read_inputs([path]), [path.name]), encoding="utf-8")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memopt.cli.device_here import require_device
 from memopt.cli.on_oom import leaving_traces
-from memopt.cli.ranks import path_of_rank
+from memopt.cli.shared.device_here import require_device
+from memopt.cli.shared.ranks import path_of_rank
 from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
-    from memopt.instrument.runner import Command
+    from memopt.instrument.script.runner import Command
     from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.session import ProfileSession
     from memopt.trace import Trace
@@ -68,9 +68,9 @@ def profile(
         return write_profile(from_snapshot, output, force=force, quiet=quiet)
     if script is None:
         raise click.UsageError("Missing argument 'SCRIPT'.")
-    from memopt.cli.own_files import refuse_foreign
+    from memopt.cli.shared.own_files import refuse_foreign
     from memopt.files import swap_folder
-    from memopt.instrument.runner import Command, find_source
+    from memopt.instrument.script.runner import Command, find_source
     from memopt.profiler.recordings import Wanted
     from memopt.profiler.session import ProfileSession
 
@@ -106,7 +106,7 @@ def tier_opener(folder: Path) -> OpenTier:
     """Where saved tensors go while a script that does not fit is recorded: the host for a GPU, else the disk."""
 
     def open_tier() -> Tier:
-        from memopt.enforcers.tiers import offload_tier
+        from memopt.enforcers.tiers.per_device import offload_tier
 
         return offload_tier(folder)
 
@@ -148,9 +148,9 @@ class _Ending:
 
     def run(self, session: ProfileSession, command: Command, *, keep_running: bool) -> int:
         """Run the script to its end and return the exit code; dies of the signal that the script died of."""
-        from memopt.instrument import runner
-        from memopt.instrument.on_import import call_after_import
-        from memopt.instrument.signals import before_terminating
+        from memopt.instrument.script import runner
+        from memopt.instrument.script.on_import import call_after_import
+        from memopt.instrument.script.signals import before_terminating
 
         def at_torch() -> None:
             before_terminating(lambda: self._terminated(session))
@@ -176,7 +176,7 @@ class _Ending:
 
     def _end(self, session: ProfileSession, *, ended_well: bool, interrupted: bool = False) -> int:
         """Say what was written; the exit code when memopt failed and the script did not."""
-        from memopt.cli.console import outlive_the_scripts_stderr
+        from memopt.cli.shared.console import outlive_the_scripts_stderr
 
         outlive_the_scripts_stderr()
         session.finished()

@@ -10,8 +10,8 @@ from memopt.errors import UsageError
 
 def write_profile(snapshot: Path, output: str | None, *, force: bool, quiet: bool) -> int:
     """Read `snapshot` (no code of it runs) and write its profile to `output`."""
-    from memopt.cli.console import say
-    from memopt.estimators.snapshot_trace import trace_of_snapshot
+    from memopt.cli.shared.console import say
+    from memopt.estimators.snapshot.trace import trace_of_snapshot
     from memopt.files import refuse_overwrite
     from memopt.units import format_bytes
 

@@ -28,10 +28,10 @@ def report(
     The page is one file that opens offline. A plan is laid on its profile; of two profiles the page shows
     what changed.
     """
-    from memopt.cli.console import progress, say
+    from memopt.cli.shared.console import progress, say
     from memopt.files import refuse_overwrite, write_atomic
-    from memopt.reports.export import FORMATS as ENDINGS
-    from memopt.reports.export import exported
+    from memopt.reports.formats.export import FORMATS as ENDINGS
+    from memopt.reports.formats.export import exported
     from memopt.reports.inputs import read_inputs
 
     to_stdout = output == "-"
@@ -68,7 +68,7 @@ def _stem(path: Path) -> str:
 def _open(path: Path) -> None:
     import webbrowser
 
-    from memopt.cli.console import say
+    from memopt.cli.shared.console import say
 
     if not webbrowser.open(path.absolute().as_uri()):
         say("no browser could be opened; the file is there to be opened by hand")

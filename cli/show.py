@@ -16,7 +16,7 @@ from memopt.trace import Trace, load_trace
 from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
-    from memopt.advisors.lints import Lint
+    from memopt.advisors.lints.registry import Lint
 
 
 @click.command()
@@ -29,7 +29,7 @@ def show(as_json: bool, top: int, file: Path) -> None:
     """Say in words what a profile or plan holds."""
     found = load(file)
     if as_json:
-        from memopt.reports.summary import encode, summarize_plan, summarize_trace
+        from memopt.reports.formats.summary import encode, summarize_plan, summarize_trace
 
         if isinstance(found, Plan):
             figures = summarize_plan(found, top=top)
@@ -37,7 +37,7 @@ def show(as_json: bool, top: int, file: Path) -> None:
             figures = summarize_trace(found, top=top) | {"lints": msgspec.to_builtins(_lints(found))}
         click.echo(encode(figures))
         return
-    from memopt.cli.console import out, say
+    from memopt.cli.shared.console import out, say
     from memopt.reports.terminal import render_plan, render_trace
 
     if isinstance(found, Plan):
@@ -48,7 +48,7 @@ def show(as_json: bool, top: int, file: Path) -> None:
     out().print(render_trace(found, top=top))
     lints = _lints(found)
     if lints:
-        from memopt.cli.advise_tables import lints_table
+        from memopt.cli.advise.tables import lints_table
 
         out().print(lints_table(lints))
     if not found.partial and found.op_count:
@@ -59,7 +59,7 @@ def show(as_json: bool, top: int, file: Path) -> None:
 
 def _lints(trace: Trace) -> list[Lint]:
     """What could be better in the script; a recording that is not whole does not tell."""
-    from memopt.advisors.lints import find_lints
+    from memopt.advisors.lints.find import find_lints
 
     return [] if trace.partial else find_lints(trace)
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from memopt.advisors.advice import Counsel
-    from memopt.advisors.strategy import Strategy
+    from memopt.advisors.counsel.counsel import Counsel
+    from memopt.advisors.profiles.strategy import Strategy
 
 
 @click.command()
@@ -17,14 +17,14 @@ def strategies(as_json: bool) -> None:
     """List the planning strategies."""
     rows = listing()
     if as_json:
-        from memopt.reports.summary import encode
+        from memopt.reports.formats.summary import encode
 
         click.echo(encode({"strategies": rows}))
         return
     from rich.console import Group
     from rich.text import Text
 
-    from memopt.cli.console import out
+    from memopt.cli.shared.console import out
     from memopt.reports.tables import plain_table
 
     titles = {
@@ -53,7 +53,7 @@ def _terms(row: dict[str, Any]) -> str:
 
 def listing() -> list[dict[str, Any]]:
     """One entry a strategy: those that plan on profiles, those that advise, then those on plain graphs."""
-    from memopt.advisors.buffer_sharing import BufferSharing
+    from memopt.advisors.counsel.buffer_sharing import BufferSharing
     from memopt.advisors.graphs.plan import GRAPH_STRATEGIES
     from memopt.advisors.registry import COUNSELS, GRAPH_KINDS, STRATEGIES
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, UntypedStorage
 
-from memopt.enforcers.encoded import Encoded
+from memopt.enforcers.codecs.encoded import Encoded
+from memopt.enforcers.lookup import AtUse, PlannedSlot
 from memopt.enforcers.records import Value
-from memopt.enforcers.swapped import SwappedStorage
-from memopt.enforcers.tables import AtUse, PlannedSlot
+from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.saved import Kept, Place, share
 
 

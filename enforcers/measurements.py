@@ -12,7 +12,7 @@ from memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from memopt.instrument.iterations import Iterations
-    from memopt.instrument.meter import Meter
+    from memopt.instrument.memory.meter import Meter
 
 MEASURED = (3, 5, 8, 11, 14, 17)
 """Iterations in which the bytes are measured on a CPU; their times do not count. From the third on only until one was like the profiled
@@ -58,7 +58,7 @@ class Measurements:
 
         if self._plan.device.kind != "cuda" or not torch.cuda.is_initialized():
             return {}
-        from memopt.instrument.cuda_statistics import process_bytes, statistics_of
+        from memopt.instrument.memory.cuda_statistics import process_bytes, statistics_of
 
         index = torch.cuda.current_device()
         allocated, reserved = statistics_of(index).peaks_of_the_script()
@@ -162,7 +162,7 @@ class Measurements:
 
     def _start(self) -> None:
         self._resident_bytes = self._resident_bytes or _resident_peak_bytes()
-        from memopt.instrument.meter import meter_for
+        from memopt.instrument.memory.meter import meter_for
 
         self._meter = meter_for(self._plan.device.kind)
         self._meter.start()

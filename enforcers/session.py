@@ -12,8 +12,9 @@ import msgspec
 
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
-from memopt.instrument.forks import call_around_fork
-from memopt.instrument.on_import import call_after_import, quiet_allocator
+from memopt.errors import NotPossibleHere
+from memopt.instrument.script.forks import call_around_fork
+from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
 from memopt.plan import Action, Plan, ScriptAction
 
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
-    from memopt.enforcers.gradients_elsewhere import GradientsElsewhere
-    from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
-    from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
-    from memopt.enforcers.swapped import Swapper
-    from memopt.enforcers.tiers import PerDevice
+    from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
+    from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
+    from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+    from memopt.enforcers.tiers.per_device import PerDevice
+    from memopt.enforcers.tiers.swapped import Swapper
     from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
@@ -117,20 +118,26 @@ class ApplySession:
     def _try_to_set_up(self, loop: Loop | None) -> None:
         try:
             self._set_up(loop)
+        except NotPossibleHere as error:
+            self.notes.append(f"nothing was enforced: {error.what}: {error.why}")
+            self._give_up()
         except Exception as error:
             log.error("memopt could not set up the plan; the script runs plain", exc_info=True)
             self.notes.append(f"nothing was enforced: {type(error).__name__}: {error}")
-            self._engine = None
+            self._give_up()
 
     def _set_up(self, loop: Loop | None) -> None:
+        from memopt.instrument.torch_internals import ON_GPU, WATCH, require
+
+        require(WATCH, *([ON_GPU] if self._plan.device.kind == "cuda" else []))
         from memopt.enforcers.engine import Engine
+        from memopt.enforcers.lookup import tables_of
         from memopt.enforcers.memory_limit import hold
-        from memopt.enforcers.tables import tables_of
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
         from memopt.instrument.saved import SavedTensorHooks
-        from memopt.instrument.script_profiler import watch
+        from memopt.instrument.script.script_profiler import watch
 
         if loop is None:
             watch()
@@ -155,17 +162,17 @@ class ApplySession:
             self._hooks.install()
             self._engine.enter()
         if self._plan.in_backward is not None:
-            from memopt.enforcers.optimizer_in_backward import OptimizerInBackward
+            from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
 
             self._updates = OptimizerInBackward(self._iterations, self._will_change, self._gradient_is_whole)
             self._updates.install()
         pieces = self._plan.in_pieces
         if pieces is not None:
-            from memopt.enforcers.optimizer_in_pieces import OptimizerInPieces
+            from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
 
             tier, most = self._state_tier(pieces), pieces.away or None
             if tier is not None and pieces.gradient_bytes:
-                from memopt.enforcers.gradients_elsewhere import GradientsElsewhere
+                from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 
                 self._gradients = GradientsElsewhere(tier)
                 self._gradients.install()
@@ -176,9 +183,9 @@ class ApplySession:
 
     def _tiers(self, actions: list[Action]) -> Swapper | None:
         """Where the plan swaps to; each tier opens when the first storage leaves."""
-        from memopt.enforcers.host import BLOCK_BYTES
-        from memopt.enforcers.swapped import Swapper
-        from memopt.enforcers.tiers import disk_tier, host_tier
+        from memopt.enforcers.tiers.host import BLOCK_BYTES
+        from memopt.enforcers.tiers.per_device import disk_tier, host_tier
+        from memopt.enforcers.tiers.swapped import Swapper
 
         wanted = {
             number: str(action.tier)
@@ -194,7 +201,7 @@ class ApplySession:
 
     def _state_tier(self, pieces: ScriptAction) -> PerDevice | None:
         """Where optimizer state is between steps; it stays open until the process ends, for whoever reads it then."""
-        from memopt.enforcers.tiers import disk_tier, host_tier
+        from memopt.enforcers.tiers.per_device import disk_tier, host_tier
 
         if pieces.tier is None:
             return None
@@ -215,6 +222,18 @@ class ApplySession:
             return None
         self._measurements.end()
         outcome = self._outcome()
+        self._remove()
+        return outcome
+
+    def _give_up(self) -> None:
+        """What had been set up before something failed would go on alone."""
+        self._remove()
+        self._engine = self._hooks = self._updates = self._pieces = self._swapper = None
+        if not self._shares_loop:
+            self._iterations = self._frames = self._forms = None
+
+    def _remove(self) -> None:
+        """Leave the script to itself."""
         if self._engine is not None:
             self._engine.stop()
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
@@ -223,7 +242,6 @@ class ApplySession:
                 part.remove()
         if self._swapper is not None:
             self._swapper.close()
-        return outcome
 
     def _outcome(self) -> Outcome:
         plan, engine = self._plan, self._engine

@@ -21,8 +21,8 @@ import msgspec
 
 from memopt.enforcers.scratch import copy_folder, moved
 from memopt.errors import VerifyFailed
-from memopt.instrument.on_import import call_after_import
-from memopt.instrument.runner import Command, run, stop_script
+from memopt.instrument.script.on_import import call_after_import
+from memopt.instrument.script.runner import Command, run, stop_script
 from memopt.outcome import Outcome
 from memopt.plan import Plan, load_plan
 
@@ -238,17 +238,17 @@ class _Digests:
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
     ) -> None:
-        from torch._C._functorch import is_functorch_wrapped_tensor
+        from memopt.instrument.torch_internals import is_functorch_wrapped
 
         for root in roots:
-            if not is_functorch_wrapped_tensor(root):  # has no bytes of its own, and torch.func is left alone
+            if not is_functorch_wrapped(root):  # has no bytes of its own, and torch.func is left alone
                 self._losses[f"loss {len(self._losses)}"] = digest(root)
 
     def backward_ended(self) -> None:
         return None
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        from memopt.instrument.gradient_reads import kept_gradient
+        from memopt.instrument.stepping.gradient_reads import kept_gradient
 
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -257,7 +257,7 @@ class _Digests:
         self._step += 1
 
     def gradient_is_whole(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-        from memopt.instrument.gradient_reads import kept_gradient
+        from memopt.instrument.stepping.gradient_reads import kept_gradient
 
         position = 0
         for group in optimizer.param_groups:
@@ -281,7 +281,7 @@ def _modules() -> list[tuple[str, torch.nn.Module]]:
 
     import torch
 
-    from memopt.instrument.living import living
+    from memopt.instrument.live_objects import living
 
     gc.collect()  # a module that nobody holds (what was scripted or traced, say) lives until then, in one run longer than in another
     (found,) = living(torch.nn.Module)
@@ -300,7 +300,7 @@ def _state() -> dict[str, str]:
 
 
 def _gradients() -> dict[str, str]:
-    from memopt.instrument.gradient_reads import kept_gradient
+    from memopt.instrument.stepping.gradient_reads import kept_gradient
 
     found = {}
     for top, module in _modules():
@@ -330,13 +330,14 @@ def _short(name: str) -> str:
 def digest(tensor: torch.Tensor) -> str:
     """Digest of shape, dtype and every bit of `tensor`."""
     import torch
-    from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-    if is_traceable_wrapper_subclass(tensor):  # DTensor: this process's part of it
+    from memopt.instrument.torch_internals import disable_current_modes, is_wrapper
+
+    if is_wrapper(tensor):  # DTensor: this process's part of it
         parts, _ = tensor.__tensor_flatten__()
         found = [getattr(tensor, part) for part in parts]
         return " ".join(digest(part) for part in found if isinstance(part, torch.Tensor))
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), disable_current_modes():
         plain = tensor.detach()
         if plain.layout is not torch.strided:
             plain = plain.to_dense()

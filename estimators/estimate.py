@@ -9,12 +9,12 @@ from typing import Any
 
 from memopt.devices import DeviceSpec, common_gpus, find_device
 from memopt.errors import MemoptError, NotPossibleHere, UsageError
-from memopt.estimators.allocator_replay import AllocatorEvents, AllocatorOutcome, replay, smallest_that_runs
-from memopt.estimators.allocator_settings import AllocatorSettings, parse_settings
-from memopt.estimators.calibrated import Calibration, calibration_of
+from memopt.estimators.allocator.replay import AllocatorEvents, AllocatorOutcome, replay, smallest_that_runs
+from memopt.estimators.allocator.settings import AllocatorSettings, parse_settings
 from memopt.estimators.error_bars import error_bar
-from memopt.estimators.fake.request import request_on
-from memopt.estimators.fake.run import record_script
+from memopt.estimators.fake.script.request import request_on
+from memopt.estimators.fake.script.run import record_script
+from memopt.estimators.hidden.calibrated import Calibration, calibration_of
 from memopt.estimators.recording import Recording
 from memopt.units import format_bytes
 

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from memopt.estimators.allocator_replay import EMPTY_CACHE
+from memopt.estimators.allocator.replay import EMPTY_CACHE
 from memopt.units import format_bytes
 
 

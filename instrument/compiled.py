@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from memopt.instrument.on_import import call_after_import
-from memopt.instrument.training_thread import TrainingThread
+from memopt.instrument.script.on_import import call_after_import
+from memopt.instrument.script.training_thread import TrainingThread
+from memopt.instrument.torch_internals import OUTPUT_GRAPH, Gone, call_compiler
 
 
 class CompiledRegions:
@@ -34,7 +35,7 @@ class CompiledRegions:
 
     def install(self) -> None:
         """Be there when the script compiles something for the first time."""
-        call_after_import("torch._dynamo.output_graph", self._patch)
+        call_after_import(OUTPUT_GRAPH, self._patch)
         call_after_import("triton.runtime.jit", self._patch_triton)
 
     def remove(self) -> None:
@@ -42,16 +43,13 @@ class CompiledRegions:
             sys.modules["triton.runtime.jit"].JITFunction.run = self._launch
             self._launch = None
         if self._original is not None:
-            from torch._dynamo.output_graph import OutputGraph
-
-            OutputGraph._call_user_compiler = self._original  # type: ignore[method-assign]
+            call_compiler.put(self._original)
             self._original = None
 
     def _patch(self) -> None:
-        from torch._dynamo.output_graph import OutputGraph
-
-        original = getattr(OutputGraph, "_call_user_compiler", None)
-        if original is None:
+        original = call_compiler.get()
+        if isinstance(original, Gone):  # nothing tells of regions any more, so every op may be in one
+            self.depth += 1
             return
         self._original = original
 
@@ -63,7 +61,7 @@ class CompiledRegions:
             finally:
                 self.compiling = False
 
-        OutputGraph._call_user_compiler = call_user_compiler  # type: ignore[method-assign]
+        call_compiler.put(call_user_compiler)
 
     def _patch_triton(self) -> None:
         function: Any = getattr(sys.modules["triton.runtime.jit"], "JITFunction", None)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from torch.utils._python_dispatch import (
+from memopt.instrument.torch_internals import (
     TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode_temporarily,
+    current_mode,
+    current_modes,
+    pop_mode_temporarily,
 )
 
 
 def is_on(mode: TorchDispatchMode) -> bool:
     """Is `mode` one of this thread's?"""
-    return any(each is mode for each in _get_current_dispatch_mode_stack())
+    return any(each is mode for each in current_modes())
 
 
 def enter(mode: TorchDispatchMode) -> None:
@@ -36,6 +36,6 @@ def leave(mode: TorchDispatchMode) -> None:
 def _put_aside(down_to: TorchDispatchMode | None = None) -> Iterator[None]:
     """Modes that are on now, down to `down_to`, are off in here and on again afterwards, above what has been entered."""
     with contextlib.ExitStack() as aside:
-        while (mode := _get_current_dispatch_mode()) is not down_to and mode is not None:
-            aside.enter_context(_pop_mode_temporarily())
+        while (mode := current_mode()) is not down_to and mode is not None:
+            aside.enter_context(pop_mode_temporarily())
         yield

@@ -13,7 +13,7 @@ from memopt.errors import UsageError
 
 if TYPE_CHECKING:
     from memopt.estimators.estimate import Estimate
-    from memopt.instrument.runner import Command
+    from memopt.instrument.script.runner import Command
     from memopt.outcome import Outcome
     from memopt.reports.loaded import Loaded, LoadedProfile
 
@@ -145,7 +145,7 @@ def estimate(target: str | Path, *args: str, device: str = "", **options: Any) -
         from memopt.estimators.onnx.estimate import estimate_onnx
 
         return estimate_onnx(path, device=device or DEFAULT_DEVICE, **options)
-    from memopt.estimators.from_profile import estimate_trace
+    from memopt.estimators.elsewhere.from_profile import estimate_trace
     from memopt.trace import load_trace
 
     return estimate_trace(load_trace(path), device=device or None, **options)
@@ -153,7 +153,7 @@ def estimate(target: str | Path, *args: str, device: str = "", **options: Any) -
 
 def _this_command() -> Command:
     """The command that this process was started with; a session without a file (a notebook, `python -c`) is this module's."""
-    from memopt.instrument.runner import Command, find_source
+    from memopt.instrument.script.runner import Command, find_source
 
     command = Command(tuple(sys.argv) if sys.argv and sys.argv[0] else (__file__,))
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from memopt.device import Device
-from memopt.instrument.cuda_statistics import process_bytes
+from memopt.instrument.memory.cuda_statistics import process_bytes
 
 log = logging.getLogger(__name__)
 

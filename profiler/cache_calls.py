@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from memopt.instrument.lines import user_line
+from memopt.instrument.script.lines import user_line
 
 _NAME = "empty_cache"
 

@@ -30,7 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def know_what_is_saved(recorder: Recorder) -> None:
     """Tell `recorder` of the tensors that autograd holds through hooks that recorded nothing."""
-    from memopt.instrument.living import living
+    from memopt.instrument.live_objects import living
     from memopt.instrument.saved import Kept
 
     for thing in living(Kept)[0]:

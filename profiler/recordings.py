@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memopt.instrument.runner import Command, find_source
+from memopt.instrument.script.runner import Command, find_source
 from memopt.profiler.ending import know_what_is_saved
 from memopt.trace import Script
 
@@ -98,8 +98,8 @@ class Recordings:
         from torch import nn
 
         from memopt.instrument import modes
-        from memopt.instrument.buckets import bucket_sizes
-        from memopt.instrument.living import living
+        from memopt.instrument.live_objects import living
+        from memopt.instrument.memory.buckets import bucket_sizes
         from memopt.profiler.cache_calls import CacheCalls
         from memopt.profiler.known import device_in_use, tell_all
         from memopt.profiler.updates import watch_updates

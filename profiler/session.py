@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memopt.device import Device
-from memopt.errors import MemoptError, RunFailed
-from memopt.instrument.forks import call_around_fork
-from memopt.instrument.on_import import call_after_import, quiet_allocator
-from memopt.instrument.runner import Command, StopScript, stop_script
+from memopt.errors import MemoptError, NotPossibleHere, RunFailed
+from memopt.instrument.script.forks import call_around_fork
+from memopt.instrument.script.on_import import call_after_import, quiet_allocator
+from memopt.instrument.script.runner import Command, StopScript, stop_script
 from memopt.profiler.ending import in_words, is_out_of_memory
 from memopt.profiler.plain_steps import PlainSteps
 from memopt.profiler.recordings import (
@@ -82,10 +82,17 @@ class ProfileSession:
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
+        self.torch_seen = True
+        self._guard(self._watch)
+
+    def _watch(self) -> None:
+        from memopt.instrument.torch_internals import WATCH, require
+
+        require(WATCH)
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
-        from memopt.instrument.script_profiler import watch
+        from memopt.instrument.script.script_profiler import watch
 
         watch()
         self._frames = Frames()
@@ -231,12 +238,15 @@ class ProfileSession:
         except StopScript:
             raise
         except Exception as error:
-            log.error("memopt failed while it recorded the script; the script goes on", exc_info=True)
-            self.failure = RunFailed(
-                "no profile was written: memopt failed while it recorded the script",
-                why=f"{type(error).__name__}: {error}",
-                try_="reporting the traceback above",
-            )
+            if isinstance(error, NotPossibleHere):
+                self.failure = error
+            else:
+                log.error("memopt failed while it recorded the script; the script goes on", exc_info=True)
+                self.failure = RunFailed(
+                    "no profile was written: memopt failed while it recorded the script",
+                    why=f"{type(error).__name__}: {error}",
+                    try_="reporting the traceback above",
+                )
             self._done = True
             if self._recordings is not None:
                 self._recordings.drop()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.instrument.buckets import BUCKET
+from memopt.instrument.memory.buckets import BUCKET
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, version_of
 from memopt.profiler.clock import OpClock
 from memopt.profiler.known import LEFT_OVER

@@ -9,13 +9,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from memopt.instrument.cleared import NOT_CLEARED, is_cleared
-from memopt.instrument.gradient_reads import GradientReads, gradient_of
-from memopt.instrument.gradient_words import speaks_of_gradients
-from memopt.instrument.in_pieces import why_not as why_not_in_pieces
 from memopt.instrument.iterations import Iterations
-from memopt.instrument.one_by_one import all_cleared, is_steady, parameters_of, why_not
-from memopt.instrument.straight_line import caller_of_backward, find, step_ahead_of
+from memopt.instrument.stepping.cleared import NOT_CLEARED, is_cleared
+from memopt.instrument.stepping.gradient_reads import GradientReads, gradient_of
+from memopt.instrument.stepping.in_pieces import why_not as why_not_in_pieces
+from memopt.instrument.stepping.single_parameter_step import all_cleared, is_steady, parameters_of, why_not
+from memopt.instrument.stepping.source_mentions_gradients import speaks_of_gradients
+from memopt.instrument.stepping.step_after_backward import caller_of_backward, find, step_ahead_of
 from memopt.profiler.recorder import Recorder
 from memopt.updates import Updates
 

@@ -14,7 +14,7 @@ from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.reports import verdict
 from memopt.reports.inputs import load_any, short_name
-from memopt.reports.moment import Moment, peak_of
+from memopt.reports.page.moment import Moment, peak_of
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
 

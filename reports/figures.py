@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from memopt.estimators.trace_view import TraceView
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.reports.frames import STACKED, bytes_by_category, high_bytes
 from memopt.trace import PHASES, Trace
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from memopt.advisors.plan_reader import ReadPlan
+    from memopt.advisors.profiles.plan_reader import ReadPlan
     from memopt.outcome import Outcome
 
 COLORS = {

@@ -8,16 +8,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.errors import NotPossibleHere
-from memopt.reports.moment import WORKSPACE, peak_op
-from memopt.reports.moment import held as held_storage
+from memopt.reports.page.moment import WORKSPACE, peak_op
+from memopt.reports.page.moment import held as held_storage
 from memopt.reports.terminal import what_it_does
 from memopt.trace import CATEGORIES, PHASES, Trace
 
 if TYPE_CHECKING:
     import pandas
 
-    from memopt.advisors.plan_reader import ReadPlan
-    from memopt.advisors.problem import Problem
+    from memopt.advisors.profiles.plan_reader import ReadPlan
+    from memopt.advisors.profiles.problem import Problem
     from memopt.outcome import Outcome
     from memopt.plan import Plan
 
@@ -97,7 +97,7 @@ def tensors(trace: Trace, planned: ReadPlan | None = None) -> Frame:
 def _add_costs(frame: Frame, trace: Trace) -> None:
     """The columns `idle_ms`, `recompute_ms` and `swap_ms`."""
     from memopt.advisors.advise import Adviser
-    from memopt.advisors.problem import DEFAULT_ALLOW
+    from memopt.advisors.profiles.problem import DEFAULT_ALLOW
 
     columns = {name: np.full(len(frame), np.nan) for name in ("idle_ms", "recompute_ms", "swap_ms")}
     try:

@@ -12,7 +12,7 @@ from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.reports import verdict
 from memopt.reports.inputs import Inputs, Run
-from memopt.reports.moment import Moment, end_of, module_path, peak_of, phase_of
+from memopt.reports.page.moment import Moment, end_of, module_path, peak_of, phase_of
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
 

@@ -17,7 +17,7 @@ from memopt.trace import Csr, Ops, Trace, load_trace
 from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
-    from memopt.advisors.plan_reader import ReadPlan
+    from memopt.advisors.profiles.plan_reader import ReadPlan
 
 _PICKLES = (b"\x80", b"PK\x03\x04")
 _WRITTEN = "a file that memopt profile, advise, apply --outcome, or estimate --json wrote, or torch's memory snapshot"
@@ -50,7 +50,7 @@ def load_any(path: Path) -> Trace | Plan | Outcome | dict[str, Any]:
     """The file at `path`; an estimate or a curve as its JSON object. Raises `BadFile`, `UsageError`."""
     data = read_bytes(path, "file")
     if data.startswith(_PICKLES):
-        from memopt.estimators.snapshot_trace import trace_of_snapshot
+        from memopt.estimators.snapshot.trace import trace_of_snapshot
 
         return trace_of_snapshot(path)
     try:
@@ -124,7 +124,7 @@ def _lay(
     inputs: Inputs, path: Path, plan: Plan, traces: list[tuple[Path, Trace]], read: dict[int, ReadPlan]
 ) -> int | None:
     """The index in `traces` of the profile that `plan` was laid on; one that was found on the disk is added to them."""
-    from memopt.advisors.plan_reader import read_plan
+    from memopt.advisors.profiles.plan_reader import read_plan
 
     why = ""
     for place, (_, trace) in enumerate(traces):

@@ -47,7 +47,7 @@ class Loaded:
     def report(self, path: str | Path, *, with_source: bool = True) -> Path:
         """Write the HTML page to `path` (over what is there) and return it."""
         from memopt.files import write_atomic
-        from memopt.reports.page import page
+        from memopt.reports.page.html import page
 
         target = Path(path)
         write_atomic(target, page(self.inputs, [self.name], with_source=with_source).encode())
@@ -111,7 +111,7 @@ class LoadedProfile(Loaded):
 
     def _rows(self) -> str:
         from memopt.reports.figures import COLORS
-        from memopt.reports.moment import end_of, peak_of
+        from memopt.reports.page.moment import end_of, peak_of
 
         moment = end_of(self.trace) or peak_of(self.trace)
         total = max(1, moment.total_bytes)

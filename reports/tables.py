@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from memopt.reports.moment import Held
+from memopt.reports.page.moment import Held
 from memopt.units import format_bytes, format_ms
 
 COLORS = {

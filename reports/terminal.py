@@ -10,7 +10,7 @@ from rich.text import Text
 from memopt.plan import Action, Plan
 from memopt.reports import verdict
 from memopt.reports.area import Area
-from memopt.reports.moment import Moment, end_of, peak_of
+from memopt.reports.page.moment import Moment, end_of, peak_of
 from memopt.reports.tables import Name, biggest_table, pairs_table, plain_table, shares_table, words
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms

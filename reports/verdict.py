@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memopt.outcome import Outcome
 from memopt.plan import Plan
-from memopt.reports.moment import Moment, module_path, phase_of
+from memopt.reports.page.moment import Moment, module_path, phase_of
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
 

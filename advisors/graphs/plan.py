@@ -6,15 +6,7 @@ import math
 from typing import Any
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.auto import auto
-from memopt.advisors.graphs.autoswap import autoswap
-from memopt.advisors.graphs.autotm import autotm
-from memopt.advisors.graphs.capuchin import capuchin
-from memopt.advisors.graphs.checkmate import checkmate
-from memopt.advisors.graphs.flashneuron import flashneuron, tflms
 from memopt.advisors.graphs.graph import MOST_BYTES_EACH, Graph
-from memopt.advisors.graphs.modnn import modnn
-from memopt.advisors.graphs.online import ONLINE
 from memopt.advisors.graphs.problem import (
     EVERYTHING,
     SWAP,
@@ -25,14 +17,22 @@ from memopt.advisors.graphs.problem import (
     infeasible,
     usual_s,
 )
-from memopt.advisors.graphs.rotor import rotor
 from memopt.advisors.graphs.runs import floor_bytes, plain_peak
-from memopt.advisors.graphs.segments import sublinear_greedy, sublinear_sqrt
-from memopt.advisors.graphs.sentinel import sentinel
-from memopt.advisors.graphs.superneurons import superneurons
-from memopt.advisors.graphs.swapadvisor import swapadvisor
-from memopt.advisors.graphs.vdnn import vdnn, vdnn_all, vdnn_conv, vdnn_plus
-from memopt.advisors.schedule import Schedule
+from memopt.advisors.graphs.schedule import Schedule
+from memopt.advisors.graphs.search.auto import auto
+from memopt.advisors.graphs.strategies.autoswap import autoswap
+from memopt.advisors.graphs.strategies.autotm import autotm
+from memopt.advisors.graphs.strategies.capuchin import capuchin
+from memopt.advisors.graphs.strategies.checkmate import checkmate
+from memopt.advisors.graphs.strategies.flashneuron import flashneuron, tflms
+from memopt.advisors.graphs.strategies.modnn import modnn
+from memopt.advisors.graphs.strategies.online import ONLINE
+from memopt.advisors.graphs.strategies.rotor import rotor
+from memopt.advisors.graphs.strategies.segments import sublinear_greedy, sublinear_sqrt
+from memopt.advisors.graphs.strategies.sentinel import sentinel
+from memopt.advisors.graphs.strategies.superneurons import superneurons
+from memopt.advisors.graphs.strategies.swapadvisor import swapadvisor
+from memopt.advisors.graphs.strategies.vdnn import vdnn, vdnn_all, vdnn_conv, vdnn_plus
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 
 GRAPH_STRATEGIES: dict[str, Strategy] = {

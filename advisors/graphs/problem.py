@@ -10,9 +10,9 @@ import numpy as np
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import Graph
+from memopt.advisors.graphs.judge import Outcome, replay
 from memopt.advisors.graphs.runs import floor_bytes, plain_peak, plain_runs, steps_of_runs
-from memopt.advisors.schedule import Schedule, Step
-from memopt.advisors.schedule_sim import Outcome, replay
+from memopt.advisors.graphs.schedule import Schedule, Step
 from memopt.errors import BudgetInfeasible
 from memopt.units import format_bytes
 

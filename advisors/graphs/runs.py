@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 from memopt.advisors.graphs.graph import Graph, IntColumn
-from memopt.advisors.schedule import FREE, RUN, Step
+from memopt.advisors.graphs.schedule import FREE, RUN, Step
 
 
 def plain_runs(graph: Graph) -> list[int]:

@@ -10,8 +10,8 @@ from benchmarks.estimate import tell
 from benchmarks.gpu.configurations import CONFIGURATIONS, STEPS
 from benchmarks.gpu.record import FILE, chosen
 from memopt.errors import BadFile
-from memopt.estimators.allocator_settings import parse_settings
-from memopt.estimators.allocator_trace import AllocatorTrace, replay_trace
+from memopt.estimators.allocator.settings import parse_settings
+from memopt.estimators.allocator.trace import AllocatorTrace, replay_trace
 from memopt.estimators.estimate import Estimate, estimate_script
 from memopt.files import read_bytes
 

@@ -1,6 +1,6 @@
 """One configuration on this machine's GPU: prints its run as one line of JSON, the last one. Torch only, no memopt.
 
-The trace has the form of `memopt.estimators.allocator_trace`; it begins with an empty allocator, so `init` is empty.
+The trace has the form of `memopt.estimators.allocator.trace`; it begins with an empty allocator, so `init` is empty.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from memopt.estimators.fake.record import FakeRecorder, Target
-from memopt.estimators.hidden_memory import HiddenMemory
+from memopt.estimators.fake.recorder import FakeRecorder, Target
+from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording, classify
 
 Build = Callable[[FakeRecorder], tuple[Callable[[], torch.Tensor], Iterable[torch.Tensor]]]

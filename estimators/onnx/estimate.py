@@ -14,21 +14,22 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 from torch import Tensor
 
 from memopt.errors import BadFile, MemoptError, UsageError
-from memopt.estimators.fake.record import Target
-from memopt.estimators.hidden_memory import HiddenMemory
-from memopt.estimators.onnx.folded import (
+from memopt.estimators.fake.recorder import Target
+from memopt.estimators.fake.torch_internals import FAKE_LOG
+from memopt.estimators.hidden.hidden_memory import HiddenMemory
+from memopt.estimators.onnx.interpret import Env, Run
+from memopt.estimators.onnx.match.folded import (
     assume_batch_norms,
     folded_batch_norms,
     lost_dropout,
     seen_by,
     warnings,
 )
-from memopt.estimators.onnx.graph import MOST_ELEMENTS, Graph, Model, Weight, read_model
-from memopt.estimators.onnx.interpret import Env, Run
-from memopt.estimators.onnx.lower import fix_dims, lower, without_dead
-from memopt.estimators.onnx.match import match
-from memopt.estimators.onnx.parameters import pack, parameters, twins
-from memopt.estimators.onnx.registry import Malformed
+from memopt.estimators.onnx.match.layers import match
+from memopt.estimators.onnx.ops.registry import Malformed
+from memopt.estimators.onnx.read.graph import MOST_ELEMENTS, Graph, Model, Weight, read_model
+from memopt.estimators.onnx.read.lower import fix_dims, lower, without_dead
+from memopt.estimators.onnx.read.parameters import pack, parameters, twins
 from memopt.estimators.onnx.training import (
     Plan,
     check_choices,
@@ -246,7 +247,7 @@ def record_onnx(
 @contextmanager
 def _unlogged() -> Iterator[None]:
     """torch logs a traceback of every operator that its fake tensors refuse; here that becomes one error."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_LOG)
 
     def nothing(record: logging.LogRecord) -> bool:
         return False
@@ -270,8 +271,8 @@ def estimate_onnx(
     Raises `UsageError` for dims left free and names that do not exist, `BadFile` for a file that is no usable model.
     """
     from memopt.devices import find_device
-    from memopt.estimators.calibrated import on_device
     from memopt.estimators.estimate import estimate_recording
+    from memopt.estimators.hidden.calibrated import on_device
 
     spec = find_device(device)
     made = record_onnx(path, **on_device(spec), **training)

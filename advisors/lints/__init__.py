@@ -1,0 +1,1 @@
+"""What no plan should have to fix, seen in one recorded iteration: one rule a function."""

@@ -1,0 +1,378 @@
+"""The default planner: a portfolio of starts, then search, jointly over keep, swap, recompute, compress and drop.
+
+Starts are the plans of the published strategies and greedy constructions (bytes above the target that go, a millisecond that
+is paid, with several exponents). Each is mended until it fits and pruned; then large-neighbourhood moves on the best until the
+time limit. Anytime: Ctrl-C keeps the best so far. Never worse than the strategies it starts from, since their plans
+are among the starts and are judged by the same simulator (the slower ones while there is time). Optimal (under the simulator,
+for the options there are) for problems small enough to try every combination, and where the bound of `lower_bound` is met, at
+which the search ends; elsewhere the bound says how far off a plan can be. HiGHS, where it is installed, gives the bound and
+some of the starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+
+from memopt.advisors.clock import now
+from memopt.advisors.profiles.blockers import infeasible
+from memopt.advisors.profiles.by_rounds import ByRounds
+from memopt.advisors.profiles.lower_bound import least_step_ms
+from memopt.advisors.profiles.problem import TIME_LIMIT_S, Candidate, Decisions, OutOfTime, Problem
+from memopt.advisors.profiles.rounds import Round, find_kinds
+from memopt.advisors.profiles.same_kind import alike_plans
+from memopt.advisors.profiles.search import Plan, Search
+from memopt.advisors.profiles.strategy import Strategy
+from memopt.advisors.strategies.autoswap import Autoswap
+from memopt.advisors.strategies.autotm import Autotm
+from memopt.advisors.strategies.capuchin import Capuchin
+from memopt.advisors.strategies.checkmate import answers
+from memopt.advisors.strategies.dtr import Dtr
+from memopt.advisors.strategies.flashneuron import Flashneuron
+from memopt.advisors.strategies.gist import Gist
+from memopt.advisors.strategies.modnn import Modnn
+from memopt.advisors.strategies.rotor import Rotor, rotor_plans
+from memopt.advisors.strategies.sentinel import Sentinel
+from memopt.advisors.strategies.sublinear import sublinear_plans
+from memopt.advisors.strategies.superneurons import Superneurons
+from memopt.advisors.strategies.swapadvisor import Swapadvisor
+from memopt.advisors.strategies.tflms import Tflms
+from memopt.advisors.strategies.vdnn import Vdnn
+from memopt.advisors.strategies.vdnn_plus import VdnnPlus
+from memopt.errors import BudgetInfeasible, NotPossibleHere
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
+
+_MANY = 400
+_MOST_FOR_SQUARES = 4000
+"""With more candidates, Capuchin, whose picks take the square of their number, is left out."""
+_SHARE_WITHOUT_A_PLAN = 0.4
+"""Of the time limit, after which another search begins where no plan fits yet (`_going_on`)."""
+_SHARE_FOR_NOTHING = 0.7
+"""Of the time limit, how long that one takes."""
+_SHARE_AFTER_GENETIC = 0.55
+_SHARE_FOR_STARTS = 0.45
+_SHARE_FOR_SEARCH = 0.35
+_SHARE_AFTER_THOROUGH = 0.25
+"""What is left of the time limit when each of these phases ends at the latest."""
+_SHARE_FOR_PROGRAMS = 0.08
+_SHARE_FOR_BOUND = 0.12
+"""What these may take of it."""
+_LARGE = 8000
+"""With more ops than this, an iteration that has rounds is not searched as a whole."""
+_DESCENT_TRIES = 6
+_MET = 1e-5
+"""Share above the bound at which a plan is as good as optimal."""
+_QUICK: tuple[Strategy, ...] = (
+    Capuchin(),
+    Autoswap(),
+    Flashneuron(),
+    Tflms(),
+    Sentinel(),
+    Superneurons(),
+    Vdnn("all"),
+    Vdnn("conv"),
+    VdnnPlus(),
+    Gist(),
+    Rotor(),
+)
+_GENETIC: tuple[Strategy, ...] = (Swapadvisor(),)
+_THOROUGH: tuple[Strategy, ...] = (
+    Modnn(),
+    Dtr(),
+    Dtr("eqclass"),
+    Dtr("local"),
+    Dtr("megengine"),
+    Autotm(),
+)
+_ALL = 1024
+"""Problems with at most this many combinations of options are searched completely."""
+_STALLED = 160
+"""Moves without an improvement after which the search ends early."""
+
+
+class Auto:
+    name = "auto"
+    paper = "memopt: portfolio of the others, greedy constructions and large-neighbourhood search"
+    needs = "nothing in particular"
+    allows = frozenset({"swap-host", "swap-disk", "recompute", "compress"})
+
+    def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self.time_limit_s = time_limit_s
+        self.interrupted = False
+        """Did Ctrl-C end the last search?"""
+
+    def plan(self, problem: Problem, /) -> Decisions:
+        kinds = find_kinds(problem.view)
+        if kinds and (found := self._by_rounds(problem, kinds)) is not None:
+            return found
+        search = Search(problem, now() + _SHARE_WITHOUT_A_PLAN * self.time_limit_s)
+        rest_s = self.time_limit_s - search.seconds
+        best = search.judge({})
+        small = _is_small(problem)
+        hopeless = problem.floor_bytes > problem.target_bytes and not small
+        try:
+            for plan in self._improving(search, best) if not hopeless else ():
+                best = plan
+                if rest_s and search.fits(best):
+                    search.lengthen(rest_s)
+                    rest_s = 0.0
+            if not (search.fits(best) or small):
+                best = self._going_on(search, best)
+        except KeyboardInterrupt:
+            if not search.fits(best):
+                raise
+            self.interrupted = True
+        if not search.fits(best):
+            raise infeasible(problem, best.decisions)
+        return best.decisions
+
+    def first_fitting(self, problem: Problem) -> Decisions | None:
+        """The first plan that fits, whatever it costs; None when none is found within the time limit."""
+        kinds = find_kinds(problem.view)
+        if kinds:
+            work = ByRounds(problem, kinds, self.time_limit_s, self.within)
+            with contextlib.suppress(BudgetInfeasible):
+                work.unfold(self.first_fitting(work.one_of_each.problem) or {})
+            return work.best.decisions if work.best else None
+        search = Search(problem, now() + self.time_limit_s)
+        best = search.judge({})
+        if search.fits(best):
+            return {}
+        if problem.floor_bytes > problem.target_bytes:
+            return None
+        for plan in self._improving(search, best):
+            if search.fits(plan):
+                return plan.decisions
+        return None
+
+    def _by_rounds(self, problem: Problem, kinds: list[list[Round]]) -> Decisions | None:
+        """The plan for one round of each kind, told to all; None where there is none, and the whole is short enough to be searched."""
+        work = ByRounds(problem, kinds, self.time_limit_s, self.within)
+        work.is_over = lambda: self.interrupted
+        try:
+            if problem.view.n <= _LARGE:
+                problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
+            work.plan()
+        except KeyboardInterrupt:
+            if work.best is None:
+                raise
+            self.interrupted = True
+        except BudgetInfeasible:
+            if problem.view.n > _LARGE:
+                raise
+        if work.best is None:
+            if problem.view.n > _LARGE:
+                raise infeasible(problem, work.decisions)
+            return None
+        return work.best.decisions
+
+    def within(self, problem: Problem, seconds: float) -> Decisions:
+        """A plan for another problem; Ctrl-C ends both searches."""
+        other = Auto(seconds)
+        found = other.plan(problem)
+        if other.interrupted:
+            self.interrupted = True
+        return found
+
+    def _going_on(self, search: Search, best: Plan) -> Plan:
+        """How near the budget one can come: a search as for a budget of nothing, so that the peak which a refusal names is met when it
+        is asked for. What fits after all is then made cheaper while there is time."""
+        longer = Search(search.problem, now() + _SHARE_FOR_NOTHING * self.time_limit_s)
+        lowest, as_for_nothing = best, longer.aimed_at(0)
+        for plan in self._improving(as_for_nothing, search.judge({})):
+            if plan.peak_bytes < lowest.peak_bytes:
+                lowest = plan
+            if search.fits(plan):
+                break
+        else:
+            lowest = min(lowest, descend(longer, lowest), key=lambda plan: plan.peak_bytes)
+        if not search.fits(lowest):
+            return lowest
+        pruned = longer.prune(lowest)
+        return [pruned, *self._torn(longer, pruned)][-1]
+
+    def _improving(self, search: Search, best: Plan) -> Iterator[Plan]:
+        """Better and better plans."""
+        if _is_small(search.problem):
+            for plan in every_plan(search):
+                if search.better(plan, best):
+                    best = plan
+                    yield best
+            return
+        for plan in self._from_starts(search):
+            if search.better(plan, best):
+                best = plan
+                yield best
+            if _is_optimal(search, best):
+                return
+        for plan in (best, search.judge({})):
+            if not search.fits(best):
+                lower = descend(search.until_half(), plan)
+                if search.better(lower, best):
+                    best = lower
+                    yield best
+        yield from self._torn(search, best)
+
+    def _torn(self, search: Search, best: Plan) -> Iterator[Plan]:
+        """What tearing out parts of a plan and mending it makes of it, until nothing does."""
+        stalled = 0
+        while stalled < _STALLED and not search.is_over and search.fits(best) and best.decisions:
+            plan = search.tear(best)
+            stalled += 1
+            if search.better(plan, best):
+                best, stalled = plan, 0
+                yield best
+                if _is_optimal(search, best):
+                    return
+        if best.decisions and not search.is_over:
+            plan = search.exchange(best)
+            if search.better(plan, best):
+                yield plan
+
+    def _from_starts(self, search: Search) -> Iterator[Plan]:
+        """The starts as they are; then what mending and pruning make of those that are promising."""
+        judged: dict[frozenset[int], Plan] = {}
+        problem = search.problem
+        few = len(problem.candidates) <= _MANY
+        if not few:
+            limited = problem.limited(search.moment(_SHARE_FOR_STARTS))
+            yield from _judged(search, _in_time(alike_plans(limited)), judged)
+        quick = _QUICK if len(problem.candidates) <= _MOST_FOR_SQUARES else _QUICK[1:]
+        yield from _judged(search, portfolio(search, quick, until=_SHARE_FOR_SEARCH), judged)
+        if few:
+            yield from _judged(search, portfolio(search, _GENETIC, until=_SHARE_AFTER_GENETIC), judged)
+        met = any(search.fits(plan) for plan in judged.values())
+        yield from _judged(search, starts(search, checkpoints=not met), judged)
+        problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
+        yield from _judged(search, programs(search), judged)
+        if problem.floor_bytes > problem.target_bytes:
+            return
+        fitting = sorted((p for p in judged.values() if search.fits(p)), key=lambda p: p.cost_ms)
+        others = sorted((p for p in judged.values() if not search.fits(p)), key=search.excess, reverse=True)
+        cheapest = fitting[0].cost_ms if fitting else math.inf
+        for plan in (*fitting[:1], *others, *fitting[1:]):
+            if search.share_left < _SHARE_FOR_SEARCH:
+                break
+            if plan.cost_ms <= search.near_ms(cheapest):
+                for polished in polish(search, plan, search.near_ms(cheapest)):
+                    yield polished
+                    cheapest = min(cheapest, polished.cost_ms) if search.fits(polished) else cheapest
+        if few:
+            yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_AFTER_THOROUGH), judged)
+
+
+def _is_optimal(search: Search, plan: Plan) -> bool:
+    """Does it fit at the least cost that any plan can have, as far as that is known?"""
+    return search.fits(plan) and plan.cost_ms <= (search.problem.least_step_ms or 0.0) * (1 + _MET)
+
+
+def _judged(
+    search: Search, decided: Iterable[Decisions], judged: dict[frozenset[int], Plan]
+) -> Iterator[Plan]:
+    """Each of the plans as it was decided and with prefetches placed anew; the latter also into `judged`."""
+    for decisions in decided:
+        plan = search.judge(decisions)
+        yield from (search.as_decided(decisions), plan)
+        judged.setdefault(frozenset(plan.decisions), plan)
+
+
+def _is_small(problem: Problem) -> bool:
+    return math.prod(len(_fates(c)) for c in problem.candidates.values()) <= _ALL
+
+
+def _fates(candidate: Candidate) -> tuple[Decision | None, ...]:
+    """All that may be decided about a storage; None: keep it."""
+    again = [RECOMPUTE_AGAIN] if RECOMPUTE in candidate.options else []
+    return (None, *candidate.options, *again)
+
+
+def every_plan(search: Search) -> Iterator[Plan]:
+    """All combinations of options: only for a handful of candidates, where the best of them is the optimum."""
+    candidates = list(search.problem.candidates.values())
+    for fates in itertools.product(*(_fates(c) for c in candidates)):
+        pairs = zip(candidates, fates, strict=True)
+        yield search.judge({c.storage: fate for c, fate in pairs if fate is not None})
+
+
+def starts(search: Search, *, checkpoints: bool) -> Iterator[Decisions]:
+    """Where to search from: what is free, and, if they are wanted (`checkpoints`), plans of Rotor and sublinear checkpointing."""
+    problem = search.problem.limited(search.moment(_SHARE_FOR_STARTS))
+    free = {
+        c.storage: option
+        for c in problem.candidates.values()
+        for option in c.options
+        if option.kind == "drop" and option.decoded_bytes < c.saved.size_bytes
+    }
+    yield free
+    plans = []
+    with contextlib.suppress(OutOfTime):
+        for decisions in (
+            itertools.chain(rotor_plans(problem), sublinear_plans(problem)) if checkpoints else ()
+        ):
+            plans.append((problem.run(decisions), decisions))
+    fitting = sorted((p for p in plans if problem.fits(p[0])), key=lambda p: p[0].step_ms)
+    yield from (decisions for _, decisions in fitting[:2])
+    plans.sort(key=lambda p: p[0].peak_bytes)
+    yield from (decisions for _, decisions in plans[:2])
+    if not fitting:
+        yield from (dict.fromkeys(decisions, RECOMPUTE_AGAIN) for _, decisions in plans[:2])
+    plans.sort(key=lambda p: p[0].peak_bytes * p[0].step_ms)
+    yield from (decisions | free for _, decisions in plans[:1])
+
+
+def portfolio(search: Search, strategies: Iterable[Strategy], *, until: float) -> Iterator[Decisions]:
+    """What other strategies plan, until only the share `until` of the time is left."""
+    limited = search.problem.limited(search.moment(until))
+    for strategy in strategies:
+        if search.share_left < until:
+            return
+        if strategy.allows & search.problem.allow:
+            with contextlib.suppress(BudgetInfeasible, OutOfTime, NotPossibleHere):
+                yield strategy.plan(limited)
+
+
+def _in_time(plans: Iterator[Decisions]) -> Iterator[Decisions]:
+    """Those that come before the time is up."""
+    with contextlib.suppress(OutOfTime):
+        yield from plans
+
+
+def programs(search: Search) -> Iterator[Decisions]:
+    """What the integer program of `checkmate` chooses, of all that is neither swapped nor waited for, and of recomputation alone."""
+    for kinds in (frozenset({"recompute", "compress", "drop"}), frozenset({"recompute"})):
+        limited = search.problem.limited(search.moment(max(0.0, search.share_left - _SHARE_FOR_PROGRAMS)))
+        with contextlib.suppress(NotPossibleHere, OutOfTime):
+            yield from answers(limited, kinds)
+
+
+def descend(search: Search, plan: Plan) -> Plan:
+    """A plan with a lower and lower peak: the target comes down in small steps, and each is met from the plan before."""
+    step = 0.03
+    while not search.fits(plan) and not search.is_over and step > 0.001:
+        nearer = search.aimed_at(max(search.problem.target_bytes, int(plan.peak_bytes * (1 - step))))
+        trial = nearer.mend(plan)
+        for _ in range(_DESCENT_TRIES):
+            if nearer.fits(trial) or search.is_over:
+                break
+            trial = nearer.tear(plan, prune=False)
+        if nearer.fits(trial):
+            plan = trial
+        else:
+            step /= 2
+    return plan
+
+
+def polish(search: Search, plan: Plan, below_ms: float) -> Iterator[Plan]:
+    """What mending, as long as it costs less than `below_ms`, and pruning make of a start."""
+    if search.fits(plan):
+        yield search.prune(plan)
+        return
+    for power in (2.0, 1.0, 0.5):
+        mended = search.mend(plan, power=power, below_ms=below_ms)
+        yield mended
+        if search.fits(mended):
+            yield search.prune(mended)
+        if search.is_over:
+            return

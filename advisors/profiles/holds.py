@@ -1,0 +1,121 @@
+"""What holds a peak, and what would move it: one line each, for a refusal.
+
+The bytes on the device at one op, by kind; and for each kind that has a tenth of them what makes it smaller. Whether a smaller batch
+is among that is not guessed: `elsewhere.batch` tells which storages grow with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cached_property
+
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
+from memopt.errors import NotPossibleHere
+from memopt.estimators.elsewhere.batch import grows, recorded_batch
+from memopt.estimators.simulator.in_backward import why_not
+from memopt.trace import CATEGORIES, PHASES
+from memopt.units import format_bytes
+
+STATE = ("parameter", "gradient", "optimizer state", "buffer")
+_SHARE = 0.1
+"""Of the peak, from which a kind of memory is worth a word."""
+_NAMED = 3
+
+
+class Hold:
+    """What is on the device at `op` of a run without the storages `away`, which peaks at `peak_bytes` there."""
+
+    def __init__(
+        self, problem: Problem, op: int, peak_bytes: int, away: frozenset[int] = frozenset()
+    ) -> None:
+        self.problem, self.op, self.peak_bytes = problem, op, peak_bytes
+        view = problem.view
+        self.storages = [
+            s
+            for s in range(view.trace.storage_count)
+            if s not in away and view.birth[s] < op <= view.death[s] and view.size[s] > 0
+        ]
+
+    @cached_property
+    def by_kind(self) -> Counter[str]:
+        """Bytes by category; `working` is what the op itself takes."""
+        view, kinds = self.problem.view, self.problem.view.trace.storages.category
+        found: Counter[str] = Counter()
+        for storage in self.storages:
+            found[CATEGORIES[kinds[storage]]] += int(view.size[storage])
+        found["working"] = int(view.extra[self.op]) if view.n else 0
+        return found
+
+    @property
+    def phase(self) -> str:
+        return PHASES[int(self.problem.view.phase[self.op])]
+
+    @property
+    def is_foreach(self) -> bool:
+        """Does a list form of the optimizer run, whose temporaries are as large as all parameters?"""
+        return self.phase == "optimizer" and "_foreach_" in self.problem.view.trace.op_name(self.op)
+
+    @cached_property
+    def growing_bytes(self) -> int:
+        """What of it follows the batch size."""
+        view, trace = self.problem.view, self.problem.view.trace
+        try:
+            follows = grows(trace, recorded_batch(trace))
+        except NotPossibleHere:  # the profile does not tell its batch size
+            state = {CATEGORIES.index(name) for name in STATE}
+            follows = [kind not in state for kind in trace.storages.category]
+        found = sum(int(view.size[s]) for s in self.storages if follows[s])
+        named = (
+            [view.value_storage[v] for v in (*view.reads[self.op], *view.writes[self.op])] if view.n else []
+        )
+        if self.phase in ("forward", "backward") and any(follows[s] for s in named):
+            found += self.by_kind["working"]
+        return found
+
+    def held_by(self) -> str:
+        """`held by parameters 512 KiB, fc · addmm · 4×1024 fp32 96 KiB, the op itself 292 KiB: backward of conv2`."""
+        view, trace = self.problem.view, self.problem.view.trace
+        kinds = trace.storages.category
+        parts = [(self.by_kind[name], name if name == "optimizer state" else name + "s") for name in STATE]
+        parts += [
+            (int(view.size[s]), trace.storage_label(s))
+            for s in self.storages
+            if CATEGORIES[kinds[s]] not in STATE
+        ]
+        parts.append((self.by_kind["working"], "the op itself"))
+        largest = sorted((part for part in parts if part[0]), key=lambda part: -part[0])[:_NAMED]
+        said = ", ".join(f"{name} {format_bytes(size)}" for size, name in largest)
+        return (
+            f"held by {said}: {place_of(self.problem, self.op, op_name=False)}"
+            if view.n
+            else f"held by {said}"
+        )
+
+    def moved_by(self) -> str:
+        """What makes it smaller, the most bytes first; empty where nothing stands out."""
+        kinds, trace = self.by_kind, self.problem.view.trace
+        allow = self.problem.allow
+        found: list[tuple[int, str]] = [
+            (kinds["parameter"], "parameters in fewer bits or sharded over devices (fully_shard)"),
+            (kinds["optimizer state"], "an optimizer with less state (8-bit Adam, SGD: other results)"),
+            (self.growing_bytes, "a smaller batch"),
+        ]
+        if self.is_foreach:
+            found.append((kinds["temporary"] + kinds["working"], "fused=True in the optimizer"))
+        if "optimizer" not in allow:
+            found.append((kinds["gradient"], "--allow optimizer (its step inside backward)"))
+        elif self.problem.instead_of is None and (why := why_not(trace)):
+            found.append((kinds["gradient"], f"the optimizer's step inside backward, but {why}"))
+        if DEFAULT_ALLOW - allow - {"optimizer"}:
+            found.append((self.peak_bytes, "fewer kinds of action denied"))
+        worth = sorted((pair for pair in found if pair[0] >= _SHARE * self.peak_bytes), key=lambda p: -p[0])
+        return f"less with {'; '.join(words for _, words in worth[:_NAMED])}" if worth else ""
+
+
+def place_of(problem: Problem, op: int, *, op_name: bool = True) -> str:
+    """`backward of layers.0.conv1 (aten.convolution_backward.default)`."""
+    trace = problem.view.trace
+    where = trace.strings[trace.ops.module[op]].partition("#")[0].lstrip("@") or "the script"
+    phase = PHASES[int(problem.view.phase[op])]
+    named = f" ({trace.op_name(op)})" if op_name else ""
+    return f"{phase if phase != 'other' else 'an op'} of {where}{named}"

@@ -1,0 +1,114 @@
+"""Whether the optimizer steps inside backward, decided together with all else.
+
+That is a choice between two problems: the run as it is, and the run with the step moved. The moved one is searched first, since
+what it frees costs next to nothing; the other one where a plan for it could still be cheaper. A plan that fits without the
+move goes without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from memopt.advisors.profiles.auto import Auto
+from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.errors import BudgetInfeasible
+
+_SHARE_OF_THE_FIRST = 0.65
+_NEAR = 0.003
+"""Share of the step that is not worth another search."""
+
+
+def plan_jointly(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
+    """The better problem and the decisions for it, within `auto`'s time limit. Raises `BudgetInfeasible` with the lowest peak of both."""
+    plain, limit_s = moved.instead_of, auto.time_limit_s
+    assert plain is not None
+    hopeless = plain.floor_bytes > plain.target_bytes
+    alone = hopeless and plain.floor_bytes >= moved.floor_bytes
+    try:
+        found = auto.within(moved, limit_s * (1.0 if alone else _SHARE_OF_THE_FIRST))
+    except BudgetInfeasible as error:
+        if hopeless and plain.floor_bytes >= error.min_peak_bytes:
+            raise
+        return plain, _instead(auto, plain, limit_s * (1 - _SHARE_OF_THE_FIRST), error)
+    same = plain.run(found)
+    if plain.fits(same) and same.step_ms <= moved.run(found).step_ms:
+        return plain, found
+    spent_ms = moved.run(found).step_ms - moved.view.trace.step_ms
+    if auto.interrupted or hopeless or spent_ms <= _NEAR * plain.plain_step_ms:
+        return moved, found
+    try:
+        other = auto.within(plain, limit_s * (1 - _SHARE_OF_THE_FIRST))
+    except BudgetInfeasible:
+        return moved, found
+    except KeyboardInterrupt:
+        auto.interrupted = True
+        return moved, found
+    return (plain, other) if plain.run(other).step_ms <= moved.run(found).step_ms else (moved, found)
+
+
+def plan_moved_at_last(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
+    """As `plan_jointly` where moving the step lowers nothing by itself, but may lower what a plan leaves of the peak: only where there is
+    none for the run as it is."""
+    plain = moved.instead_of
+    assert plain is not None
+    try:
+        return plain, auto.plan(plain)
+    except BudgetInfeasible as error:
+        return moved, _instead(auto, moved, auto.time_limit_s, error)
+
+
+_CHEAP = 0.02
+"""Share of the step that is not worth looking at the optimizer's state for."""
+_SHARE_FOR_PIECES = 0.4
+
+
+def plan_with_pieces(
+    auto: Auto,
+    plain: Problem,
+    others: list[Problem],
+    in_one: Callable[[], tuple[Problem, Decisions]],
+    *,
+    floor_bytes: int,
+) -> tuple[Problem, Decisions]:
+    """What `in_one` finds where that is cheap; else the cheapest of that and of `others`, whose optimizer steps in pieces. `floor_bytes`: of
+    what `in_one` looks at. Raises `BudgetInfeasible` with the lowest peak of all."""
+    errors: list[BudgetInfeasible] = []
+    found: list[tuple[Problem, Decisions]] = []
+    if floor_bytes <= plain.target_bytes:
+        try:
+            found.append(in_one())
+        except BudgetInfeasible as error:
+            errors.append(error)
+        else:
+            if auto.interrupted or _overhead(plain, *found[0]) <= _CHEAP:
+                return found[0]
+    possible = [each for each in others if each.floor_bytes <= each.target_bytes]
+    if not possible and not found and not errors:  # nothing meets it: what comes nearest
+        if not others or floor_bytes < min(each.floor_bytes for each in others):
+            return in_one()
+        nearest = min(others, key=lambda each: each.floor_bytes)
+        return nearest, auto.within(nearest, auto.time_limit_s)
+    for other in possible:
+        if auto.interrupted:
+            break
+        if found and other.view.trace.step_ms >= min(problem.run(d).step_ms for problem, d in found):
+            continue
+        try:
+            found.append((other, auto.within(other, _SHARE_FOR_PIECES * auto.time_limit_s)))
+        except BudgetInfeasible as error:
+            errors.append(error)
+    if not found:
+        raise min(errors, key=lambda each: each.min_peak_bytes)
+    return min(found, key=lambda pair: pair[0].run(pair[1]).step_ms)
+
+
+def _overhead(plain: Problem, problem: Problem, decisions: Decisions) -> float:
+    return problem.run(decisions).step_ms / plain.plain_step_ms - 1 if plain.plain_step_ms else 0.0
+
+
+def _instead(auto: Auto, problem: Problem, seconds: float, error: BudgetInfeasible) -> Decisions:
+    """A plan for `problem`, where none was found for the other one. Raises `BudgetInfeasible` with the lower peak of both."""
+    try:
+        return auto.within(problem, seconds)
+    except BudgetInfeasible as other:
+        raise min(error, other, key=lambda each: each.min_peak_bytes) from None

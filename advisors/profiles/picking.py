@@ -1,0 +1,117 @@
+"""What strategies share that pick tensors one after the other: how many of the picks to take, and what kind of op made a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from memopt.advisors.profiles.blockers import infeasible
+from memopt.advisors.profiles.prefetch import place_prefetches
+from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
+from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.trace_view import Saved
+
+_PROBES = 48
+_HEAVY = (
+    "convolution",
+    "conv",
+    "addmm",
+    "mm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "rnn",
+    "lstm",
+    "gru",
+    "scaled_dot_product",
+    "_fused_sdp",
+)
+
+Place = Callable[[Problem, Decisions], Decisions]
+
+
+def shortest_fitting(
+    problem: Problem, picks: list[tuple[int, Decision]], place: Place = place_prefetches
+) -> tuple[Decisions | None, Decisions]:
+    """The shortest prefix of `picks` that fits, and the prefix with the lowest peak.
+
+    Short lists are walked; long ones are bisected (a longer prefix nearly always has a lower peak), then probed evenly.
+    """
+    nearest: Decisions = {}
+
+    def tried(count: int) -> Decisions | None:
+        nonlocal nearest
+        decisions = place(problem, dict(picks[:count]))
+        timeline = problem.run(decisions)
+        if timeline.peak_bytes < problem.run(nearest).peak_bytes:
+            nearest = decisions
+        return decisions if problem.fits(timeline) else None
+
+    if len(picks) <= _PROBES:
+        return next(
+            (found for count in range(len(picks) + 1) if (found := tried(count)) is not None), None
+        ), nearest
+    low, high, best = 0, len(picks), tried(len(picks))
+    for count in range(len(picks) // 12, len(picks), len(picks) // 12) if best is None else ():
+        best = tried(count)
+        if best is not None:
+            high = count
+            break
+    while best is not None and high - low > 1:
+        middle = (low + high) // 2
+        found = tried(middle)
+        low, high, best = (low, middle, found) if found is not None else (middle, high, best)
+    return best, nearest
+
+
+def prefix_that_fits(
+    problem: Problem, picks: list[tuple[int, Decision]], who: str, place: Place = place_prefetches
+) -> Decisions:
+    """The shortest prefix of `picks` that fits. Raises `BudgetInfeasible` with the lowest peak of any."""
+    best, nearest = shortest_fitting(problem, picks, place)
+    if best is None:
+        raise infeasible(problem, nearest, who)
+    return best
+
+
+def cheapest_fitting(problem: Problem, plans: Iterable[Decisions], who: str) -> Decisions:
+    """The plan with the shortest step among those that fit. Raises `BudgetInfeasible` with the lowest peak among all."""
+    best: Decisions | None = None
+    nearest: Decisions = {}
+    for decisions in plans:
+        timeline = problem.run(decisions)
+        if timeline.peak_bytes < problem.run(nearest).peak_bytes:
+            nearest = decisions
+        if problem.fits(timeline) and (best is None or timeline.step_ms < problem.run(best).step_ms):
+            best = decisions
+    if best is None:
+        raise infeasible(problem, nearest, who)
+    return best
+
+
+def swappable(problem: Problem) -> list[Candidate]:
+    """Candidates that may be swapped, in the order in which they are saved."""
+    return [c for c in problem.candidates.values() if c.option("swap") is not None]
+
+
+def swap_of(candidate: Candidate, tier: str | None = None) -> Decision:
+    """The swap of a candidate, to `tier` if that is possible."""
+    swaps = [option for option in candidate.options if option.kind == "swap"]
+    return next((swap for swap in swaps if swap.tier == tier), swaps[0])
+
+
+def made_by(problem: Problem, saved: Saved) -> str:
+    """The op that wrote the saved value: `convolution`."""
+    op = problem.view.value_producer[saved.value]
+    return problem.view.trace.op_name(op).split(".")[1] if op >= 0 else ""
+
+
+def is_heavy(name: str) -> bool:
+    """Is it a convolution, a matrix product, attention or a recurrent layer?"""
+    return name in ("mm", "bmm") or any(part in name for part in _HEAVY if part not in ("mm", "bmm"))
+
+
+def consumers(problem: Problem, saved: Saved) -> list[str]:
+    """The ops whose nodes saved it."""
+    trace = problem.view.trace
+    ops = [trace.slots.consumer[slot] for slot in saved.slots]
+    return [trace.op_name(op).split(".")[1] for op in ops if op >= 0]

@@ -1,0 +1,290 @@
+"""Decisions -> the plan that is enforced: every storage with all its slots, the ops to remember, the triggers, and why."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from memopt.advisors.clock import now
+from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
+from memopt.estimators.simulator.chains import Chain
+from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.in_pieces import Pieces
+from memopt.estimators.simulator.slot_needs import VALUES, Need, Value
+from memopt.estimators.simulator.trace_view import Saved
+from memopt.plan import OPTIMIZER_IN_BACKWARD, OPTIMIZER_IN_PIECES, Action, OpRef, Plan, ScriptAction, SlotRef
+from memopt.timeline import Timeline
+from memopt.units import format_bytes, format_ms
+from memopt.version import VERSION
+
+_MARGINS_S = 1.5
+"""For so long savings are found by taking actions away one by one; after that they are the bytes at the plain peak."""
+_READS = {
+    "nothing": "its values are never read",
+    "predicate": "backward asks one yes-or-no question of each element, so one bit is held",
+    "pool_index": "an index inside its pooling window is all that backward needs",
+    "two_valued": "dropout noise has two values, so one bit an element is held",
+}
+
+
+def write_plan(
+    problem: Problem, decisions: Decisions, *, strategy: str, profile: str, notes: tuple[str, ...] = ()
+) -> Plan:
+    """The plan for `decisions`, the actions that save most first."""
+    chains, kept = problem.simulator.chains(decisions)
+    decisions = {storage: decision for storage, decision in decisions.items() if storage not in kept}
+    timeline = problem.run(decisions)
+    writer = _Writer(problem, decisions, timeline, chains)
+    actions = [
+        writer.action(candidate, decision)
+        for storage, decision in decisions.items()
+        if (candidate := problem.candidate(storage)) is not None
+    ]
+    actions.sort(key=lambda action: (-action.saved_bytes, -action.size_bytes, action.storage))
+    trace = problem.view.trace
+    return Plan(
+        memopt=VERSION,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        script=trace.script,
+        device=trace.device,
+        profile=profile,
+        strategy=strategy,
+        budget_bytes=problem.budget_bytes,
+        unplanned_peak_bytes=problem.unplanned_peak_bytes,
+        predicted_peak_bytes=timeline.peak_bytes
+        if decisions or problem.instead_of is not None
+        else problem.unplanned_peak_bytes,
+        plain_step_ms=problem.plain_step_ms,
+        predicted_step_ms=timeline.step_ms,
+        base_bytes=trace.base_bytes,
+        saved_tensors=len(trace.slots.node),
+        saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),
+        host_bytes=_host_bytes(problem, decisions),
+        actions=actions,
+        script_actions=_of_the_optimizer(problem, decisions, timeline),
+        notes=[*notes],
+    )
+
+
+def _host_bytes(problem: Problem, decisions: Decisions) -> int:
+    """Most bytes that the host tier has at once: a storage from the op that packs it until its last handle is gone."""
+    changes: list[tuple[int, int]] = []
+    for storage, decision in decisions.items():
+        if decision.kind == "swap" and decision.tier == "host":
+            saved = problem.view.saved[storage]
+            changes += [(saved.acted_op, saved.size_bytes), (saved.release + 1, -saved.size_bytes)]
+    return max(itertools.accumulate(size for _, size in sorted(changes)), default=0)
+
+
+def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline) -> list[ScriptAction]:
+    """What the plan does about the optimizer, where it steps inside backward."""
+    plain = problem.instead_of
+    updates = plain.view.trace.updates if plain is not None else None
+    if plain is None or updates is None:
+        return []
+    if problem.pieces is not None:
+        return [_in_pieces(problem, plain, problem.pieces, decisions, timeline)]
+    without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
+    count = len(updates.parameter)
+    return [
+        ScriptAction(
+            kind="optimizer",
+            what=OPTIMIZER_IN_BACKWARD,
+            why=f"gradients of {count} parameters used and freed in backward: {updates.optimizer} gives the same bits one by one",
+            saved_bytes=max(0, without - timeline.peak_bytes),
+            parameters=count,
+            cost_ms=round(problem.view.trace.step_ms - problem.plain_step_ms, 4),
+        )
+    ]
+
+
+def _in_pieces(
+    problem: Problem, plain: Problem, pieces: Pieces, decisions: Decisions, timeline: Timeline
+) -> ScriptAction:
+    """The step in pieces: its words, what it saves, what it costs."""
+    updates = plain.view.trace.updates
+    kind = updates.optimizer if updates is not None else "the optimizer"
+    size = format_bytes(pieces.piece_bytes)
+    why = f"{kind} steps {size} of parameters at once, with the same bits: its temporaries are no larger"
+    if pieces.tier is not None:
+        moved = [
+            f"{format_bytes(pieces.state_bytes)} of its state are in the {pieces.tier} tier between steps"
+        ]
+        if pieces.gradient_bytes:
+            moved.append(f"{format_bytes(pieces.gradient_bytes)} of gradients from when they are whole")
+        why += f"; {', '.join(moved[not pieces.state_bytes :])}"
+    without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
+    return ScriptAction(
+        kind="optimizer",
+        what=OPTIMIZER_IN_PIECES,
+        why=why,
+        saved_bytes=max(0, without - timeline.peak_bytes),
+        parameters=pieces.parameters,
+        cost_ms=round(max(0.0, problem.view.trace.step_ms - problem.plain_step_ms), 4),
+        piece_bytes=pieces.piece_bytes,
+        tier=pieces.tier,
+        away_bytes=pieces.state_bytes,
+        away=pieces.away,
+        gradient_bytes=pieces.gradient_bytes,
+        cleared_late=pieces.cleared_late,
+    )
+
+
+class _Writer:
+    def __init__(
+        self, problem: Problem, decisions: Decisions, timeline: Timeline, chains: dict[int, Chain]
+    ) -> None:
+        self.problem, self.decisions, self.timeline = problem, decisions, timeline
+        self.view, self.trace = problem.view, problem.view.trace
+        self.chains = chains
+        self.deadline = now() + _MARGINS_S
+        self.chain_of_op: dict[int, list[Chain]] = {}
+        for chain in chains.values():
+            for op in chain.ops:
+                self.chain_of_op.setdefault(op, []).append(chain)
+        self.away_from = problem.simulator.away_from(decisions)
+        packed = [(op, False, slot) for slot, op in enumerate(self.trace.slots.packed_before)]
+        unpacked = [(op, True, slot) for op, slot in self.view.first_unpacked.items()]
+        self.moments = sorted(packed + unpacked)
+        """(Op that follows, whether the slot is unpacked before it rather than packed, slot): when the run can be made to wait."""
+
+    def action(self, candidate: Candidate, decision: Decision) -> Action:
+        saved = candidate.saved
+        saved_bytes, cost_ms = self._margins(candidate, decision)
+        away_by, away_at_use = self._away_by(saved)
+        prefetch = self.view.first_unpacked.get(decision.prefetch_op) if decision.prefetch_op >= 0 else None
+        return Action(
+            kind=decision.kind,
+            storage=saved.storage,
+            label=self.trace.storage_label(saved.storage),
+            size_bytes=saved.size_bytes,
+            slots=self._slots(candidate, decision),
+            why=self._why(candidate, decision),
+            saved_bytes=saved_bytes,
+            cost_ms=round(cost_ms, 4),
+            tier=decision.tier,
+            again=decision.again,
+            codec=decision.codec,
+            away_by=away_by,
+            away_at_use=away_at_use,
+            prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
+            records=[self.op_ref(op) for op in self._recorded(saved)] if decision.kind == "recompute" else [],
+            line=self.trace.strings[self.trace.storages.line[saved.storage]],
+        )
+
+    def _away_by(self, saved: Saved) -> tuple[SlotRef | None, bool]:
+        """The last pack by which a swapped storage may still be on its way out; in backward, the last unpack (True)."""
+        gone = self.away_from.get(saved.storage)
+        if gone is None:
+            return None, False
+        place = bisect.bisect_right(self.moments, (gone, True, len(self.moments))) - 1
+        if place >= 0 and self.moments[place][0] <= saved.gone_after:
+            place += 1
+        if (
+            not 0 <= place < len(self.moments)
+            or not saved.gone_after <= self.moments[place][0] < saved.first_use
+        ):
+            return None, False
+        _, in_backward, slot = self.moments[place]
+        return self.slot_ref(slot), in_backward
+
+    def _margins(self, candidate: Candidate, decision: Decision) -> tuple[int, float]:
+        """(bytes by which the peak would rise, ms that would be saved) without this action."""
+        saved = candidate.saved
+        if now() > self.deadline:
+            at_peak = saved.gone_after < self.problem.plain.peak_op < saved.first_use
+            gain = saved.size_bytes - decision.encoded_bytes if at_peak else 0
+            return gain, self.problem.solo_ms(candidate, decision)
+        without = self.problem.simulator.run({s: d for s, d in self.decisions.items() if s != saved.storage})
+        peak = max(0, without.peak_bytes - self.timeline.peak_bytes)
+        return peak, max(0.0, self.timeline.step_ms - without.step_ms)
+
+    def _slots(self, candidate: Candidate, decision: Decision) -> list[SlotRef]:
+        slots = candidate.saved.slots
+        codec = candidate.codec
+        if decision.kind not in ("compress", "drop") or codec is None or decision.is_source:
+            return [self.slot_ref(slot) for slot in slots]
+        return [self.slot_ref(slot, need) for slot, need in zip(slots, codec.needs, strict=True)]
+
+    def slot_ref(self, slot: int, need: Need = VALUES) -> SlotRef:
+        slots, strings = self.trace.slots, self.trace.strings
+        consumer = slots.consumer[slot]
+        return SlotRef(
+            module=strings[slots.module[slot]],
+            ordinal=slots.ordinal[slot],
+            node=strings[slots.node[slot]],
+            slot=strings[slots.slot[slot]],
+            dtype=strings[slots.dtype[slot]].removeprefix("torch."),
+            dims=len(slots.shape.row(slot)),
+            consumer=self.trace.op_name(consumer) if consumer >= 0 else "",
+            is_output=slots.is_output(slot),
+            need=need.kind,
+            params=_plain(need.parameters),
+        )
+
+    def op_ref(self, op: int) -> OpRef:
+        ops, strings = self.trace.ops, self.trace.strings
+        return OpRef(module=strings[ops.module[op]], ordinal=ops.ordinal[op], name=self.trace.op_name(op))
+
+    def _recorded(self, saved: Saved) -> list[int]:
+        """The replays that make the storage: its own chain, or its share of the chain that makes it on the way."""
+        own = self.chains.get(saved.storage)
+        if own is not None:
+            return sorted(own.ops)
+        producer = self.view.value_producer[saved.value]
+        found: set[int] = set()
+        for chain in self.chain_of_op.get(producer, ()):
+            found |= _ancestors(self, producer, set(chain.ops))
+        return sorted(found)
+
+    def _why(self, candidate: Candidate, decision: Decision) -> str:
+        saved = candidate.saved
+        times = self.timeline.start_ms
+        away_ms = float(times[saved.first_use] - times[min(saved.gone_after + 1, self.view.n - 1)])
+        away = f"unused for {format_ms(max(0.0, away_ms))} between forward and backward"
+        if decision.kind == "recompute":
+            return f"{self._replay_words(saved)}; {away}"
+        if decision.kind == "swap":
+            return f"{away}; {self._copy_words(saved, decision)}"
+        held = f"{format_bytes(decision.encoded_bytes)} instead of {format_bytes(saved.size_bytes)}"
+        words = _READS[decision.codec]
+        return words if decision.kind == "drop" else f"{words}: {held}"
+
+    def _replay_words(self, saved: Saved) -> str:
+        ops = self._recorded(saved)
+        names = list(dict.fromkeys(self.trace.op_name(op).split(".")[1] for op in ops))
+        took = format_ms(float(sum(self.view.op_ms[op] for op in ops)))
+        listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        if saved.storage in self.chains:
+            return f"made again by {len(ops)} op{'s' if len(ops) != 1 else ''} ({listed}) in {took}"
+        return f"comes back on the way when another tensor is made again ({listed})"
+
+    def _copy_words(self, saved: Saved, decision: Decision) -> str:
+        copy = self.problem.simulator.copy_ms
+        out = format_ms(copy(saved.size_bytes, decision, out=True))
+        back = format_ms(copy(saved.size_bytes, decision, out=False))
+        return f"copying takes {out} to the {decision.tier} and {back} back"
+
+
+def _ancestors(writer: _Writer, op: int, within: set[int]) -> set[int]:
+    """`op` and the ops of `within` that it stands on."""
+    found, stack = {op}, [op]
+    while stack:
+        for value in writer.view.reads[stack.pop()]:
+            producer = writer.view.value_producer[value]
+            if producer in within and producer not in found:
+                found.add(producer)
+                stack.append(producer)
+    return found
+
+
+def _plain(params: Mapping[str, Value]) -> dict[str, float | int | str | bool | list[int]]:
+    """As JSON holds them; a parameter that is None is left out, which codecs read the same."""
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in params.items()
+        if value is not None
+    }

@@ -1,0 +1,69 @@
+"""When each swapped storage comes back: the latest unpack early enough that the copy hides, and late enough that the bytes fit."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
+
+from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.estimators.simulator.trace_view import Ints, Saved
+
+_SLACK = 1.25
+"""A copy is given this much longer than the link's rate says."""
+
+
+def place_prefetches(problem: Problem, decisions: Decisions, *, earliest: bool = False) -> Decisions:
+    """`decisions` with `prefetch_op` set for every swap, on one FIFO lane, backwards from the last use.
+
+    `earliest`: as far ahead as the bytes fit, however short the copy is.
+    """
+    view = problem.view
+    swaps = [storage for storage, decision in decisions.items() if decision.kind == "swap"]
+    if not swaps:
+        return decisions
+    placed = {s: replace(d, prefetch_op=-1) if d.kind == "swap" else d for s, d in decisions.items()}
+    timeline = problem.run(placed)
+    times, high = timeline.start_ms, timeline.high_bytes.copy()
+    triggers = problem.triggers
+    fitting = _Fitting(problem.target_bytes, triggers.tolist(), times[triggers].tolist(), high)
+    lane_ms = float("inf")
+    for storage in sorted(swaps, key=lambda s: -view.saved[s].first_use):
+        saved, decision = view.saved[storage], placed[storage]
+        copy_ms = problem.simulator.copy_ms(saved.size_bytes, decision, out=False)
+        end_ms = min(lane_ms, float(times[saved.first_use]))
+        wanted = -1.0 if earliest else end_ms - _SLACK * copy_ms
+        trigger = fitting.trigger(saved, wanted)
+        lane_ms = min(end_ms - copy_ms, float(times[trigger]) if trigger >= 0 else end_ms)
+        if trigger >= 0:
+            placed[storage] = replace(decision, prefetch_op=trigger)
+            high[trigger : saved.first_use] += saved.size_bytes
+    return placed
+
+
+@dataclass(slots=True)
+class _Fitting:
+    """Finds triggers: the moments there are, when they are, and what is on the device so far."""
+
+    target_bytes: int
+    triggers: list[int]
+    times: list[float]
+    high: Ints
+
+    def trigger(self, saved: Saved, wanted_ms: float) -> int:
+        """The latest at or before `wanted_ms` from which the bytes fit until the use, else the first later one; -1: on demand."""
+        use = saved.first_use
+        first = bisect_left(self.triggers, saved.gone_after + 1)
+        last = bisect_left(self.triggers, use)
+        if first >= last:
+            return -1
+        room = self.target_bytes - saved.size_bytes
+        best = self.triggers[max(first, bisect_right(self.times, wanted_ms, first, last) - 1)]
+        window = self.high[best:use]
+        if int(window.max()) <= room:
+            return best
+        earliest = best + int(np.flatnonzero(window > room)[-1]) + 1
+        at = bisect_left(self.triggers, earliest, first, last)
+        return self.triggers[at] if at < last else -1

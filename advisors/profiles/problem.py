@@ -1,0 +1,337 @@
+"""What a strategy is given: a trace, the judge, a budget, and what may be done with each storage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from memopt.advisors.clock import now
+from memopt.advisors.profiles.codec_options import CodecChoice, codec_choice
+from memopt.errors import NotPossibleHere, UsageError
+from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
+from memopt.estimators.simulator.decision import RECOMPUTE, Decision
+from memopt.estimators.simulator.in_pieces import Pieces
+from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
+from memopt.estimators.simulator.trace_view import Ints, Saved, TraceView
+from memopt.timeline import Timeline
+
+Decisions = dict[int, Decision]
+
+DEFAULT_ALLOW = frozenset({"recompute", "swap-host", "swap-disk", "compress", "optimizer"})
+"""Exact, and bit for bit the same run."""
+NAMES = ("recompute", "swap-host", "swap-disk", "compress", "lossy", "optimizer", "model-change")
+BEYOND_EXACT = {
+    "lossy": "--allow lossy changes nothing: memopt has no lossy action, every one of its codecs is exact",
+    "model-change": "--allow model-change changes no plan: only --strategy ctdr speaks of it, as advice",
+}
+"""Kinds that may be allowed, and why no plan has an action of them."""
+MARGIN = 0.005
+"""Share of the budget that plans leave free, for what the next run allocates differently."""
+LEAST_GAIN = 0.01
+"""No plan that lowers the peak by less is worth its hooks."""
+LEAST_SWAP_BYTES = 1 << 20
+TIME_LIMIT_S = 8.0
+"""How long a search, or a solver, may take; for iterations of more than 8,000 ops see `usual_limit_s`."""
+_REMEMBERED_OPS = 40_000_000
+"""Timelines together; an op takes 24 bytes of each."""
+_COVERED = 0.998
+_MOST_CANDIDATES = 40_000
+
+
+def usual_limit_s(op_count: int) -> float:
+    """Time limit where none is given: 8 s, rising from 8,000 ops to 25 s for 100,000."""
+    return float(np.interp(op_count, (8000, 100_000), (TIME_LIMIT_S, 25.0)))
+
+
+def allowed(allow: tuple[str, ...], deny: tuple[str, ...]) -> frozenset[str]:
+    """What is allowed when a person typed `allow` and `deny`: naming an exact kind in `allow` excludes the others.
+
+    `lossy` and `model-change` come on top of the exact ones. No plan uses them (see `BEYOND_EXACT`).
+    """
+    given, denied = kinds_named(allow), kinds_named(deny)
+    return (((given & DEFAULT_ALLOW) or DEFAULT_ALLOW) | given) - denied
+
+
+def kinds_named(texts: tuple[str, ...]) -> frozenset[str]:
+    """The kinds that were typed. Raises `UsageError` for anything else."""
+    names = _names(texts)
+    for name in names:
+        if name not in NAMES:
+            raise UsageError(f"'{name}' is not a kind of action", try_=", ".join(NAMES))
+    return frozenset(names)
+
+
+def _names(texts: tuple[str, ...]) -> list[str]:
+    """Names as typed, with commas; `swap` is both tiers."""
+    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
+    return [each for name in names for each in (("swap-host", "swap-disk") if name == "swap" else (name,))]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A saved storage with something that may be done about it."""
+
+    saved: Saved
+    options: tuple[Decision, ...]
+    chain: Chain | None
+    """Its replay if nothing else were away."""
+    codec: CodecChoice | None
+
+    @property
+    def storage(self) -> int:
+        return self.saved.storage
+
+    @property
+    def away(self) -> slice:
+        """Ops during which it need not be on the device."""
+        return slice(self.saved.gone_after + 1, self.saved.first_use)
+
+    def option(self, kind: str) -> Decision | None:
+        return next((option for option in self.options if option.kind == kind), None)
+
+
+class OutOfTime(Exception):
+    """A strategy that runs inside a time limit has to stop."""
+
+
+class Problem:
+    """Find decisions whose peak is at most `target_bytes`, at the least step time."""
+
+    def __init__(
+        self,
+        view: TraceView,
+        simulator: Simulator,
+        budget_bytes: int,
+        allow: frozenset[str] = DEFAULT_ALLOW,
+        *,
+        margin: float = MARGIN,
+        time_limit_s: float = TIME_LIMIT_S,
+        instead_of: Problem | None = None,
+        part_of: Problem | None = None,
+        pieces: Pieces | None = None,
+    ) -> None:
+        """`instead_of`: the problem of the run as it is, where `view` is of one whose optimizer steps inside backward, or in `pieces`.
+        `part_of`: the problem of the whole iteration, where `view` is of some of its rounds."""
+        if view.trace.partial:
+            raise NotPossibleHere(
+                "this profile is not whole, so nothing can be planned on it",
+                why=view.trace.partial,
+                try_="memopt profile --offload SCRIPT, or with a smaller batch, then --budget with what the larger one needs",
+            )
+        self.view, self.simulator, self.budget_bytes, self.allow = view, simulator, budget_bytes, allow
+        self.time_limit_s = time_limit_s
+        self.device = simulator.device
+        self.plain = simulator.run({})
+        self.instead_of, self.pieces = instead_of, pieces
+        self.unplanned_peak_bytes: int = (
+            instead_of.unplanned_peak_bytes
+            if instead_of is not None
+            else max(self.plain.peak_bytes, view.trace.peak_bytes)
+        )
+        self.target_bytes = min(
+            int(budget_bytes * (1 - margin)), int(self.unplanned_peak_bytes * (1 - LEAST_GAIN))
+        )
+        if part_of is not None:
+            self.unplanned_peak_bytes, self.target_bytes = part_of.unplanned_peak_bytes, part_of.target_bytes
+        self.least_step_ms: float | None = None
+        """No plan that fits has a shorter step, where somebody has proved that (see `lower_bound`)."""
+        self._deadline = float("inf")
+        self._memo: dict[frozenset[tuple[int, Decision]], Timeline] = {}
+        self._looked_up: dict[int, Candidate | None] = {}
+
+    @property
+    def plain_step_ms(self) -> float:
+        """A step of the run as it is."""
+        return (self.instead_of or self).view.trace.step_ms
+
+    @property
+    def is_met_unplanned(self) -> bool:
+        return self.unplanned_peak_bytes <= self.budget_bytes
+
+    def with_target(self, target_bytes: int) -> Problem:
+        """The same problem with another target; candidates are shared."""
+        _ = self.candidates, self.triggers, self.floor_bytes
+        other = Problem.__new__(Problem)
+        other.__dict__.update(self.__dict__)
+        other._memo = {}
+        other.target_bytes = target_bytes
+        other.least_step_ms = None
+        return other
+
+    def with_budget(self, budget_bytes: int) -> Problem:
+        """The same problem under another budget, which leaves no margin."""
+        other = self.with_target(budget_bytes)
+        other._memo, other.budget_bytes = self._memo, budget_bytes
+        return other
+
+    def limited(self, deadline: float) -> Problem:
+        """The same problem; `run` raises `OutOfTime` once `clock.now()` has passed `deadline`."""
+        other = self.with_target(self.target_bytes)
+        other._memo, other._deadline = self._memo, deadline
+        return other
+
+    @property
+    def seconds_left(self) -> float:
+        """How long a strategy that starts now may work."""
+        return min(self.time_limit_s, self._deadline - now())
+
+    def run(self, decisions: Mapping[int, Decision]) -> Timeline:
+        """The judge's timeline, remembered."""
+        key = frozenset(decisions.items())
+        found = self._memo.get(key)
+        if found is None:
+            self._check_time()
+            if len(self._memo) > min(4000, _REMEMBERED_OPS // max(1, self.view.n)):
+                self._memo.clear()
+            found = self._memo[key] = self.simulator.run(decisions, still_wanted=self._check_time)
+        return found
+
+    def _check_time(self) -> None:
+        if now() > self._deadline:
+            raise OutOfTime
+
+    def forget(self) -> None:
+        """Let go of the timelines that are remembered."""
+        self._memo.clear()
+
+    def fits(self, timeline: Timeline) -> bool:
+        return timeline.peak_bytes <= self.target_bytes
+
+    @cached_property
+    def movable(self) -> list[Candidate]:
+        """Every storage with at least one option, the largest first."""
+        found = [c for c in (self._candidate(saved) for saved in self.view.saved.values()) if c is not None]
+        return sorted(found, key=lambda c: -c.saved.size_bytes)
+
+    @cached_property
+    def candidates(self) -> dict[int, Candidate]:
+        """Those of them that together matter, by storage."""
+        total = sum(c.saved.size_bytes for c in self.movable)
+        covered, chosen = 0, []
+        for candidate in self.movable[:_MOST_CANDIDATES]:
+            if covered >= _COVERED * total and candidate.saved.size_bytes < self.unplanned_peak_bytes // 1000:
+                break
+            covered += candidate.saved.size_bytes
+            chosen.append(candidate)
+        return {c.storage: c for c in sorted(chosen, key=lambda c: (c.saved.packed_op, c.storage))}
+
+    def candidate(self, storage: int) -> Candidate | None:
+        """What may be done with any one storage, be it among `candidates` or not."""
+        if "candidates" in self.__dict__ and storage in self.candidates:
+            return self.candidates[storage]
+        if storage not in self._looked_up:
+            self._looked_up[storage] = self._candidate(self.view.saved[storage])
+        return self._looked_up[storage]
+
+    @cached_property
+    def triggers(self) -> Ints:
+        """Ops before which something is unpacked, in order: the only moments at which a swap-in can be started."""
+        return np.array(sorted(op for op in self.view.first_unpacked if op < self.view.n), dtype=np.int64)
+
+    @property
+    def floor_bytes(self) -> int:
+        """No plan goes below: the most that is there at some op when everything that may be away then is away for nothing."""
+        return self.floor[0]
+
+    @cached_property
+    def floor(self) -> tuple[int, int]:
+        """`floor_bytes`, and the op at which they are needed (-1 where there is none)."""
+        low = self.plain.high_bytes.copy()
+        for candidate in self.movable:
+            least = min(option.encoded_bytes for option in candidate.options)
+            low[candidate.away] -= candidate.saved.size_bytes - least
+            if candidate.codec is not None:
+                option = candidate.codec.decision
+                for op in range(candidate.saved.first_use, candidate.saved.release + 1):
+                    low[op] -= max(0, self.relief_bytes(candidate, option, op))
+        op = int(low.argmax()) if len(low) else -1
+        return (max(0, int(low[op])), op) if op >= 0 else (0, op)
+
+    def relief_bytes(self, candidate: Candidate, option: Decision, op: int) -> int:
+        """Most that `option` takes off what is on the device at `op`. What is encoded stays so when backward asks for it."""
+        saved = candidate.saved
+        if option.kind in ("recompute", "swap"):
+            return saved.size_bytes if candidate.away.start <= op < candidate.away.stop else 0
+        if not saved.gone_after < op <= saved.release:
+            return 0
+        unpacks = self.view.trace.slots.unpacks
+        handed = sum(unpacks.row(slot).count(op) for slot in saved.slots) if op >= saved.first_use else 0
+        return saved.size_bytes - option.encoded_bytes - handed * option.decoded_bytes
+
+    def _candidate(self, saved: Saved) -> Candidate | None:
+        if not may_act_on(self.view, saved):
+            return None
+        options: list[Decision] = []
+        codec = self._codec(saved)
+        if codec is not None:
+            options.append(codec.decision)
+        chain = self._chain(saved) if "recompute" in self.allow else None
+        if chain is not None:
+            options.append(RECOMPUTE)
+        if saved.size_bytes >= LEAST_SWAP_BYTES:
+            options.extend(self._swaps(saved))
+        return Candidate(saved, tuple(options), chain, codec) if options else None
+
+    def _codec(self, saved: Saved) -> CodecChoice | None:
+        if "compress" not in self.allow or self.view.trace.facts.get("create_graph", 0) > 0:
+            return None
+        return codec_choice(self.view, self.device, saved)
+
+    def _chain(self, saved: Saved) -> Chain | None:
+        """The replay of `saved` when all else is kept; None when it cannot be made again."""
+        if saved.value < 0 or self.view.next_write[saved.value] <= saved.release:
+            return None
+        view, use, own = self.view, saved.first_use, saved.storage
+        chain = find_chain(
+            view,
+            [saved.value],
+            lambda value: view.value_storage[value] != own and is_intact(view, value, use),
+            lambda op: view.replayable[op],
+        )
+        return chain if chain is not None and chain.ops else None
+
+    def _swaps(self, saved: Saved) -> list[Decision]:
+        tiers = (
+            (("disk", "swap-disk"),)
+            if self.device.kind == "cpu"
+            else (("host", "swap-host"), ("disk", "swap-disk"))
+        )
+        swaps = [Decision(kind="swap", tier=tier) for tier, name in tiers if name in self.allow]  # type: ignore[arg-type]
+        return [s for s in swaps if np.isfinite(self._round_trip_ms(saved.size_bytes, s))]
+
+    def _round_trip_ms(self, size_bytes: int, decision: Decision) -> float:
+        copy = self.simulator.copy_ms
+        return copy(size_bytes, decision, out=True) + copy(size_bytes, decision, out=False)
+
+    def solo_ms(self, candidate: Candidate, option: Decision) -> float:
+        """What `option` costs when nothing else is done: replay, encode and decode, or the copies that nothing hides."""
+        if option.kind == "recompute":
+            assert candidate.chain is not None
+            return float(sum(self.view.op_ms[op] + REPLAY_MS for op in candidate.chain.ops))
+        if option.kind == "swap":
+            return max(0.0, -self.free_ms(candidate.saved, option)) + self.simulator.staging_ms(
+                candidate.saved
+            )
+        unpacks = sum(len(self.view.trace.slots.unpacks.row(slot)) for slot in candidate.saved.slots)
+        return option.encode_ms + option.decode_ms * unpacks
+
+    def free_ms(self, saved: Saved, option: Decision) -> float:
+        """Capuchin's free time: what is left of the span between the uses after both copies; negative when exposed."""
+        times = self.view.start_ms
+        begin = float(times[min(saved.packed_op + 1, self.view.n - 1)])
+        end = float(times[saved.first_use])
+        return end - begin - self._round_trip_ms(saved.size_bytes, option)
+
+
+def may_act_on(view: TraceView, saved: Saved) -> bool:
+    """Plain slots of one version, free of others before backward asks, gone before the iteration ends, and asked for once at least."""
+    return (
+        saved.plain
+        and saved.value >= 0
+        and saved.size_bytes > 0
+        and saved.gone_after + 1 < saved.first_use < view.n
+        and saved.release < view.n
+    )

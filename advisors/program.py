@@ -1,0 +1,88 @@
+"""A linear or mixed-integer program, built column by column and row by row, and solved by HiGHS (`pip install 'memopt[exact]'`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memopt.advisors.graphs.strategies.autotm import new_highs
+
+
+@dataclass(frozen=True, slots=True)
+class Solved:
+    """What the solver came to. `bound`: no solution of the program costs less (as far as it got); infinite when there is none."""
+
+    values: NDArray[np.float64] | None
+    """The best solution; None when none was found."""
+    bound: float
+
+
+@dataclass(slots=True)
+class Program:
+    """Minimise the cost of the columns, each between its limits, every row between its own."""
+
+    cost: list[float] = field(default_factory=list)
+    most: list[float] = field(default_factory=list)
+    whole: list[bool] = field(default_factory=list)
+    row_low: list[float] = field(default_factory=list)
+    row_high: list[float] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    columns: list[int] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+
+    def column(self, cost: float = 0.0, *, most: float = 1.0, whole: bool = False) -> int:
+        """A new column between 0 and `most`; its number."""
+        self.cost.append(cost)
+        self.most.append(most)
+        self.whole.append(whole)
+        return len(self.cost) - 1
+
+    def row(self, terms: Mapping[int, float], *, low: float = -math.inf, high: float = math.inf) -> None:
+        """A new row: column -> factor."""
+        self.columns.extend(terms)
+        self.factors.extend(terms.values())
+        self.starts.append(len(self.columns))
+        self.row_low.append(low)
+        self.row_high.append(high)
+
+    def solve(self, seconds: float, *, relaxed: bool = False) -> Solved:
+        """The cheapest solution found within `seconds`; `relaxed`: columns need not be whole. Raises `NotPossibleHere` without HiGHS."""
+        highs = new_highs(max(0.01, seconds))
+        import highspy
+
+        highs.passModel(self._model(highspy, relaxed))
+        highs.run()
+        info, status = highs.getInfo(), highs.getModelStatus()
+        if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
+            return Solved(None, math.inf)
+        found = info.primal_solution_status == 2
+        values = np.array(highs.getSolution().col_value) if found else None
+        mixed = any(self.whole) and not relaxed
+        if mixed:
+            bound = float(info.mip_dual_bound)
+        else:
+            done = status == highspy.HighsModelStatus.kOptimal
+            bound = float(info.objective_function_value) if done else 0.0
+        return Solved(values, bound if math.isfinite(bound) else 0.0)
+
+    def _model(self, highspy: Any, relaxed: bool) -> Any:
+        model = highspy.HighsLp()
+        columns, rows = len(self.cost), len(self.row_low)
+        model.num_col_, model.num_row_ = columns, rows
+        model.col_cost_ = np.array(self.cost)
+        model.col_lower_, model.col_upper_ = np.zeros(columns), np.array(self.most)
+        model.row_lower_, model.row_upper_ = np.array(self.row_low), np.array(self.row_high)
+        model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        model.a_matrix_.num_col_, model.a_matrix_.num_row_ = columns, rows
+        model.a_matrix_.start_ = np.array(self.starts, dtype=np.int32)
+        model.a_matrix_.index_ = np.array(self.columns, dtype=np.int32)
+        model.a_matrix_.value_ = np.array(self.factors)
+        if any(self.whole) and not relaxed:
+            kinds = highspy.HighsVarType
+            model.integrality_ = [kinds.kInteger if each else kinds.kContinuous for each in self.whole]
+        return model

@@ -1,0 +1,1 @@
+"""The planners of the papers, for profiles: one file a paper."""

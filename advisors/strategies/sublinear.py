@@ -1,0 +1,108 @@
+"""Sublinear memory cost (Chen, Xu, Zhang, Guestrin 2016, arXiv 1604.06174): keep some activations, make the rest again.
+
+Rule: on a chain of n activations keep every sqrt(n)-th; or walk forward and cut a segment whenever b bytes have gathered
+(greedy), and sweep b. Here both are swept (every k-th for all k, b geometrically), and each cut is tried in two ways: keep the
+activation at the cut, or, since a net is no chain, keep whatever is made before the cut and read by forward ops after it.
+The cheapest that fits wins. O(n log n) plans, each judged by the simulator. Known as gradient checkpointing.
+Differs: storages that cannot be made again are kept, sizes come from the trace and not from a shape count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+
+from memopt.advisors.profiles.picking import cheapest_fitting
+from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.estimators.simulator.decision import RECOMPUTE
+
+_MOST_PLANS = 160
+_MOST_WORK = 160_000
+"""Plans times ops: on long traces the sweep is coarser."""
+
+
+class Sublinear:
+    name = "sublinear"
+    paper = "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost"
+    needs = "activations that can be made again"
+    allows = frozenset({"recompute"})
+
+    def plan(self, problem: Problem, /) -> Decisions:
+        return cheapest_fitting(problem, sublinear_plans(problem), self.name)
+
+
+def sublinear_plans(problem: Problem) -> Iterator[Decisions]:
+    """Every sqrt-n and greedy plan, without repetition."""
+    order = Order(problem)
+    seen: set[frozenset[int]] = set()
+    for cuts in order.cuts():
+        for kept in (frozenset(order.storages[c] for c in cuts), order.crossing(cuts)):
+            dropped = frozenset(order.storages) - kept
+            if dropped not in seen:
+                seen.add(dropped)
+                yield {storage: RECOMPUTE for storage in order.storages if storage in dropped}
+
+
+class Order:
+    """The recomputable storages in the order in which they are made."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        able = [c for c in problem.candidates.values() if c.chain is not None]
+        able.sort(key=lambda c: (problem.view.value_producer[c.saved.value], c.storage))
+        self.storages = [c.storage for c in able]
+        self.made = [problem.view.value_producer[c.saved.value] for c in able]
+        self.sizes = [c.saved.size_bytes for c in able]
+
+    def cuts(self) -> Iterator[list[int]]:
+        """Positions at which a segment ends: every k-th, then whenever b bytes have gathered."""
+        n = len(self.storages)
+        most = max(24, min(_MOST_PLANS, _MOST_WORK // max(1, self.problem.view.n)))
+        steps = list(range(1, n + 1)) if n <= most // 2 else _spread(n, most // 2)
+        for step in steps:
+            yield list(range(step - 1, n, step))
+        total, largest = sum(self.sizes), max(self.sizes, default=0)
+        bytes_ = largest
+        for _ in range(most // 4):
+            if not 0 < bytes_ <= total:
+                return
+            yield self._greedy(bytes_)
+            bytes_ = max(bytes_ + 1, int(bytes_ * 1.15 ** (_MOST_PLANS / most)))
+
+    def _greedy(self, most_bytes: int) -> list[int]:
+        cuts, gathered = [], 0
+        for position, size in enumerate(self.sizes):
+            gathered += size
+            if gathered > most_bytes:
+                cuts.append(position)
+                gathered = 0
+        return cuts
+
+    def crossing(self, cuts: list[int]) -> frozenset[int]:
+        """Storages made at or before a cut and read by a forward op after it."""
+        ends = [self.made[cut] for cut in cuts]
+        kept = set()
+        at = 0
+        for storage, made in zip(self.storages, self.made, strict=True):
+            while at < len(ends) and ends[at] < made:
+                at += 1
+            if at < len(ends) and self.last_read.get(storage, -1) > ends[at]:
+                kept.add(storage)
+        return frozenset(kept)
+
+    @cached_property
+    def last_read(self) -> dict[int, int]:
+        """Storage -> the last forward op that reads it."""
+        view = self.problem.view
+        return {
+            view.value_storage[value]: op
+            for op in range(view.n)
+            if view.phase[op] == 0
+            for value in view.reads[op]
+        }
+
+
+def _spread(n: int, count: int) -> list[int]:
+    """About `count` numbers from 1 to n, dense at the small end, with sqrt(n) among them."""
+    ratio = n ** (1 / count)
+    return sorted({max(1, min(n, round(ratio**i))) for i in range(count + 1)} | {max(1, round(n**0.5))})

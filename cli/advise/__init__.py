@@ -1,0 +1,1 @@
+"""`memopt advise`: the command, its words and tables, and what its options lead to."""

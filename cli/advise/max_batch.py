@@ -1,0 +1,162 @@
+"""`memopt advise --max-batch`: the largest batch under the budget, without a plan and with one."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memopt.cli.advise.words import with_command
+from memopt.errors import BudgetInfeasible, UsageError
+
+if TYPE_CHECKING:
+    from memopt.advisors.lints.registry import Lint
+    from memopt.advisors.max_batch import Batches, Largest
+
+
+def max_batch(path: Path, options: dict[str, Any]) -> int:
+    """Search, show both, write the plan for the larger batch; gives the exit code."""
+    from memopt.advisors.lints.find import find_lints
+    from memopt.advisors.max_batch import Batches
+    from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed
+    from memopt.cli.advise.given import on_device, room_as_budget, script_stem
+    from memopt.cli.advise.tables import lints_table
+    from memopt.cli.shared.console import err, say
+    from memopt.cli.shared.own_files import refuse_foreign
+    from memopt.estimators.hidden.beside_tensors import parse_budget
+    from memopt.trace import load_trace
+
+    room_as_budget(options)
+    _check_words(options)
+    trace = on_device(load_trace(path), options["device"])
+    output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.plan.json")
+    refuse_foreign(output, "memopt.plan", script=trace.script, force=options["force"])
+    budget = parse_budget(options["budget"], trace, unplanned_bytes=trace.peak_bytes)
+    search = Batches(
+        trace,
+        budget.tensors_bytes,
+        allowed(options["allow"], options["deny"]),
+        options["time_limit_s"] or TIME_LIMIT_S,
+        strategy=(options["strategies"] or ("auto",))[0],
+        flag=options["batch_arg"],
+        profile=str(path),
+        say=say,
+    )
+    plain, planned = search.plain(), search.planned()
+    lints = [] if trace.partial else find_lints(trace)
+    if planned.plan is None:
+        if lints and not options["as_json"]:
+            err().print(lints_table(lints))
+        refused = BudgetInfeasible(
+            search.budget_bytes, planned.peak_bytes, ("not even a batch of 1 fits, with any plan found",)
+        )
+        raise with_command(budget.told(refused), path, options)
+    budget.noted(planned.plan).save(output)
+    _print(plain, planned, search.recorded, search.budget_bytes, output, lints, as_json=options["as_json"])
+    say(f"wrote {output}")
+    _say_what_to_heed(planned, search)
+    if _names_the_batch(planned, search):
+        say(f"next: memopt apply {shlex.quote(str(output))}")
+    return 0
+
+
+def _check_words(options: dict[str, Any]) -> None:
+    for name in ("pareto", "max_overhead", "explain"):
+        if options[name]:
+            raise UsageError(
+                f"--{name.replace('_', '-')} does not go with --max-batch",
+                why="the batch is what is searched for",
+                try_="--max-batch --budget 16GB",
+            )
+    if len(options["strategies"]) > 1:
+        raise UsageError("--max-batch takes one strategy", try_=f"--strategy {options['strategies'][0]}")
+    if options["budget"] is None:
+        raise UsageError("--budget is missing", try_="--max-batch --budget 16GB, or --device NAME")
+
+
+def _say_what_to_heed(planned: Largest, search: Batches) -> None:
+    from memopt.cli.shared.console import say
+
+    assert planned.plan is not None
+    batch = planned.batch
+    if not _names_the_batch(planned, search):
+        say(
+            f"the plan is for batch {batch}, which no argument of the script sets: set it in the script, then memopt profile and "
+            f"memopt advise once more; or name its flag with --batch-arg"
+        )
+    if planned.method == "scaled":
+        say(
+            f"kernels may need other workspaces at batch {batch}: to be sure, profile it there and advise again"
+        )
+
+
+def _names_the_batch(planned: Largest, search: Batches) -> bool:
+    """Does the plan's command run the batch that the plan is for?"""
+    assert planned.plan is not None
+    return planned.batch == search.recorded or planned.plan.script.argv != search.trace.script.argv
+
+
+def _print(
+    plain: Largest,
+    planned: Largest,
+    recorded: int,
+    budget_bytes: int,
+    output: Path,
+    lints: list[Lint],
+    *,
+    as_json: bool,
+) -> None:
+    if as_json:
+        import msgspec
+
+        from memopt.reports.formats.summary import encode
+
+        figures = {
+            "kind": "max batch",
+            "recorded_batch": recorded,
+            "budget_bytes": budget_bytes,
+            "without_plan": _figures(plain),
+            "with_plan": _figures(planned),
+            "plan": str(output),
+            "lints": msgspec.to_builtins(lints),
+        }
+        click.echo(encode(figures))
+        return
+    from memopt.cli.advise.tables import lints_table
+    from memopt.cli.shared.console import out
+    from memopt.reports.tables import pairs_table, words
+    from memopt.units import format_bytes, format_ms
+
+    rows = [
+        (
+            name,
+            str(each.batch),
+            format_bytes(each.peak_bytes),
+            format_ms(each.step_ms) if each.batch else "-",
+            f"{1000 * each.batch / each.step_ms:.3g}" if each.step_ms else "-",
+            each.method,
+        )
+        for name, each in (("without a plan", plain), ("with a plan", planned))
+    ]
+    columns = ("", "largest batch", "peak", "step", "samples a second", "how it is known")
+    out().print(words(f"Within {format_bytes(budget_bytes)}, from a recording at batch {recorded}."))
+    out().print(pairs_table("Largest batch", columns, rows))
+    if planned.first_that_fails > planned.batch + 1:
+        untried = f"{planned.batch + 1} to {planned.first_that_fails - 1}"
+        out().print(
+            words(f"With a plan, batches of {untried} were not tried; {planned.first_that_fails} has none.")
+        )
+    if lints:
+        out().print(lints_table(lints))
+
+
+def _figures(found: Largest) -> dict[str, Any]:
+    return {
+        "batch": found.batch,
+        "peak_bytes": found.peak_bytes,
+        "step_ms": found.step_ms or None,
+        "method": found.method,
+        "first_that_fails": found.first_that_fails or None,
+    }

@@ -1,0 +1,154 @@
+"""The words of `memopt advise`: what was typed wrongly is refused before any file is looked at."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from memopt.errors import BudgetInfeasible, UsageError, enough
+
+_ANY_PEAK_BYTES = 2**30
+_HARDLY_BYTES = 1000
+"""A smaller budget was hardly meant in bytes."""
+LOWEST = "min"
+"""The budget that asks for the smallest peak that is found."""
+_ZERO = re.compile(r"0+(\.0*)?\s*([kmgt]?i?b?|%)?")
+_REPEATED = (
+    ("strategies", "--strategy"), ("allow", "--allow"), ("deny", "--deny"), ("device", "--device"), ("batch_arg", "--batch-arg"),
+    ("out_gbps", "--out-gbps"), ("in_gbps", "--in-gbps"), ("time_limit_s", "--time-limit"), ("output", "-o"), ("schedule", "--schedule"),
+)  # fmt: skip
+"""Options of a command that is told again, and what they are typed as."""
+_OWN = {("vdnn", "dyn")}
+"""Variants that are what the strategy does by itself."""
+_NOT_OF_A_GRAPH = ("output", "device", "max_overhead", "pareto", "max_batch", "batch_arg", "explain")
+
+
+def check_words(options: dict[str, Any]) -> None:
+    """Raise `UsageError` for what was typed wrongly, before any file is looked at."""
+    from memopt.advisors.profiles.problem import kinds_named
+    from memopt.advisors.registry import COUNSELS, find_strategy
+    from memopt.units import parse_bytes
+
+    for name in options["strategies"]:
+        if name not in COUNSELS:
+            find_strategy(name)
+    kinds_named(options["allow"]), kinds_named(options["deny"])
+    if options["budget"] is not None and not is_lowest(options):
+        budget = parse_bytes(options["budget"], of_bytes=_ANY_PEAK_BYTES)
+        if budget < _HARDLY_BYTES and options["budget"].strip().isdecimal():
+            raise UsageError(
+                f"a budget of {budget} is {budget} bytes",
+                why="a number without a unit is bytes",
+                try_=f"--budget {budget}GB, or --budget {budget}B where that is meant",
+            )
+    if options["max_overhead"] is not None:
+        parse_share(options["max_overhead"])
+
+
+def is_lowest(options: dict[str, Any]) -> bool:
+    """Is the smallest peak asked for? Raises `UsageError` where that goes with something else."""
+    budget = (options["budget"] or "").strip().lower()
+    if _ZERO.fullmatch(budget):
+        raise UsageError(
+            f"a budget of {budget} cannot be met",
+            why="whatever runs takes memory",
+            try_="--budget min, for as little as can be, or --budget 16GB",
+        )
+    if budget != LOWEST:
+        return False
+    if len(options["strategies"]) > 1 or options["max_batch"]:
+        raise UsageError(
+            "--budget min asks for the smallest peak of one plan",
+            why="the largest batch and a comparison of strategies need one budget",
+            try_="--budget 16GB, or one --strategy",
+        )
+    return True
+
+
+def with_command(error: BudgetInfeasible, source: Path, options: dict[str, Any]) -> BudgetInfeasible:
+    """`error`, whose last line is the command for the nearest budget that a plan was found for."""
+    words = ["memopt", "advise", *(["--graph"] if options["graph"] else []), str(source)]
+    words += ["--max-batch"] if options["max_batch"] else []
+    words += enough(error.min_peak_bytes).split()
+    for name, flag in _REPEATED:
+        given = options[name]
+        for each in given if isinstance(given, tuple) else () if given is None else (given,):
+            words += [flag, f"{each:g}" if isinstance(each, float) else str(each)]
+    error.try_ = shlex.join(words)
+    return error
+
+
+def with_variant(strategies: tuple[str, ...], variant: str | None) -> tuple[str, ...]:
+    """`vdnn` with `--variant all` is `vdnn-all`; those without that variant stay. Raises `UsageError` when none has it."""
+    if variant is None:
+        return strategies
+    from memopt.advisors.registry import GRAPH_KINDS, STRATEGIES
+
+    named = {name: name if (name, variant) in _OWN else f"{name}-{variant}" for name in strategies}
+    having = {name for name, full in named.items() if full in STRATEGIES or full in GRAPH_KINDS}
+    if not having:
+        raise UsageError(
+            f"no strategy that is asked for has a variant '{variant[:60]}'",
+            why="vdnn has all, conv and dyn; dtr has eqclass, local and megengine; sublinear, on graphs, greedy",
+            try_="--strategy vdnn --variant conv",
+        )
+    return tuple(named[name] if name in having else name for name in strategies)
+
+
+def parse_share(text: str) -> float:
+    """`10%` or `0.1`. Raises `UsageError`."""
+    try:
+        share = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1e6:
+        raise UsageError(
+            f"'{text}' is not a share of time", why="it is told as a number from 0 up, or in %", try_="10%"
+        )
+    if share > 1 and not text.endswith("%"):
+        raise UsageError(
+            f"'{text}' may mean {share:g} % of the step or {share:g} times it",
+            try_=f"{share:g}% or {share * 100:g}%",
+        )
+    return share
+
+
+def check_graph_words(profile: Path | None, options: dict[str, Any]) -> None:
+    """Raise `UsageError` for what does not go with `--graph`."""
+    if profile is not None:
+        raise UsageError(
+            "--graph is planned instead of a profile",
+            why=f"{profile} was given too",
+            try_="memopt advise --graph FILE --budget B, without a profile",
+        )
+    for name in _NOT_OF_A_GRAPH:
+        if options[name]:
+            raise UsageError(
+                f"--{name.replace('_', '-')} does not go with --graph",
+                why="it is for profiles",
+                try_="--schedule FILE, for what the planner decides" if name == "output" else "leave it out",
+            )
+
+
+def check_goal(options: dict[str, Any], strategies: tuple[str, ...]) -> None:
+    """Raise `UsageError` unless exactly one goal is set, and one that goes with the rest."""
+    goals = [name for name in ("budget", "max_overhead", "pareto") if options[name]]
+    if len(goals) != 1:
+        what = "choose one goal" if goals else "--budget is missing"
+        raise UsageError(
+            what,
+            why="a plan meets a budget, or a limit on the time it may cost, or shows the curve of both",
+            try_="--budget 16GB, --max-overhead 10% or --pareto",
+        )
+    if len(strategies) > 1 and options["budget"] is None:
+        raise UsageError(
+            "several strategies are compared at one budget",
+            why=f"{' and '.join(strategies)} were asked for",
+            try_="--budget 16GB, or one --strategy",
+        )
+    if options["explain"] and (options["pareto"] or len(strategies) > 1):
+        raise UsageError(
+            "--explain tells of one plan", why="several are made", try_="one --strategy and one --budget"
+        )

@@ -1,0 +1,100 @@
+"""What `memopt run` keeps between runs: profile and plan of a command, in `.memopt/` beside where it was started. Safe to delete."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memopt.errors import MemoptError
+from memopt.files import write_atomic
+from memopt.plan import Plan, load_plan
+from memopt.version import VERSION
+
+if TYPE_CHECKING:
+    from memopt.instrument.script.runner import Command
+
+FOLDER = ".memopt"
+_README = "# What `memopt run` found out about the runs that were started here. Safe to delete.\n*\n"
+
+
+class Cache:
+    """One command's part of it. Where nothing can be written, a folder that goes with the process takes its place."""
+
+    def __init__(self, command: Command, conditions: dict[str, object], *, keep: bool = True) -> None:
+        """`conditions`: all else that a plan depends on (budget, device, kinds of action)."""
+        self._stem = f"{command.stem or 'script'}-{_key(command, conditions)}"
+        self._passing: tempfile.TemporaryDirectory[str] | None = None
+        folder = _folder() if keep else None
+        if folder is None:
+            self._passing = tempfile.TemporaryDirectory(prefix="memopt-run-", ignore_cleanup_errors=True)
+            folder = Path(self._passing.name)
+        self.folder = folder
+
+    @property
+    def trace_path(self) -> Path:
+        return self.folder / f"{self._stem}.profile.json.gz"
+
+    @property
+    def plan_path(self) -> Path:
+        return self.folder / f"{self._stem}.plan.json"
+
+    def plan(self) -> Plan | None:
+        """The plan of the run before; none where there is no whole one."""
+        if not self.plan_path.exists():
+            return None
+        try:
+            return load_plan(self.plan_path)
+        except MemoptError:
+            return None
+
+    def forget(self) -> None:
+        """The plan did not do what it said: the next run records again."""
+        with contextlib.suppress(OSError):
+            self.plan_path.unlink(missing_ok=True)
+
+    def close(self, *, in_use: bool) -> None:
+        """The run is over. A folder that goes with it goes now, unless a planner still works there."""
+        if self._passing is not None and not in_use:
+            shutil.rmtree(self._passing.name, ignore_errors=True)
+
+
+def _folder() -> Path | None:
+    folder = Path.cwd() / FOLDER
+    try:
+        folder.mkdir(exist_ok=True)
+        if not (folder / ".gitignore").exists():
+            write_atomic(folder / ".gitignore", _README.encode())
+    except (OSError, MemoptError):
+        return None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+def _key(command: Command, conditions: dict[str, object]) -> str:
+    """Names the script as it is now, its arguments and folder, the versions, and `conditions`."""
+    from memopt.instrument.script.runner import find_source
+
+    try:
+        installed = version("torch")
+    except PackageNotFoundError:
+        installed = ""
+    known = {
+        "argv": list(command.argv),
+        "as_module": command.as_module,
+        "cwd": os.getcwd(),
+        "script": hashlib.sha256(find_source(command).read_bytes()).hexdigest(),
+        "memopt": VERSION,
+        "torch": installed,
+        "python": platform.python_version(),
+        "rank": os.environ.get("RANK", ""),
+        "world": os.environ.get("WORLD_SIZE", ""),
+        **conditions,
+    }
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:12]

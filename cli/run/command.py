@@ -1,0 +1,173 @@
+"""`memopt run`: profile, advise and apply in one process and one run of the script."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from memopt.cli.on_oom import leaving_traces
+from memopt.cli.shared.device_here import require_device
+from memopt.cli.shared.numbers import Real
+from memopt.errors import MemoptError, RunFailed, UsageError
+
+if TYPE_CHECKING:
+    from memopt.cli.run.cache import Cache
+    from memopt.cli.run.phases import Course, Phases, Wishes
+    from memopt.instrument.script.runner import Command
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("--budget", "-b", metavar="BYTES", help="Most that may be on the device: 16GB, 16GiB, 60% of the unplanned peak.  [default: what it has free]")  # fmt: skip
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="Whose memory it is.  [default: where the parameters are]")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Record, stop the script and show the plan; enforce nothing.")
+@click.option("--online", is_flag=True, help="Make no plan: move saved tensors away, and optimizer state, whenever the budget would be passed.")  # fmt: skip
+@click.option("--fresh", is_flag=True, help="Record again, whatever .memopt/ knows of this command.")
+@click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder for the swap file.  [default: the system's for temporary files]")  # fmt: skip
+@click.option("--allow", metavar="KINDS", multiple=True, help="Only these kinds of action, as in memopt advise.")  # fmt: skip
+@click.option("--deny", metavar="KINDS", multiple=True, help="None of these kinds of action.")
+@click.option("--time-limit", "time_limit_s", type=Real(min=0.1, max=86400), default=None, metavar="SECONDS", help="How long to search for the plan while the script goes on.  [default: 8, more beyond 8,000 ops]")  # fmt: skip
+@click.option("--outcome", "outcome_path", metavar="FILE", type=click.Path(path_type=Path), help="Write what came of it there, as JSON; %r in it is the rank.")  # fmt: skip
+@click.option("-f", "--force", is_flag=True, help="Overwrite the outcome file if it exists.")
+@click.option("--no-measure", is_flag=True, help="Do not measure the peak: on a CPU that slows a few iterations and takes memory of its own.")  # fmt: skip
+@click.option("-q", "--quiet", is_flag=True, help="Say nothing at the end.")
+@click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
+@click.argument("script")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def run(script: str, args: tuple[str, ...], **options: Any) -> int:
+    """Run a training SCRIPT within a memory budget, with the same results.
+
+    SCRIPT runs once, unmodified, with all that follows it as its own arguments; output, exit code and signals stay its
+    own. Its first iterations are recorded, a plan is made while it goes on, and then enforced. What was found out is
+    kept in .memopt/, so that the next run starts enforced.
+    """
+    from memopt.advisors.profiles.problem import kinds_named
+    from memopt.cli.run.cache import Cache
+    from memopt.cli.shared.ranks import path_of_rank
+    from memopt.files import refuse_overwrite
+    from memopt.instrument.script.runner import Command, find_source
+
+    _check(options)
+    command = Command((script, *args), as_module=options["as_module"])
+    find_source(command)
+    kinds_named(options["allow"])
+    kinds_named(options["deny"])
+    outcome_path = options["outcome_path"]
+    if outcome_path is not None:
+        outcome_path = path_of_rank(str(outcome_path), ".json")
+        refuse_overwrite(outcome_path, force=options["force"])
+    if options["online"] and options["dry_run"]:
+        raise UsageError("--dry-run shows a plan, and --online makes none", try_="one of the two")
+    if options["dry_run"]:
+        from memopt.cli.run.dry import dry_run
+
+        return dry_run(command, options)
+    conditions = {name: options[name] for name in ("budget", "device", "allow", "deny")}
+    cache = Cache(command, conditions)
+    if options["fresh"]:
+        cache.forget()
+    return _Run(command, _wishes(options), cache, outcome_path, quiet=options["quiet"]).run()
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Raises `UsageError` for what cannot be meant, before anything runs."""
+    from memopt.files import swap_folder
+    from memopt.units import parse_bytes
+
+    if options["budget"] is not None:
+        parse_bytes(options["budget"], of_bytes=None if options["online"] else 2**40)
+    if options["device"] is not None:
+        require_device(options["device"], f"nothing can be held on {options['device']}", try_="memopt run without --device")  # fmt: skip
+    folder = swap_folder(options["swap_dir"])
+    if options["swap_dir"] is not None and not folder.is_dir():
+        raise UsageError(
+            f"nothing can be swapped to {options['swap_dir']}",
+            why="there is no such folder",
+            try_=f"mkdir -p {options['swap_dir']}",
+        )
+
+
+def _wishes(options: dict[str, Any]) -> Wishes:
+    from memopt.cli.run.phases import Wishes
+    from memopt.enforcers.tiers.per_device import offload_tier
+    from memopt.files import swap_folder
+
+    folder = swap_folder(options["swap_dir"])
+    return Wishes(
+        budget=options["budget"],
+        device=options["device"] or "",
+        swap_dir=folder,
+        allow=options["allow"],
+        deny=options["deny"],
+        time_limit_s=options["time_limit_s"],
+        measure=not options["no_measure"],
+        offload=lambda: offload_tier(folder),
+        online=options["online"],
+    )
+
+
+class _Run:
+    """The script's run, and the last words on it."""
+
+    def __init__(
+        self, command: Command, wishes: Wishes, cache: Cache, outcome_path: Path | None, *, quiet: bool
+    ) -> None:
+        from memopt.cli.run.phases import Phases
+
+        self._command, self._cache, self._outcome_path, self._quiet = command, cache, outcome_path, quiet
+        self._phases: Phases = Phases(command, wishes, cache, warned=self._end)
+        self._unwritten = False
+        self._ended = False
+
+    def run(self) -> int:
+        """The exit code; dies of the signal that the script died of."""
+        from memopt.instrument.script import runner
+
+        self._phases.install()
+        pid = os.getpid()
+        try:
+            code = runner.run(self._command, raised=leaving_traces(self._command, self._phases.ended_by))
+        except KeyboardInterrupt:
+            self._end()
+            runner.die_of(signal.SIGINT)
+        if os.getpid() != pid:
+            runner.leave_child(code)
+        self._end()
+        return code or (RunFailed.exit_code if self._unwritten else 0)
+
+    def _end(self) -> None:
+        from memopt.cli.shared.console import outlive_the_scripts_stderr, say
+
+        if self._ended:
+            return
+        outlive_the_scripts_stderr()
+        course = self._phases.finished()
+        if course is None:
+            return
+        self._ended = True
+        from memopt.cli.run.words import did_what_it_said, last_words
+
+        if course.plan is not None and not did_what_it_said(course):
+            self._cache.forget()
+        self._cache.close(in_use=course.still_planning)
+        self._write(course)
+        if not self._quiet:
+            for line in last_words(course):
+                say(line)
+
+    def _write(self, course: Course) -> None:
+        if self._outcome_path is None:
+            return
+        from memopt.cli.run.phases import facts
+        from memopt.cli.shared.console import say
+        from memopt.files import write_atomic
+
+        try:
+            write_atomic(self._outcome_path, json.dumps(facts(course), indent=1).encode() + b"\n")
+        except MemoptError as error:
+            self._unwritten = True
+            say(str(error))

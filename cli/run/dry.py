@@ -1,0 +1,59 @@
+"""`memopt run --dry-run`: record as `memopt profile` does, plan at once, show the plan, enforce nothing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memopt.errors import RunFailed
+
+if TYPE_CHECKING:
+    from memopt.instrument.script.runner import Command
+    from memopt.plan import Plan
+    from memopt.trace import Trace
+
+
+def dry_run(command: Command, options: dict[str, Any]) -> int:
+    """Run the script until an iteration is recorded, and show on stderr what `memopt run` would do. 3 where the budget cannot be met."""
+    from memopt.cli.shared.console import err, say
+    from memopt.files import swap_folder
+    from memopt.instrument.script import runner
+    from memopt.profiler.recordings import Wanted
+    from memopt.profiler.session import ProfileSession
+    from memopt.reports.terminal import render_plan
+
+    wanted = Wanted(swap_dir=swap_folder(options["swap_dir"]), device=options["device"] or "")
+    session = ProfileSession(command, wanted)
+    session.install()
+    pid = os.getpid()
+    code = runner.run(command, raised=session.ended_by)
+    if os.getpid() != pid:
+        runner.leave_child(code)
+    trace = session.finished()
+    if trace is None or trace.partial or session.failure is not None:
+        why = trace.partial if trace is not None else "the script trained nothing that memopt could see"
+        say(
+            str(
+                session.failure
+                or RunFailed("there is no plan: no iteration was recorded to its end", why=why)
+            )
+        )
+        return code or RunFailed.exit_code
+    plan = _plan(trace, options)
+    err().print(render_plan(plan, top=10))
+    from memopt.advisors.best_effort import NOT_MET
+
+    return 3 if any(note.startswith(NOT_MET) for note in plan.notes) else 0
+
+
+def _plan(trace: Trace, options: dict[str, Any]) -> Plan:
+    from memopt.advisors.advise import Adviser
+    from memopt.advisors.best_effort import best_effort
+    from memopt.advisors.profiles.problem import allowed, usual_limit_s
+    from memopt.instrument.memory.room import free_bytes
+
+    limit_s = options["time_limit_s"] or usual_limit_s(trace.op_count)
+    adviser = Adviser(trace, allowed(options["allow"], options["deny"]), limit_s, str(Path.cwd()))
+    budget = options["budget"] or str(free_bytes(trace.device.kind) or trace.peak_bytes)
+    return best_effort(adviser, budget)

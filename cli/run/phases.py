@@ -1,0 +1,487 @@
+"""One run of a script in phases: guarded, recorded, guarded while a plan is made, enforced; or guarded all the time. Each begins at an
+iteration boundary; no step is run twice. One loop (frames, iterations) is watched for all of them, so that names and boundaries stay what
+they were."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from memopt.advisors.background import Background
+from memopt.cli.run.cache import Cache
+from memopt.errors import MemoptError
+from memopt.instrument.script.on_import import call_after_import, quiet_allocator
+from memopt.instrument.script.runner import Command
+from memopt.instrument.script.signals import before_terminating
+
+if TYPE_CHECKING:
+    import torch
+
+    from memopt.enforcers.guard import Guard
+    from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+    from memopt.enforcers.session import ApplySession
+    from memopt.instrument.loop import Loop
+    from memopt.outcome import Outcome
+    from memopt.plan import Plan
+    from memopt.profiler.offload import OpenTier
+    from memopt.profiler.session import ProfileSession
+    from memopt.trace import Trace
+
+log = logging.getLogger(__name__)
+
+_NEAR = 0.9
+"""Of the budget: a first iteration that came so near is recorded with its saved tensors out of the way."""
+_MAY_GROW = 0.6
+"""Of the budget: a recorded peak from which the next iterations may come to it."""
+_LARGER_STEPS = 3
+"""Iterations that saved more than was planned for, after which the guard takes over."""
+_PIECE_BYTES = 2 << 20
+_LEAST_PLAIN = 3
+"""Plain iterations whose median is better known than what the recording saw."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the run was asked for."""
+
+    budget: str | None
+    """None: what the device has free."""
+    device: str
+    swap_dir: Path
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    time_limit_s: float | None = None
+    measure: bool = True
+    offload: OpenTier | None = None
+    online: bool = False
+    """No plan: guarded from the first iteration to the last."""
+
+
+@dataclass(slots=True)
+class Course:
+    """How the run went."""
+
+    budget: str = ""
+    plan: Plan | None = None
+    outcome: Outcome | None = None
+    problem: str = ""
+    """Why nothing is enforced."""
+    from_cache: bool = False
+    iterations: int = 0
+    recorded: list[int] = field(default_factory=list)
+    enforced_after: int | None = None
+    """Iterations that had ended when the plan took effect."""
+    planning_ms: float = 0.0
+    still_planning: bool = False
+    spent_ms: float = 0.0
+    """Between iterations: what starting and ending the phases took."""
+    times_ms: dict[int, float] = field(default_factory=dict)
+    """Iteration -> how long it took."""
+    plain: list[int] = field(default_factory=list)
+    """Iterations that nobody watched."""
+    guards: list[Guard] = field(default_factory=list)
+    """Those that have watched, one after the other."""
+    online: bool = False
+    fell_back_after: int | None = None
+    """Iterations that had ended when the guard took over from the plan."""
+    budget_bytes: int | None = None
+
+    @property
+    def plain_ms(self) -> float | None:
+        """Median of the plain iterations, the first left out."""
+        times = [self.times_ms[each] for each in self.plain if each > 1]
+        return median(times) if times else None
+
+    @property
+    def extra_ms(self) -> float:
+        """What recording and changing phases took beyond plain steps."""
+        plain = self.plain_ms
+        if plain is None:
+            return self.spent_ms
+        return self.spent_ms + sum(max(0.0, self.times_ms[n] - plain) for n in self.recorded if n > 1)
+
+
+class Phases:
+    """Listens to the training loop and hands it to the session of the phase."""
+
+    def __init__(self, command: Command, wishes: Wishes, cache: Cache, warned: Callable[[], None]) -> None:
+        """`warned` is called when SIGTERM is about to end the process."""
+        self._command, self._wishes, self._cache, self._warned = command, wishes, cache, warned
+        self._pid = os.getpid()
+        self._loop: Loop | None = None
+        self._session: ProfileSession | ApplySession | Guard | None = None
+        self._pieces: OptimizerInPieces | None = None
+        """Beside the guard: what still steps the optimizer in pieces."""
+        self._profile: ProfileSession | None = None
+        self._apply: ApplySession | None = None
+        self._background: Background | None = None
+        self._trace: Trace | None = None
+        self._base = 0
+        """Iterations that had ended when the session began."""
+        self._planning_since = 0.0
+        self.course = Course(budget=wishes.budget or "")
+
+    # --- life
+
+    def install(self) -> None:
+        """Be there when the script imports torch."""
+        call_after_import("torch", self._torch_imported, within=quiet_allocator)
+
+    def _torch_imported(self) -> None:
+        before_terminating(self._warned)
+        self._guard(self._begin)
+
+    def _begin(self) -> None:
+        from memopt.instrument.torch_internals import WATCH, require
+
+        require(WATCH)
+        from memopt.instrument.as_plain import PlainForms
+        from memopt.instrument.frames import Frames
+        from memopt.instrument.iterations import Iterations
+        from memopt.instrument.loop import Loop
+        from memopt.instrument.script.script_profiler import watch
+
+        watch()
+        frames = Frames()
+        frames.install()
+        iterations = Iterations(self, frames.thread)
+        iterations.install()
+        forms = PlainForms()
+        forms.install()
+        self._loop = Loop(frames, iterations, forms)
+        plan = None if self._wishes.online else self._cache.plan()
+        if plan is not None and self._still_holds(plan):
+            self.course.from_cache = True
+            self._enforce(plan)
+            return
+        self.course.online = self._wishes.online
+        self._find_budget()
+        if self.course.budget_bytes is not None:
+            self._watch_over()
+        else:
+            self._record(warmup=2)
+
+    def _find_budget(self) -> None:
+        """In bytes, where it is known before anything has run: all but a share of the peak."""
+        from memopt.instrument.memory.room import free_bytes
+        from memopt.units import parse_bytes
+
+        course = self.course
+        if not course.budget:
+            kind = self._wishes.device or _likely_device()
+            free = free_bytes(kind)
+            course.budget = str(free) if free is not None else ""
+        if course.budget and not course.budget.strip().endswith("%"):
+            course.budget_bytes = parse_bytes(course.budget)
+
+    def _watch_over(self) -> None:
+        """Guard the run from here on."""
+        from memopt.enforcers.guard import Guard
+        from memopt.enforcers.tiers.per_device import offload_tier
+
+        assert self._loop is not None
+        assert self.course.budget_bytes is not None
+        device = self._wishes.device or (
+            self._trace.device.kind if self._trace is not None else _likely_device()
+        )
+        guard = Guard(self._loop, offload_tier(self._wishes.swap_dir), device, self.course.budget_bytes)
+        self.course.guards.append(guard)
+        self._session = guard
+        guard.begin()
+
+    def _end_watch(self) -> None:
+        from memopt.enforcers.guard import Guard
+
+        if isinstance(self._session, Guard):
+            self._session.end()
+            self._session = None
+
+    def _still_holds(self, plan: Plan) -> bool:
+        """Is the plan of the run before for this device, and for what it has free today?"""
+        if plan.device.kind == "cuda":
+            import torch
+
+            if not torch.cuda.is_available() or torch.cuda.get_device_name() != plan.device.name:
+                return False
+        if self._wishes.budget is not None:
+            return True
+        from memopt.instrument.memory.room import free_bytes
+
+        free = free_bytes(plan.device.kind)
+        return free is None or plan.predicted_peak_bytes <= free
+
+    def _guard(self, action: Callable[[], None]) -> None:
+        """Run `action`; where memopt fails, the script goes on plain, and the end tells."""
+        began = time.perf_counter()
+        try:
+            action()
+        except Exception as error:
+            if not isinstance(error, MemoptError):
+                log.error("memopt failed; the script goes on plain", exc_info=True)
+            self.course.problem = (
+                str(error) if isinstance(error, MemoptError) else f"{type(error).__name__}: {error}"
+            )
+            self._session = None
+        self.course.spent_ms += 1000 * (time.perf_counter() - began)
+
+    # --- phases
+
+    def _record(self, *, warmup: int) -> None:
+        from memopt.profiler.recordings import Wanted
+        from memopt.profiler.session import ProfileSession
+
+        assert self._loop is not None
+        wishes = self._wishes
+        wanted = Wanted(
+            warmup=warmup,
+            keep_running=True,
+            swap_dir=wishes.swap_dir,
+            device=wishes.device,
+            offload=wishes.offload if self._is_near() else None,
+        )
+        self._profile = ProfileSession(self._command, wanted, done=self._recorded)
+        self._session = self._profile
+        self._profile.begin_in(self._loop)
+
+    def _is_near(self) -> bool:
+        """Did the guard have to move anything, or nearly?"""
+        guards, budget = self.course.guards, self.course.budget_bytes
+        return budget is not None and any(g.moved or g.most_bytes > _NEAR * budget for g in guards)
+
+    def _recorded(self, trace: Trace) -> None:
+        self._trace = self._trace or trace
+
+    def _plan(self) -> None:
+        """The recording is whole: look for a plan while the script goes on."""
+        trace, profile = self._trace, self._profile
+        assert trace is not None
+        assert profile is not None
+        profile.finished()
+        self._session = None
+        trace.save(self._cache.trace_path)
+        self._planning_since = time.perf_counter()
+        wishes, course = self._wishes, self.course
+        budget = self._budget(trace)
+        if course.budget_bytes is None:
+            from memopt.units import parse_bytes
+
+            course.budget_bytes = parse_bytes(budget, of_bytes=trace.peak_bytes)
+        if self._is_near() or trace.peak_bytes > _MAY_GROW * course.budget_bytes:
+            self._watch_over()
+        self._background = Background(
+            self._cache.trace_path,
+            budget,
+            self._cache.plan_path,
+            allow=wishes.allow,
+            deny=wishes.deny,
+            time_limit_s=wishes.time_limit_s,
+        )
+
+    def _budget(self, trace: Trace) -> str:
+        if not self.course.budget:
+            from memopt.instrument.memory.room import free_bytes
+
+            free = free_bytes(trace.device.kind)
+            self.course.budget = str(free or trace.device.memory_bytes or trace.peak_bytes)
+        return self.course.budget
+
+    def _planned(self, count: int) -> None:
+        background, self._background = self._background, None
+        assert background is not None
+        self.course.planning_ms = 1000 * (time.perf_counter() - self._planning_since)
+        plan = background.plan()
+        plain_ms = self.course.plain_ms
+        if plain_ms is not None and len(self.course.plain) >= _LEAST_PLAIN:
+            plan = msgspec.structs.replace(
+                plan,
+                plain_step_ms=plain_ms,
+                predicted_step_ms=max(0.0, plan.predicted_step_ms + plain_ms - plan.plain_step_ms),
+            )
+            plan.save(self._cache.plan_path)
+        self._end_watch()
+        self._base = count
+        self._enforce(plan)
+
+    def _fall_back(self, count: int) -> None:
+        """The script needs more than what was planned for: hold the budget without the plan."""
+        apply = self._apply
+        assert apply is not None
+        self._pieces = apply.pieces
+        self.course.outcome = apply.finished()
+        self.course.fell_back_after = self._base = count
+        self._watch_over()
+
+    def _move_state_too(self) -> None:
+        """Nothing was left to move, and the budget was passed: optimizer state leaves too."""
+        from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+        from memopt.enforcers.tiers.per_device import offload_tier
+
+        assert self._loop is not None
+        tier = offload_tier(self._wishes.swap_dir)
+        self._pieces = OptimizerInPieces(self._loop.iterations, _PIECE_BYTES, tier)
+        self._pieces.begin(self._loop.iterations.stepped)
+
+    def _enforce(self, plan: Plan) -> None:
+        from memopt.cli.apply import prepare_run
+        from memopt.enforcers.session import ApplySession, Options
+
+        assert self._loop is not None
+        self.course.plan = plan
+        self.course.budget_bytes = plan.budget_bytes
+        self.course.enforced_after = self._base
+        prepare_run(plan, os.environ)
+        self._apply = ApplySession(
+            plan, Options(swap_dir=self._wishes.swap_dir, measure=self._wishes.measure)
+        )
+        self._session = self._apply
+        self._apply.begin_in(self._loop)
+
+    def finished(self, problem: str = "") -> Course | None:
+        """Call when the script has ended; None in a process that was forked from ours."""
+        if os.getpid() != self._pid:
+            return None
+        course = self.course
+        self._end_watch()
+        if course.fell_back_after is not None:
+            pass
+        elif self._apply is not None:
+            course.outcome = self._apply.finished()
+        elif self._profile is not None and self._trace is None:
+            self._profile.finished(problem or "the script ended while it was recorded")
+            failure = self._profile.failure
+            course.problem = course.problem or (str(failure) if failure is not None else "")
+        course.still_planning = self._background is not None and not self._background.is_over
+        if self._loop is not None:
+            self._loop.remove()
+            self._loop = None
+        return course
+
+    def ended_by(self, error: BaseException) -> None:
+        """Call when an exception ends the script, while its frames still hold what they hold."""
+        if self._profile is not None and self._session is self._profile:
+            self._profile.ended_by(error)
+
+    @property
+    def torch_seen(self) -> bool:
+        return self._loop is not None or self.course.iterations > 0
+
+    # --- the training loop (Listener)
+
+    def iteration_ended(self, count: int, milliseconds: float) -> None:
+        if os.getpid() != self._pid:
+            return
+        course = self.course
+        course.iterations = count
+        course.times_ms[count] = milliseconds
+        session = self._session
+        began = time.perf_counter()
+        if session is not None:
+            session.iteration_ended(count - self._base, milliseconds)
+        elif self._loop is not None:
+            self._loop.frames.new_iteration()
+            course.plain.append(count)
+        if session is self._profile and session is not None:
+            course.recorded.append(count)
+        if session is not self._apply or session is None:
+            course.spent_ms += 1000 * (time.perf_counter() - began)
+        self._guard(lambda: self._next(count))
+
+    def _next(self, count: int) -> None:
+        """Is it time for the next phase?"""
+        from memopt.enforcers.guard import Guard
+
+        profile = self._profile
+        if isinstance(self._session, Guard) and self._profile is None and not self.course.online:
+            if self._loop is None or self._loop.iterations.waits_for_another:
+                return
+            self._end_watch()
+            self._base = count
+            self._record(warmup=1)
+        elif profile is not None and self._session is profile:
+            if profile.failure is not None:
+                raise profile.failure
+            if self._trace is not None:
+                self._plan()
+        elif self._background is not None and self._background.is_over:
+            self._planned(count)
+        elif self._apply is not None and self._session is self._apply:
+            if self._apply.larger_steps >= _LARGER_STEPS and self.course.budget_bytes is not None:
+                self._fall_back(count)
+        elif isinstance(self._session, Guard) and self._session.over_bytes and self._holds_alone:
+            self._move_state_too()
+
+    @property
+    def _holds_alone(self) -> bool:
+        """Is the guard all that there is to be, and may it be given more to move?"""
+        return self._pieces is None and (self.course.online or self.course.fell_back_after is not None)
+
+    def thread_changed(self) -> None:
+        if self._session is not None:
+            self._session.thread_changed()
+        elif self._loop is not None:
+            self._loop.frames.thread_changed()
+
+    def backward_begins(
+        self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
+    ) -> None:
+        if self._session is not None:
+            self._session.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)
+
+    def backward_ended(self) -> None:
+        if self._session is not None:
+            self._session.backward_ended()
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._session is not None:
+            self._session.step_begins(optimizer)
+        if self._pieces is not None:
+            self._pieces.step_begins(optimizer)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._pieces is not None:
+            self._pieces.step_ended(optimizer)
+        if self._session is not None:
+            self._session.step_ended(optimizer)
+
+
+def _likely_device() -> str:
+    """Of a script that has not made its model yet."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def facts(course: Course) -> dict[str, Any]:
+    """The course for programs, as plain data."""
+    return {
+        "schema": "memopt.run/1",
+        "budget_bytes": course.budget_bytes,
+        "guards": [
+            {
+                "most_bytes": guard.most_bytes,
+                "moved": guard.moved,
+                "moved_bytes": guard.moved_bytes,
+                "over_bytes": guard.over_bytes,
+                "over_at": guard.over_at,
+            }
+            for guard in course.guards
+        ],
+        "fell_back_after": course.fell_back_after,
+        "outcome": msgspec.to_builtins(course.outcome) if course.outcome is not None else None,
+        "problem": course.problem,
+        "from_cache": course.from_cache,
+        "iterations": course.iterations,
+        "enforced_after": course.enforced_after,
+        "planning_ms": course.planning_ms,
+        "extra_ms": course.extra_ms,
+        "plain_step_ms": course.plain_ms,
+        "times_ms": [course.times_ms[each] for each in sorted(course.times_ms)],
+    }

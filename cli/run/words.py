@@ -1,0 +1,133 @@
+"""The three lines at the end of `memopt run`: held or not, predicted beside measured, what it cost."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING
+
+from memopt.advisors.best_effort import NOT_MET
+from memopt.reports.verdict import change
+from memopt.units import format_bytes, format_ms
+
+if TYPE_CHECKING:
+    from memopt.cli.run.phases import Course
+    from memopt.outcome import Outcome
+    from memopt.plan import Plan
+
+_OFF = 0.02
+"""Share by which a measured peak may pass the larger of budget and prediction before the plan is thrown away."""
+_SKIPPED = 0.2
+_MOST_NOTES = 3
+
+
+def did_what_it_said(course: Course) -> bool:
+    """Is the plan worth keeping for the next run?"""
+    plan, outcome = course.plan, course.outcome
+    if plan is None or outcome is None:
+        return False
+    peak, counts = outcome.measured_peak_bytes, outcome.actions
+    if peak is not None and peak > (1 + _OFF) * max(plan.budget_bytes, plan.predicted_peak_bytes):
+        return False
+    steps = course.iterations - (course.enforced_after or 0)
+    return steps < 3 or counts.skipped <= _SKIPPED * counts.planned
+
+
+def last_words(course: Course) -> list[str]:
+    """Lines for stderr, without `memopt: `."""
+    plan, outcome = course.plan, course.outcome
+    if course.online and course.guards and not course.problem:
+        return _guarded(course)
+    if plan is None or outcome is None:
+        return [_not_enforced(course)]
+    lines = [_held(plan, outcome), _beside(plan, outcome), _cost(course, plan, outcome)]
+    if course.fell_back_after is not None:
+        lines.append(f"after iteration {course.fell_back_after} the script saved more than was planned for, and ran without the plan: {_guarded(course)[0]}")  # fmt: skip
+    return lines + [f"note: {each}" for each in outcome.notes[:_MOST_NOTES]]
+
+
+def _guarded(course: Course) -> list[str]:
+    """What became of a run without a plan."""
+    guard, budget = course.guards[-1], format_bytes(course.budget_bytes or 0)
+    peak = format_bytes(guard.most_bytes)
+    if guard.most_bytes > guard.budget_bytes:
+        held = f"NOT held: live bytes reached {peak}, budget {budget}"
+        if guard.over_bytes > 0:
+            held += f"; before {guard.over_at} nothing was left that could be moved"
+    else:
+        held = f"held: live bytes reached {peak}, within the budget of {budget}"
+    moved = (
+        f"{guard.moved} storages ({format_bytes(guard.moved_bytes)}) were moved away in {course.iterations} iterations"
+        if guard.moved
+        else f"nothing had to be moved in {course.iterations} iterations"
+    )
+    times = [course.times_ms[each] for each in sorted(course.times_ms) if each > 1]
+    return [held, moved, f"step {format_ms(median(times))}" if times else "no whole step was seen"]
+
+
+def _not_enforced(course: Course) -> str:
+    if course.problem:
+        return f"nothing was enforced, the script ran plain: {course.problem}"
+    if course.still_planning:
+        return (
+            f"nothing was enforced: the script ended after {course.iterations} iterations, before its plan was found; "
+            "the plan will be in .memopt/ for the next run"
+        )
+    if course.iterations < 3:
+        return (
+            f"nothing was enforced: {course.iterations} iterations of training were seen in this process, and three are needed; "
+            "memopt profile tells what was there"
+        )
+    return f"nothing was enforced: the script ended after {course.iterations} iterations, before its plan was in force"
+
+
+def _held(plan: Plan, outcome: Outcome) -> str:
+    """`held`, `NOT held` with what holds the floor, or that there was nothing to do."""
+    budget, peak = format_bytes(plan.budget_bytes), outcome.measured_peak_bytes
+    plain = format_bytes(plan.unplanned_peak_bytes)
+    floor = next((note.removeprefix(NOT_MET) for note in plan.notes if note.startswith(NOT_MET)), "")
+    known = peak if peak is not None else plan.predicted_peak_bytes
+    how = "" if peak is not None else " by prediction: no enforced iteration was measured"
+    if floor:
+        told = f"NOT held: peak {format_bytes(known)}, budget {budget}, without the plan {plain}"
+        return f"{told}; {floor}"
+    if known > plan.budget_bytes:
+        return f"NOT held: peak {format_bytes(known)}, {format_bytes(known - plan.budget_bytes)} above the budget of {budget}{how}"
+    if not plan.actions and not plan.script_actions:
+        return f"held: the plain run peaks at {format_bytes(known)}, within the budget of {budget}{how}; nothing was changed"
+    return f"held{how}: peak {format_bytes(known)}, within the budget of {budget}; without the plan {plain}"
+
+
+def _beside(plan: Plan, outcome: Outcome) -> str:
+    predicted = (
+        f"predicted peak {format_bytes(plan.predicted_peak_bytes)}, step {format_ms(plan.predicted_step_ms)}"
+    )
+    peak, step = outcome.measured_peak_bytes, outcome.measured_step_ms
+    measured = [
+        f"peak {format_bytes(peak)} ({change(peak, plan.predicted_peak_bytes, none='0 %')})"
+        if peak is not None
+        else "no peak",
+        f"step {format_ms(step)} ({change(step, plan.predicted_step_ms, none='0 %')})"
+        if step is not None
+        else "no step",
+    ]
+    return f"{predicted}; measured {', '.join(measured)}"
+
+
+def _cost(course: Course, plan: Plan, outcome: Outcome) -> str:
+    step = outcome.measured_step_ms
+    parts = [
+        f"cost {change(step, plan.plain_step_ms)} a step (plain {format_ms(plan.plain_step_ms)})"
+        if step is not None
+        else "cost not measured"
+    ]
+    counts = outcome.actions
+    if counts.planned:
+        parts.append(f"{counts.done} of {counts.planned} actions done")
+    if course.from_cache:
+        parts.append(f"enforced from the first of {course.iterations} iterations, as .memopt/ had the plan")
+    else:
+        parts.append(f"enforced after {course.enforced_after} of {course.iterations} iterations")
+        parts.append(
+            f"recording took {format_ms(course.extra_ms)} more than plain steps, planning {format_ms(course.planning_ms)} beside the script"
+        )
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""What commands share: the console, configuration, devices by name, ranks, and files of our own."""

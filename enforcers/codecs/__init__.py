@@ -1,0 +1,1 @@
+"""Codecs: exact, smaller forms of saved tensors; one file a codec."""

@@ -1,0 +1,358 @@
+"""The disk tier: bytes of whole storages in one swap file, moved by a few threads through page-aligned buffers of fixed size.
+
+Storages are cut into buffer-sized pieces, so that copying one piece overlaps with the disk's work on another, and one large
+storage uses all threads. Reads go before writes: somebody is waiting for them. A read of a ticket whose write is not done is a
+copy from the storage that the ticket still holds. Memory of its own: `threads * PIECE_BYTES`, pinned where the storages are an
+accelerator's: its bytes go through the threads' buffers too (FlashNeuron, FAST 2021, spares them that way, which takes a driver).
+
+Storages are dropped by the thread that calls into the store, never by a worker: allocator events and finalizers stay where the
+script's own are. Call `collect()` now and then; every other method does it too.
+
+A forked child (a DataLoader worker) closes its copy of the file and can do nothing else with a store that it inherited.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import os
+import queue
+import threading
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memopt.enforcers.tiers.accelerator import Users
+from memopt.enforcers.tiers.staging import Carrier, InMemory, OnDevice, Piece
+from memopt.enforcers.tiers.swap import FreeSpace, Pending, SwapFailed, without_frames
+from memopt.enforcers.tiers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
+
+if TYPE_CHECKING:
+    import torch
+
+    from memopt.enforcers.tiers.accelerator import Accelerator, Event
+
+PIECE_BYTES = 8 << 20
+GROW_BYTES = 64 << 20
+_READ, _WRITE, _STOP = 0, 1, 2
+
+_stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
+
+
+class _State(enum.Enum):
+    HELD = "not written yet, being written, or failed: the storage has the only copy"
+    WRITTEN = "the bytes are in the file; the storage goes at the next `collect`"
+    OFF = "taken back"
+
+
+class Ticket:
+    """Bytes that were given to the disk tier. Their place in the file is free again when the ticket is gone."""
+
+    __slots__ = ("__weakref__", "_freed", "device", "nbytes", "offset", "source", "state", "written")
+
+    def __init__(self, storage: torch.UntypedStorage, freed: deque[tuple[int, int]]) -> None:
+        self.nbytes = storage.nbytes()
+        self.device = storage.device
+        self.source: torch.UntypedStorage | None = storage
+        self.state = _State.HELD
+        self.offset: int | None = None
+        self.written: Future[None] = Future()
+        self._freed = freed
+
+    @property
+    def room_bytes(self) -> int:
+        return -(-self.nbytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def taken(self) -> bool:
+        """Whether the storage was taken back: then the ticket is worth nothing any more."""
+        return self.state is _State.OFF
+
+    def __del__(self) -> None:  # any thread, any moment: only note it, the next placement collects
+        if self.offset is not None:
+            self._freed.append((self.offset, self.room_bytes))
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """All pieces of one storage on their way; the last one to finish completes it."""
+
+    ticket: Ticket
+    memory: torch.UntypedStorage | None
+    done: Future[None]
+    pieces: int
+    ready: Event | None
+    error: BaseException | None = None
+
+    def piece(self, start: int) -> Piece:
+        """The one that begins there."""
+        return Piece(start, min(PIECE_BYTES, self.ticket.nbytes - start), self.ready)
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """Bytes on their way to an accelerator's memory."""
+
+    done: Future[None]
+    target: torch.UntypedStorage
+    accelerator: Accelerator
+
+    def result(self, timeout: float | None = None) -> None:
+        self.done.result(timeout)
+        self.accelerator.uses(self.target, self.accelerator.current_stream())
+
+
+class DiskStore:
+    """A swap file in `folder` and the threads that serve it; `reserve_bytes` are asked of the disk at once. Storages are those of
+    the host, or of `accelerator`.
+
+    Raises `SwapFailed` when there can be no such file there. Where later something fails, `failure` says what; from then on
+    `write_async` raises it, tickets that failed hold their storage, and what was written before can still be read.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        threads: int = 4,
+        reserve_bytes: int = 0,
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self.leftover_bytes = remove_leftovers(self.folder)
+        self.failure: SwapFailed | None = None
+        self.written_bytes = 0
+        self.read_bytes = 0
+        self.in_memory = is_in_memory(self.folder)
+        self._threads = threads
+        self._accelerator = accelerator
+        self._users = None if accelerator is None else Users(accelerator)
+        self._pid = os.getpid()
+        self._file = SwapFile(self.folder)
+        self._space = FreeSpace()
+        self._freed: deque[tuple[int, int]] = deque()
+        self._safe: deque[Ticket] = deque()
+        self._lock = threading.Lock()
+        self._place_lock = threading.Lock()
+        self._queue: queue.PriorityQueue[tuple[int, int, _Transfer | None, int]] = queue.PriorityQueue()
+        self._order = itertools.count()
+        self._workers: list[threading.Thread] = []
+        _stores.add(self)
+        if reserve_bytes:
+            self._reserve(reserve_bytes)
+
+    @property
+    def direct(self) -> bool:
+        """Whether the page cache is bypassed."""
+        return self._file.direct
+
+    @property
+    def file_bytes(self) -> int:
+        return self._file.size_bytes
+
+    def _reserve(self, nbytes: int) -> None:
+        room = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        try:
+            self._file.grow(room)
+        except SwapFailed:
+            self._file.close()
+            raise
+        self._space.grow(room)
+
+    def write_async(self, storage: torch.UntypedStorage) -> Ticket:
+        """Start to move `storage` to the file; the ticket drops it when that is done. It must not be written to meanwhile."""
+        self.collect()
+        if self.failure is not None:
+            raise self.failure.again()
+        if not self._workers:
+            self._start()
+        ticket = Ticket(storage, self._freed)
+        self._submit(_WRITE, ticket, storage, ticket.written)
+        return ticket
+
+    def read_async(self, ticket: Ticket, into: torch.UntypedStorage) -> Pending:
+        """Start to fill `into` (at least as large, made on this thread's stream) from `ticket`; again and again, if wanted."""
+        self.collect()
+        if into.nbytes() < ticket.nbytes:
+            raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
+        if ticket.state is _State.OFF:
+            raise ValueError("this ticket was taken back")
+        done: Future[None] = Future()
+        self._submit(_READ, ticket, into, done)
+        return done if self._accelerator is None else _Arrival(done, into, self._accelerator)
+
+    def wait(self, ticket: Ticket) -> None:
+        """Until `ticket` is written; raises `SwapFailed` if it could not be (it then still holds its storage)."""
+        self._require_own_process()
+        error = ticket.written.exception()
+        if error is not None:
+            raise error.again() if isinstance(error, SwapFailed) else error
+        self.collect()
+
+    def collect(self) -> int:
+        """Drop the storages that are safely written; their bytes."""
+        self._require_own_process()
+        dropped: list[torch.UntypedStorage] = []
+        while self._safe:
+            ticket = self._safe.popleft()
+            with self._lock:
+                if ticket.source is not None:
+                    dropped.append(ticket.source)
+                ticket.source = None
+        if self._users is not None:
+            for storage in dropped:
+                self._users.may_use(storage)
+        return sum(storage.nbytes() for storage in dropped)
+
+    def take_back(self, ticket: Ticket) -> torch.UntypedStorage | None:
+        """The storage, if the ticket still holds it; its write is then off. None once it has been written and dropped."""
+        self._require_own_process()
+        with self._lock:
+            storage, ticket.source = ticket.source, None
+            if storage is not None:
+                ticket.state = _State.OFF
+            return storage
+
+    def close(self) -> None:
+        """Finish what is queued, stop the threads and give the disk space back. Tickets that were written are lost."""
+        if os.getpid() != self._pid or self._file.fd < 0:
+            return
+        for _ in self._workers:
+            self._queue.put((_STOP, next(self._order), None, 0))
+        for worker in self._workers:
+            worker.join()
+        self._workers.clear()
+        self._file.close()
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise SwapFailed(
+                "swapped tensors belong to the process that swapped them",
+                why="this process was forked from it",
+            )
+        if self._file.fd < 0:
+            raise SwapFailed("the swap file is closed")
+
+    def _start(self) -> None:
+        """The threads, each with its buffer: where no more can be pinned it is told now, while nothing depends on them."""
+        here, carriers = self._accelerator, list[Carrier]()
+        try:
+            for _ in range(self._threads):
+                carriers.append(InMemory(PIECE_BYTES) if here is None else OnDevice(PIECE_BYTES, here))
+        except SwapFailed as error:
+            for carrier in carriers:
+                carrier.close()
+            self.failure = error
+            raise
+        self._workers = [
+            threading.Thread(target=self._work, args=(carrier,), name="memopt-disk", daemon=True)
+            for carrier in carriers
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def _submit(self, kind: int, ticket: Ticket, memory: torch.UntypedStorage, done: Future[None]) -> None:
+        ready = self._users.current().record_event() if self._users is not None else None
+        transfer = _Transfer(ticket, memory, done, _pieces(ticket.nbytes), ready)
+        for piece in range(transfer.pieces):
+            self._queue.put((kind, next(self._order), transfer, piece))
+
+    def _work(self, carrier: Carrier) -> None:
+        while True:
+            kind, _, transfer, piece = self._queue.get()
+            if transfer is None:
+                carrier.close()
+                return
+            try:
+                if transfer.error is None:
+                    act = self._write_piece if kind == _WRITE else self._read_piece
+                    act(transfer, piece * PIECE_BYTES, carrier)
+            except BaseException as error:  # told through the future, whatever it is
+                transfer.error = without_frames(error)
+            self._finish_piece(kind, transfer)
+            del transfer  # or this thread would keep the storage until its next piece
+
+    def _write_piece(self, transfer: _Transfer, start: int, carrier: Carrier) -> None:
+        ticket, memory = transfer.ticket, transfer.memory
+        if ticket.state is _State.OFF or memory is None:
+            return
+        offset = self._place(ticket)
+        piece = transfer.piece(start)
+        carrier.take(memory, piece)
+        self._file.write(carrier.view[: piece.room_bytes], offset + start)
+
+    def _read_piece(self, transfer: _Transfer, start: int, carrier: Carrier) -> None:
+        ticket, memory = transfer.ticket, transfer.memory
+        assert memory is not None, "only the last piece lets go of it"
+        piece = transfer.piece(start)
+        with self._lock:
+            held, state = ticket.source, ticket.state
+        if held is not None:
+            carrier.copy(held, memory, piece)
+            return
+        if state is not _State.WRITTEN or ticket.offset is None:
+            raise SwapFailed("a swapped tensor was taken back while it was being read")
+        self._file.read(carrier.view[: piece.room_bytes], ticket.offset + start)
+        carrier.put(memory, piece)
+
+    def _place(self, ticket: Ticket) -> int:
+        """The ticket's place in the file, found by the first of its pieces."""
+        with self._place_lock:
+            if ticket.offset is not None:
+                return ticket.offset
+            while self._freed:
+                self._space.give(*self._freed.popleft())
+            offset = self._space.take(ticket.room_bytes)
+            if offset is None:
+                self._grow(ticket.room_bytes)
+                offset = self._space.take(ticket.room_bytes)
+                assert offset is not None
+            ticket.offset = offset
+            return offset
+
+    def _grow(self, room_bytes: int) -> None:
+        missing = self._space.missing_bytes(room_bytes)
+        generous = -(-missing // GROW_BYTES) * GROW_BYTES
+        try:
+            self._file.grow(generous)
+        except SwapFailed:
+            if generous == missing:
+                raise
+            self._file.grow(missing)
+            generous = missing
+        self._space.grow(generous)
+
+    def _finish_piece(self, kind: int, transfer: _Transfer) -> None:
+        with self._lock:
+            transfer.pieces -= 1
+            if transfer.pieces:
+                return
+            if kind == _WRITE and transfer.error is None and transfer.ticket.state is _State.HELD:
+                transfer.ticket.state = _State.WRITTEN
+                self._safe.append(transfer.ticket)
+                self.written_bytes += transfer.ticket.nbytes
+            elif kind == _READ and transfer.error is None:
+                self.read_bytes += transfer.ticket.nbytes
+            if kind == _WRITE and isinstance(transfer.error, SwapFailed) and self.failure is None:
+                self.failure = transfer.error
+        transfer.memory = None
+        if transfer.error is not None:
+            transfer.done.set_exception(transfer.error)
+        else:
+            transfer.done.set_result(None)
+
+
+def _pieces(nbytes: int) -> int:
+    return max(1, -(-nbytes // PIECE_BYTES))
+
+
+def _forget_in_child() -> None:
+    """After a fork, in the child: let go of the parent's file. Its threads and locks do not exist here; touch neither."""
+    for store in list(_stores):
+        store._file.close()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

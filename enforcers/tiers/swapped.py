@@ -1,0 +1,160 @@
+"""Swapped storages: copied out after their forward consumer, copied in at the plan's trigger or when they are asked for."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import UntypedStorage
+
+from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
+
+
+class SwappedStorage:
+    """One storage that a tier holds, shared by all handles on it. Asked for by any thread: backward has one for each device."""
+
+    __slots__ = (
+        "__weakref__",
+        "_arrival",
+        "_home",
+        "_lock",
+        "_storage",
+        "_ticket",
+        "_tier",
+        "source",
+        "waiting",
+    )
+
+    def __init__(self, tier: SwapTier[Any], storage: UntypedStorage) -> None:
+        self._tier = tier
+        self._ticket = tier.write_async(storage)
+        self._storage: UntypedStorage | None = None
+        self._arrival: Pending | None = None
+        self._home = False
+        """The swap was called off: the bytes are here only."""
+        self._lock = threading.RLock()
+        self.source = weakref.ref(storage)
+        self.waiting = 0
+        """Handles that have not been served."""
+
+    def prefetch(self) -> None:
+        """Start to bring it back; one that has not left yet just stays, one for which there is no room yet waits for `get`."""
+        try:
+            self._bring()
+        except RuntimeError:  # out of memory: whoever needs it asks again, when more has been let go of
+            self._tier.collect()
+
+    def _bring(self) -> None:
+        with self._lock:
+            if self._storage is not None:
+                return
+            held = self._tier.take_back(self._ticket)
+            if held is not None:
+                self._storage = held
+                self._home = True
+                return
+            like = self._ticket
+            storage = UntypedStorage(like.nbytes, device=like.device)
+            self._arrival = self._tier.read_async(like, storage)
+            self._storage = storage
+
+    def wait_until_away(self) -> None:
+        """Until the copy is safe. Raises `SwapFailed` if it failed; the storage is kept then."""
+        if not self._home and self._storage is None:
+            self._tier.wait(self._ticket)
+
+    def get(self) -> UntypedStorage:
+        """The storage with its bytes; waits for the copy, as does the stream of everybody who asks."""
+        alive = self.source()
+        if alive is not None:
+            return alive
+        self.prefetch()
+        with self._lock:
+            self._bring()
+            arrival, storage = self._arrival, self._storage
+        assert storage is not None
+        if arrival is not None:
+            arrival.result()
+        return storage
+
+    def served(self) -> None:
+        """One handle has been served; the device copy goes with the last one."""
+        with self._lock:
+            self.waiting -= 1
+            if self.waiting <= 0 and not self._home:
+                self._storage = self._arrival = None
+
+
+class Swapper:
+    """Tiers by name and what is swapped in this iteration."""
+
+    def __init__(self, tiers: Mapping[str, SwapTier[Any]], tier_of_action: dict[int, str]) -> None:
+        self._tiers = tiers
+        self._tier_of = tier_of_action
+        self._swapped: dict[int, weakref.ref[SwappedStorage]] = {}
+        self.reason = "there is no place to swap to"
+        self.failed: dict[int, str] = {}
+        """Actions of this iteration whose copies could not be made, and why."""
+
+    def swap_out(self, action: int, storage: UntypedStorage) -> SwappedStorage | None:
+        """Start to swap `storage` out, or join the swap that another of its slots has started; None: keep it."""
+        known = self._swapped.get(action)
+        content = known() if known is not None else None
+        if content is None or content.source() is not storage:
+            tier = self._tiers.get(self._tier_of.get(action, ""))
+            if tier is None:
+                return None
+            try:
+                content = SwappedStorage(tier, storage)
+            except SwapFailed as error:
+                self.reason = error.what
+                without_frames(error)  # the tier remembers it
+                return None
+            self._swapped[action] = weakref.ref(content)
+        content.waiting += 1
+        return content
+
+    def prefetch(self, actions: list[int]) -> None:
+        """Start the swap-ins of `actions`."""
+        for action in actions:
+            reference = self._swapped.get(action)
+            content = reference() if reference is not None else None
+            if content is not None:
+                content.prefetch()
+
+    def wait_until_away(self, actions: Iterable[int]) -> None:
+        """Let none of `actions` lag behind what was planned, on a disk that is slower now."""
+        for action in actions:
+            reference = self._swapped.get(action)
+            content = reference() if reference is not None else None
+            try:
+                if content is not None:
+                    content.wait_until_away()
+            except SwapFailed as error:
+                self.failed[action] = error.what
+        self.collect()
+
+    def wait_for_all(self) -> None:
+        """As `wait_until_away`: the peak is near when backward begins."""
+        self.wait_until_away(tuple(self._swapped))
+
+    def collect(self) -> None:
+        """Let go of what has safely been copied out."""
+        for tier in self._tiers.values():
+            tier.collect()
+
+    def failures(self) -> list[str]:
+        """What went wrong, in words; what could not be copied was kept."""
+        found = [tier.failure for tier in self._tiers.values() if tier.failure is not None]
+        return [f"{each.what} ({each.why})" if each.why else each.what for each in found]
+
+    def new_iteration(self) -> None:
+        self.failed.clear()
+        self._swapped.clear()
+        self.collect()
+
+    def close(self) -> None:
+        for tier in self._tiers.values():
+            tier.close()

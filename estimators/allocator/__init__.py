@@ -1,0 +1,1 @@
+"""The CUDA caching allocator, simulated: blocks, settings, and replays of recorded streams."""

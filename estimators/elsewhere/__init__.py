@@ -1,0 +1,1 @@
+"""A recorded iteration at another batch size or on another device."""

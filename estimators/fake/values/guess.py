@@ -1,0 +1,338 @@
+"""What a fake run answers when an op needs a value that was never computed: a guess, noted with the script's line."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memopt.estimators.fake.kernels.indexing import fills, is_mask
+from memopt.estimators.fake.kernels.moe import EXPERTS
+from memopt.estimators.fake.torch_internals import FakeTensor
+from memopt.estimators.fake.values.mask_share import selected
+from memopt.estimators.fake.values.short_circuit import ABSORBING
+
+if TYPE_CHECKING:
+    from memopt.estimators.fake.asked import Recorder
+
+aten = torch.ops.aten
+_LBFGS = str(sys.modules[torch.optim.LBFGS.__module__].__file__)
+_LBFGS_HOPES = ("if ys >", "if f_new > (f + c1 * t * gtd) or (", "if abs(gtd_new) <=")
+"""Its curvature lets it remember the step; a line search brackets at once and is content with the first point inside."""
+_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
+_DISTRIBUTIONS = f"{_TORCH}/distributions"
+_LIBRARIES = (_TORCH, _HERE, "<frozen", "<string>")
+_DISPATCH = (_HERE, f"{_TORCH}/_dynamo", f"{_TORCH}/_compile.py", f"{_TORCH}/utils/_python_dispatch.py")
+"""Frames between an op and whoever called it."""
+FEW = 2
+"""What is selected at least: a batch norm cannot do with one."""
+
+
+class Guesser:
+    """Answers data-dependent ops. `flipped` lines get the other truth value (the first guess made the script raise)."""
+
+    def __init__(self, flipped: frozenset[str] = frozenset(), *, least: bool = False) -> None:
+        self.flipped = flipped
+        self.least = least
+        """Whether sizes that only values could tell are taken as small as they can be, not as large."""
+        self.bounded: dict[str, None] = {}
+        """Where such sizes were taken, each told in a sentence."""
+        self.lines: dict[str, str] = {}
+        """What was guessed, by `file:line`."""
+        self.branches: dict[str, bool] = {}
+        """Truth values guessed, by `file:line`, latest last."""
+        self.remarks: dict[str, None] = {}
+        self._losses = 0
+
+    def answer(
+        self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any] | None:
+        """A one-tuple with the guessed result, or None when `func` can run on fake tensors as it is."""
+        rule = _RULES.get(func)
+        return rule(self, recorder, args, kwargs) if rule else None
+
+    def truth(self, tensor: torch.Tensor) -> bool:
+        """A guess for a boolean: what the script hopes for (no NaN; assertions hold), what is likely where the script itself
+        asks (some of a mask is true), else False."""
+        where = user_line()
+        hint = getattr(tensor, "_memopt_truth", None)
+        if hint is None and (line := _line_in(_LBFGS)):
+            hint = line.startswith(_LBFGS_HOPES)
+        elif hint is None and _line_in(_DISTRIBUTIONS):  # arguments are valid, samples are accepted
+            hint = True
+        elif hint is None:
+            file, number = _split(where)
+            line = linecache.getline(file, number).lstrip()
+            likely = getattr(tensor, "_memopt_likely", False) and _script_asks()
+            if line.startswith("assert"):
+                hint = not line.startswith("assert not ")
+            else:
+                hint = likely and not _ends(file, number, line)
+        value = bool(hint) != (where in self.flipped)
+        self.branches.pop(where, None)
+        self.branches[where] = value
+        self.note(where, f"a truth value was taken to be {value}")
+        return value
+
+    def number(self, tensor: torch.Tensor) -> float | int | complex | bool:
+        """A guess for one element."""
+        if tensor.dtype is torch.bool:
+            return self.truth(tensor)
+        self.note(user_line(), "a value was taken to be 1")
+        if tensor.dtype.is_complex:
+            return 1 + 0j
+        if (told := getattr(tensor, "_memopt_number", None)) is not None:
+            return int(told)
+        if _line_in(_LBFGS):  # a loss that stands still would end its inner iterations
+            self._losses += 1
+            return 1.0 / self._losses
+        return 1.0 if tensor.dtype.is_floating_point else 1
+
+    def note(self, where: str, what: str) -> None:
+        self.lines.setdefault(where, what)
+
+    def most(self, number: int, what: str) -> int:
+        """`number`, an upper bound that the script's line is noted for; the lower one where the least is asked for."""
+        where = user_line()
+        self.note(where, f"{what} (an upper bound)")
+        self.bounded[f"{where}: {what}" if where else what] = None
+        return min(FEW, number) if self.least else number
+
+    def selected(self, mask: torch.Tensor) -> int:
+        """How many elements of a mask are taken to be true."""
+        number = selected(mask)
+        if number is None:
+            return self.most(mask.numel(), "every element of a mask was taken to be selected")
+        self.note(user_line(), "positions were taken to be spread evenly")
+        return number
+
+    def remark(self, text: str) -> None:
+        """Something done differently than the script asked; told once."""
+        self.remarks[text] = None
+
+    def notes(self) -> list[str]:
+        return [*self.remarks, *(f"{where}: {what}" if where else what for where, what in self.lines.items())]
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame that belongs to the script rather than to a library."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _line_in(library: str) -> str:
+    """The line of a file or folder of torch's that asks, or nothing."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(library):
+            return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        frame = frame.f_back
+    return ""
+
+
+def _script_asks() -> bool:
+    """Whether a truth value is asked for by the script itself, not by a library that it calls."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH):
+        frame = frame.f_back
+    return frame is not None and is_users(frame.f_code.co_filename)
+
+
+def _ends(file: str, number: int, line: str) -> bool:
+    """Whether a condition that holds would raise, or go round once more."""
+    then = linecache.getline(file, number + 1).lstrip()
+    return line.startswith("while") or ": raise" in line or then.startswith("raise")
+
+
+def is_users(filename: str) -> bool:
+    """Whether a source file belongs to the script rather than to Python, a library or memopt."""
+    return (
+        "site-packages" not in filename
+        and "/lib/python3" not in filename
+        and not filename.startswith(_LIBRARIES)
+        and not filename.endswith("instrument/script/runner.py")
+    )
+
+
+def _split(where: str) -> tuple[str, int]:
+    name, _, line = where.rpartition(":")
+    return name, int(line or 0)
+
+
+def _item(
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    tensor = args[0]
+    constant = getattr(tensor, "constant", None)
+    if constant is not None:
+        return (constant.item(),)
+    return (guesser.number(tensor),)
+
+
+def _true(
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    guesser.note(user_line(), "two tensors were taken to be equal")
+    return (True,)
+
+
+def _new(recorder: Recorder, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    with recorder.fake_mode:
+        return torch.empty(shape, dtype=dtype)
+
+
+def _nonzero(
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    return (_new(recorder, [guesser.selected(args[0]), args[0].dim()], torch.int64),)
+
+
+def _masked_select(
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    if args[0].shape == args[1].shape:
+        number = guesser.selected(args[1])
+    else:
+        number = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+        number = guesser.most(number, "every element was taken to be selected")
+    return (_new(recorder, [number], args[0].dtype),)
+
+
+_DIFFERENT = "all values were taken to be different"
+
+
+def _unique(count_at: int) -> Callable[..., tuple[Any] | None]:
+    def rule(
+        guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any] | None:
+        values = args[0]
+        index = [guesser.most(values.numel(), _DIFFERENT)]
+        return (
+            (
+                _new(recorder, index, values.dtype),
+                _new(recorder, list(values.shape), torch.int64),
+                _new(recorder, index, torch.int64),
+            ),
+        )
+
+    return rule
+
+
+def _unique_dim(
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    shape, along = list(args[0].shape), args[1]
+    length = shape[along]
+    count = shape[along] = guesser.most(length, _DIFFERENT)
+    return (
+        (
+            _new(recorder, shape, args[0].dtype),
+            _new(recorder, [length], torch.int64),
+            _new(recorder, [count], torch.int64),
+        ),
+    )
+
+
+def _bincount(
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    weights = args[1] if len(args) > 1 else kwargs.get("weights")
+    least = (args[2] if len(args) > 2 else kwargs.get("minlength", 0)) or 1
+    dtype = torch.int64 if weights is None else weights.dtype
+    guesser.note(user_line(), f"values to be counted were taken to be below {least}")
+    return (_new(recorder, [least], dtype),)
+
+
+def _repeat_interleave(
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    size = kwargs.get("output_size")
+    if size is None:
+        guesser.note(user_line(), "every repeat count was taken to be 1")
+        size = args[0].numel()
+    return (_new(recorder, [size], torch.int64),)
+
+
+def _pack(
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    """pack_padded_sequence: as long as the real lengths say; at full length when they are fake."""
+    values, lengths, batch_first = args
+    batch, longest = values.shape[0 if batch_first else 1], values.shape[1 if batch_first else 0]
+    if isinstance(lengths, FakeTensor):
+        short = guesser.most(longest, "every sequence was taken to have full length")
+        lengths = torch.full((batch,), short)
+        lengths[:1] = longest
+    steps = torch.arange(int(lengths.max()))
+    sizes = (lengths.unsqueeze(0) > steps.unsqueeze(1)).sum(1)
+    return ((_new(recorder, [int(lengths.sum()), *values.shape[2:]], values.dtype), sizes),)
+
+
+def _ctc_loss(
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any] | None:
+    """ATen/native/LossCTC.cpp: a loss a sequence, and the log probabilities of every extended label at every step."""
+    values, targets, lengths = args[0], args[1], args[3]
+    batch = values.shape[1] if values.dim() == 3 else 1
+    if isinstance(lengths, FakeTensor):
+        longest = targets.shape[1] if targets.dim() == 2 else targets.numel() // max(1, batch)
+        longest = guesser.most(longest, "every target was taken to have full length")
+    else:
+        longest = max((int(n) for n in lengths), default=0)
+    loss = _new(recorder, [batch] if values.dim() == 3 else [], values.dtype)
+    return ((loss, _new(recorder, [batch, values.shape[0], 2 * longest + 1], values.dtype)),)
+
+
+def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
+    """Indexing by a mask: the mask becomes one index tensor a dimension, as long as the mask has elements."""
+    op = getattr(aten, name)
+
+    def rule(
+        guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any] | None:
+        indices = args[1]
+        if not any(map(is_mask, indices)):
+            return None
+        wide: list[Any] = []
+        makes_none = name != "index" and fills(args, kwargs)
+        for index in indices:
+            if not is_mask(index):
+                wide.append(index)
+            elif isinstance(index, FakeTensor):
+                number = index.numel() if makes_none else guesser.selected(index)
+                wide += [_new(recorder, [number], torch.int64) for _ in range(index.dim())]
+            else:
+                wide += index.nonzero().unbind(1)
+        return (op(args[0], wide, *args[2:], **kwargs),)
+
+    return rule
+
+
+_RULES: dict[Any, Callable[..., tuple[Any] | None]] = {
+    aten._local_scalar_dense.default: _item,
+    aten.equal.default: _true,
+    aten.nonzero.default: _nonzero,
+    aten.masked_select.default: _masked_select,
+    aten._unique2.default: _unique(1),
+    aten._unique.default: _unique(1),
+    aten.unique_consecutive.default: _unique(1),
+    aten.unique_dim.default: _unique_dim,
+    aten.bincount.default: _bincount,
+    aten.repeat_interleave.Tensor: _repeat_interleave,
+    aten._pack_padded_sequence.default: _pack,
+    aten._ctc_loss.default: _ctc_loss,
+    aten._ctc_loss.Tensor: _ctc_loss,
+    aten.index.Tensor: _with_positions("index"),
+    aten.index_put_.default: _with_positions("index_put_"),
+    aten.index_put.default: _with_positions("index_put"),
+    **ABSORBING,
+    **EXPERTS,
+}

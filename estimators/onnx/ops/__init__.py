@@ -1,0 +1,1 @@
+"""ONNX operators on fake tensors: one table, filled by decorator."""

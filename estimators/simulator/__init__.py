@@ -1,0 +1,1 @@
+"""The judge of profile plans: (trace, decisions, device) -> Timeline. Every predicted number comes from here."""

@@ -1,0 +1,60 @@
+"""Which ops must run again to make a dropped value, given what is on the device at that moment.
+
+A value is *there* when its storage lives at that op in that version. Otherwise its producer runs again, after the producer's
+own inputs have been made: a depth-first walk in post-order, each op once. The enforcer does the same walk on its records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from memopt.estimators.simulator.trace_view import TraceView
+
+MOST_OPS = 400
+"""A longer chain is not worth its bookkeeping, and a sign that it runs back to the first layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Ops in the order in which they run again, and the values they need that are there already."""
+
+    ops: tuple[int, ...]
+    sources: tuple[int, ...]
+    """Values."""
+
+
+def find_chain(
+    view: TraceView, values: list[int], is_there: Callable[[int], bool], may_replay: Callable[[int], bool]
+) -> Chain | None:
+    """The replays that make `values`; None when some op on the way may not run again, or the chain is too long."""
+    order: list[int] = []
+    sources: dict[int, None] = {}
+    done: set[int] = set()
+    stack: list[tuple[int, bool]] = [(value, False) for value in reversed(values)]
+    while stack:
+        value, expanded = stack.pop()
+        op = view.value_producer[value]
+        if expanded:
+            if op not in done:
+                done.add(op)
+                order.append(op)
+            continue
+        if is_there(value):
+            sources[value] = None
+            continue
+        if op < 0 or not may_replay(op):
+            return None
+        if op in done:
+            continue
+        stack.append((value, True))
+        stack.extend((read, False) for read in reversed(view.reads[op]))
+        if len(stack) > 8 * MOST_OPS or len(order) > MOST_OPS:
+            return None
+    return Chain(tuple(order), tuple(sources))
+
+
+def is_intact(view: TraceView, value: int, until: int) -> bool:
+    """Does the storage of `value` live at op `until`, in that version?"""
+    begin, end = view.intact[value]
+    return begin < until <= end

@@ -1,0 +1,254 @@
+"""A recorded iteration as it would run with the optimizer's step in pieces, its state on the device or in a tier between steps.
+
+The ops of the step stay where they are; what lives during them changes. Temporaries are of one piece: as many bytes to a byte of
+parameters as the recorded step had. With a tier, state is there during the step only, and never more than three pieces of it: one that
+comes, one that is used, one that leaves. Storages and slots keep their numbers, so plans on the changed trace name the same tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
+
+from memopt.device import Device
+from memopt.errors import NotPossibleHere
+from memopt.estimators.simulator.in_backward import groups_of
+from memopt.plan import Tier
+from memopt.trace import CATEGORIES, PHASES, Trace
+
+SEGMENT_MS = 0.03
+"""Per part of a parameter: slices, copies of its counters, and the optimizer's own Python."""
+PIECE_MS = 0.1
+"""Per piece: one more call of the step."""
+HANDOVER_MS = 0.5
+"""Per copy to or from the disk tier of a CPU, as for swapped tensors (`timeline`)."""
+ONE_CORE = 2.0
+WINDOW = 3
+"""Pieces of state that are on the device at once."""
+_LEAST_PIECE, _MOST_PIECE, _PIECES = 64 << 10, 8 << 20, 48
+_ROW_BYTES = 4096
+_STATE, _PARAMETER = CATEGORIES.index("optimizer state"), CATEGORIES.index("parameter")
+_OPTIMIZER = PHASES.index("optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How the step is cut."""
+
+    piece_bytes: int
+    """Of parameters."""
+    tier: Tier | None
+    parameters: int
+    state_bytes: int
+    """Away between steps, of all that the optimizer keeps; 0 without a tier."""
+    away: int = 0
+    """Of how many parameters, the largest; 0: of all."""
+    gradient_bytes: int = 0
+    """Gradients that are in the tier from when they are whole until they are cleared."""
+    cleared_late: bool = False
+    """They are still there when the next iteration begins."""
+
+
+def why_not(trace: Trace) -> str:
+    """Why the optimizer cannot step in pieces; empty when it can."""
+    updates = trace.updates
+    if updates is None or updates.in_pieces is None:
+        return "the profile does not tell how the optimizer steps"
+    if updates.in_pieces:
+        return updates.in_pieces
+    return "" if not trace.partial and _Step(trace).parameters else "the recording is not whole"
+
+
+def in_pieces(trace: Trace, tier: Tier | None, device: Device, share: float = 1.0) -> tuple[Trace, Pieces]:
+    """The trace with the step in pieces, and how it is cut: with a tier, the state of the largest parameters is there between steps, so
+    many that they have `share` of all parameters' bytes. Raises `NotPossibleHere`."""
+    reason = why_not(trace)
+    if reason:
+        raise NotPossibleHere("the optimizer cannot step in pieces", why=reason)
+    step = _Step(trace)
+    if tier is None:
+        pieces = Pieces(step.piece_bytes, None, len(step.parameters), 0)
+        return step.changed(step.state_bytes, 0, _calls_ms(step)), pieces
+    away, away_bytes = step.largest(share)
+    window = step.state_bytes - away_bytes + min(away_bytes, WINDOW * step.bundle_bytes)
+    pieces = Pieces(
+        step.piece_bytes,
+        tier,
+        len(step.parameters),
+        away_bytes,
+        away if away < len(step.parameters) else 0,
+    )
+    return step.changed(window, away_bytes, _paging_ms(step, tier, device, away_bytes)), pieces
+
+
+class _Step:
+    """What is known of the recorded step."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.ops = [op for op, phase in enumerate(trace.ops.phase) if phase == _OPTIMIZER]
+
+    @cached_property
+    def parameters(self) -> set[int]:
+        """Storages of the parameters that it writes."""
+        return _of(self.trace, self.ops, _PARAMETER)
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        return self._bytes(self.parameters)
+
+    @cached_property
+    def state(self) -> set[int]:
+        """Storages of the state that is there before and after; counters of a few bytes stay."""
+        storages, n = self.trace.storages, self.trace.op_count
+        return {
+            storage
+            for storage, category in enumerate(storages.category)
+            if category == _STATE
+            and storages.birth_op[storage] < 0
+            and storages.death_op[storage] >= n
+            and storages.size_bytes[storage] > 16
+        }
+
+    @cached_property
+    def state_bytes(self) -> int:
+        return self._bytes(self.state)
+
+    @property
+    def piece_bytes(self) -> int:
+        aimed = min(max(self.parameter_bytes // _PIECES, _LEAST_PIECE), _MOST_PIECE)
+        return max(_ROW_BYTES, aimed // _ROW_BYTES * _ROW_BYTES)
+
+    @property
+    def count(self) -> int:
+        return -(-self.parameter_bytes // self.piece_bytes)
+
+    @property
+    def bundle_bytes(self) -> int:
+        """State of one piece."""
+        return -(
+            -self.state_bytes * min(self.piece_bytes, self.parameter_bytes) // max(1, self.parameter_bytes)
+        )
+
+    def largest(self, share: float) -> tuple[int, int]:
+        """How many parameters, the largest first, have `share` of all bytes, and the bytes of their state."""
+        sizes = sorted((self.trace.storages.size_bytes[each] for each in self.parameters), reverse=True)
+        bytes_so_far = list(itertools.accumulate(sizes))
+        count = next(
+            (n for n, have in enumerate(bytes_so_far, 1) if have >= share * bytes_so_far[-1]), len(sizes)
+        )
+        return count, self.state_bytes * bytes_so_far[count - 1] // bytes_so_far[-1]
+
+    @cached_property
+    def temporaries(self) -> list[int]:
+        """For each op of the trace: bytes that ops of the step have made and that are gone when the iteration ends."""
+        n, storages = self.trace.op_count, self.trace.storages
+        change = [0] * (n + 2)
+        for storage, birth in self._passing:
+            change[birth + 1] += storages.size_bytes[storage]
+            change[storages.death_op[storage] + 1] -= storages.size_bytes[storage]
+        return list(itertools.accumulate(change))[:n]
+
+    @cached_property
+    def _passing(self) -> list[tuple[int, int]]:
+        """(storage, op of the step that makes it) of those that do not outlive the iteration."""
+        ours, storages, n = set(self.ops), self.trace.storages, self.trace.op_count
+        pairs = enumerate(zip(storages.birth_op, storages.death_op, strict=True))
+        return [(storage, birth) for storage, (birth, death) in pairs if birth in ours and death < n]
+
+    @cached_property
+    def temporary_bytes(self) -> int:
+        """Most that a piece makes and lets go: as much to a byte of parameters as the group of ops that makes most. What a group has left
+        to the next one (a name in a loop) is no part of that."""
+        most = 0
+        for ops in groups_of(self.trace, self.ops):
+            stepped = self._bytes(_of(self.trace, ops, _PARAMETER))
+            share = min(1.0, self.piece_bytes / stepped) if stepped else 1.0
+            most = max(most, int(share * self._high_of(ops)))
+        return most
+
+    def _high_of(self, ops: Sequence[int]) -> int:
+        """Most bytes of what `ops` make, while they run."""
+        extra, storages = self.trace.ops.extra_bytes, self.trace.storages
+        held: list[int] = []
+        most = 0
+        for op in ops:
+            held = [storage for storage in held if storages.death_op[storage] >= op]
+            most = max(most, self._bytes(held) + extra[op])
+            held += self._made_at.get(op, [])
+        return most
+
+    @cached_property
+    def _made_at(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for storage, birth in self._passing:
+            found.setdefault(birth, []).append(storage)
+        return found
+
+    def _bytes(self, storages: Iterable[int]) -> int:
+        return sum(self.trace.storages.size_bytes[each] for each in storages)
+
+    def changed(self, window_bytes: int, away_bytes: int, added_ms: float) -> Trace:
+        """The trace without `away_bytes` of state outside the step, with `window_bytes` of it in the step."""
+        old, ours = self.trace, set(self.ops)
+        ops = old.ops
+        live = [at - away_bytes for at in ops.live_bytes]
+        extra, time_us = [*ops.extra_bytes], [*ops.time_us]
+        workspace = [*ops.workspace_bytes]
+        kept = self.state_bytes - away_bytes
+        for op in self.ops:
+            live[op] += window_bytes - kept - self.temporaries[op]
+            extra[op] = min(extra[op] + self.temporaries[op], self.temporary_bytes)
+            workspace[op] = min(workspace[op], extra[op])
+            time_us[op] += 1000 * added_ms / len(ours)
+        high = [at + more for at, more in zip(live, extra, strict=True)]
+        old_high = max(map(sum, zip(ops.live_bytes, ops.extra_bytes, strict=True)), default=0)
+        outside = old.peak_bytes - away_bytes if old.peak_bytes > max(old_high, old.base_bytes) else 0
+        sizes = [*old.storages.size_bytes]
+        for storage in self.state:
+            sizes[storage] = sizes[storage] * (self.state_bytes - away_bytes) // self.state_bytes
+        base = old.base_bytes - away_bytes
+        return msgspec.structs.replace(
+            old,
+            ops=msgspec.structs.replace(
+                ops, live_bytes=live, extra_bytes=extra, workspace_bytes=workspace, time_us=time_us
+            ),
+            storages=msgspec.structs.replace(old.storages, size_bytes=sizes),
+            base_bytes=base,
+            peak_bytes=max([base, outside, *high]),
+            step_ms=old.step_ms + added_ms,
+            updates=None,
+        )
+
+
+def _of(trace: Trace, ops: Iterable[int], category: int) -> set[int]:
+    """Storages of `category` that `ops` write."""
+    values, categories = trace.values.storage, trace.storages.category
+    written = {values[value] for op in ops for value in trace.ops.writes.row(op)}
+    return {storage for storage in written if categories[storage] == category}
+
+
+def _calls_ms(step: _Step) -> float:
+    return SEGMENT_MS * (len(step.parameters) + step.count) + PIECE_MS * step.count
+
+
+def _paging_ms(step: _Step, tier: Tier, device: Device, away_bytes: int) -> float:
+    """What the step takes longer: more calls, and copies that nothing hides."""
+    out_rate = device.host_out_bytes_per_s if tier == "host" else device.disk_out_bytes_per_s
+    in_rate = device.host_in_bytes_per_s if tier == "host" else device.disk_in_bytes_per_s
+    if min(out_rate, in_rate) <= 0:
+        return float("inf")
+    bundle = step.bundle_bytes
+    count = -(-away_bytes // max(1, bundle))
+    own_ms = sum(step.trace.ops.time_us[op] for op in step.ops) / 1000
+    beside_ms = own_ms * away_bytes / step.state_bytes if step.state_bytes else 0.0
+    if device.kind == "cpu" and device.copy_bytes_per_s > 0:
+        beside_ms += 2 * count * (HANDOVER_MS + ONE_CORE * 1000 * bundle / device.copy_bytes_per_s)
+    in_ms, out_ms = 1000 * bundle / in_rate, 1000 * bundle / out_rate
+    lanes_ms = count * (in_ms + out_ms) if tier == "disk" else count * max(in_ms, out_ms)
+    own_share_ms = own_ms * away_bytes / step.state_bytes if step.state_bytes else 0.0
+    return _calls_ms(step) + max(beside_ms, lanes_ms) + in_ms + out_ms - own_share_ms

@@ -1,0 +1,123 @@
+"""Every allocation and free of the CPU allocator, through `torch.profiler`, which tells of them where nothing else does."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memopt.instrument.script.script_profiler import is_free, on_script, ours, watch
+from memopt.instrument.torch_internals import EventType, RecordFunction, profiler_enabled
+
+MARK = "memopt::op"
+"""`record_function`s of this name divide the events into ops."""
+_FREED = "memopt::freed "
+_ALLOCATION = EventType.Allocation
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A profile that runs, and the thread that it watches."""
+
+    profile: Any
+    thread: int
+
+
+def started_profile() -> Started | None:
+    """A running `torch.profiler` profile of the CPU allocator's events; None where the script runs one of its own."""
+    watch()
+    if not is_free():
+        return None
+    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    try:
+        with _quiet(), ours():
+            profile.start()
+    except RuntimeError:
+        return None
+    return Started(profile, threading.get_ident())
+
+
+def stop_profile(started: Started) -> list[tuple[int, int, int]] | None:
+    """Stop what `started_profile` gave; what it saw, as `memory_events`. None in another thread, which cannot stop it.
+
+    Its result is never freed: when the profile began or ended inside an optimizer hook, libkineto's ~MemoryTraceLogger frees
+    garbage and the process dies in some later garbage collection (torch 2.13). There are a few results in a run.
+    """
+    on_script(None)
+    if started.thread != threading.get_ident():
+        return None
+    profile = started.profile
+    with _quiet(), ours():
+        profile.stop()
+    results = profile.profiler.kineto_results
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(results))
+    return memory_events(results.experimental_event_tree())
+
+
+def note_freed(size_bytes: int) -> bool:
+    """Write into the profile of this thread that a block which is older has ended now; False where none runs here."""
+    if not profiler_enabled():
+        return False
+    with RecordFunction(f"{_FREED}{size_bytes}"):
+        return True
+
+
+def memory_events(tree: Iterable[Any]) -> list[tuple[int, int, int]]:
+    """(time ns, kind, bytes) in order; kind 0 = an op ended, 1 = allocated or freed, 2 = an op started.
+
+    The end of a block that was not allocated in this profile is no event: its size would be that of whatever lay there in an
+    earlier profile, for the allocator forgets sizes only while a profile runs (ProfiledCPUMemoryReporter).
+    """
+    found: list[tuple[int, int, int]] = []
+    blocks: list[tuple[int, int, int]] = []
+    waiting = [*tree]
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag == _ALLOCATION:
+            block = event.extra_fields
+            if block.device.type == "cpu":
+                blocks.append((event.start_time_ns, block.alloc_size, block.ptr))
+        elif event.name == MARK:
+            found.append((event.start_time_ns, 2, 0))
+            found.append((event.end_time_ns, 0, 0))
+        elif event.name.startswith(_FREED):
+            found.append((event.start_time_ns, 1, -int(event.name.removeprefix(_FREED))))
+    known: set[int] = set()
+    for time_ns, size, address in sorted(blocks):
+        if size > 0:
+            known.add(address)
+        elif address not in known:
+            continue
+        else:
+            known.remove(address)
+        found.append((time_ns, 1, size))
+    found.sort()
+    return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what the profiler's C++ says about itself off the script's stderr."""
+    with contextlib.suppress(Exception):  # it may be closed, none, or the script's own without such a method
+        sys.stderr.flush()
+    try:
+        saved = os.dup(2)
+    except OSError:
+        yield
+        return
+    null = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(null)

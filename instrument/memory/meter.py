@@ -1,0 +1,143 @@
+"""The most that was on the device during one iteration, by the allocator's own events, for runs that are not recorded op by op."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import weakref
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from memopt.instrument.live_objects import living
+from memopt.instrument.memory.allocator_events import Started, note_freed, started_profile, stop_profile
+from memopt.instrument.memory.buckets import bucket_sizes
+from memopt.instrument.memory.cuda_statistics import statistics_of
+from memopt.instrument.ops import PLAIN_TYPES
+from memopt.instrument.script.script_profiler import on_script
+from memopt.instrument.stepping.gradient_reads import kept_gradient
+from memopt.instrument.torch_internals import DisableTorchFunction
+
+
+class Meter(Protocol):
+    """Between `start` and `stop`: the peak in bytes; None when it could not be measured."""
+
+    base_bytes: int
+    """What there was at the start."""
+
+    def start(self) -> None: ...
+    def stop(self) -> int | None: ...
+
+
+class CpuMeter:
+    """Bytes of the storages that live at the start, and from there on every allocation and free of the CPU allocator.
+
+    The allocator's events know nothing of blocks older than the profile: their ends are seen by weak references.
+    """
+
+    def __init__(self) -> None:
+        self._profile: Started | None = None
+        self.base_bytes = 0
+        self._ends: list[tuple[int, int, int]] = []
+        """Of blocks that end in another thread, by another clock."""
+        self._watch: list[weakref.ref[UntypedStorage]] = []
+
+    def start(self) -> None:
+        self._profile = started_profile()
+        if self._profile is None:
+            return
+        on_script(self._give_way)
+        for storage in living_storages("cpu"):
+            size = storage.nbytes()
+            self.base_bytes += size
+            self._watch.append(weakref.ref(storage, partial(self._ended, size)))
+        self.base_bytes += sum(bucket_sizes(living(nn.Module)[0], "cpu"))
+
+    def _ended(self, size_bytes: int, _: weakref.ref[UntypedStorage]) -> None:
+        if self._profile is not None and not note_freed(size_bytes):
+            self._ends.append((time.time_ns(), 1, -size_bytes))
+
+    def _give_way(self) -> None:
+        if self._profile is not None:
+            stop_profile(self._profile)
+        self._profile = None
+
+    def stop(self) -> int | None:
+        if self._profile is None:
+            return None
+        events = stop_profile(self._profile)
+        self._watch.clear()
+        self._profile = None
+        if events is None:
+            return None
+        held = most = self.base_bytes
+        for _, _, size in sorted([*events, *self._ends]):
+            held += size
+            most = max(most, held)
+        return most
+
+
+class CudaMeter:
+    """The caching allocator's own high-water mark of the bytes that were asked for, on the current device."""
+
+    base_bytes = 0
+
+    def start(self) -> None:
+        self._statistics = statistics_of(torch.cuda.current_device())
+        self.base_bytes, _ = self._statistics.bytes_now()
+        self._statistics.reset()
+
+    def stop(self) -> int | None:
+        return self._statistics.bytes_now()[1]
+
+
+def meter_for(device: str) -> Meter:
+    """The meter of device type `device`."""
+    return CudaMeter() if device == "cuda" else CpuMeter()
+
+
+def living_storages(device: str) -> list[UntypedStorage]:
+    """Every storage on `device` that a Python object holds, each once.
+
+    A mapped file that no tensor lies on is left out: `torch.load(mmap=True)` holds the whole file beside the tensors' parts of it.
+    """
+    found: dict[int, UntypedStorage] = {}
+    doubtful: dict[int, UntypedStorage] = {}
+    with warnings.catch_warnings(), DisableTorchFunction():
+        warnings.simplefilter("ignore")
+        tensors, storages = living(Tensor, UntypedStorage)
+        gradients = [each for each in map(_gradient_of, tensors) if each is not None]
+        for each in (*tensors, *gradients, *storages):
+            storage = _storage_of(each, device)
+            if storage is not None:
+                (found if type(each) in PLAIN_TYPES else doubtful).setdefault(storage._cdata, storage)
+    return [*found.values(), *(s for at, s in doubtful.items() if at not in found and _has_bytes(s))]
+
+
+def _gradient_of(tensor: Tensor) -> Tensor | None:
+    """Nobody in Python may have looked at it yet: then it is no object of Python's."""
+    try:
+        return kept_gradient(tensor)
+    except (NotImplementedError, RuntimeError, TypeError):
+        return None
+
+
+def _has_bytes(storage: UntypedStorage) -> bool:
+    """The storage of a wrapper (DTensor) has a size, and no bytes. Asking makes a lazy copy real: only in doubt."""
+    try:
+        return bool(storage.data_ptr())
+    except RuntimeError:
+        return False
+
+
+def _storage_of(thing: Tensor | UntypedStorage, device: str) -> UntypedStorage | None:
+    try:
+        if isinstance(thing, Tensor):
+            thing = thing.untyped_storage()
+        elif not thing.resizable():
+            return None
+        return thing if thing.device.type == device else None
+    except (NotImplementedError, RuntimeError, TypeError):
+        return None

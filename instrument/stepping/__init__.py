@@ -1,0 +1,1 @@
+"""May the optimizer step inside backward, or in pieces? What the script does with gradients, read and watched."""

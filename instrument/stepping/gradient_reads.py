@@ -1,0 +1,113 @@
+"""Who looks at gradients: every read and setting of `tensor.grad` from Python, and every `zero_grad`, while installed.
+
+`grad` is a property of the C base class; a property of `torch.Tensor` goes before it. Code inside torch reads the same way.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from memopt.instrument.torch_internals import TensorBase
+
+_GRAD: Any = TensorBase.__dict__["grad"]
+_HOUSE = Path(__file__).resolve().parents[2]
+_TORCH = Path(torch.__file__).parent
+_EXPECTED = (
+    *(f"{_HOUSE / room}/" for room in ("instrument", "profiler", "enforcers")),
+    f"{_TORCH / 'optim'}/",
+    str(_TORCH / "nn" / "modules" / "module.py"),
+)
+"""Code that may look at gradients without making anything of them that a training loop would see."""
+
+
+def gradient_of(tensor: Tensor) -> Tensor | None:
+    """`tensor.grad`, without anybody being told."""
+    found: Tensor | None = _GRAD.__get__(tensor)
+    return found
+
+
+def kept_gradient(tensor: Tensor) -> Tensor | None:
+    """The gradient that `tensor` holds: a leaf's, be it frozen since, or one that `retain_grad()` asked for. Of others torch only warns."""
+    return gradient_of(tensor) if tensor.is_leaf or tensor.retains_grad else None
+
+
+def let_go(tensor: Tensor) -> None:
+    """`tensor.grad = None`, without anybody being told."""
+    _GRAD.__set__(tensor, None)
+
+
+def give_back(tensor: Tensor, gradient: Tensor) -> None:
+    """`tensor.grad = gradient`, without anybody being told."""
+    _GRAD.__set__(tensor, gradient)
+
+
+class Reader(Protocol):
+    """Who is told."""
+
+    def read(self, tensor: Tensor, where: str) -> None:
+        """The script, or a library that it uses, is about to read `tensor.grad` at `where` (`train.py:41`)."""
+
+    def set(self, tensor: Tensor) -> None:
+        """`tensor.grad` is about to be set."""
+
+    def zeroed(self, tensors: Iterable[Tensor], *, to_none: bool) -> None:
+        """`zero_grad` is about to run on these."""
+
+
+class GradientReads:
+    """Tells `reader`, between `install` and `remove`."""
+
+    def __init__(self, reader: Reader, *, everywhere: bool = False) -> None:
+        """`everywhere`: tell of torch's own looks, too."""
+        self._reader = reader
+        self._expected = () if everywhere else _EXPECTED
+        self._zero_grads: list[tuple[Any, Any]] = []
+
+    def install(self) -> None:
+        reader, expected = self._reader, self._expected
+
+        def read(tensor: Tensor) -> Tensor | None:
+            frame = sys._getframe(1)
+            name = frame.f_code.co_filename
+            if not name.startswith(expected):
+                reader.read(tensor, f"{Path(name).name}:{frame.f_lineno}")
+            return gradient_of(tensor)
+
+        def write(tensor: Tensor, gradient: Tensor | None) -> None:
+            reader.set(tensor)
+            _GRAD.__set__(tensor, gradient)
+
+        def delete(tensor: Tensor) -> None:
+            reader.set(tensor)
+            _GRAD.__delete__(tensor)
+
+        torch.Tensor.grad = property(read, write, delete)  # type: ignore[assignment]
+        self._watch_zero_grad(
+            torch.optim.Optimizer, lambda o: [p for g in o.param_groups for p in g["params"]]
+        )
+        self._watch_zero_grad(torch.nn.Module, lambda module: module.parameters())
+
+    def _watch_zero_grad(self, owner: Any, tensors: Any) -> None:
+        original, reader = owner.zero_grad, self._reader
+
+        @functools.wraps(original)
+        def zero_grad(self: Any, set_to_none: bool = True) -> None:
+            reader.zeroed(tensors(self), to_none=set_to_none)
+            original(self, set_to_none)
+
+        self._zero_grads.append((owner, original))
+        owner.zero_grad = zero_grad
+
+    def remove(self) -> None:
+        if self._zero_grads:
+            del torch.Tensor.grad
+        for owner, original in self._zero_grads:
+            owner.zero_grad = original
+        self._zero_grads.clear()

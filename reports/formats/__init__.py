@@ -1,0 +1,1 @@
+"""Reports for other programs: Perfetto, memory_viz, Markdown, JSON."""

@@ -1,0 +1,84 @@
+"""The GPU campaign as far as a CPU can run it: its jobs, its file, and going on where it ended."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.gpu import campaign, jobs, replays, workspaces
+from benchmarks.gpu.jobs import JOBS
+
+
+@pytest.fixture(autouse=True)
+def _dry(monkeypatch):
+    monkeypatch.setenv("MEMOPT_CAMPAIGN_DRY", "1")
+
+
+def test_every_part_has_jobs_that_end_within_ten_minutes():
+    assert {job.part for job in JOBS.values()} == {"correctness", "headline", "workspaces"}
+    assert all(job.limit_s < 600 for job in JOBS.values())
+
+
+@pytest.mark.parametrize("which", ["host", "disk"])
+def test_storages_go_through_a_tier_and_come_back(which):
+    found = jobs.tier(which)
+    assert (found["wrong"], found["failure"]) == (0, "")
+    assert found["read_bytes"] > 0
+
+
+def test_an_op_that_does_not_repeat_is_found(monkeypatch):
+    mode = replays._Again("cpu")
+    with mode:
+        torch.ones(8).cumsum(0)
+    mode.run_again()
+    assert dict(mode.ops) == {"aten.cumsum.default": 1}
+    assert not mode.differ
+    with mode:
+        torch.rand(8).mul(2.0)
+    monkeypatch.setattr(mode, "_once_more", lambda func, given, rng, way: [way.encode()])
+    mode.run_again()
+    assert set(mode.differ) == {"aten.mul.Tensor"}
+
+
+def test_a_campaign_goes_on_where_it_ended_and_tells_what_failed(tmp_path, monkeypatch, capsys):
+    ran = []
+
+    def alone(job, limit_s):
+        ran.append(job.name)
+        return ({"failed": "it broke"}, "why it broke") if job.name == "links" else ({"figure": 1}, "")
+
+    monkeypatch.setattr(campaign, "_alone", alone)
+    chosen = [JOBS["environment"], JOBS["links"]]
+    assert campaign._campaign(chosen, "correctness", tmp_path, 100.0, 2) == 1
+    assert campaign._campaign(chosen, "correctness", tmp_path, 100.0, 2) == 0
+    assert ran == ["environment", "links"]
+    lines = [json.loads(line) for line in (tmp_path / "correctness.jsonl").read_text().splitlines()]
+    assert [line["job"] for line in lines] == ["environment", "links"]
+    assert "why it broke" in (tmp_path / "correctness.log").read_text()
+    assert "1 of 2 failed: links" in capsys.readouterr().out
+
+
+def test_every_kind_of_plan_runs_on_the_late_device(monkeypatch):
+    """In small: one example, the kinds that copy. `--dry-run` does all of them."""
+    monkeypatch.setattr(jobs, "KINDS", ("swap-host", "mixed"))
+    found = jobs.plans("lstm")
+    assert "failed" not in found, found
+    for kind in jobs.KINDS:
+        assert found[kind]["actions"]["done"] > 10
+        assert found[kind]["moved"] > 10
+        assert found[kind]["verify"] == "identical"
+
+
+def test_a_gpus_attention_is_looked_at_in_all_its_forms(monkeypatch):
+    monkeypatch.setattr(replays, "SHAPES", ((64, 128),))
+    found = replays.attention()
+    assert len(found) == 8
+    assert all(each["ops"] and not each["differ"] for each in found.values())
+    assert replays.attention_words(found).startswith("0 of 8 ran")
+
+
+def test_a_job_that_needs_a_gpu_says_why_it_is_left_out():
+    assert "GPU" in jobs.links()["left out"]
+    assert "GPU" in workspaces.stages()["left out"]

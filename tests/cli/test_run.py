@@ -1,0 +1,219 @@
+"""`memopt run`: one run, recorded, planned for and enforced on the way; what it prints, returns and leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import hashlib, os, sys, time
+import torch
+torch.manual_seed(0)
+kind = sys.argv[1] if len(sys.argv) > 1 else ""
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Dropout(0.1)) for _ in range(6)])
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+ends = time.time() + 60
+step = late = 0
+while time.time() < ends and late < 12:
+    loss = model(torch.randn(1024, 64)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step < 40:
+        print(step, loss.item().hex(), flush=True)
+    step += 1
+    late += step > 40 and (kind != "wait" or os.path.exists("enough"))
+    if step == 5 and kind == "raise":
+        raise ValueError("of the script")
+    if step == 5 and kind == "exit":
+        sys.exit(7)
+    if kind == "short" and step == 2:
+        break
+    if step > 20:
+        time.sleep(0.15)
+"""
+
+
+def memopt(folder: Path, *args: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "memopt", *args],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def plain(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "train.py", *args],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def outcome_of(folder: Path, name: str = "o.json") -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name).read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def ran(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]:
+    """A folder in which the script ran twice under the same budget."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "train.py").write_text(SCRIPT)
+    args = ("run", "--budget", "60%", "--time-limit", "0.5")
+    first = memopt(folder, *args, "--outcome", "o.json", "train.py")
+    second = memopt(folder, *args, "--outcome", "o2.json", "train.py")
+    return folder, first, second
+
+
+def test_the_run_is_enforced_on_the_way_and_prints_what_python_prints(ran: Any) -> None:
+    folder, first, _ = ran
+    assert first.returncode == 0, first.stderr
+    assert first.stdout == plain(folder).stdout
+    course = outcome_of(folder)
+    assert 3 <= course["enforced_after"] < course["iterations"]
+    outcome = course["outcome"]
+    assert outcome["actions"]["done"] == outcome["actions"]["planned"] > 0
+    assert 0 < outcome["measured_peak_bytes"] <= outcome["budget_bytes"] < outcome["unplanned_peak_bytes"]
+
+
+def test_no_step_is_run_twice(ran: Any) -> None:
+    _, first, _ = ran
+    steps = [int(line.split()[0]) for line in first.stdout.splitlines()]
+    assert steps == list(range(40))
+
+
+def test_three_lines_tell_held_predicted_and_cost(ran: Any) -> None:
+    lines = ran[1].stderr.splitlines()
+    assert len(lines) == 3, lines
+    assert lines[0].startswith("memopt: held: peak ")
+    assert lines[1].startswith("memopt: predicted peak ")
+    assert " measured peak " in lines[1]
+    assert lines[2].startswith("memopt: cost ")
+
+
+def test_the_second_run_starts_enforced(ran: Any) -> None:
+    folder, first, second = ran
+    assert second.returncode == 0, second.stderr
+    assert second.stdout == first.stdout
+    course = outcome_of(folder, "o2.json")
+    assert course["from_cache"]
+    assert course["enforced_after"] == 0
+    assert course["outcome"]["measured_peak_bytes"] <= course["outcome"]["budget_bytes"]
+
+
+def test_what_it_keeps_is_ignored_by_git(ran: Any) -> None:
+    folder = ran[0]
+    assert (folder / ".memopt" / ".gitignore").read_text().splitlines()[-1] == "*"
+    assert list((folder / ".memopt").glob("train-*.plan.json"))
+
+
+def test_other_arguments_are_another_run(ran: Any) -> None:
+    folder = ran[0]
+    done = memopt(folder, "run", "--budget", "60%", "--outcome", "o3.json", "train.py", "short")
+    assert not outcome_of(folder, "o3.json")["from_cache"]
+    assert done.stdout == plain(folder, "short").stdout
+    assert "2 iterations of training were seen" in done.stderr
+
+
+@pytest.mark.parametrize(("kind", "code"), [("raise", 1), ("exit", 7)])
+def test_it_ends_as_the_script_ends(ran: Any, kind: str, code: int) -> None:
+    folder = ran[0]
+    done, wanted = memopt(folder, "run", "--budget", "60%", "train.py", kind), plain(folder, kind)
+    assert done.returncode == wanted.returncode == code
+    assert done.stdout == wanted.stdout
+    theirs = [line for line in done.stderr.splitlines() if not line.startswith("memopt: ")]
+    assert theirs == wanted.stderr.splitlines()
+
+
+def test_ctrl_c_is_the_scripts(ran: Any) -> None:
+    folder = ran[0]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "memopt", "run", "--budget", "60%", "train.py", "wait"],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    for line in running.stdout:
+        if line.startswith("10 "):
+            break
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in said
+    assert "/cli/" not in said
+
+
+def test_a_budget_that_cannot_be_met_is_neared_and_what_holds_the_floor_is_said(ran: Any) -> None:
+    folder = ran[0]
+    done = memopt(folder, "run", "--budget", "50KB", "--time-limit", "2", "--outcome", "low.json", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ran[1].stdout
+    first = done.stderr.splitlines()[0]
+    assert first.startswith("memopt: NOT held: peak ")
+    assert "no plan can go below" in first
+    outcome = outcome_of(folder, "low.json")["outcome"]
+    assert outcome["measured_peak_bytes"] < 0.85 * outcome["unplanned_peak_bytes"]
+
+
+def test_without_a_budget_it_is_what_is_free(ran: Any) -> None:
+    folder = ran[0]
+    done = memopt(folder, "run", "--outcome", "free.json", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("memopt: held: the plain run peaks at ")
+    assert outcome_of(folder, "free.json")["budget_bytes"] > 2**28
+
+
+def test_a_dry_run_shows_the_plan_and_enforces_nothing(ran: Any) -> None:
+    folder = ran[0]
+    done = memopt(folder, "run", "--budget", "60%", "--dry-run", "--time-limit", "0.5", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) < 40
+    assert "within the budget" in done.stderr
+    assert (
+        memopt(folder, "run", "--budget", "50KB", "--dry-run", "--time-limit", "0.5", "train.py").returncode
+        == 3
+    )
+
+
+@pytest.mark.parametrize("args", [("--budget", "x", "train.py"), ("--allow", "magic", "train.py"), ("none.py",), ("--swap-dir", "nowhere", "train.py")])  # fmt: skip
+def test_what_cannot_be_meant_runs_nothing(ran: Any, args: tuple[str, ...]) -> None:
+    done = memopt(ran[0], "run", *args)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "  try: " in done.stderr
+
+
+def test_the_planner_leaves_with_its_work(ran: Any) -> None:
+    """Nothing of ours is left of a run that ended while its plan was made."""
+    folder = ran[0]
+    memopt(folder, "run", "--budget", "61%", "--time-limit", "1", "train.py", "exit")
+    deadline = time.time() + 60
+    while time.time() < deadline and _planners(folder):
+        time.sleep(0.2)
+    assert not _planners(folder)
+
+
+def _planners(folder: Path) -> list[str]:
+    done = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True)
+    return [line for line in done.stdout.splitlines() if "background" in line and str(folder) in line]

@@ -1,0 +1,36 @@
+"""A script that checkpoints by hand is profiled without being disturbed: same losses, whole profile."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memopt.trace import load_trace
+
+ROOT = Path(__file__).parents[2]
+TRAIN = ROOT / "benchmarks" / "train.py"
+
+
+@pytest.mark.parametrize("model", ["gpt2", "unet"])
+def test_checkpointed_model_is_profiled(model: str, tmp_path: Path) -> None:
+    script = [str(TRAIN), model, "--scale", "tiny", "--steps", "5", "--checkpoint"]
+    profile = tmp_path / "p.json.gz"
+    runs = []
+    for prefix in ([], ["-m", "memopt", "profile", "--keep-running", "-o", str(profile)]):
+        done = subprocess.run(
+            [sys.executable, *prefix, *script],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        runs.append(re.findall(r"loss \S+ (\S+)", done.stdout))
+    assert len(runs[0]) == 5
+    assert runs[0] == runs[1]
+    assert load_trace(profile).partial == ""

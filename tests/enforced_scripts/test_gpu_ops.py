@@ -1,0 +1,99 @@
+"""What running on a GPU asks of replays: the right generator, and only ops that repeat their bits (as seen on an H100)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from memopt.enforcers.records import generator_state
+from memopt.instrument.ops import kind_of, same_bits_again
+
+FIGURES = Path(__file__).parents[2] / "benchmarks" / "gpu" / "data" / "h100_correctness.jsonl"
+
+_OUTPUTS_NOBODY_READS = {
+    "aten._efficient_attention_forward.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._flash_attention_forward.default",
+}
+"""Without dropout the seed and offset that they give are never written; the scripts that ran on the H100 with them kept their bits."""
+_DREW_FROM_ANOTHER_GENERATOR = {
+    "aten.randn_like.default",
+    "aten.randint_like.default",
+    "aten.randint_like.low_dtype",
+}
+"""Samples that name a device: mended since, by `generator_state`."""
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    generators = tuple(torch.Generator().manual_seed(seed) for seed in (1, 2))
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    return generators
+
+
+@pytest.mark.parametrize(("named", "index"), [("cuda", 1), ("cuda:0", 0), ("cuda:1", 1)])
+def test_a_named_device_says_which_generator_is_drawn_from(gpus, named, index):
+    generator, state = generator_state([[2, 3], torch.float32, None, torch.device(named), False])
+    assert generator is gpus[index]
+    assert torch.equal(state, gpus[index].get_state())
+
+
+def test_a_named_device_goes_before_that_of_the_tensors(gpus):
+    assert generator_state([torch.ones(2), torch.device("cuda:0")])[0] is gpus[0]
+    assert generator_state([torch.ones(2)])[0] is torch.default_generator
+
+
+def _differed() -> set[str]:
+    found = set()
+    for line in FIGURES.read_text().splitlines():
+        row = json.loads(line)
+        if row["job"].startswith("replays"):
+            found |= set(row["differ"])
+    return found
+
+
+def _overload(name: str):
+    _, packet, overload = name.split(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)
+
+
+def test_no_op_is_replayed_that_gave_other_bits_on_a_gpu():
+    on_gpu = [
+        SimpleNamespace(
+            layout=torch.strided,
+            is_quantized=False,
+            device=torch.device("cuda"),
+            is_floating_point=lambda: True,
+        )
+    ]
+    on_cpu = [torch.ones(2)]
+    names = _differed() - _OUTPUTS_NOBODY_READS - _DREW_FROM_ANOTHER_GENERATOR
+    assert len(names) >= 7
+    for name in names:
+        assert kind_of(_overload(name)).replayable, name
+        assert not same_bits_again(_overload(name), on_gpu), name
+        assert same_bits_again(_overload(name), on_cpu), name
+
+
+def test_whole_numbers_are_added_up_the_same_each_time():
+    counts = [SimpleNamespace(layout=torch.strided, is_quantized=False, device=torch.device("cuda"), is_floating_point=lambda: False, is_complex=lambda: False)]  # fmt: skip
+    assert same_bits_again(torch.ops.aten.cumsum.default, counts)
+
+
+def test_convolutions_are_not_replayed_where_each_thread_chooses_its_own_engine():
+    on_gpu = [SimpleNamespace(layout=torch.strided, is_quantized=False, device=torch.device("cuda"))]
+    convolution = torch.ops.aten.convolution.default
+    assert same_bits_again(convolution, on_gpu)
+    with torch.backends.cudnn.flags(enabled=True, benchmark=True):
+        assert not same_bits_again(convolution, on_gpu)
+        assert same_bits_again(convolution, [torch.ones(2)])
+
+
+def test_running_statistics_that_sync_batch_norm_updates_are_known():
+    for name in ("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"):
+        assert kind_of(getattr(torch.ops.aten, name).default).statistics == (3, 4, None)

@@ -1,0 +1,236 @@
+"""The guard: a budget is held without a plan in every iteration, whatever the shapes, and no result changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt.enforcers.guard import Guard
+from memopt.enforcers.tiers.disk import DiskStore
+from memopt.enforcers.tiers.per_device import disk_tier
+from memopt.enforcers.tiers.swap import SwapFailed
+from memopt.enforcers.verify import digest
+from memopt.instrument.as_plain import PlainForms
+from memopt.instrument.frames import Frames
+from memopt.instrument.iterations import Iterations
+from memopt.instrument.loop import Loop
+from tests.cli.test_run import memopt, outcome_of, plain
+from tests.support.enforced import Loop as TrainingLoop
+from tests.support.enforced import seeded
+from tests.support.loops import LOOPS
+from tests.support.stepping import everything
+
+STEPS = 6
+
+
+class Relay:
+    """The loop is watched before the guard is made, as it is in a run."""
+
+    guard: Guard
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.guard, name)
+
+
+def guarded(
+    loop: TrainingLoop, folder: Path, budget_bytes: int, steps: int = STEPS
+) -> tuple[list[str], Guard]:
+    relay, frames, forms = Relay(), Frames(), PlainForms()
+    iterations = Iterations(relay, frames.thread)
+    for part in (frames, iterations, forms):
+        part.install()
+    tier, watched = disk_tier(folder), Loop(frames, iterations, forms)
+    relay.guard = Guard(watched, tier, "cpu", budget_bytes)
+    relay.guard.begin()
+    try:
+        return seeded(loop, steps), relay.guard
+    finally:
+        relay.guard.end()
+        watched.remove()
+        tier.close()
+
+
+def layers(length: Callable[[int], int] = lambda step: 512) -> TrainingLoop:
+    def loop(steps: int) -> list[str]:
+        block = [nn.Sequential(nn.Linear(128, 128), nn.GELU(), nn.LayerNorm(128), nn.Dropout(0.1)) for _ in range(8)]  # fmt: skip
+        model = nn.Sequential(*block)
+        optimizer = torch.optim.Adam(model.parameters())
+        found = []
+        for step in range(steps):
+            loss = model(torch.randn(length(step), 128)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(digest(loss))
+        return [*found, *everything(model, optimizer)]
+
+    return loop
+
+
+def growing(step: int) -> int:
+    return 300 + 100 * step
+
+
+def shifting(step: int) -> int:
+    return (700, 256, 900, 400, 1000, 600)[step % 6]
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
+@pytest.mark.parametrize("length", [lambda step: 512, growing, shifting])
+def test_a_budget_is_held_in_every_iteration_whatever_the_shapes(
+    length: Callable[[int], int], share: float, tmp_path: Path
+) -> None:
+    plain, watched = guarded(layers(length), tmp_path, 2**40)
+    assert plain == seeded(layers(length), STEPS)
+    assert watched.moved == 0
+    computed, guard = guarded(layers(length), tmp_path, int(share * watched.most_bytes))
+    assert computed == plain
+    assert guard.moved > 0
+    assert guard.over_bytes == 0
+    assert guard.most_bytes <= guard.budget_bytes
+
+
+def test_a_tree_whose_shape_changes(tmp_path: Path) -> None:
+    def loop(steps: int) -> list[str]:
+        cell = nn.Linear(256, 128)
+        optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
+
+        def node(depth: int, left: Tensor) -> Tensor:
+            if depth == 0:
+                return left
+            both = torch.cat([node(depth - 1, left), node((depth - 1) // 2, left * 0.5)], 1)
+            return cell(both).tanh()
+
+        found = []
+        for step in range(steps):
+            loss = node(4 + step % 3, torch.randn(400, 128)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(digest(loss))
+        return [*found, *everything(cell, optimizer)]
+
+    plain, watched = guarded(loop, tmp_path, 2**40)
+    computed, guard = guarded(loop, tmp_path, int(0.6 * watched.most_bytes))
+    assert computed == plain == seeded(loop, STEPS)
+    assert guard.most_bytes <= guard.budget_bytes
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loop", LOOPS)
+def test_no_loop_changes(loop: TrainingLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it does: with a budget that nothing meets, every saved tensor that can leave does."""
+    monkeypatch.setattr("memopt.enforcers.guard.LEAST_BYTES", 64)
+    plain = seeded(loop, STEPS)
+    assert guarded(loop, tmp_path, 1)[0] == plain
+
+
+def test_what_cannot_be_moved_is_told(tmp_path: Path) -> None:
+    _, guard = guarded(layers(), tmp_path, 100_000)
+    assert guard.over_bytes > 0
+    assert guard.over_at
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full(DiskStore):
+        def write_async(self, storage: torch.UntypedStorage) -> Any:
+            if self.written_bytes > 500_000:
+                self.failure = self.failure or SwapFailed("the disk is full")
+            return super().write_async(storage)
+
+    monkeypatch.setattr("memopt.enforcers.tiers.disk.DiskStore", Full)
+    computed, guard = guarded(layers(), tmp_path, 2_000_000)
+    assert computed == seeded(layers(), STEPS)
+    assert guard.over_bytes > 0
+
+
+def test_what_is_changed_in_place_is_told_as_by_autograd(tmp_path: Path) -> None:
+    def loop(steps: int) -> list[str]:
+        weight = nn.Parameter(torch.ones(300, 300))
+        out = (weight * 2).exp()
+        again = out.sin()
+        with torch.no_grad():
+            out.add_(1)
+        again.sum().backward()
+        return []
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        guarded(loop, tmp_path, 1)
+
+
+def test_a_graph_that_is_kept_is_asked_twice(tmp_path: Path) -> None:
+    def loop(steps: int) -> list[str]:
+        weight = nn.Parameter(torch.randn(300, 300))
+        loss = (weight * 2).exp().sin().square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return [digest(weight.grad)]
+
+    computed, guard = guarded(loop, tmp_path, 400_000)
+    assert computed == seeded(loop, 1)
+    assert guard.moved > 0
+
+
+SCRIPT = """
+import sys, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)])
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+for step in range(int(sys.argv[1])):
+    loss = model(torch.randn(600 + 97 * (step % 7), 64)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item().hex())
+"""
+
+
+def test_a_run_without_a_plan(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    wanted = plain(tmp_path, "12").stdout
+    free = memopt(tmp_path, "run", "--online", "--budget", "1GB", "--outcome", "free.json", "train.py", "12")
+    assert free.stdout == wanted
+    most = outcome_of(tmp_path, "free.json")["guards"][0]["most_bytes"]
+    held = memopt(tmp_path, "run", "--online", "--budget", str(int(0.6 * most)), "--outcome", "held.json", "train.py", "12")  # fmt: skip
+    assert (held.returncode, held.stdout) == (0, wanted), held.stderr
+    assert held.stderr.startswith("memopt: held: live bytes reached ")
+    assert len(held.stderr.splitlines()) == 3
+    (guard,) = outcome_of(tmp_path, "held.json")["guards"]
+    assert guard["most_bytes"] <= 0.6 * most
+    low = memopt(tmp_path, "run", "--online", "--budget", "100KB", "train.py", "12")
+    assert low.stdout == wanted
+    assert low.stderr.startswith("memopt: NOT held: live bytes reached ")
+    assert not list((tmp_path / ".memopt").glob("*.plan.json"))
+
+
+def test_the_first_iterations_are_held_as_well(tmp_path: Path) -> None:
+    """Before there is a plan the guard holds the budget: while nothing is known, and while the plan is made."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    free = memopt(tmp_path, "run", "--online", "--budget", "1GB", "--outcome", "free.json", "train.py", "12")
+    budget = int(0.7 * outcome_of(tmp_path, "free.json")["guards"][0]["most_bytes"])
+    done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "900")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:12] == free.stdout.splitlines()
+    course = json.loads((tmp_path / "run.json").read_text())
+    assert course["enforced_after"] is not None, done.stderr
+    assert len(course["guards"]) >= 2
+    assert all(guard["most_bytes"] <= budget for guard in course["guards"][:2]), course["guards"]
+
+
+def test_the_guard_takes_over_where_the_script_needs_more_than_was_planned_for(tmp_path: Path) -> None:
+    longer = SCRIPT.replace("600 + 97 * (step % 7)", "600 if step < 700 else 1000")
+    (tmp_path / "train.py").write_text(longer)
+    wanted = plain(tmp_path, "900").stdout
+    done = memopt(tmp_path, "run", "--budget", "60%", "--time-limit", "0.5", "--outcome", "run.json", "train.py", "900")  # fmt: skip
+    course = outcome_of(tmp_path, "run.json")
+    assert done.stdout == wanted
+    assert course["enforced_after"] is not None
+    assert course["enforced_after"] < 700, "the plan came too late for this test to tell anything"
+    assert course["fell_back_after"] is not None
+    assert "the script saved more than was planned for" in done.stderr

@@ -1,0 +1,165 @@
+"""What a script does only after the steps that are always followed: counted where that is quick and harms nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from memopt.estimators.estimate import Estimate, estimate_script
+from memopt.reports.estimate import print_estimate
+
+HEAD = """
+import json, sys, torch
+model = torch.nn.Linear(1000, 1000, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def step(rows):
+    optimizer.zero_grad()
+    model(torch.randn(rows, 1000)).sum().backward()
+    optimizer.step()
+"""
+ALIKE = HEAD + "for _ in range(6): step(100)\n"
+WEIGHTS, ROW = 2 * 4_000_000, 4_000
+"""Of the weight and its gradient; of a row of the batch, or of what comes out."""
+
+
+@pytest.fixture
+def estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.chdir(tmp_path)
+
+    def run(text: str, **more: Any) -> Estimate:
+        Path("train.py").write_text(text)
+        return estimate_script(["train.py"], device="cpu", **more)
+
+    return run
+
+
+def peak(found: Estimate) -> int:
+    return found.allocated_bytes
+
+
+def test_the_largest_of_batches_of_different_sizes_may_come_late(estimated: object) -> None:
+    text = HEAD + "for rows in (100, 200, 150, 300, 250, 700, 50): step(rows)\n"
+    assert peak(estimated(text)) - peak(estimated(text, steps=3)) == ROW * (700 - 200)  # type: ignore[operator]
+
+
+def test_an_evaluation_after_training_counts(estimated: object) -> None:
+    text = ALIKE + "with torch.no_grad(): model(torch.randn(5000, 1000))\n"
+    late = estimated(text)  # type: ignore[operator]
+    assert peak(late) == WEIGHTS + 2 * ROW * 5000
+    assert late.unfollowed == ""
+    early = estimated(text, steps=3)  # type: ignore[operator]
+    assert peak(early) < peak(late)
+    assert early.unfollowed.startswith("followed up to optimizer step 3: what only comes after that")
+    assert peak(estimated(text, steps=3, further=True)) == peak(late)  # type: ignore[operator]
+
+
+def test_memory_of_numpys_counts_where_an_op_reads_it(estimated: object) -> None:
+    """As `memopt profile` counts it: a storage is a storage, whoever allocated it."""
+    own, foreign = "torch.randn(3000, 1000)", "torch.from_numpy(numpy.zeros((3000, 1000), numpy.float32))"
+    text = (
+        "import numpy\n"
+        + HEAD
+        + "x = ROWS\nfor _ in range(4):\n    model(x).sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    assert peak(estimated(text.replace("ROWS", own))) == peak(estimated(text.replace("ROWS", foreign)))  # type: ignore[operator]
+
+
+LARGE = """
+def large(rows):
+    with torch.no_grad():
+        for _ in range(400): torch.ones(2) + torch.ones(2)
+    step(rows)
+"""
+
+
+def test_an_evaluation_after_large_steps_counts(estimated: object) -> None:
+    """The second step leaves memory as the first did: steps are known by then, and the evaluation is not."""
+    text = (
+        HEAD
+        + LARGE
+        + "for _ in range(3): large(100)\n"
+        + "with torch.no_grad(): model(torch.randn(5000, 1000))\n"
+    )
+    found = estimated(text)  # type: ignore[operator]
+    assert peak(found) == WEIGHTS + 2 * ROW * 5000
+    assert found.unfollowed == ""
+
+
+def test_an_evaluation_after_an_epoch_of_many_batches_counts(estimated: object) -> None:
+    text = (
+        HEAD
+        + LARGE
+        + (
+            "loader = torch.utils.data.DataLoader(torch.ones(5000, 1), batch_size=1)\n"
+            "for _ in loader: large(100)\n"
+            "with torch.no_grad():\n"
+            "    for batch in torch.utils.data.DataLoader(torch.ones(12, 1), batch_size=4): model(torch.randn(1000 * len(batch), 1000))\n"
+            "for _ in range(100): large(100)\n"
+        )
+    )
+    found = estimated(text)  # type: ignore[operator]
+    assert peak(found) >= WEIGHTS + 2 * ROW * 4000
+    assert any("epochs were cut short" in note for note in found.notes)
+    assert found.unfollowed.startswith("followed up to optimizer step ")
+
+
+def test_the_first_line_says_up_to_where_a_script_was_followed(
+    estimated: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = estimated(ALIKE, steps=3)  # type: ignore[operator]
+    print_estimate(Console(width=200), found, "train.py")
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == (
+        "train.py on cpu, followed up to optimizer step 3: what only comes after that (evaluation, checkpoints) is not counted"
+    )
+
+
+def test_steps_after_a_long_rollout_do_not_end_the_run(estimated: object) -> None:
+    rollout = "with torch.no_grad():\n    for _ in range(2500): torch.ones(2)\n"
+    text = HEAD + rollout + "step(100)\nstep(100)\n" + rollout + "step(100)\nstep(3000)\n"
+    assert peak(estimated(text)) > WEIGHTS + ROW * 3000  # type: ignore[operator]
+
+
+def test_nothing_is_written_after_the_steps_asked_for(estimated: object) -> None:
+    Path("results.json").write_text("real")
+    text = ALIKE + (
+        "y = model(torch.randn(3000, 1000)).detach()\n"
+        "print(sys.path, file=open('/dev/null', 'w'))\n"
+        "try:\n    json.dump({}, open('results.json', 'w'))\nexcept Exception: pass\n"
+        "model(torch.randn(9000, 1000))\n"
+    )
+    found = estimated(text)  # type: ignore[operator]
+    assert Path("results.json").read_text() == "real"
+    assert peak(found) == WEIGHTS + ROW * 2 * 3000
+    assert not found.partial
+
+
+@pytest.mark.parametrize(
+    "later",
+    [
+        "model(torch.randn(9000, 999))",
+        "x = torch.randn(9000, 1000); model(x[x[:, 0] > 0])",
+        "import time\nwhile True: time.sleep(0.01)",
+    ],
+    ids=["fails", "depends on data", "does not end"],
+)
+def test_what_comes_later_is_left_out_where_it_cannot_be_told(
+    estimated: object, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    text = ALIKE + "torch.ones(9000, 1000)\n" + later
+    asked = estimated(text, steps=3)  # type: ignore[operator]
+    if "sleep" in later:
+        text = text.replace("import json", "from memopt.estimators.fake.script import ending; ending._SECONDS = 0.2\nimport json")  # fmt: skip
+    found = estimated(text)  # type: ignore[operator]
+    assert (peak(found), found.partial, found.bounded) == (peak(asked), False, [])
+    assert found.left_out == asked.left_out
+
+
+def test_one_more_large_step_like_those_before_is_the_last(estimated: object) -> None:
+    text = HEAD + LARGE + "for _ in range(50): large(100)\ntorch.ones(9000, 1000)\n"
+    found = estimated(text)  # type: ignore[operator]
+    assert found.unfollowed.startswith("followed up to optimizer step 3:")
+    assert peak(found) < WEIGHTS + 2 * ROW * 1000

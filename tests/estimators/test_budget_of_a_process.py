@@ -1,0 +1,85 @@
+"""Bytes typed as a budget for a GPU are those that nvidia-smi shows: the context and the allocator's gaps come off first."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+
+from memopt.device import Device
+from memopt.enforcers.memory_limit import hold, limit_of
+from memopt.errors import BudgetInfeasible, NotPossibleHere
+from memopt.estimators.elsewhere.from_profile import estimate_trace
+from memopt.estimators.hidden.beside_tensors import beside_tensors, parse_budget
+from memopt.plan import Plan
+from tests.support.toy_trace import toy_trace
+
+MIB = 1 << 20
+A100 = Device(kind="cuda", name="NVIDIA A100-SXM4-40GB", context_bytes=500 * MIB, allocator="native")
+
+
+def test_on_a_cpu_a_budget_is_of_tensors():
+    budget = parse_budget("1GiB", toy_trace(), unplanned_bytes=1)
+    assert (budget.tensors_bytes, budget.whole_bytes, budget.notes) == (1 << 30, 0, ())
+
+
+def test_on_a_gpu_the_context_and_the_allocator_come_off():
+    trace = toy_trace(device=A100)
+    beside = beside_tensors(trace)
+    assert beside.context_bytes == 500 * MIB
+    smallest = estimate_trace(trace).smallest_bytes
+    assert beside.allocator_bytes == smallest - trace.peak_bytes >= 0
+    budget = parse_budget("1GiB", trace, unplanned_bytes=1)
+    assert budget.tensors_bytes == (1 << 30) - beside.total_bytes
+    assert budget.whole_bytes == 1 << 30
+    assert "500 MiB go to the CUDA context" in budget.notes[0]
+
+
+def test_a_share_is_of_the_tensors_own_peak_everywhere():
+    budget = parse_budget("60%", toy_trace(device=A100), unplanned_bytes=1000)
+    assert (budget.tensors_bytes, budget.whole_bytes) == (600, 0)
+
+
+def test_a_gpu_that_no_table_knows_still_has_its_context():
+    trace = msgspec.structs.replace(toy_trace(), device=Device(kind="cuda", name="Quantum 9000", context_bytes=MIB))  # fmt: skip
+    assert beside_tensors(trace).total_bytes == MIB
+
+
+def test_a_refusal_tells_bytes_of_the_process():
+    budget = parse_budget("600MiB", toy_trace(device=A100), unplanned_bytes=1)
+    told = budget.told(BudgetInfeasible(budget.tensors_bytes, 300 * MIB, ("why",)))
+    assert told.budget_bytes == 600 * MIB
+    assert told.min_peak_bytes == 300 * MIB + budget.beside.total_bytes
+    assert told.blockers[0] == "why"
+    with pytest.raises(BudgetInfeasible, match="600 MiB cannot be met"):
+        raise told
+
+
+def _plan(device: Device, whole_bytes: int) -> Plan:
+    trace = toy_trace(device=device)
+    return Plan(
+        memopt="", created="", script=trace.script, device=device, profile="", strategy="", budget_bytes=1, unplanned_peak_bytes=1,
+        predicted_peak_bytes=1, plain_step_ms=1.0, predicted_step_ms=1.0, actions=[], script_actions=[], notes=[], whole_budget_bytes=whole_bytes,
+    )  # fmt: skip
+
+
+def test_a_held_run_may_reserve_the_budget_less_the_context(monkeypatch):
+    assert limit_of(_plan(A100, 1500 * MIB)) == 1000 * MIB
+    told, waiting = [], []
+    monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=4000 * MIB))  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, index: told.append((share, index)))  # fmt: skip
+    hold(1000 * MIB)
+    assert told == []  # no context before the script wants one
+    waiting[0]()
+    assert told == [(0.25, 0), (0.25, 1)]
+
+
+def test_what_cannot_be_held_is_refused():
+    with pytest.raises(NotPossibleHere, match="for a GPU"):
+        limit_of(_plan(Device(kind="cpu"), 1500 * MIB))
+    with pytest.raises(NotPossibleHere, match="cannot be held"):
+        limit_of(_plan(A100, 0))

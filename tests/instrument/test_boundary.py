@@ -1,0 +1,197 @@
+"""Which optimizer's steps divide a run into iterations."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memopt.instrument.iterations import Iterations
+from tests.support.enforced import enforced, plan_of, recorded
+
+
+class Log:
+    """A listener that writes down what ends when."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def iteration_ended(self, count: int, milliseconds: float) -> None:
+        self.events.append(f"end {count}")
+
+    def backward_begins(self, roots: Any, *, keep_graph: bool, create_graph: bool) -> None: ...
+    def backward_ended(self) -> None: ...
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        self.events.append(str(optimizer.defaults["lr"]))
+
+
+def steps(order: str, *, apart: bool = False) -> list[str]:
+    """What is logged when optimizers step in `order`: one digit an optimizer, its learning rate. `apart`: each has its parameter."""
+    gc.collect()
+    log = Log()
+    weight = torch.nn.Parameter(torch.ones(2))
+    weights = {name: torch.nn.Parameter(torch.ones(2)) if apart else weight for name in set(order)}
+    optimizers = {name: torch.optim.SGD([weights[name]], lr=int(name)) for name in set(order)}
+    iterations = Iterations(log)
+    iterations.install()
+    try:
+        for name in order:
+            optimizers[name].step()
+    finally:
+        iterations.remove()
+    return log.events
+
+
+@pytest.mark.parametrize(
+    ("order", "ends"),
+    [
+        ("111", ["1", "end 1", "1", "end 2", "1", "end 3"]),
+        # a GAN: from the second round on, iterations end after the generator's step
+        ("121212", ["1", "end 1", "2", "end 2", "1", "2", "end 3", "1", "2", "end 4"]),
+        ("123123", ["1", "end 1", "2", "end 2", "3", "end 3", "1", "2", "3", "end 4"]),
+        # another phase: the first one steps no more
+        ("11112222", ["1", "end 1", "1", "end 2", "1", "end 3", "1", "end 4", "2", "2", "end 5", "2", "end 6", "2", "end 7"]),
+        # one that joins late does not move the boundary
+        ("11121112", ["1", "end 1", "1", "end 2", "1", "end 3", "2", "1", "end 4", "1", "end 5", "1", "end 6", "2"]),
+    ],
+)  # fmt: skip
+def test_boundary(order: str, ends: list[str]) -> None:
+    assert steps(order) == ends
+
+
+@pytest.mark.parametrize(
+    ("order", "ends"),
+    [
+        # a critic of three steps: from the second round on, iterations end after the generator's step
+        ("111211121112", "1|1|1|2|1112|1112|"),
+        # one that steps every 17th time joins too late
+        ("1" * 17 + "21", "1|" * 17 + "21|"),
+    ],
+)
+def test_boundary_of_optimizers_of_their_own_parameters(order: str, ends: str) -> None:
+    found = steps(order, apart=True)
+    assert "".join("|" if event.startswith("end") else event for event in found) == ends
+
+
+def test_a_step_that_raised_is_over() -> None:
+    log = Log()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1)
+    iterations = Iterations(log)
+    iterations.install()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step(lambda: 1 / 0)
+        for _ in range(2):
+            optimizer.step()
+    finally:
+        iterations.remove()
+    assert [event for event in log.events if event.startswith("end")] == ["end 1", "end 2"]
+    assert not iterations.in_step
+
+
+def test_the_steps_of_a_critic_and_that_of_what_it_criticizes_make_one_iteration(tmp_path: Path) -> None:
+    """Three steps of the critic, through 1, 2 and 3 layers, to one of the other, through 2."""
+
+    def loop(rounds: int) -> list[str]:
+        critic, maker = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        of_critic = torch.optim.SGD(critic.parameters(), 0.1)
+        of_maker = torch.optim.SGD(maker.parameters(), 0.1)
+        for _ in range(rounds):
+            for layers in (1, 2, 3):
+                x = torch.ones(4, 8)
+                for _ in range(layers):
+                    x = critic(x)
+                of_critic.zero_grad()
+                x.square().mean().backward()
+                of_critic.step()
+            of_maker.zero_grad()
+            critic(maker(torch.ones(4, 8))).square().mean().backward()
+            of_maker.step()
+        return []
+
+    trace = recorded(lambda _: loop(9), tmp_path)
+    names = [trace.op_name(op) for op in range(trace.op_count)]
+    assert names.count("aten.addmm") + names.count("aten.addmm.default") == 1 + 2 + 3 + 2
+    assert trace.facts["backward_calls"] == 4
+    assert trace.facts["optimizers"] == 2
+    short = recorded(lambda _: loop(2), tmp_path)
+    assert short.facts["backward_calls"] == 1
+    assert any("a part of one" in note for note in short.notes)
+
+
+def test_the_phase_that_an_optimizer_joins_late_is_planned_for_and_measured(tmp_path: Path) -> None:
+    """Six steps train a small head; from the seventh on the body is trained as well, by an optimizer of its own."""
+
+    def loop(steps: int) -> list[str]:
+        body = torch.nn.Sequential(
+            *[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)]
+        ).requires_grad_(False)
+        head = torch.nn.Linear(64, 1)
+        of_head = torch.optim.SGD(head.parameters(), 0.1)
+        of_body = torch.optim.SGD(body.parameters(), 0.1)
+        for step in range(12):
+            body.requires_grad_(step >= 6)
+            of_head.zero_grad()
+            of_body.zero_grad()
+            head(body(torch.ones(4096, 64))).square().mean().backward()
+            of_head.step()
+            if step >= 6:
+                of_body.step()
+        return []
+
+    trace = recorded(loop, tmp_path)
+    assert trace.facts["optimizers"] == 2
+    plan = plan_of(trace, lambda problem: {})
+    _, outcome = enforced(loop, plan, tmp_path, 12, measure=True)
+    assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
+    assert outcome.notes == []
+
+
+def test_the_plain_step_of_two_optimizers_is_a_whole_one(tmp_path: Path) -> None:
+    """The first round ends two iterations, one at each optimizer's first step; neither is a whole step."""
+
+    def two(steps: int) -> list[str]:
+        first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        one, other = torch.optim.SGD(first.parameters(), 0.1), torch.optim.SGD(second.parameters(), 0.1)
+        for _ in range(steps):
+            time.sleep(0.2)
+            for model, optimizer in ((first, one), (second, other)):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+        return []
+
+    trace = recorded(two, tmp_path)
+    assert trace.step_ms > 200
+    assert trace.facts["backward_calls"] == 2
+
+
+def test_many_backward_calls_before_a_step_do_not_look_at_all_that_lives_each_time(monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        "memopt.instrument.iterations.living", lambda *kinds: looked.append(kinds) or [["an optimizer"]]
+    )
+    parameter = torch.nn.Parameter(torch.ones(3))
+    iterations = Iterations(Quiet())
+    iterations.install()
+    try:
+        for _ in range(100):
+            (parameter * 2).sum().backward()
+    finally:
+        iterations.remove()
+    assert len(looked) == 7
+    assert iterations.count == 0
+
+
+class Quiet:
+    """A listener that does nothing."""
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: None

@@ -1,0 +1,138 @@
+"""What a meter takes for memory at its start: the storages that have bytes, each once."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from memopt.instrument.memory.meter import CpuMeter, living_storages
+from tests.support.enforced import recorded
+
+
+class Wrapper(Tensor):
+    """As DTensor: shapes of its own, the bytes are another tensor's."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+class Child(Tensor):
+    """A subclass whose bytes are its own."""
+
+
+def _bytes_alive() -> int:
+    gc.collect()
+    return sum(storage.nbytes() for storage in living_storages("cpu"))
+
+
+def test_wrappers_have_no_bytes_of_their_own() -> None:
+    before = _bytes_alive()
+    inner = torch.zeros(1000)
+    wrapper, child = Wrapper(inner), torch.zeros(30).as_subclass(Child)
+    view = inner[3:]
+    assert wrapper.untyped_storage().nbytes() == 4000
+    assert _bytes_alive() - before == 4000 + 120
+    assert _bytes_alive() - before == 4000 + 120, "looking once does not change what is found"
+    del wrapper, child, view
+
+
+def test_a_file_that_is_mapped_counts_by_its_tensors(tmp_path: Path) -> None:
+    """The storage of the whole file is held too, beside the parts of it that the tensors have."""
+    torch.save({"a": torch.zeros(100_000), "b": torch.zeros(50)}, tmp_path / "saved.pt")
+    before = _bytes_alive()
+    loaded = torch.load(tmp_path / "saved.pt", mmap=True, weights_only=True)
+    assert _bytes_alive() - before == 400_000 + 200
+    del loaded["a"]
+    assert _bytes_alive() - before == 200
+
+
+def test_a_block_where_one_of_an_earlier_profile_lay_ends_once() -> None:
+    """torch's profiler takes it for the earlier one and tells of its end, which the meter sees by itself."""
+    size = 10 * 2**20  # elements: more than glibc keeps, so the system hands out the same addresses again
+    first = CpuMeter()
+    first.start()
+    old = torch.empty(size)
+    first.stop()
+    address = old.data_ptr()
+    del old
+    again, others = torch.empty(size), []
+    while again.data_ptr() != address and len(others) < 20:  # the heap may have other room for it first
+        others.append(again)
+        again = torch.empty(size)
+    assert again.data_ptr() == address
+    base = _bytes_alive()
+    meter = CpuMeter()
+    meter.start()
+    del again
+    new = torch.empty(2 * size)
+    assert meter.stop() == base - 4 * size + new.nbytes
+
+
+def test_a_gradient_that_nobody_has_looked_at_counts() -> None:
+    leaf = torch.ones(1000, requires_grad=True)
+    before = _bytes_alive()
+    leaf.mul(2).sum().backward()
+    assert _bytes_alive() - before == 4000
+    leaf.grad = None
+    assert _bytes_alive() - before == 0
+
+
+def test_a_meter_that_gave_way_says_no_more() -> None:
+    first = CpuMeter()
+    first.start()
+    old = torch.empty(1_000_000)
+    first.stop()
+    first.start()
+    with torch.profiler.profile():
+        assert first.stop() is None, "the script's own profile goes first"
+    base = _bytes_alive()
+    second = CpuMeter()
+    second.start()
+    del old
+    new = torch.empty(3_000_000)
+    assert second.stop() == base - 4_000_000 + new.nbytes
+
+
+def test_gradients_count_whoever_holds_them() -> None:
+    """Of a leaf that has been frozen since, and of a tensor that `retain_grad()` was called on; nobody has looked at them."""
+    leaf = torch.zeros(1000, requires_grad=True)
+    between = leaf * 2
+    between.retain_grad()
+    passing = between * 1
+    before = _bytes_alive()
+    passing.sum().backward()
+    leaf.requires_grad_(False)
+    assert _bytes_alive() - before == 4000 + 4000
+
+
+def test_a_parameter_that_is_no_leaf_is_looked_at_without_a_warning(tmp_path: Path) -> None:
+    """As a learned optimizer registers them: their own gradients are kept, and count."""
+
+    def loop(steps: int) -> list[str]:
+        model = torch.nn.Linear(8, 8, bias=False)
+        start = model._parameters.pop("weight")
+        rate = torch.zeros(8, 8, requires_grad=True)
+        optimizer = torch.optim.SGD([rate], lr=0.1)
+        for _ in range(steps):
+            weight = start.detach() + rate
+            weight.retain_grad()
+            model._parameters["weight"] = weight
+            model(torch.ones(4, 8)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return []
+
+    trace = recorded(loop, tmp_path)
+    gradients = list(map(trace.storage_label, range(len(trace.storages.size_bytes))))
+    assert any("gradient of" in label for label in gradients), gradients

@@ -1,0 +1,75 @@
+"""A script that runs torch.profiler itself has it, whenever it starts: memopt's own gives way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from memopt.enforcers.session import ApplySession, Options
+from tests.support.enforced import enforced, everything, plan_of, recorded, seeded, state_digests
+
+CPU = [torch.profiler.ProfilerActivity.CPU]
+
+
+def _loop(profile, seen: list[int]):
+    def loop(steps: int) -> list[str]:
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
+        optimizer = torch.optim.Adam(model.parameters())
+        found = []
+        with profile() as running:
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(torch.randn(128, 32)).square().mean().backward()
+                optimizer.step()
+                running.step()
+                found += state_digests(model)
+        seen.append(len(running.events() or []))
+        return found
+
+    return loop
+
+
+def _whole() -> torch.profiler.profile:
+    return torch.profiler.profile(activities=CPU)
+
+
+def _scheduled() -> torch.profiler.profile:
+    return torch.profiler.profile(
+        activities=CPU, schedule=torch.profiler.schedule(wait=2, warmup=1, active=3, repeat=1)
+    )
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("profile", [_whole, _scheduled], ids=["whole", "scheduled"])
+def test_the_script_profiles_itself(profile, tmp_path: Path) -> None:
+    seen: list[int] = []
+    loop = _loop(profile, seen)
+    plain = seeded(loop, 8)
+    trace = recorded(loop, tmp_path)
+    assert trace.peak_bytes > trace.base_bytes
+    assert max(trace.ops.time_us) > 0
+    plan = plan_of(trace, everything("recompute"))
+    session = ApplySession(plan, Options(swap_dir=tmp_path, measure=True))
+    session.install()
+    try:
+        computed = seeded(loop, 8)
+    finally:
+        outcome = session.finished()
+    assert computed == plain
+    assert outcome is not None
+    assert outcome.actions.done > 0
+    assert min(seen) > 100, "a profile of the script's saw less than it runs"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_second_training_is_measured_again(tmp_path: Path) -> None:
+    """What the script's profiler leaves behind does not keep memopt's from starting."""
+    seen: list[int] = []
+    seeded(_loop(_whole, seen), 2)
+    trace = recorded(_loop(_whole, seen), tmp_path)
+    computed, outcome = enforced(_loop(_whole, seen), plan_of(trace, everything("recompute")), tmp_path, 3)
+    assert computed
+    assert outcome.divergences == 0

@@ -1,0 +1,108 @@
+"""`profile --offload` records the same iteration as without, with the saved tensors out of the way meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from memopt.enforcers.tiers.disk import DiskStore, Ticket
+from memopt.instrument.script.runner import Command, StopScript
+from memopt.profiler import offload
+from memopt.profiler.recordings import Wanted
+from memopt.profiler.session import ProfileSession
+from memopt.trace import Trace
+from tests.support.enforced import recorded, seeded
+
+
+def _loop(steps: int) -> list[str]:
+    blocks = [
+        nn.Sequential(nn.Linear(128, 128), nn.LayerNorm(128), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)
+    ]
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(512, 128)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item().hex())
+    return found
+
+
+def _offloaded(folder: Path, seen: list[str]) -> tuple[Trace, DiskStore]:
+    script = folder / "loop.py"
+    script.write_text("# run in process\n")
+    stores: list[DiskStore] = []
+
+    def open_tier() -> DiskStore:
+        stores.append(DiskStore(folder))
+        return stores[0]
+
+    session = ProfileSession(
+        Command((str(script),)), Wanted(swap_dir=folder, offload=open_tier, keep_running=True)
+    )
+    session.install()
+    with contextlib.suppress(StopScript):
+        seen += seeded(_loop, 5)
+    trace = session.finished()
+    assert trace is not None
+    return trace, stores[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_trace_is_the_same_and_so_are_the_losses(tmp_path: Path) -> None:
+    plain = recorded(_loop, tmp_path)
+    seen: list[str] = []
+    trace, store = _offloaded(tmp_path, seen)
+    assert seen == seeded(_loop, 5)
+    assert not trace.partial
+    assert store.written_bytes > 3 * 10 * 512 * 128 * 4
+    assert [trace.op_name(op) for op in range(trace.op_count)] == [
+        plain.op_name(op) for op in range(plain.op_count)
+    ]
+    mine, theirs = _made(trace), _made(plain)
+    assert [row[:2] for row in mine] == [row[:2] for row in theirs]
+    assert max(abs(a[2] - b[2]) for a, b in zip(mine, theirs, strict=True)) <= 2
+    assert abs(trace.peak_bytes - plain.peak_bytes) <= 0.03 * plain.peak_bytes
+
+
+def _made(trace: Trace) -> list[tuple[int, int, int]]:
+    """(birth, bytes, death) of what the iteration made."""
+    storages = trace.storages
+    rows = zip(storages.birth_op, storages.size_bytes, storages.death_op, strict=True)
+    return [row for row in rows if row[0] >= 0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_script_that_runs_ahead_of_the_copies_is_held_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 3 * 512 * 128 * 4
+    monkeypatch.setattr(offload, "MOST_UNDER_WAY_BYTES", most)
+    write, write_piece = DiskStore.write_async, DiskStore._write_piece
+    tickets: list[Ticket] = []
+    under_way: list[int] = []
+
+    def counted(store: DiskStore, storage: torch.UntypedStorage) -> Ticket:
+        under_way.append(sum(ticket.nbytes for ticket in tickets if ticket.source is not None))
+        tickets.append(write(store, storage))
+        return tickets[-1]
+
+    def slow(*args: Any) -> None:
+        time.sleep(0.01)
+        write_piece(*args)
+
+    monkeypatch.setattr(DiskStore, "write_async", counted)
+    monkeypatch.setattr(DiskStore, "_write_piece", slow)
+    seen: list[str] = []
+    trace, _ = _offloaded(tmp_path, seen)
+    assert not trace.partial
+    assert len(tickets) > 20
+    assert 0 < max(under_way) <= most

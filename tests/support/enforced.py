@@ -1,0 +1,122 @@
+"""Run a training loop plain, profiled and enforced in this process, and give back what it computed, as digests."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from memopt.advisors.advise import Adviser
+from memopt.advisors.profiles.problem import Decisions, Problem, allowed
+from memopt.enforcers.session import ApplySession, Options
+from memopt.enforcers.verify import digest
+from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN, Decision
+from memopt.instrument.script.runner import Command, StopScript
+from memopt.outcome import Outcome
+from memopt.plan import Plan
+from memopt.profiler.recordings import Wanted
+from memopt.profiler.session import ProfileSession
+from memopt.trace import Trace
+
+Loop = Callable[[int], list[str]]
+"""steps -> digests of everything that the loop computed"""
+
+
+def seeded(loop: Loop, steps: int) -> list[str]:
+    gc.collect()  # tensors and optimizers of earlier loops, which the exceptions that stopped them hold, are no part of this one
+    random.seed(0)
+    torch.manual_seed(0)
+    return loop(steps)
+
+
+def recorded(loop: Loop, folder: Path, *, warmup: int = 2) -> Trace:
+    """The trace of the third iteration of `loop`."""
+    script = folder / "loop.py"
+    script.write_text("# run in process\n")
+    session = ProfileSession(Command((str(script),)), Wanted(warmup=warmup, swap_dir=folder))
+    session.install()
+    with contextlib.suppress(StopScript):
+        seeded(loop, warmup + 2)
+    trace = session.finished()
+    assert trace is not None
+    assert not trace.partial, trace.partial
+    return trace
+
+
+def problem_of(trace: Trace, budget_bytes: int = 1) -> tuple[Adviser, Problem]:
+    adviser = Adviser(trace, allowed((), ()))
+    return adviser, adviser.problem(budget_bytes)
+
+
+def plan_of(trace: Trace, choose: Callable[[Problem], Decisions]) -> Plan:
+    """A plan with the decisions of `choose`, good or bad."""
+    adviser, problem = problem_of(trace)
+    return adviser.write(problem, choose(problem), "chosen by a test")
+
+
+def enforced(
+    loop: Loop, plan: Plan, folder: Path, steps: int, *, measure: bool = False
+) -> tuple[list[str], Outcome]:
+    session = ApplySession(plan, Options(swap_dir=folder, measure=measure))
+    session.install()
+    try:
+        computed = seeded(loop, steps)
+    finally:
+        outcome = session.finished()
+    assert outcome is not None
+    return computed, outcome
+
+
+def everything(kind: str) -> Callable[[Problem], Decisions]:
+    """Every storage that can have an action of `kind` has it."""
+
+    def choose(problem: Problem) -> Decisions:
+        chosen = {}
+        for storage, candidate in problem.candidates.items():
+            option = SWAP if kind == "swap" else candidate.option(kind)
+            if option is not None:
+                chosen[storage] = option
+        return chosen
+
+    return choose
+
+
+def all_again(problem: Problem) -> Decisions:
+    """Everything that can be recomputed is, and nothing is held that was made on the way to something else."""
+    return {s: RECOMPUTE_AGAIN for s, c in problem.candidates.items() if c.option("recompute") is not None}
+
+
+SWAP = Decision(kind="swap", tier="disk")
+"""However small the storage is."""
+
+
+def any_mixture(seed: int) -> Callable[[Problem], Decisions]:
+    """A random action, or none, for each storage."""
+
+    def choose(problem: Problem) -> Decisions:
+        draw = random.Random(seed)
+        chosen = {}
+        for storage, candidate in problem.candidates.items():
+            options = [None, SWAP, *candidate.options]
+            if candidate.option("recompute") is not None:
+                options.append(RECOMPUTE_AGAIN)
+            picked = draw.choice(options)
+            if picked is not None:
+                chosen[storage] = picked
+        return chosen
+
+    return choose
+
+
+def state_digests(*modules: torch.nn.Module) -> list[str]:
+    found = []
+    for module in modules:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            found.append(digest(tensor))
+            if tensor.grad is not None:
+                found.append(digest(tensor.grad))
+    return found

@@ -1,0 +1,123 @@
+"""Profiles scripts through the command line, for the tests, and asks questions of the traces."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from memopt.trace import CATEGORIES, PHASES, Trace, load_trace
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One `memopt profile`: how it ended, and the trace if there is one."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    path: Path
+
+    @property
+    def trace(self) -> Trace:
+        return load_trace(self.path)
+
+
+class Profiler:
+    """`profile(script, *args)` in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("MEMOPT_", "RANK", "WORLD_SIZE"))}
+        self._server = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "forkserver.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
+            env=env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
+        )  # fmt: skip
+
+    def __call__(self, script: str, *args: str, options: tuple[str, ...] = ("--keep-running",)) -> Run:
+        self._count += 1
+        path = self._folder / f"{self._count}.profile.json.gz"
+        done = self.memopt("profile", "-o", str(path), *options, str(SCRIPTS / script), *args)
+        return Run(done["returncode"], done["stdout"], done["stderr"], path)
+
+    def memopt(self, *args: str) -> dict:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        self._server.stdin.write(json.dumps({"args": args, "cwd": str(self._folder)}) + "\n")
+        self._server.stdin.flush()
+        return json.loads(self._server.stdout.readline())
+
+    def close(self) -> None:
+        self._server.stdin.close()
+        self._server.stdout.close()
+        self._server.wait(timeout=30)
+
+
+@contextmanager
+def profiler(folder: Path) -> Iterator[Profiler]:
+    server = Profiler(folder)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def unexplained(trace: Trace) -> list[int]:
+    """Per op: bytes on the device when it starts that no living storage explains."""
+    s, n = trace.storages, trace.op_count
+    change = [0] * (n + 2)
+    for size, birth, death, found in zip(
+        s.size_bytes, s.birth_op, s.death_op, made_by_no_op(trace), strict=True
+    ):
+        change[max(0, birth if found else birth + 1)] += size
+        change[min(n, death) + 1] -= size
+    held, rest = 0, []
+    for op in range(n):
+        held += change[op]
+        rest.append(trace.ops.live_bytes[op] - held)
+    return rest
+
+
+def made_by_no_op(trace: Trace) -> list[bool]:
+    """Per storage: is its first value of no op, though it appeared inside the iteration?"""
+    made = [birth >= 0 for birth in trace.storages.birth_op]
+    for storage, producer in zip(trace.values.storage, trace.values.producer, strict=True):
+        if producer >= 0 and producer == trace.storages.birth_op[storage]:
+            made[storage] = False
+    return made
+
+
+def largest(trace: Trace, category: str) -> list[str]:
+    """Labels of the storages of `category`, the largest first."""
+    s = trace.storages
+    rows = [i for i, kind in enumerate(s.category) if CATEGORIES[kind] == category]
+    return [trace.storage_label(i) for i in sorted(rows, key=lambda i: -s.size_bytes[i])]
+
+
+def bytes_of(trace: Trace, category: str) -> int:
+    s = trace.storages
+    return sum(
+        size for size, kind in zip(s.size_bytes, s.category, strict=True) if CATEGORIES[kind] == category
+    )
+
+
+def ops_of(trace: Trace, phase: str) -> list[str]:
+    return [trace.op_name(op) for op in range(trace.op_count) if PHASES[trace.ops.phase[op]] == phase]
+
+
+def plain(script: str, *args: str) -> subprocess.CompletedProcess:
+    """The script under plain python."""
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / script), *args], capture_output=True, text=True, env=env, timeout=100
+    )
