@@ -45,8 +45,9 @@ types: $(READY) ## Check types (mypy --strict) through a view in which the rooms
 	@ln -sfn $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/integrations $(CURDIR)/memopt/py.typed build/types/memopt/
 	$(BIN)/mypy
 
-docs: $(READY) ## Write what the docs have from the code: the help of every command, torch's private names
+docs: $(READY) ## Write what the docs have from the code: the help of every command, manual pages, completions, torch's private names
 	$(BIN)/python -m tests.support.command_pages
+	$(BIN)/python -m tests.support.man_pages
 	$(BIN)/python -m tests.support.internals_page
 
 bench: $(READY) ## Models x budgets: predicted and measured peak and step time, same losses or not (ARGS="--models resnet50")

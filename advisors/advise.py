@@ -8,6 +8,7 @@ import msgspec
 
 from memopt.advisors.profiles.auto import Auto
 from memopt.advisors.profiles.blockers import Floor, Reached, lowest_floor
+from memopt.advisors.profiles.holds import LESS
 from memopt.advisors.profiles.optimizer_move import plan_jointly, plan_moved_at_last, plan_with_pieces
 from memopt.advisors.profiles.plan_writer import write_plan
 from memopt.advisors.profiles.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
@@ -195,7 +196,7 @@ class Adviser:
             raise BudgetInfeasible(
                 error.budget_bytes,
                 error.min_peak_bytes,
-                (*error.blockers, self.floor.words, *without_a_plan),
+                (*_with_floor(error.blockers, self.floor.words), *without_a_plan),
                 try_=error.try_,
                 reached=error.reached,
             ) from None
@@ -283,6 +284,12 @@ def _excess(problem: Problem) -> float:
     """Bytes above the target, summed over the ops but those of the optimizer, which may run at another time."""
     over = problem.plain.high_bytes - problem.target_bytes
     return float(over[(over > 0) & (problem.view.phase != PHASES.index("optimizer"))].sum())
+
+
+def _with_floor(blockers: tuple[str, ...], floor: str) -> tuple[str, ...]:
+    """The floor in the line of what moves it, where there is one."""
+    *others, last = blockers or ("",)
+    return (*others, f"{last}; {floor}") if last.startswith(LESS) else (*blockers, floor)
 
 
 def _optimality(problem: Problem, decisions: Decisions) -> tuple[str, ...]:

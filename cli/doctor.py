@@ -266,8 +266,11 @@ def _extra(version: str | None, name: str) -> str:
 
 
 def _display(facts: Facts) -> None:
+    from memopt.cli.shared.console import width_of, wrapped_beside
+
+    width = width_of(sys.stdout)
     for name, text in _lines(facts):
-        click.echo(f"{name:<26} {text}")
+        click.echo(wrapped_beside(f"{name:<26} ", text, width))
 
 
 def _lines(facts: Facts) -> list[tuple[str, str]]:

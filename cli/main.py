@@ -13,6 +13,7 @@ import click
 
 from memopt.cli.commands import LazyGroup
 from memopt.cli.shared.config import COLORS, configured_color
+from memopt.cli.shared.console import say
 from memopt.errors import MemoptError, UsageError
 from memopt.version import VERSION
 
@@ -74,16 +75,16 @@ def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
         if sys.stdout is sys.__stdout__ and sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()  # one of the script's own is left to the interpreter
     except MemoptError as error:
-        print(f"memopt: {error}", file=sys.stderr)
+        say(str(error))
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
     except click.ClickException as error:
-        print(f"memopt: {_in_three_parts(error)}", file=sys.stderr)
+        say(str(_in_three_parts(error)))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        print("memopt: interrupted", file=sys.stderr)
+        say("interrupted")
         _die_of_interrupt()
     except BrokenPipeError:
         _leave_stdout()  # the reader (`| head`) has seen enough
@@ -95,7 +96,7 @@ def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
         told = MemoptError(
             "what was asked for could not be written", why=str(error), try_="a disk with room for it"
         )
-        print(f"memopt: {told}", file=sys.stderr)
+        say(str(told))
         return told.exit_code
     return code if isinstance(code, int) else 0
 

@@ -83,6 +83,10 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     """Hash of the script's file."""
     python: str = ""
     torch: str = ""
+    rank: int = -1
+    """Which of several processes was recorded; -1: it was the only one, or is not known."""
+    world: int = 0
+    """How many processes ran the script; 0: not known."""
 
     @property
     def problem(self) -> str:

@@ -217,7 +217,7 @@ def _label(recorder: Recorder, row: StorageRow, maker: int) -> str:
     if row.birth < 0:
         return f"from before · {row.meta}"
     if row.found:
-        return f"made by no op · {row.meta}"
+        return f"made outside torch · {row.meta}"
     op = recorder.ops[maker]
     module = op.module.partition("#")[0].lstrip("@") if not op.module.startswith("@") else "script"
     name = op.kind.name.removeprefix("aten.").partition(".")[0]

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TOO_FEW_ITERATIONS = "the script ended before the iteration that was to be recorded"
+"""Why a profile is partial."""
 _MOST_STOPS = 3
 """A script that catches the exit that often means to go on; it is left alone then."""
 
@@ -44,12 +46,19 @@ _MOST_STOPS = 3
 class ProfileSession:
     """Listens to the training loop of the script that runs in this process. `trace` is there when it is done."""
 
-    def __init__(self, command: Command, wanted: Wanted, done: Callable[[Trace], None] | None = None) -> None:
-        """`done` is given the trace as soon as there is one, before the script goes on or is stopped."""
+    def __init__(
+        self,
+        command: Command,
+        wanted: Wanted,
+        done: Callable[[Trace], None] | None = None,
+        begins: Callable[[int], None] = lambda iteration: None,
+    ) -> None:
+        """`done` is given the trace as soon as there is one, before the script goes on or is stopped; `begins` each iteration's number."""
         self._script = describe_script(command)
         """As it was before it ran: it may change its folder, or itself."""
         self._wanted = wanted
         self._tell = done or (lambda trace: None)
+        self._begins = begins
         self._pid = os.getpid()
         self._frames: Frames | None = None
         self._iterations: Iterations | None = None
@@ -212,9 +221,7 @@ class ProfileSession:
         if result is None:
             return
         self._done = True
-        self._publish(
-            self._build(result, problem or "the script ended before the iteration that was to be recorded")
-        )
+        self._publish(self._build(result, problem or TOO_FEW_ITERATIONS))
 
     def _publish_whole(self, result: Result) -> None:
         """`result` is of an iteration that was recorded to its end."""
@@ -288,6 +295,8 @@ class ProfileSession:
         if over and not self._wanted.keep_running and self._stops < _MOST_STOPS:
             self._stops += 1
             stop_script()
+        elif not over:
+            self._begins(count + 1)
 
     def _next(self, count: int, milliseconds: float) -> None:
         assert self._frames is not None

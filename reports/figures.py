@@ -176,32 +176,6 @@ def lanes(planned: ReadPlan, most: int = 1500) -> Figure | None:
     return figure
 
 
-def pareto(figures: dict[str, Any]) -> Figure:
-    """Peak against step time, from `advise --pareto`: each mark the plan for one budget."""
-    import plotly.graph_objects as go
-
-    met = [point for point in figures["points"] if point["feasible"]]
-    figure = go.Figure(layout=plain_layout())
-    figure.add_scatter(
-        x=[100 * point["overhead"] for point in met],
-        y=[point["predicted_peak_bytes"] for point in met],
-        mode="lines+markers",
-        name="plans",
-        line={"color": COLORS["parameter"], "width": 2, "shape": "hv"},
-        marker={"size": 9},
-        customdata=[[format_bytes(p["budget_bytes"]), format_bytes(p["predicted_peak_bytes"])] for p in met],
-        hovertemplate="budget %{customdata[0]}: %{customdata[1]}, %{x:.1f} % slower<extra></extra>",
-    )
-    unplanned = figures["unplanned_peak_bytes"]
-    figure.add_scatter(
-        x=[0], y=[unplanned], mode="markers+text", text=["as it is"], textposition="middle right", name="as it is",
-        marker={"size": 10, "color": BEFORE, "symbol": "diamond"}, cliponaxis=False, hovertemplate=f"{format_bytes(unplanned)}<extra>as it is</extra>",
-    )  # fmt: skip
-    figure.update_yaxes(byte_axis(unplanned))
-    figure.update_xaxes(title_text="time added to a step, %", rangemode="tozero")
-    return figure
-
-
 def curves(runs: list[tuple[str, Trace]]) -> Figure:
     """The runs over each other, on one scale; x is the share of the iteration, since they may differ in ops."""
     import plotly.graph_objects as go

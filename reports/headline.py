@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from memopt.outcome import Outcome
 from memopt.plan import Plan
@@ -61,7 +62,11 @@ def _of_inputs(inputs: Inputs) -> Headline:
         return _of_outcome(outcome)
     if inputs.estimates:
         return _of_estimate(*inputs.estimates[0])
-    return _of_curve(*inputs.curves[0])
+    if inputs.curves:
+        return _of_curve(*inputs.curves[0])
+    if inputs.comparisons:
+        return _of_comparison(*inputs.comparisons[0])
+    return _of_benchmark(inputs.benchmarks)
 
 
 def command_of(trace: Trace | Plan, *, whole: bool = False) -> str:
@@ -254,6 +259,32 @@ def _of_curve(name: str, found: dict[str, object]) -> Headline:
     least = min(met, key=lambda point: int(point["predicted_peak_bytes"]))
     title = f"Between {format_bytes(int(least['predicted_peak_bytes']))} and {format_bytes(before)}: choose by time"
     return Headline(title, ["Each mark is the fastest plan found for one budget."], (), "", name)
+
+
+def _of_comparison(name: str, found: dict[str, Any]) -> Headline:
+    met = [
+        row for row in found["strategies"] if row.get("feasible") and row.get("predicted_step_ms") is not None
+    ]
+    budget = format_bytes(found["budget_bytes"])
+    if not met:
+        return Headline(f"None of these strategies gets below {budget}", [], (), "bad", name)
+    best = min(met, key=lambda row: float(row["predicted_step_ms"]))
+    title = f"{str(best['strategy'])[:60]} is the fastest of {len(found['strategies'])} strategies within {budget}"
+    step = verdict.change(best["predicted_step_ms"], found["plain_step_ms"])
+    leads = [
+        f"It peaks at {format_bytes(best['predicted_peak_bytes'])}, and a step takes {format_ms(best['predicted_step_ms'])} ({step})."
+    ]
+    return Headline(title, leads, (), "good", name)
+
+
+def _of_benchmark(found: Sequence[tuple[str, list[dict[str, Any]]]]) -> Headline:
+    from memopt.reports.benchmarks import table
+
+    cases = [table(jobs) for _, jobs in found]
+    count, jobs = sum(map(len, cases)), sum(len(jobs) for _, jobs in found)
+    failed = sum(str(job.get("failed") or "") != "" for _, each in found for job in each)
+    leads = [f"{failed} of the jobs did not end well." if failed else "All jobs ended well."]
+    return Headline(f"{count:,} cases of {jobs:,} jobs were measured", leads, (), "", ", ".join(name for name, _ in found))  # fmt: skip
 
 
 def _of_two(a: Run, b: Run) -> Headline:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,9 +19,10 @@ from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
     from memopt.advisors.profiles.plan_reader import ReadPlan
+    from memopt.reports.page.allocator_view import AllocatorView
 
 _PICKLES = (b"\x80", b"PK\x03\x04")
-_WRITTEN = "a file that memopt profile, advise, apply --outcome, or estimate --json wrote, or torch's memory snapshot"
+_WRITTEN = "a file that memopt profile, advise, apply --outcome, or estimate --json wrote, torch's memory snapshot, or a benchmark's lines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Run:
     name: str
     trace: Trace
     planned: ReadPlan | None = None
+    layout: AllocatorView | None = None
+    """Of a snapshot: its segments as they were written."""
 
 
 @dataclass(slots=True)
@@ -43,18 +47,41 @@ class Inputs:
     estimates: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     curves: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """What `advise --pareto` wrote."""
+    comparisons: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """What `advise --strategy A --strategy B --json` wrote."""
+    benchmarks: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
+    """Jobs of a benchmark."""
     notes: list[str] = field(default_factory=list)
 
 
 def load_any(path: Path) -> Trace | Plan | Outcome | dict[str, Any]:
     """The file at `path`; an estimate or a curve as its JSON object. Raises `BadFile`, `UsageError`."""
-    data = read_bytes(path, "file")
-    if data.startswith(_PICKLES):
-        from memopt.estimators.snapshot.trace import trace_of_snapshot
+    return _load(path)[0]
 
-        return trace_of_snapshot(path)
+
+def _load(path: Path) -> tuple[Trace | Plan | Outcome | dict[str, Any], AllocatorView | None]:
+    """What `load_any` gives, and the segments where the file is a snapshot."""
+    data = read_bytes(path, "file")
+    if not data.startswith(_PICKLES):
+        return _decoded(path, data), None
+    del data
+    from memopt.estimators.snapshot.trace import read_as_trace
+    from memopt.reports.page.allocator_view import of_snapshot
+
+    read = read_as_trace(path)
+    return read.trace, of_snapshot(read.device, read.trace, read.storage_at)
+
+
+def _decoded(path: Path, data: bytes) -> Trace | Plan | Outcome | dict[str, Any]:
+    from memopt.reports.benchmarks import read_jobs
+
+    jobs = read_jobs(data)
+    if jobs is not None:
+        return {"jobs": jobs}
     try:
         schema = schema_of(data).rpartition("/")[0]
+        if schema == "memopt.plan" and _is_comparison(found := json.loads(data)):
+            return dict(found)
         if schema == "memopt.trace":
             return load_trace(path)
         if schema == "memopt.plan":
@@ -88,6 +115,24 @@ def _is_curve(found: dict[str, Any]) -> bool:
     return all(isinstance(point, dict) and _has(point, wanted) for point in found["points"])
 
 
+def _is_comparison(found: object) -> bool:
+    if not isinstance(found, dict) or not _has(found, {"strategies": list, "budget_bytes": int}):
+        return False
+    numbers = all(
+        isinstance(found.get(name), (int, float)) for name in ("plain_step_ms", "unplanned_peak_bytes")
+    )
+    return numbers and all(isinstance(row, dict) and _is_strategy(row) for row in found["strategies"])
+
+
+def _is_strategy(row: dict[str, Any]) -> bool:
+    peak, step = row.get("predicted_peak_bytes"), row.get("predicted_step_ms")
+    return (
+        _has(row, {"strategy": str})
+        and isinstance(peak, (int, NoneType))
+        and isinstance(step, (int, float, NoneType))
+    )
+
+
 def _has(found: dict[str, Any], wanted: dict[str, type]) -> bool:
     return all(isinstance(found.get(name), kind) for name, kind in wanted.items())
 
@@ -97,14 +142,20 @@ def read_inputs(paths: list[Path]) -> Inputs:
     inputs = Inputs()
     traces: list[tuple[Path, Trace]] = []
     plans: list[tuple[Path, Plan]] = []
+    layouts: dict[int, AllocatorView | None] = {}
     for path in paths:
-        found = load_any(path)
+        found, layout = _load(path)
         if isinstance(found, Trace):
             traces.append((path, found))
+            layouts[len(traces) - 1] = layout
         elif isinstance(found, Plan):
             plans.append((path, found))
         elif isinstance(found, Outcome):
             inputs.outcomes.append((path.name, found))
+        elif "jobs" in found:
+            inputs.benchmarks.append((path.name, found["jobs"]))
+        elif "strategies" in found:
+            inputs.comparisons.append((path.name, found))
         elif _is_curve(found):
             inputs.curves.append((path.name, found))
         else:
@@ -115,7 +166,8 @@ def read_inputs(paths: list[Path]) -> Inputs:
         if place is None:
             inputs.plans.append((path.name, plan))
     inputs.runs = [
-        Run(short_name(path), with_a_moment(trace), read.get(i)) for i, (path, trace) in enumerate(traces)
+        Run(short_name(path), with_a_moment(trace), read.get(i), layouts.get(i))
+        for i, (path, trace) in enumerate(traces)
     ]
     return inputs
 

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memopt.errors import UsageError
 from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.reports.headline import Headline, of_inputs
@@ -209,9 +210,12 @@ class LoadedFigures(Loaded):
 
     def plot(self) -> Figure:
         """The curve; of an estimate what its peak is made of."""
-        from memopt.reports.figures import pareto, shares
+        from memopt.reports import tradeoff
+        from memopt.reports.figures import shares
 
-        return pareto(self.data) if self._is_curve else shares(self.data["by_category"])
+        if self._is_curve:
+            return tradeoff.drawn(tradeoff.marks_of(Inputs(curves=[(self.name, self.data)])))
+        return shares(self.data["by_category"])
 
 
 def loaded(path: Path) -> Loaded:
@@ -223,4 +227,9 @@ def loaded(path: Path) -> Loaded:
         return LoadedPlan(found, path)
     if isinstance(found, Outcome):
         return LoadedOutcome(found, path.name)
+    if "jobs" in found or "strategies" in found:
+        what = "a benchmark's lines" if "jobs" in found else "a comparison of strategies"
+        raise UsageError(
+            f"{path} is {what}, not a profile, plan, outcome or estimate", try_=f"memopt report {path}"
+        )
     return LoadedFigures(json.loads(json.dumps(found)), path.name)

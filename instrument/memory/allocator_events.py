@@ -35,10 +35,14 @@ def started_profile() -> Started | None:
     watch()
     if not is_free():
         return None
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    # Some releases warn, once, of profiles that do not accumulate; one that does makes all its events anew when it stops.
+    cpu = torch.profiler.ProfilerActivity.CPU
+    profile = torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True)
     try:
         with _quiet(), ours():
             profile.start()
+        if profile.profiler is not None:
+            profile.profiler.acc_events = False
     except RuntimeError:
         return None
     return Started(profile, threading.get_ident())

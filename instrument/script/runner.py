@@ -14,6 +14,7 @@ import importlib
 import importlib.machinery
 import importlib.util
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -84,6 +85,11 @@ class Command:
         """Short name for files: `train` of `src/train.py` or of `pkg.train`."""
         name = self.argv[0]
         return name.rpartition(".")[2] if self.as_module else Path(name).stem
+
+    @property
+    def in_words(self) -> str:
+        """`python -m pkg.train --epochs 1`."""
+        return shlex.join(("python", *(("-m",) if self.as_module else ()), *self.argv))
 
 
 def find_source(command: Command) -> Path:

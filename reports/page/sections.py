@@ -285,6 +285,20 @@ def estimate(found: dict[str, Any]) -> str:
     return card("estimate", "What the estimate is made of", body, sub=sub, long=True)
 
 
+def benchmark(name: str, title: str, frame: Any) -> str:
+    """The cases of a benchmark; columns that no case has are left out."""
+    shapes = {"plain_bytes": ("Without the plan", size), "predicted_bytes": ("Predicted", size), "peak_bytes": ("Measured peak", size),
+              "reserved_bytes": ("Reserved", size), "step_ms": ("Step", time)}  # fmt: skip
+    used = {column: shape for column, shape in shapes.items() if frame[column].notna().any()}
+    rows = [
+        [Cell(row["job"]), Cell(row["case"]), *(shown_as(None if row[column] != row[column] else row[column]) for column, (_, shown_as) in used.items()), Cell(row["result"])]
+        for row in frame.head(_MOST_ROWS).to_dict("records")
+    ]  # fmt: skip
+    heads = ("Job", "Case", *(head for head, _ in used.values()), "How it ended")
+    more = f"{len(frame) - _MOST_ROWS} more cases are in the file." if len(frame) > _MOST_ROWS else ""
+    return card(name, f"Benchmark {esc(title)}", table(heads, rows, "Cases"), sub=more, long=True)
+
+
 def delta(a: Run, b: Run, *, with_source: bool = True) -> str:
     """What became more and what less at the peak, by kind, module and line."""
     tables = ""
