@@ -147,7 +147,7 @@ class Adviser:
             if with_gradients:
                 assert self.trace.updates is not None
                 assert tier is not None
-                gone = gradients_away(trace, self.trace.updates, tier, device)
+                gone = gradients_away(trace, self.trace.updates, tier, device, pieces.piece_bytes)
                 if gone is None:
                     return None
                 trace, size, late = gone

@@ -13,7 +13,13 @@ from memopt.instrument.iterations import Iterations
 from memopt.instrument.stepping.cleared import NOT_CLEARED, is_cleared
 from memopt.instrument.stepping.gradient_reads import GradientReads, gradient_of
 from memopt.instrument.stepping.in_pieces import why_not as why_not_in_pieces
-from memopt.instrument.stepping.single_parameter_step import all_cleared, is_steady, parameters_of, why_not
+from memopt.instrument.stepping.single_parameter_step import (
+    all_cleared,
+    is_steady,
+    parameters_of,
+    several_processes,
+    why_not,
+)
 from memopt.instrument.stepping.source_mentions_gradients import speaks_of_gradients
 from memopt.instrument.stepping.step_after_backward import caller_of_backward, find, step_ahead_of
 from memopt.profiler.recorder import Recorder
@@ -28,7 +34,7 @@ class UpdateWatch:
         self._optimizer: torch.optim.Optimizer | None = optimizer
         self._reads = GradientReads(self)
         self._refused = why_not(optimizer) or _looks_at_gradients()
-        self._gradients_stay = ""
+        self._gradients_stay = "several processes train together" if several_processes() else ""
         self._handles: list[Any] = []
         self._old: list[int] = []
         self._rows: dict[int, tuple[int, int, int]] = {}

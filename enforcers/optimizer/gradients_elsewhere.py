@@ -26,7 +26,7 @@ from memopt.instrument.live_objects import living
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.stepping.gradient_reads import GradientReads, give_back, gradient_of, let_go
 from memopt.instrument.stepping.in_pieces import is_dense, lies_like
-from memopt.instrument.stepping.single_parameter_step import parameters_of
+from memopt.instrument.stepping.single_parameter_step import parameters_of, several_processes
 
 _ALONE_STORAGE = 2
 """References to a storage that nobody else holds: the tensor and who asks."""
@@ -74,9 +74,10 @@ class GradientsElsewhere:
     # --- the training loop
 
     def backward_begins(self, *, keep_graph: bool, create_graph: bool) -> None:
-        """Gradients with a graph of their own stay, and what they add to comes back."""
+        """Gradients with a graph of their own stay, and what they add to comes back. So do those that processes exchange: DDP's reducer
+        writes them from C++, after our hooks."""
         self._hidden = False  # a step that raised has no end
-        self._paused = keep_graph or create_graph
+        self._paused = keep_graph or create_graph or several_processes()
         if self._paused:
             for known in list(self._away.values()):
                 self._bring(known)

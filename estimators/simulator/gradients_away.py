@@ -1,8 +1,8 @@
 """A recorded iteration as it would run with gradients in a tier from the moment they are whole until they are cleared.
 
 As the enforcer does it: a gradient leaves when the next one is whole, and at most one is on its way, so that the last two are on the
-device; an op that reads one outside the step brings it back, and it stays until the step is over; the step in pieces holds one at a
-time. Storages, slots and ops keep their numbers.
+device; an op that reads one outside the step brings it back, and it stays until the step is over; the step in pieces holds one, or
+a piece of small ones, at a time. Storages, slots and ops keep their numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def why_not(trace: Trace) -> str:
 
 
 def gradients_away(
-    trace: Trace, updates: Updates, tier: Tier, device: Device
+    trace: Trace, updates: Updates, tier: Tier, device: Device, piece_bytes: int
 ) -> tuple[Trace, int, bool] | None:
     """The trace without them, how many bytes leave, and whether they are still there when an iteration ends; `updates` as recorded, `trace`
     perhaps with its step in pieces. None where nothing leaves."""
@@ -61,7 +61,8 @@ def gradients_away(
         change[0] -= size
         change[min(back, n)] += size
     less = list(itertools.accumulate(change))
-    window = max((each.size_bytes for each in gone if each.for_good), default=0)
+    largest = max((each.size_bytes for each in gone if each.for_good), default=0)
+    window = max(largest, min(piece_bytes, sum(each.size_bytes for each in gone if each.for_good)))
     ops = trace.ops
     live = [at + less[op] + (window if op in step else 0) for op, at in enumerate(ops.live_bytes)]
     time_us = [*ops.time_us]

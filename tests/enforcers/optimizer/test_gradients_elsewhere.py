@@ -24,6 +24,7 @@ from memopt.estimators.simulator.gradients_away import why_not
 from memopt.instrument.memory.meter import living_storages
 from memopt.outcome import Outcome
 from memopt.plan import Plan
+from memopt.profiler import updates
 from tests.enforcers.test_optimizer_in_pieces import EACH, STEPS, net, plan_for, training
 from tests.support.enforced import Loop, enforced, recorded, seeded
 from tests.support.loops import LOOPS
@@ -269,3 +270,16 @@ def test_the_peak_is_as_predicted(optimizer: str, late: bool, clip: bool, tmp_pa
     assert computed == plain
     assert outcome.actions.skipped == 0, outcome.notes
     assert outcome.measured_peak_bytes == pytest.approx(written.predicted_peak_bytes, rel=0.02)
+
+
+def test_gradients_that_processes_exchange_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: list[int]
+) -> None:
+    """DDP's reducer writes the mean over all processes into them from C++."""
+    loop = stepping("language", "adamw")
+    plain = seeded(loop, STEPS)
+    for module in (gradients_elsewhere, updates):
+        monkeypatch.setattr(module, "several_processes", lambda: True)
+    assert recorded(loop, tmp_path).updates.gradients_stay == "several processes train together"  # type: ignore[union-attr]
+    assert enforced(loop, plan(), tmp_path, STEPS)[0] == plain
+    assert most == [0]
