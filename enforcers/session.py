@@ -111,8 +111,8 @@ class ApplySession:
         if self._engine is not None and loop.iterations.count:
             if self._pieces is not None:
                 self._pieces.begin(loop.iterations.stepped)
-            if self._gradients is not None:
-                self._gradients.watch(loop.iterations.stepped)
+            for optimizer in loop.iterations.stepped:
+                self._leave_behind(optimizer)
             self._measurements.begin_after(loop.iterations.count)
 
     def _try_to_set_up(self, loop: Loop | None) -> None:
@@ -398,6 +398,12 @@ class ApplySession:
         if self._pieces is not None:
             self._pieces.step_begins(optimizer)
 
+    def _leave_behind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its step is over: gradients that the script clears late go to where the others are."""
+        pieces = self._plan.in_pieces
+        if self._gradients is not None and pieces is not None:
+            self._gradients.step_ended(optimizer, leave=pieces.cleared_late)
+
     def _will_change(self, parameter: torch.Tensor) -> None:
         """What is to be made from the parameter as it is now is made now."""
         from memopt.instrument.ops import is_plain
@@ -412,8 +418,6 @@ class ApplySession:
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:
             self._pieces.step_ended(optimizer)
-        if self._gradients is not None:
-            pieces = self._plan.in_pieces
-            self._gradients.step_ended(optimizer, leave=pieces is not None and pieces.cleared_late)
+        self._leave_behind(optimizer)
         if self._updates is not None:
             self._updates.step_ended(optimizer)

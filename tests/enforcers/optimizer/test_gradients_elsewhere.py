@@ -283,3 +283,54 @@ def test_gradients_that_processes_exchange_stay(
     assert recorded(loop, tmp_path).updates.gradients_stay == "several processes train together"  # type: ignore[union-attr]
     assert enforced(loop, plan(), tmp_path, STEPS)[0] == plain
     assert most == [0]
+
+
+def test_those_that_are_there_leave_when_a_plan_begins_in_the_midst_of_a_run(tmp_path: Path) -> None:
+    """The first iteration under a plan does not begin with what its script clears late."""
+    from memopt.enforcers.session import ApplySession, Options
+    from memopt.instrument.as_plain import PlainForms
+    from memopt.instrument.frames import Frames
+    from memopt.instrument.iterations import Iterations
+    from memopt.instrument.loop import Loop as Watched
+
+    session = ApplySession(plan(late=True), Options(swap_dir=tmp_path, measure=False))
+    seen: list[int] = []
+
+    class Late:
+        """Listens to the loop, and hands it to the session after two iterations."""
+
+        def iteration_ended(self, count: int, milliseconds: float) -> None:
+            if count == 2:
+                seen.append(_big())
+                session.begin_in(watched)
+                seen.append(_big())
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(session, name)
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(8)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            loss = model(torch.randn(1, 256)).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return everything(model, optimizer)
+
+    plain = seeded(loop, STEPS)
+    frames = Frames()
+    iterations = Iterations(Late(), frames.thread)
+    iterations.install()
+    watched = Watched(frames, iterations, PlainForms())
+    try:
+        computed = seeded(loop, STEPS)
+    finally:
+        session.finished()
+        iterations.remove()
+    assert computed == plain
+    assert seen[0] - seen[1] == 8 * 256 * 256 * 4
+
+
+def _big() -> int:
+    return sum(each.nbytes() for each in living_storages("cpu") if each.nbytes() == 256 * 256 * 4)
