@@ -83,6 +83,18 @@ def apply(
     from memopt.files import refuse_overwrite, swap_folder
     from memopt.plan import load_plan
 
+    if in_place and verify_steps is None:
+        raise UsageError(
+            "--in-place goes with --verify",
+            why="a run under a plan runs where the script is",
+            try_="--verify 3 --in-place",
+        )
+    if deterministic and verify_steps is None:
+        raise UsageError(
+            "--deterministic goes with --verify",
+            why="a run under a plan uses the algorithms that the script asks for",
+            try_="--verify 3 --deterministic",
+        )
     if outcome_path is not None:
         outcome_path = path_of_rank(str(outcome_path), ".json")
         refuse_overwrite(outcome_path, force=force)
@@ -110,18 +122,6 @@ def apply(
             outcome_path,
             deterministic=deterministic,
             in_place=in_place,
-        )
-    if in_place:
-        raise UsageError(
-            "--in-place goes with --verify",
-            why="a run under a plan runs where the script is",
-            try_="--verify 3 --in-place",
-        )
-    if deterministic:
-        raise UsageError(
-            "--deterministic goes with --verify",
-            why="a run under a plan uses the algorithms that the script asks for",
-            try_="--verify 3 --deterministic",
         )
     limit_bytes = limit_of(loaded) if hold else 0
     session = ApplySession(loaded, Options(swap_dir=folder, measure=not no_measure, limit_bytes=limit_bytes))

@@ -319,5 +319,6 @@ _graph_trees = find_later(
 
 
 def graph_trees() -> Any:
-    """That, where anything was compiled so far; else None."""
-    return _graph_trees() if "torch._inductor.cudagraph_trees" in sys.modules else None
+    """That, where anything was compiled so far, else None; a `Gone` where it cannot be told. Asked at every saved tensor."""
+    module = sys.modules.get("torch._inductor.cudagraph_trees")
+    return None if module is None else getattr(module, "local", None) or _graph_trees()

@@ -111,6 +111,10 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     """Of `optimizer in pieces`: how much of it is there."""
     away: int = 0
     """Of `optimizer in pieces`: the state of so many parameters, the largest of each optimizer; 0: of all."""
+    gradient_bytes: int = 0
+    """Of `optimizer in pieces`: so many bytes of gradients are there from when they are whole until they are cleared; 0: none."""
+    cleared_late: bool = False
+    """Of `optimizer in pieces`: the script clears gradients after the next forward has begun, so that what a step asked for goes back."""
 
     @property
     def can_be_applied(self) -> bool:

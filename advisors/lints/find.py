@@ -11,6 +11,7 @@ from memopt.advisors.lints import saved as _saved  # noqa: F401  registers its r
 
 # isort: split
 from memopt.advisors.lints import loop as _loop  # noqa: F401
+from memopt.advisors.lints.libraries import instead
 from memopt.advisors.lints.registry import RULES, Lint, Seen
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace
@@ -31,5 +32,5 @@ def find_lints(trace: Trace) -> list[Lint]:
         least = 0 if named.any_size else max(1, LEAST_SHARE * trace.peak_bytes)
         if at_stake and size >= least:
             line = lines[0] if lines else seen.line_of(storages)
-            found.append(Lint(named.name, size, line, named.what, named.try_))
+            found.append(Lint(named.name, size, line, named.what, instead(named.name, line, named.try_)))
     return sorted(found, key=lambda each: -each.size_bytes)

@@ -107,9 +107,12 @@ def _in_pieces(
     size = format_bytes(pieces.piece_bytes)
     why = f"{kind} steps {size} of parameters at once, with the same bits: its temporaries are no larger"
     if pieces.tier is not None:
-        why += (
-            f"; {format_bytes(pieces.state_bytes)} of its state are in the {pieces.tier} tier between steps"
-        )
+        moved = [
+            f"{format_bytes(pieces.state_bytes)} of its state are in the {pieces.tier} tier between steps"
+        ]
+        if pieces.gradient_bytes:
+            moved.append(f"{format_bytes(pieces.gradient_bytes)} of gradients from when they are whole")
+        why += f"; {', '.join(moved[not pieces.state_bytes :])}"
     without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
     return ScriptAction(
         kind="optimizer",
@@ -122,6 +125,8 @@ def _in_pieces(
         tier=pieces.tier,
         away_bytes=pieces.state_bytes,
         away=pieces.away,
+        gradient_bytes=pieces.gradient_bytes,
+        cleared_late=pieces.cleared_late,
     )
 
 

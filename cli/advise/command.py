@@ -77,8 +77,14 @@ def advise(profile: Path | None, **options: Any) -> int:
             raise UsageError(f"--{name.replace('_', '-')} goes with --graph", try_="--graph graph.json")
     from memopt.advisors.registry import COUNSELS
 
+    counsels = len(options["strategies"]) == 1 and options["strategies"][0] in COUNSELS
+    room_as_budget(options)
+    if not counsels and not options["max_batch"]:
+        if options["batch_arg"]:
+            raise UsageError("--batch-arg goes with --max-batch", try_="--max-batch --budget 16GB")
+        check_goal(options, options["strategies"] or ("auto",))
     path = profile or newest_profile(Path.cwd())
-    if len(options["strategies"]) == 1 and options["strategies"][0] in COUNSELS:
+    if counsels:
         from memopt.cli.advise.counsel import study
 
         return study(path, options)
@@ -149,10 +155,6 @@ class _Advise:
         from memopt.trace import load_trace
 
         options = self.options
-        if options["batch_arg"]:
-            raise UsageError("--batch-arg goes with --max-batch", try_="--max-batch --budget 16GB")
-        room_as_budget(options)
-        check_goal(options, self.strategies)
         allow = allowed(options["allow"], options["deny"])
         trace = on_device(load_trace(self.path), options["device"])
         kind = "pareto" if options["pareto"] else "plan"
@@ -314,7 +316,7 @@ class _Advise:
         points: list[Point] = []
         from memopt.advisors.frontier import SHARES
 
-        with progress("planning for budgets from 90 % down", total=len(SHARES)) as step:
+        with progress("planning for budgets from 90 % down", total=len(SHARES), unit="point") as step:
             for point in frontier(adviser, self.strategies[0]):
                 points.append(point)
                 step(1)

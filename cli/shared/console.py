@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import IO, TYPE_CHECKING, Any
@@ -94,16 +95,17 @@ def outlive_the_scripts_stderr() -> None:
 
 @contextmanager
 def progress(
-    what: str, total: float | None = None, *, short: bool = False
+    what: str, total: float | None = None, *, short: bool = False, unit: str = ""
 ) -> Iterator[Callable[[float], None]]:
     """A bar on stderr while the block runs; the block calls the given function with how much more is done.
 
-    Away from a terminal: the one line `memopt: what`, or nothing where it is `short`.
+    Away from a terminal: the one line `memopt: what`, or nothing where it is `short`; where things are counted, also
+    `memopt: point 4 of 12` as the fourth begins, at most once a second.
     """
     if not is_terminal(sys.stderr):
         if not short:
             say(what)
-        yield lambda amount: None
+        yield _counting(unit, total) if total is not None and unit else lambda amount: None
         return
     from rich.progress import (
         BarColumn,
@@ -117,12 +119,26 @@ def progress(
     columns = (
         TextColumn("memopt: {task.description}"),
         BarColumn(),
+        *([TextColumn(unit)] if unit else []),
         TaskProgressColumn() if total is None else MofNCompleteColumn(separator=" of "),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=err(), transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda amount: bar.advance(task, amount)
+
+
+def _counting(unit: str, total: float) -> Callable[[float], None]:
+    done, said = 0.0, time.monotonic()
+
+    def step(amount: float) -> None:
+        nonlocal done, said
+        done += amount
+        if done < total and time.monotonic() >= said + 1.0:
+            say(f"{unit} {done + 1:.0f} of {total:.0f}")
+            said = time.monotonic()
+
+    return step
 
 
 def is_terminal(stream: IO[str] | None) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memopt.cli.profile import Progress
-from memopt.cli.shared.console import wrapped
+from memopt.cli.shared.console import progress, wrapped
 from tests.support.profiled import ROOT
 
 TRAIN = """
@@ -75,6 +75,49 @@ def test_a_short_script_is_told_what_records_it(tmp_path: Path) -> None:
     assert "next: memopt advise" in again.stderr
 
 
+def test_a_test_that_trains_is_stopped_without_a_failure(tmp_path: Path) -> None:
+    """For pytest a `SystemExit` is a failure, whose report shows memopt's own code."""
+    body = "".join(f"    {line}\n" for line in TRAIN.replace("sys.argv[1]", "6").splitlines())
+    (tmp_path / "test_it.py").write_text(
+        f"import pytest\n@pytest.mark.parametrize('w', [1, 2])\ndef test_it(w):\n{body}"
+    )
+    done = memopt(tmp_path, "profile", "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py")
+    assert done.returncode == 0
+    assert "StopScript" not in done.stdout
+    assert "failed" not in done.stdout
+    assert "memopt has what it was asked to record" in done.stdout
+    assert (tmp_path / "memopt-pytest.profile.json.gz").exists()
+
+
+LIBRARY = """
+import torch
+class Attention(torch.nn.Module):
+    def forward(self, x):
+        weights = (x @ x.transpose(-1, -2)).softmax(-1)
+        return weights @ x
+"""
+
+
+def test_a_lint_of_a_librarys_line_names_it_and_the_argument_that_changes_it(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages" / "transformers"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text("")
+    (library / "modeling_it.py").write_text(LIBRARY)
+    layers = "*[torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64)) for _ in range(6)]"
+    text = TRAIN.replace(layers, "torch.nn.Linear(64, 64), Attention()").replace(
+        "randn(512,", "randn(8, 128,"
+    )
+    script = f"from transformers.modeling_it import Attention\n{text}"
+    (tmp_path / "train.py").write_text(script)
+    path = f"{ROOT}{os.pathsep}{library.parent}"
+    assert memopt(tmp_path, "profile", "-o", "p.json.gz", "train.py", "6", PYTHONPATH=path).returncode == 0
+    told = memopt(tmp_path, "show", "p.json.gz", COLUMNS="80")
+    found = " ".join((told.stdout + told.stderr).split())
+    assert "attention-without-sdpa" in found
+    assert "at transformers: modeling_it.py:5, from train.py:8 " in found
+    assert 'try: attn_implementation="sdpa" in from_pretrained() or in the configuration' in found
+
+
 def test_slow_iterations_are_told_of_as_they_begin(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,3 +153,27 @@ def test_the_first_rank_tells_of_all(tmp_path: Path) -> None:
     assert [row[0] for row in rows if len(row) > 9 and row[-2] == "of"] == ["0", "1"]
     assert done.stderr.count("within the budget") + done.stderr.count("ABOVE the budget") == 1
     assert not list(Path("/tmp").glob("memopt-outcomes-*"))
+
+
+def test_what_cannot_be_meant_is_refused_before_anything_is_looked_at(tmp_path: Path) -> None:
+    done = memopt(tmp_path, "apply", "--deterministic", "nowhere.plan.json")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "memopt: --deterministic goes with --verify")
+    (tmp_path / "p.profile.json.gz").write_bytes(b"")
+    done = memopt(tmp_path, "advise", "--budget", "60%", "--pareto")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "memopt: choose one goal")
+    done = memopt(tmp_path, "advise", "--budget", "60%", "--batch-arg=--bs")
+    assert (done.returncode, done.stderr.splitlines()[0]) == (2, "memopt: --batch-arg goes with --max-batch")
+
+
+def test_points_of_a_curve_are_counted_in_a_pipe(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("memopt.cli.shared.console.time.monotonic", lambda: now[0])
+    with progress("planning", total=4, unit="point") as step:
+        for _ in range(4):
+            now[0] += 1.5
+            step(1)
+    assert capsys.readouterr().err.splitlines() == [
+        "memopt: planning", "memopt: point 2 of 4", "memopt: point 3 of 4", "memopt: point 4 of 4",
+    ]  # fmt: skip

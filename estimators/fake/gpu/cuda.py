@@ -15,11 +15,13 @@ from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.script.request import Request
 from memopt.estimators.fake.torch_internals import (
     FakeTensor,
-    Generator,
     default_device_context,
     device_constructors,
     group_tensors,
     parse_to,
+)
+from memopt.estimators.fake.torch_internals import (
+    Generator as _Generator,
 )
 from memopt.instrument.torch_internals import TensorBase
 
@@ -206,7 +208,7 @@ def _constructors(recorder: FakeRecorder) -> None:
 
     _TENSOR.new_tensor = from_data
 
-    class Generator(Generator):
+    class Generator(_Generator):
         def __new__(cls, device: Any = None) -> Any:
             return super().__new__(cls)
 

@@ -7,6 +7,7 @@ is a matter of data: counted where they are known, else as many as there would b
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,40 @@ _TURNS = (aten.t.default, aten.transpose.int)
 
 _DISTINCT = "_memopt_distinct"
 """On a sparse tensor made of indices that have values: how many of them are distinct."""
+
+
+_MADE_OF_TENSORS = (
+    "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor", "sparse_compressed_tensor",
+)  # fmt: skip
+
+
+def install() -> None:
+    """Patch what makes sparse tensors: given a device, its C++ asks for a driver before any mode is asked. The parts are moved instead."""
+    module: Any = torch
+    for name in _MADE_OF_TENSORS:
+        setattr(module, name, _without_device(getattr(torch, name)))
+
+
+def _without_device(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None or torch.device(device).type == "cpu":
+            return make(*args, **kwargs | ({} if device is None else {"device": device}))
+        shape_apart = {key: value for key, value in kwargs.items() if key not in _PARTS}
+        parts = {key: _on(value, device) for key, value in kwargs.items() if key in _PARTS}
+        placed = [
+            _on(value, device) if not isinstance(value, torch.Size | tuple | int) else value for value in args
+        ]
+        return make(*placed, **parts, **shape_apart)
+
+    return made
+
+
+_PARTS = ("indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices", "compressed_indices", "plain_indices")  # fmt: skip
+
+
+def _on(part: Any, device: Any) -> Any:
+    return part.to(device) if isinstance(part, Tensor) else torch.tensor(part, device=device)
 
 
 def note_distinct(func: Any, args: tuple[Any, ...], result: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memopt.estimators.fake.kernels import sparse
 from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.torch_internals import FakeTensor, module_apply
 from memopt.estimators.fake.values import subclasses
@@ -33,6 +34,7 @@ def install(recorder: FakeRecorder) -> None:
     _resizes(recorder)
     _shares()
     subclasses.install(recorder)
+    sparse.install()
 
 
 def _values(recorder: FakeRecorder) -> None:
