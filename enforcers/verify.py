@@ -331,11 +331,10 @@ def digest(tensor: torch.Tensor) -> str:
     """Digest of shape, dtype and every bit of `tensor`."""
     import torch
 
-    from memopt.instrument.torch_internals import disable_current_modes, is_wrapper
+    from memopt.instrument.torch_internals import disable_current_modes, is_wrapper, parts_of
 
     if is_wrapper(tensor):  # DTensor: this process's part of it
-        parts, _ = tensor.__tensor_flatten__()
-        found = [getattr(tensor, part) for part in parts]
+        found = [getattr(tensor, part) for part in parts_of(tensor)]
         return " ".join(digest(part) for part in found if isinstance(part, torch.Tensor))
     with torch.no_grad(), disable_current_modes():
         plain = tensor.detach()

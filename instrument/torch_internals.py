@@ -163,6 +163,14 @@ set_compiler = _watch(
 is_wrapper = _watch(
     _D + "is_traceable_wrapper_subclass", "a tensor made of tensors (DTensor) is compared by its parts"
 )
+
+
+def parts_of(tensor: Any) -> list[str]:
+    """Names of the attributes of a wrapper (`is_wrapper`) that hold what it is made of."""
+    names: list[str] = tensor.__tensor_flatten__()[0]
+    return names
+
+
 DisableTorchDispatch = _watch(
     "torch._C._DisableTorchDispatch", "ops of memopt's that no mode sees, at less cost"
 )

@@ -131,7 +131,7 @@ def set_native(name: str, function: Any) -> None:
 
 def set_dtensor_random(function: Any) -> None:
     """Let `function` run DTensor's random ops, which set generators around each (from torch 2.12 on)."""
-    dispatch = sys.modules[DTENSOR_DISPATCH]
+    dispatch: Any = sys.modules[DTENSOR_DISPATCH]
     if hasattr(dispatch, "run_dtensor_rng_op"):
         dispatch.run_dtensor_rng_op = function
 
