@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.codecs.encoded import Encoded, flat_storage
@@ -48,6 +47,7 @@ from memopt.instrument.ops import (
     updated_statistics,
 )
 from memopt.instrument.saved import Kept, check_version, let_go_of_bytes
+from memopt.instrument.torch_internals import DisableTorchDispatch, current_mode
 from memopt.plan import Action
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ _OWN_NODE = re.compile(r"Backward\d+$")
 """Nodes of torch's own, whose backward writes over nothing that it has saved; a script's `Function` might."""
 
 
-class Engine(TorchDispatchMode):
+class Engine(modes.Mode):
     """The mode and the hooks of one run."""
 
     def __init__(
@@ -101,12 +101,12 @@ class Engine(TorchDispatchMode):
 
     def enter(self) -> None:
         """Watch ops from here on, if there is anything to watch for and the mode is not on already."""
-        if self.active and not self._tables.empty and _get_current_dispatch_mode() is not self:
+        if self.active and not self._tables.empty and current_mode() is not self:
             modes.enter(self)
 
     def leave(self) -> None:
         """Stop watching, unless the script has entered modes of its own since (they stay innermost)."""
-        if _get_current_dispatch_mode() is self:
+        if current_mode() is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -115,15 +115,7 @@ class Engine(TorchDispatchMode):
         self._unsettled.clear()
         modes.leave(self)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile: under any other mode it would run the model eagerly."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
         iterations = self._iterations
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
@@ -293,7 +285,7 @@ class Engine(TorchDispatchMode):
 
     def _act(self, handle: Planned, reader: Call | None) -> None:
         """Let go of the tensor as planned; `reader` is the call whose node saved it, if it was seen."""
-        guard = torch._C._DisableTorchDispatch()  # or the mode counts a codec's ops among the script's
+        guard = DisableTorchDispatch()  # or the mode counts a codec's ops among the script's
         try:
             self._let_go(handle, reader)
         finally:

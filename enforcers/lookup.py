@@ -51,6 +51,11 @@ class Tables:
     """Overloads whose own outputs are compressed: their calls have to be looked at."""
 
     @property
+    def frames(self) -> frozenset[str]:
+        """Module calls in which there is something to do."""
+        return frozenset().union(self.slots, self.ops, self.at_use, self.due, self.readers)
+
+    @property
     def empty(self) -> bool:
         return not self.slots
 

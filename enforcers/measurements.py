@@ -7,6 +7,7 @@ import sys
 from statistics import median
 from typing import TYPE_CHECKING
 
+from memopt.instrument.memory.outside import is_clearly_more, was_above_now_bytes
 from memopt.plan import Plan
 from memopt.units import format_bytes
 
@@ -23,6 +24,9 @@ writes into freed memory if it is closed under the next."""
 
 _LARGER = 1.02
 """Times as many elements as the profiled iteration saved."""
+
+_UNLIKE = 0.05
+"""How far the measured peak may lie from the predicted one before it is told, whatever else is known."""
 
 _MORE_AT_THE_START = 0.01
 """Of the plan's peak: what an iteration has to begin with above the profiled one to be told of."""
@@ -42,6 +46,12 @@ class Measurements:
         """Largest resident set before torch's profiler, which measures, took memory of its own."""
         self._peaks: list[tuple[int, int]] = []
         """(peak, what there was when the iteration began)."""
+        self._above_bytes = 0
+        """The most that was held before that, above what was held when it was looked at."""
+        self._before_bytes = 0
+        """The most that was held before the first measured iteration."""
+        self._after_bytes = 0
+        """The largest resident set when the last measured iteration was over, all that measuring took included."""
         self._times_ms: list[float] = []
         self._parts = 0
         """Iterations that ended before the last optimizer had joined the round."""
@@ -100,7 +110,34 @@ class Measurements:
                 f"the measured iteration began with {format_bytes(more)} more than the profiled one: "
                 "the script has kept that since, and no plan accounts for it"
             )
+        if not found and self._peaks and abs(ratio := self._unlike()) > _UNLIKE:
+            found.append(
+                f"the measured peak is {abs(ratio):.0%} {'above' if ratio > 0 else 'below'} the predicted one: the iterations that were "
+                "measured did other things than the profiled one, or kernels that memopt does not see into (torch.compile) did"
+            )
         return found
+
+    def _unlike(self) -> float:
+        """How far the measured peak lies above the predicted one, as a part of it."""
+        predicted = self._plan.predicted_peak_bytes
+        return max(self._peaks)[0] / predicted - 1 if predicted else 0.0
+
+    def outside_bytes(self, whole_run_bytes: int = 0) -> int:
+        """About what was held outside the measured iterations at most, where it is clearly more than in them; 0 elsewhere.
+
+        `whole_run_bytes`: the most of the whole run, where the device counts that. On a CPU the process's resident set tells how much it
+        grew once nothing was measured any more.
+        """
+        if not self._peaks:
+            return 0
+        peak_bytes = max(self._peaks)[0]
+        grown = (
+            max(0, _resident_peak_bytes() - self._after_bytes)
+            if self._after_bytes and not whole_run_bytes
+            else 0
+        )
+        held = max(self._before_bytes, peak_bytes + grown, whole_run_bytes)
+        return held if is_clearly_more(held, peak_bytes) else 0
 
     # --- the run
 
@@ -122,9 +159,18 @@ class Measurements:
             self._parts = after - 1
             self._times_ms.clear()
             self._others.clear()
-        turns = MEASURED[:2] if self._measured_planned else MEASURED
+        turns: tuple[int, ...] = MEASURED[:2] if self._measured_planned else MEASURED
+        if 0 < self._plan.iteration < MEASURED[0]:
+            turns = (self._plan.iteration,)
         if self._wanted and after + 1 - self._parts in turns:
             self._start()
+
+    def training_begins(self) -> None:
+        """Preparation is over: how much was held in it? Where the first iteration is all there is, it is measured from here on."""
+        if self._plan.iteration == 1 and self._wanted:
+            self._start()
+        elif self._wanted:
+            self._look_back()
 
     def begin_after(self, ended: int) -> None:
         """The plan is enforced from here on, where `ended` iterations have ended without it: the next one is measured."""
@@ -161,11 +207,17 @@ class Measurements:
         return False
 
     def _start(self) -> None:
+        self._look_back()
         self._resident_bytes = self._resident_bytes or _resident_peak_bytes()
         from memopt.instrument.memory.meter import meter_for
 
         self._meter = meter_for(self._plan.device.kind)
         self._meter.start()
+        self._before_bytes = max(self._before_bytes, self._meter.base_bytes + self._above_bytes)
+
+    def _look_back(self) -> None:
+        if not self._resident_bytes:  # else measuring itself has taken memory since
+            self._above_bytes = max(self._above_bytes, was_above_now_bytes(self._plan.device.kind))
 
     def _stop(self) -> bool:
         """True when the peak of an iteration has been measured."""
@@ -173,6 +225,7 @@ class Measurements:
             return False
         peak, base = self._meter.stop(), self._meter.base_bytes
         self._meter = None
+        self._after_bytes = _resident_peak_bytes()
         if peak is not None:
             self._peaks.append((peak, base))
         return peak is not None

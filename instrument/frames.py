@@ -1,9 +1,11 @@
 """Where the script is: module calls with stable names, and counters inside each, so that the next run finds the same op.
 
-A call is named by the module's path below the outermost module that ran, and by how often it was called in this iteration:
-`GPT.blocks.0.attn#0`. What runs outside any module is named after the outermost call that ended last: `@`, `@GPT#0`.
+A call is named by the module's path below the outermost module that ran, and by the outermost call that it is part of:
+`GPT.blocks.0.attn#0`, `GPT.blocks.0.attn#0.1` where it is called again inside the same one. Outermost calls are counted for each place
+in the code that makes them (`GPT#0`, `GPT#1` in a loop; `GPT#1:0` from another line), and those after the step apart (`GPT#+0`); see
+`places`. What runs outside any module is named after the outermost call that ended last: `@`, `@GPT#0`.
 Calls without gradients count apart (`GPT~0`), so that an evaluation between two training steps shifts nothing.
-Outermost modules of one class are numbered as each iteration meets them (`GPT`, `GPT(2)`): the next model of an ensemble, or a loss
+Outermost modules of one class are numbered as iterations meet them (`GPT`, `GPT(2)`): the next model of an ensemble, or a loss
 made anew in each step, is where the one before was.
 """
 
@@ -20,17 +22,23 @@ from torch.nn.modules import module as module_hooks
 
 from memopt.instrument.compiled import CompiledRegions
 from memopt.instrument.memory.resizes import Resizes
+from memopt.instrument.places import Loop, Roles, roles_of_modules
 from memopt.instrument.script.training_thread import TrainingThread
+from memopt.instrument.torch_internals import ask_for_module_hooks, module_hook_tables
 from memopt.instrument.traced import keep_out_of_compiler, unless_compiling
 
 
 class Frame:
     """One module call: its name, and how many packs it has run itself, and how many ops by their overloads' names."""
 
-    __slots__ = ("diverged", "key", "ops", "packs")
+    __slots__ = ("diverged", "key", "ops", "outermost", "packs", "path")
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, path: str = "", outermost: str = "") -> None:
         self.key = key
+        self.path = path
+        """The module's own, without the call."""
+        self.outermost = outermost
+        """Which outermost call it is part of."""
         self.ops: dict[str, int] = {}
         self.packs = 0
         self.diverged = False
@@ -49,7 +57,7 @@ class _Place:
     """Below it: `.blocks.0`, empty for itself."""
 
 
-class _Names:
+class _Labels:
     """Names of modules by their class, and by how many of that class came before."""
 
     def __init__(self) -> None:
@@ -71,13 +79,23 @@ class Frames:
     def __init__(self) -> None:
         self._places: weakref.WeakKeyDictionary[nn.Module, _Place] = weakref.WeakKeyDictionary()
         """Of modules below those that were outermost when they were first called, and of these."""
-        self._roots = {False: _Names(), True: _Names()}
-        """Names of outermost modules in this iteration, without and with gradients."""
-        self._labels = _Names()
+        self._roots: dict[tuple[str, bool, bool], Roles] = {}
+        """Numbers of outermost modules, by their class, with gradients or without, after a step or not."""
+        self._places_of_calls: dict[str, Roles] = {}
+        """Numbers of the places in the code, by what they call."""
+        self._loop = Loop()
+        self._iteration = 0
+        self.before_training: Callable[[], None] | None = None
+        """Called once, right before the first call of a module that can be trained, with gradients."""
+        self.named: frozenset[str] | None = None
+        """Where given: other frames outside modules than these are of no interest, and are none."""
+        self._labels = _Labels()
         """For people: of the whole run, in the same order."""
         self._calls: dict[str, int] = {}
         self._entered: list[str] = []
         """Of the outermost call, and of those inside it."""
+        self._role: tuple[Roles, int] | None = None
+        """Of the outermost call, if it is the first from its place in this iteration."""
         self._outside = Frame("@")
         self._stack: list[Frame] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -94,8 +112,7 @@ class Frames:
             module_hooks.register_module_forward_pre_hook(unless_compiling(self._enter)),
             module_hooks.register_module_forward_hook(unless_compiling(self._leave), always_call=True),
         ]
-        self._count_hooks = module_hooks._has_any_global_hook
-        module_hooks._has_any_global_hook = self._has_hooks_of_others
+        self._count_hooks = ask_for_module_hooks(self._has_hooks_of_others)
         self.regions.install()
         self.resizes.install()
         keep_out_of_compiler()
@@ -105,27 +122,20 @@ class Frames:
             handle.remove()
         self._handles = []
         if self._count_hooks is not None:
-            module_hooks._has_any_global_hook = self._count_hooks
+            ask_for_module_hooks(self._count_hooks)
         self.regions.remove()
         self.resizes.remove()
 
     def _has_hooks_of_others(self) -> bool:
         """What torch.compile asks before it warns of global hooks: it compiles nothing of ours."""
         ours = {handle.id for handle in self._handles}
-        return any(
-            set(hooks) - ours
-            for hooks in (
-                module_hooks._global_forward_pre_hooks,
-                module_hooks._global_forward_hooks,
-                module_hooks._global_backward_pre_hooks,
-                module_hooks._global_backward_hooks,
-            )
-        )
+        return any(set(hooks) - ours for hooks in module_hook_tables())
 
     def new_iteration(self) -> None:
         """Start all counters again. Calls that are open (a step inside a module) keep their names."""
         self._calls.clear()
-        self._roots = {False: _Names(), True: _Names()}
+        self._iteration += 1
+        self._loop.iteration_ended()
         self._outside = Frame("@")
         if not self._stack:
             self.current = self._outside
@@ -146,30 +156,67 @@ class Frames:
     def _enter(self, module: nn.Module, args: object) -> None:
         if self.paused or not self.thread.is_here:
             return
-        name = self._name_of(module) + ("#" if torch.is_grad_enabled() else "~")
-        if not self._stack:
+        sign = "#" if torch.is_grad_enabled() else "~"
+        if self._stack:
+            path, outermost = self._path_of(module), self._stack[0].outermost
+            again = self._count(f"{path}{sign}{outermost}")
+            key = f"{path}{sign}{outermost}.{again}" if again else f"{path}{sign}{outermost}"
+        else:
+            if self.before_training is not None and sign == "#":
+                self._may_begin(module)
             self._entered.clear()
+            path, outermost = self._outermost(module, sign)
+            key = f"{path}{sign}{outermost}"
+        frame = Frame(key, path, outermost)
+        self._stack.append(frame)
+        self.current = frame
+
+    def _outermost(self, module: nn.Module, sign: str) -> tuple[str, str]:
+        """Path and call of `module`, which is called from the script's code."""
+        place = self._loop.place()
+        after = "+" if self._loop.is_at_its_end else ""
+        path = self._path_of(module)
+        roles = self._places_of_calls.setdefault(f"{path}{sign}{after}", Roles())
+        role = roles.of(place, self._iteration)
+        call = self._count(f"{path}{sign}{after}{role}:")
+        self._role = None if call else (roles, role)
+        return path, f"{after}{role}:{call}" if role else f"{after}{call}"
+
+    def _may_begin(self, module: nn.Module) -> None:
+        begin = self.before_training
+        if begin is not None and any(each.requires_grad for each in module.parameters()):
+            self.before_training = None
+            begin()
+
+    def _count(self, name: str) -> int:
+        """How many calls of that name came before in this iteration."""
         self._entered.append(name)
         call = self._calls.get(name, 0)
         self._calls[name] = call + 1
-        frame = Frame(f"{name}{call}")
-        self._stack.append(frame)
-        self.current = frame
+        return call
 
     def _take_back(self) -> None:
         """An exception has ended the outermost call: it does not count, for whoever catches it tries again with the next batch."""
         for name in self._entered:
             if self._calls.get(name):
                 self._calls[name] -= 1
+        if self._role is not None:
+            self._role[0].release(self._role[1])
 
-    def _name_of(self, module: nn.Module) -> str:
+    def _path_of(self, module: nn.Module) -> str:
         place = self._places.get(module)
         root = place.root() if place is not None else None
         if place is None or root is None:
             if self._stack:
-                return f"{self._stack[-1].key.rstrip('0123456789')[:-1]}.<{type(module).__name__}>"
+                return f"{self._stack[-1].path}.<{type(module).__name__}>"
             place, root = self._put(module), module
-        return self._roots[torch.is_grad_enabled()].of(root) + place.path
+        return self._root_name(root) + place.path
+
+    def _root_name(self, root: nn.Module) -> str:
+        kind = type(root).__name__
+        which = (kind, torch.is_grad_enabled(), self._loop.is_at_its_end)
+        number = self._roots.setdefault(which, roles_of_modules()).of(root, self._iteration)
+        return f"{kind}({number + 1})" if number else kind
 
     def _put(self, root: nn.Module) -> _Place:
         """Outermost module `root` is called for the first time: it and all modules below it that have no place get theirs."""
@@ -190,6 +237,10 @@ class Frames:
             return
         if output is None and sys.exc_info()[0] is not None:
             self._take_back()
-        elif "~" not in frame.key:
-            self._outside = Frame(f"@{frame.key}")
+        elif "~" not in frame.key and not frame.outermost.startswith("+"):
+            self._go_outside(f"@{frame.key}")
         self.current = self._outside
+
+    def _go_outside(self, key: str) -> None:
+        if self.named is None or key in self.named:
+            self._outside = Frame(key)

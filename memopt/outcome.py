@@ -44,6 +44,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """On a GPU: what it had taken from the driver at most."""
     on_device_bytes: int = 0
     """On a GPU: what the driver counts for the process at the end, context and kernels included, as nvidia-smi shows; 0 where unknown."""
+    outside_peak_bytes: int = 0
+    """About what was held at most outside the measured iterations (loading, evaluation), where it was clearly more; 0 elsewhere."""
     steps: int = 0
     """Iterations that were enforced."""
     other_steps: int = 0

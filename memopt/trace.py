@@ -44,6 +44,9 @@ HIDDEN_STATE = 4
 CACHE_EMPTIED = "cache emptied at "
 """Begin of a fact's name: so often was the allocator's cache emptied at the line that follows (`train.py:41`)."""
 
+BEFORE_TRAINING = "held_before_training_bytes"
+"""A fact's name: what was on the device at most before the first forward, where something could be told of it."""
+
 IN_A_LIST = " (in a list)"
 """End of the name of a tensor with a graph that a list held when the iteration began."""
 
@@ -83,6 +86,10 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     """Hash of the script's file."""
     python: str = ""
     torch: str = ""
+    rank: int = -1
+    """Which of several processes was recorded; -1: it was the only one, or is not known."""
+    world: int = 0
+    """How many processes ran the script; 0: not known."""
 
     @property
     def problem(self) -> str:

@@ -33,6 +33,11 @@ class PlainSteps:
         self._spent_ms += milliseconds if waited_for else 0
 
     @property
+    def timed(self) -> bool:
+        """Has there been one?"""
+        return bool(self._times_ms)
+
+    @property
     def enough(self) -> bool:
         """Another one would add little, or take too long."""
         last = self._times_ms[-1] if self._times_ms else 0.0

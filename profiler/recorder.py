@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
+from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first
-from memopt.instrument.as_plain import as_plain
+from memopt.instrument.as_plain import LOOKING, as_plain, run_as_plain
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.nodes import attributes_of, is_torchs_own, saved_by
@@ -32,6 +31,12 @@ from memopt.instrument.ops import (
 )
 from memopt.instrument.saved import Kept
 from memopt.instrument.script.lines import user_line
+from memopt.instrument.torch_internals import (
+    current_node,
+    sequence_nr,
+    storage_use_count,
+    tree_iter,
+)
 from memopt.profiler.clock import OpClock
 from memopt.profiler.rows import BACKWARD, FORWARD, OPTIMIZER, OTHER, OpRow, SlotRow
 from memopt.profiler.storages import StorageRows, describe
@@ -54,7 +59,7 @@ class Handle(Kept):
         return tensor if self.bring is None else self.bring()
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(modes.Mode):
     """The mode and the hooks' functions; rows grow while it is entered."""
 
     sends_away = False
@@ -105,15 +110,7 @@ class Recorder(TorchDispatchMode):
 
     # --- ops
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile: under any other mode it would run the model eagerly."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
         if not self._recording or self._regions.compiling:
             return run(*args, **kwargs)
@@ -172,7 +169,7 @@ class Recorder(TorchDispatchMode):
         if phase == BACKWARD:
             frame, forward_op = self._backward_place(frame, op)
         else:
-            self._node_ops.setdefault(torch._C._autograd._get_sequence_nr() - 1, op)
+            self._node_ops.setdefault(sequence_nr() - 1, op)
         statistics = {id(t) for t in updated_statistics(kind, args)}
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         reads = [self.met.value_of(t) for t in tensors if id(t) not in statistics]
@@ -197,7 +194,7 @@ class Recorder(TorchDispatchMode):
         return OPTIMIZER if self._iterations.in_step else OTHER
 
     def _backward_place(self, frame: Frame, op: int) -> tuple[Frame, int]:
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is not None:
             self._node_at[op] = node._sequence_nr()
         forward_op = self._node_ops.get(node._sequence_nr(), -1) if node is not None else -1
@@ -280,7 +277,7 @@ class Recorder(TorchDispatchMode):
 
     def _name_node(self) -> None:
         """Look at what the running node saved, once, to learn which handle is which slot."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None or node._sequence_nr() in self._named_nodes:
             return
         self._named_nodes.add(node._sequence_nr())
@@ -315,7 +312,7 @@ class Recorder(TorchDispatchMode):
             handles = {id(h.tensor): h for ref in self._saved_by[number] if (h := ref()) is not None}
             if not handles:
                 freed.append(number)
-            elif torch._C._storage_Use_Count(address) <= len(handles) + 1:
+            elif storage_use_count(address) <= len(handles) + 1:
                 self.storages[number].only_saved_from = op
                 freed.append(number)
                 self._left_to_autograd(number, list(handles.values()))
@@ -331,13 +328,15 @@ class Recorder(TorchDispatchMode):
         self.met.end()
         self._pending.clear()
 
-    def backward_began(self, *, keep_graph: bool, create_graph: bool) -> None:
+    def backward_began(self, roots: tuple[Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
         self._makes_graph = create_graph
         self.backward_calls += 1
         self.keep_graph += int(keep_graph)
         self.create_graph += int(create_graph)
         self.grad_calls += int(not self._iterations.accumulates)
         self._poll(len(self.ops) - 1)
+        if any(row.kind.name.startswith(tuple(LOOKING.values())) for row in self.ops):
+            run_as_plain(roots)
 
 
 def _add(values: list[int], value: int | None) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MOST_OPS = 10**6
 _MOST_OPS_BEFORE_TRAINING = 3 * 10**5
-"""A script may compute for long before it trains; those ops are nothing that a profile is about."""
+"""A script may compute for long before it trains, after a first look at what its model gives; those ops are nothing that a profile is about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +85,10 @@ class Recordings:
         self._tier: Tier | None = None
         self.device = wanted.device
         self.now: Recording | None = None
-        self.first: Result | None = None
-        """Of an iteration before the one that was asked for."""
+        self.earlier: list[Result] = []
+        """Of whole iterations before the one that was asked for, the last one first."""
+        self.fragment: Result | None = None
+        """Of the iteration before that one in which the script ended."""
         self.result: Result | None = None
         self.recorded_ms = 0.0
         self.names: dict[int, str] = {}
@@ -109,9 +111,8 @@ class Recordings:
         clock = self._clock(with_bytes)
         most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
         recorder = self._recorder(clock, most)
-        if iteration > 1:
-            self.names = tell_all(recorder.met.know, self._frames)
-            recorder.met.expect(bucket_sizes(living(nn.Module)[0], self.device))
+        self.names = tell_all(recorder.met.know, self._frames)
+        recorder.met.expect(bucket_sizes(living(nn.Module)[0], self.device))
         recorder.begin()
         clock.start()
         recorder.also_held(clock.base_bytes)
@@ -143,8 +144,8 @@ class Recordings:
             return CudaClock(torch.cuda.current_device())
         return CpuClock() if with_bytes else TimeOnly()
 
-    def end(self, *, out_of_memory: bool = False) -> None:
-        """The iteration has ended, or the script."""
+    def end(self, *, out_of_memory: bool = False, whole: bool = True) -> None:
+        """The iteration has ended, or, if it is not `whole`, the script."""
         from memopt.instrument import modes
         from memopt.profiler.known import device_in_use, tell_all
 
@@ -164,7 +165,11 @@ class Recordings:
         if now.iteration <= self._wanted.warmup and now.recorder.overflow:
             return
         if now.iteration <= self._wanted.warmup:
-            self.first = Result(now.recorder, usage, now.iteration)
+            result = Result(now.recorder, usage, now.iteration, updates=updates)
+            if not whole:
+                self.fragment = result
+            elif now.recorder.backward_calls:
+                self.earlier.insert(0, result)
         elif self.result is None:
             times = [] if usage is not None else [now.clock.time_us]
             self.result = Result(now.recorder, usage, now.iteration, more_times_us=times, updates=updates)
@@ -210,6 +215,8 @@ def _uses_cuda() -> bool:
 
 def describe_script(command: Command) -> Script:
     """The command as a plan keeps it, but for torch's version, which is known when the script has imported it."""
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    several = world.isdecimal() and int(world) > 1
     return Script(
         argv=list(command.argv),
         cwd=os.getcwd(),
@@ -217,6 +224,8 @@ def describe_script(command: Command) -> Script:
         sha256=hashlib.sha256(find_source(command).read_bytes()).hexdigest(),
         python=platform.python_version(),
         torch="",
+        rank=int(rank) if several and rank.isdecimal() else -1,
+        world=int(world) if several else 1,
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from memopt.device import Device
-from memopt.errors import MemoptError, RunFailed
+from memopt.errors import MemoptError, NotPossibleHere, RunFailed
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.instrument.script.runner import Command, StopScript, stop_script
@@ -24,7 +25,7 @@ from memopt.profiler.recordings import (
     describe_script,
     tells_of_training,
 )
-from memopt.trace import CACHE_EMPTIED, Trace
+from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, Trace
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TOO_FEW_ITERATIONS = "the script ended before the iteration that was to be recorded"
+"""Why a profile is partial."""
+MADE_ONLY = "the script made "
+"""Begin of the note in a profile that is of another iteration than was asked for."""
+
+_MANY_OPS = 20_000
+"""Some seconds to record."""
+
 _MOST_STOPS = 3
 """A script that catches the exit that often means to go on; it is left alone then."""
 
@@ -44,12 +53,19 @@ _MOST_STOPS = 3
 class ProfileSession:
     """Listens to the training loop of the script that runs in this process. `trace` is there when it is done."""
 
-    def __init__(self, command: Command, wanted: Wanted, done: Callable[[Trace], None] | None = None) -> None:
-        """`done` is given the trace as soon as there is one, before the script goes on or is stopped."""
+    def __init__(
+        self,
+        command: Command,
+        wanted: Wanted,
+        done: Callable[[Trace], None] | None = None,
+        begins: Callable[[int], None] = lambda iteration: None,
+    ) -> None:
+        """`done` is given the trace as soon as there is one, before the script goes on or is stopped; `begins` each iteration's number."""
         self._script = describe_script(command)
         """As it was before it ran: it may change its folder, or itself."""
         self._wanted = wanted
         self._tell = done or (lambda trace: None)
+        self._begins = begins
         self._pid = os.getpid()
         self._frames: Frames | None = None
         self._iterations: Iterations | None = None
@@ -74,6 +90,9 @@ class ProfileSession:
         self.torch_seen = False
         self._shares_loop = False
         """Frames and iterations are another's to remove."""
+        self._above_bytes = 0
+        """What was held before the first forward, above what was held then."""
+        self._then_bytes = 0
 
     # --- life
 
@@ -82,6 +101,13 @@ class ProfileSession:
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
 
     def _torch_imported(self) -> None:
+        self.torch_seen = True
+        self._guard(self._watch)
+
+    def _watch(self) -> None:
+        from memopt.instrument.torch_internals import WATCH, require
+
+        require(WATCH)
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
@@ -111,7 +137,24 @@ class ProfileSession:
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self._hooks.install()
         self._recordings = Recordings(self._wanted, self._frames, self._iterations)
-        self._recordings.begin(iteration=1, with_bytes=False)
+        self._frames.before_training = self._record_first
+
+    def _record_first(self) -> None:
+        """Preparation is over: it runs without the mode, which would make small ops many times as slow."""
+        assert self._frames is not None
+        self._frames.before_training = None
+        recordings = self._recordings
+        if recordings is not None and recordings.now is None and not self._done and self.iterations_seen == 0:
+            self._guard(lambda: self._begin_first(recordings))
+
+    def _begin_first(self, recordings: Recordings) -> None:
+        from memopt.instrument.memory.outside import was_above_now_bytes
+        from memopt.profiler.known import device_in_use
+
+        self._above_bytes = was_above_now_bytes(self._wanted.device or device_in_use())
+        recordings.begin(iteration=1, with_bytes=self._wanted.offload is None)
+        assert recordings.now is not None
+        self._then_bytes = recordings.now.recorder.base_bytes
 
     @property
     def _now(self) -> Recording | None:
@@ -182,18 +225,22 @@ class ProfileSession:
         whole = recordings.result
         if recordings.now is not None:
             self._cut_off = recordings.now.iteration
-            recordings.end(out_of_memory=out_of_memory)
+            recordings.end(out_of_memory=out_of_memory, whole=False)
         if self.trace is None and whole is None and self._part is not None:
             whole = self._part
             recordings.notes.append(
                 "it ended before a round of all its optimizers was recorded: this is a part of one"
             )
+        if self.trace is None and whole is None and not problem and recordings.earlier:
+            whole = recordings.earlier[0]
+            recordings.notes.append(_only(self.iterations_seen, whole.iteration))
         if self.trace is None and whole is not None:
             self._publish_whole(whole)
         if self.trace is not None:
             self._time()
             return
-        seen = [result for result in (recordings.result, recordings.first) if result is not None]
+        parts = (recordings.result, recordings.fragment)
+        seen = [*(result for result in parts if result is not None), *recordings.earlier]
         if problem and (not seen or (out_of_memory and not self._cut_off)):
             seen = [recordings.snapshot()]
             recordings.notes.append(
@@ -205,9 +252,7 @@ class ProfileSession:
         if result is None:
             return
         self._done = True
-        self._publish(
-            self._build(result, problem or "the script ended before the iteration that was to be recorded")
-        )
+        self._publish(self._build(result, problem or TOO_FEW_ITERATIONS))
 
     def _publish_whole(self, result: Result) -> None:
         """`result` is of an iteration that was recorded to its end."""
@@ -231,12 +276,15 @@ class ProfileSession:
         except StopScript:
             raise
         except Exception as error:
-            log.error("memopt failed while it recorded the script; the script goes on", exc_info=True)
-            self.failure = RunFailed(
-                "no profile was written: memopt failed while it recorded the script",
-                why=f"{type(error).__name__}: {error}",
-                try_="reporting the traceback above",
-            )
+            if isinstance(error, NotPossibleHere):
+                self.failure = error
+            else:
+                log.error("memopt failed while it recorded the script; the script goes on", exc_info=True)
+                self.failure = RunFailed(
+                    "no profile was written: memopt failed while it recorded the script",
+                    why=f"{type(error).__name__}: {error}",
+                    try_="reporting the traceback above",
+                )
             self._done = True
             if self._recordings is not None:
                 self._recordings.drop()
@@ -278,6 +326,8 @@ class ProfileSession:
         if over and not self._wanted.keep_running and self._stops < _MOST_STOPS:
             self._stops += 1
             stop_script()
+        elif not over:
+            self._begins(count + 1)
 
     def _next(self, count: int, milliseconds: float) -> None:
         assert self._frames is not None
@@ -292,15 +342,25 @@ class ProfileSession:
             recordings.end()
         elif count > 1:
             self._plain.add(milliseconds, waited_for=False)
-        if count == 1 and iterations.count > 1 and recordings.result is not None:
-            self._part, recordings.result = recordings.result, None
+        if count == 1 and iterations.count > 1:
+            self._part = recordings.result or next(iter(recordings.earlier), self._part)
+            recordings.result = None
+            recordings.earlier.clear()
         self._frames.new_iteration()
         if wanted.warmup <= count and (count < wanted.warmup + wanted.steps or recordings.result is None):
             recordings.begin(iteration=count + 1, with_bytes=recordings.result is None)
-        elif count < wanted.warmup and (wanted.offload is not None or recordings.first is None):
-            recordings.begin(iteration=count + 1, with_bytes=False)
+        elif count < wanted.warmup and (wanted.offload is not None or self._may_be_short(count)):
+            recordings.begin(iteration=count + 1, with_bytes=wanted.offload is None)
         elif recordings.result is not None and not iterations.waits_for_another:
             self._publish_whole(recordings.result)
+
+    def _may_be_short(self, count: int) -> bool:
+        """The second iteration is recorded for scripts that make no third; where nothing will be timed after the third, it is timed.
+
+        Not one of very many ops: the first is known, and recording another takes long."""
+        earlier = self._recordings.earlier if self._recordings is not None else []
+        few = not earlier or len(earlier[0].recorder.ops) < _MANY_OPS
+        return not earlier or (count == 1 and few and not _has_peers())
 
     def _worth_timing(self) -> bool:
         """Shall the script go on, to be timed? Several processes must stop at the same iteration, or one waits for ever."""
@@ -313,18 +373,27 @@ class ProfileSession:
             assert self.trace is not None
             assert self._recordings is not None
             step_ms = self._plain.step_ms(self._recordings.recorded_ms)
-            if step_ms and step_ms != self.trace.step_ms and self._wanted.offload is None:
+            if (
+                self._plain.timed
+                and step_ms
+                and step_ms != self.trace.step_ms
+                and self._wanted.offload is None
+            ):
                 self._publish(msgspec.structs.replace(self.trace, step_ms=step_ms))
 
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
     ) -> None:
         assert self._frames is not None
+        if self._frames.before_training is not None:
+            self._record_first()
         self._frames.paused = True
         now = self._now
         if now is not None:
             recorder, updates = now.recorder, now.updates
-            self._guard(lambda: recorder.backward_began(keep_graph=keep_graph, create_graph=create_graph))
+            self._guard(
+                lambda: recorder.backward_began(roots, keep_graph=keep_graph, create_graph=create_graph)
+            )
             if updates is not None:
                 self._guard(lambda: updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph))
 
@@ -387,6 +456,8 @@ class ProfileSession:
         """A plain iteration: those seen, or, where all were offloaded, the ops alone."""
         if self._wanted.offload is not None and result.usage is not None:
             return sum(result.usage.time_us) / 1000
+        if not self._plain.timed and result.usage is not None:
+            return min(recorded_ms or inf, sum(result.usage.time_us) / 1000)
         return self._plain.step_ms(recorded_ms)
 
     def _facts(self, result: Result) -> dict[str, int]:
@@ -399,11 +470,19 @@ class ProfileSession:
             "create_graph": recorder.create_graph,
             "grad_calls": recorder.grad_calls,
             **{f"{CACHE_EMPTIED}{line}": count for line, count in recorder.cache_emptied.items()},
+            **({BEFORE_TRAINING: before} if (before := self._then_bytes + self._above_bytes) else {}),
             "iterations_seen": self.iterations_seen,
             "boundary_is_backward": int(
                 self._iterations is not None and self._iterations.boundary == "backward"
             ),
         }
+
+
+def _only(made: int, iteration: int) -> str:
+    """What to say of a profile that is not of the iteration that was asked for."""
+    times = "1 iteration" if made == 1 else f"{made} iterations"
+    first = ": what the optimizer keeps was made in it" if iteration == 1 else ""
+    return f"{MADE_ONLY}{times} only, and this is number {iteration}{first}"
 
 
 def _has_peers() -> bool:

@@ -92,11 +92,15 @@ def of_outcome(outcome: Outcome) -> str:
         return "Nothing was measured: the script ended before a whole step was enforced."
     over = outcome.measured_peak_bytes - outcome.budget_bytes
     verdict = (
-        f"Peak {format_bytes(outcome.measured_peak_bytes)}, within the budget of {format_bytes(outcome.budget_bytes)}"
+        f"Peak {format_bytes(outcome.measured_peak_bytes)}, within the budget of {format_bytes(outcome.budget_bytes)}{' in the measured iterations' if outcome.outside_peak_bytes else ''}"
         if over <= 0
         else f"Peak {format_bytes(outcome.measured_peak_bytes)}, {format_bytes(over)} ABOVE the budget of {format_bytes(outcome.budget_bytes)}"
     )
-    return f"{verdict}; without the plan {format_bytes(outcome.unplanned_peak_bytes)}."
+    outside = outcome.outside_peak_bytes
+    elsewhere = (
+        f" Outside the measured iterations about {format_bytes(outside)} were held." if outside else ""
+    )
+    return f"{verdict}; without the plan {format_bytes(outcome.unplanned_peak_bytes)}.{elsewhere}"
 
 
 def change(now: float, before: float, *, none: str = "no change") -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-import memopt
 from memopt.device import Device
 from memopt.errors import BadFile
 from memopt.estimators.allocator.settings import AllocatorSettings, round_request
@@ -19,6 +18,7 @@ from memopt.estimators.snapshot.read import ACTIONS, Snapshot, SnapshotDevice, r
 from memopt.estimators.snapshot.stacks import Where, read_stack
 from memopt.estimators.snapshot.start import allocator_trace
 from memopt.trace import CATEGORIES, PHASES, Csr, Ops, Script, Slots, Storages, Trace, Values
+from memopt.version import VERSION
 
 PARTIAL = "it was made from a memory snapshot, which holds allocations but no operators"
 _BEFORE = Where(op="", function="", line="", phase="other", makes_parameters=False)
@@ -185,7 +185,7 @@ class _Reader:
         empty = Csr.of([])
         modules = [text(f"{op.where.function}#0" if op.where.function else "@") for op in ops]
         return Trace(
-            memopt=memopt.__version__,
+            memopt=VERSION,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             script=Script(argv=[], cwd=""),
             device=Device(kind="cuda", allocator=settings),

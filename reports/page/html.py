@@ -12,7 +12,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import memopt
 from memopt.reports import benchmarks, figures, tradeoff
 from memopt.reports.headline import command_of, of_inputs
 from memopt.reports.inputs import Inputs, Run
@@ -21,6 +20,7 @@ from memopt.reports.page.data import run_data
 from memopt.reports.page.source import Source
 from memopt.reports.text import esc, json_in_html
 from memopt.units import format_bytes
+from memopt.version import VERSION
 
 _SCRIPTS = ("core.js", "run.js", "area.js", "strip.js", "table.js", "page.js")
 _PACK_FROM_BYTES = 400_000
@@ -185,7 +185,7 @@ def _filled(body: str, data: dict[str, Any], title: str) -> str:
     plotly = _plotly() if wants_plotly else ""
     slots = {
         "csp": _policy([theme, script, *([plotly] if plotly else [])]),
-        "version": memopt.__version__,
+        "version": VERSION,
         "title": esc(f"{title} · memopt", 200),
         "css": _template("page.css"),
         "theme": theme,

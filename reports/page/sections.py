@@ -14,7 +14,7 @@ from memopt.reports.text import esc, together
 from memopt.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
-    from memopt.advisors.lints.find import Lint
+    from memopt.advisors.lints.registry import Lint
     from memopt.outcome import Outcome
     from memopt.plan import Plan
     from memopt.reports.inputs import Run

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from memopt.cli.commands import COMMANDS, load
+from memopt.cli.table import COMMANDS, load
 from tests.support import man_pages
 from tests.support.command_pages import FOLDER, page_of
 from tests.support.profiled import profiler

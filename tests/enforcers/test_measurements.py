@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from memopt.device import Device
@@ -69,3 +70,43 @@ def test_where_a_plan_joins_a_run_the_next_iteration_is_measured(measured):
     found.iteration_begins(8, LOOP)
     found.end()
     assert found.peak_bytes == 300
+
+
+def test_the_iteration_that_was_profiled_is_measured_where_there_are_no_more(measured):
+    for iteration in (1, 2):
+        found = measured([700])
+        found._plan = msgspec.structs.replace(found._plan, iteration=iteration)
+        found.training_begins()
+        for count in range(1, iteration + 1):
+            found.iteration_ended(count, 1.0, None, plain=False)
+            found.iteration_begins(count, LOOP)
+        found.end()
+        assert found.peak_bytes == 700
+
+
+def test_a_measured_peak_unlike_the_predicted_one_is_told(measured):
+    """Under an empty plan nobody counts what autograd saves."""
+    found = measured([2, 2])
+    for count in (1, 2, 3):
+        found.iteration_ended(count, 1.0, None, plain=False)
+        found.iteration_begins(count, LOOP)
+    assert ["100% above the predicted one" in note for note in found.notes()] == [True]
+
+
+def test_what_was_held_outside_the_measured_iterations_is_told(measured, monkeypatch):
+    megabytes = 1 << 20
+    monkeypatch.setattr(measurements, "was_above_now_bytes", lambda kind: 300 * megabytes)
+    found = measured([100 * megabytes] * 2)
+    found.training_begins()
+    for count in (1, 2, 3):
+        found.iteration_ended(count, 1.0, None, plain=False)
+        found.iteration_begins(count, LOOP)
+    assert found.outside_bytes() == 300 * megabytes + Meter.base_bytes
+    assert found.outside_bytes(whole_run_bytes=500 * megabytes) == 500 * megabytes
+    monkeypatch.setattr(measurements, "was_above_now_bytes", lambda kind: 50 * megabytes)
+    small = measured([100 * megabytes] * 2)
+    small.training_begins()
+    for count in (1, 2, 3):
+        small.iteration_ended(count, 1.0, None, plain=False)
+        small.iteration_begins(count, LOOP)
+    assert small.outside_bytes(whole_run_bytes=101 * megabytes) == 0

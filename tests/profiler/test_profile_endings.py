@@ -56,13 +56,17 @@ def test_quiet_says_nothing(profile: Profiler) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_script_that_is_too_short_leaves_its_first_step(profile: Profiler, steps: int) -> None:
+def test_a_script_that_is_too_short_leaves_its_last_step(profile: Profiler, steps: int) -> None:
+    """It can be planned for, and says which step it is."""
     run = profile("ends.py", "end", str(steps), options=())
     assert run.returncode == 0
     assert "goodbye" in run.stdout
-    assert run.trace.partial == "the script ended before the iteration that was to be recorded"
-    assert (run.trace.iteration, run.trace.facts["iterations_seen"]) == (1, steps)
-    assert "memopt: it is partial: " in run.stderr
+    assert run.trace.partial == ""
+    assert (run.trace.iteration, run.trace.facts["iterations_seen"]) == (steps, steps)
+    made = "1 iteration" if steps == 1 else "2 iterations"
+    assert f"memopt: the script made {made} only, and this is number {steps}" in run.stderr
+    assert "memopt: next: memopt advise " in run.stderr
+    assert any(extra > 0 for extra in run.trace.ops.extra_bytes), "what ops hold inside was measured"
     assert sum(peak_of(run.trace).by_category.values()) == run.trace.peak_bytes
     parameters = [label for label in largest(run.trace, "parameter") if "·" in label]
     assert len(parameters) == 4
@@ -100,7 +104,7 @@ def test_out_of_memory_names_what_filled_the_device(profile: Profiler) -> None:
 
 
 def test_out_of_memory_between_recordings_is_a_snapshot(profile: Profiler) -> None:
-    run = profile("ends.py", "memory", "1", options=())
+    run = profile("ends.py", "memory", "3", options=("--warmup", "6"))
     assert run.trace.op_count == 0
     assert "was not recorded" in run.trace.notes[0]
     peak = peak_of(run.trace)
@@ -121,8 +125,9 @@ def test_an_op_that_fails_is_the_last_one(profile: Profiler) -> None:
 def test_sys_exit_in_the_middle_keeps_its_code(profile: Profiler) -> None:
     run = profile("ends.py", "exit", "2", options=())
     assert (run.returncode, run.stdout.endswith("goodbye\n")) == (3, True)
-    assert run.trace.partial == "the script ended before the iteration that was to be recorded"
-    assert run.trace.iteration == 1, "a whole first step tells more than half a third one"
+    assert (run.trace.partial, run.trace.iteration) == ("", 2), (
+        "a whole step tells more than half a third one"
+    )
 
 
 def test_interrupt_dies_of_the_signal_and_leaves_a_profile(profile: Profiler) -> None:

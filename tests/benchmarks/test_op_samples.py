@@ -10,7 +10,7 @@ import pytest
 from benchmarks.op_samples import KINDS, Held, hold, op_names, samples
 
 OPS_EACH = 10
-ALWAYS = ("linalg.pinv", "linalg.svdvals", "linalg.cond", "sigmoid")
+ALWAYS = ("linalg.pinv", "linalg.svdvals", "linalg.cond", "sigmoid", "prod", "cumprod")
 
 
 @pytest.mark.filterwarnings("ignore")
