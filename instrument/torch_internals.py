@@ -143,8 +143,10 @@ _cuda = torch.backends.cuda.is_built()
 if TYPE_CHECKING:  # what annotations name, and what is inherited from
     from torch._ops import OpOverload as OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
     from torch.utils._pytree import TreeSpec as TreeSpec
+
+    is_wrapper = is_traceable_wrapper_subclass
 else:
     OpOverload = _watch("torch._ops.OpOverload", "the type of what a dispatch mode is handed")
     TorchDispatchMode = _watch("torch.utils._python_dispatch.TorchDispatchMode", "sees every op")
