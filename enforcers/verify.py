@@ -331,10 +331,11 @@ def digest(tensor: torch.Tensor) -> str:
     """Digest of shape, dtype and every bit of `tensor`."""
     import torch
 
-    from memopt.instrument.torch_internals import disable_current_modes, is_wrapper, parts_of
+    from memopt.instrument.torch_internals import disable_current_modes, is_wrapper
 
     if is_wrapper(tensor):  # DTensor: this process's part of it
-        found = [getattr(tensor, part) for part in parts_of(tensor)]
+        parts, _ = tensor.__tensor_flatten__()
+        found = [getattr(tensor, part) for part in parts]
         return " ".join(digest(part) for part in found if isinstance(part, torch.Tensor))
     with torch.no_grad(), disable_current_modes():
         plain = tensor.detach()

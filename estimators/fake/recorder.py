@@ -58,7 +58,7 @@ from memopt.estimators.fake.values.real import stays_real
 from memopt.estimators.fake.values.shapes import Shapes
 from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording, StorageRow, on_fullest
-from memopt.instrument.torch_internals import TorchDispatchMode, disable_current_modes, is_wrapper, parts_of
+from memopt.instrument.torch_internals import TorchDispatchMode, disable_current_modes, is_wrapper
 
 Target = Literal["cuda", "cpu"]
 _NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
@@ -228,7 +228,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
     def rows_of(self, tensor: torch.Tensor) -> Iterator[StorageRow]:
         """What is recorded of the storages under `tensor`: of a wrapper, under the tensors that it holds."""
         if is_wrapper(tensor):
-            held = (getattr(tensor, name) for name in parts_of(tensor))
+            held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             for each in held:
                 if isinstance(each, torch.Tensor):  # a DTensor holds its mesh too
                     yield from self.rows_of(each)
