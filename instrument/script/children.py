@@ -59,7 +59,7 @@ class Children:
             else:
                 original(process)
 
-        BaseProcess.start = start  # type: ignore[method-assign]
+        BaseProcess.start = start  # type: ignore[method-assign,assignment]
 
     def remove(self) -> None:
         BaseProcess.start = self._start  # type: ignore[method-assign]
