@@ -3,14 +3,15 @@ SHELL := bash
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
-VENV ?= .venv
+# TORCH=2.11.0: with that torch in a venv of its own, so `make test TORCH=2.11.0`.
+VENV ?= .venv$(TORCH:%=-torch-%)
 JOBS ?= 2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ROOMS := instrument profiler estimators advisors enforcers reports cli
-SOURCES := memopt $(ROOMS) tests benchmarks examples
+SOURCES := memopt $(ROOMS) tests tools benchmarks examples
 
-.PHONY: help install demo test lint format types docs bench bench-estimate bench-gpu bench-advise bench-run clean
+.PHONY: help install demo test quick lint format types docs bench bench-estimate bench-gpu bench-advise bench-run clean
 
 help: ## Show what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -19,7 +20,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("memopt needs Python 3.11 or newer: make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade "pip>=25.1"
-	$(BIN)/pip install --quiet --quiet -c constraints.txt --group dev -e .
+	grep -v -E '$(if $(TORCH),^(torch|setuptools)==,^$$)' constraints.txt >$(VENV)/constraints.txt
+	$(BIN)/pip install --quiet --quiet -c $(VENV)/constraints.txt --group dev $(TORCH:%=torch==%) -e .
 	@touch $@
 
 install: $(READY) ## Make .venv with memopt and everything it is tested with
@@ -30,9 +32,13 @@ demo: $(READY) ## Profile, advise and apply on an example; predicted beside meas
 test: $(READY) ## Run the tests (ARGS="-k name" for some of them)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-lint: $(READY) ## Check style and formatting
+quick: $(READY) ## Run the tests that start no process, ask no solver and take no time: a minute
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not script and not solver and not slow" $(ARGS)
+
+lint: $(READY) ## Check style, formatting and the rules of the house (tools/house.py)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/python -m tools.house
 
 format: $(READY) ## Format the code
 	$(BIN)/ruff format $(SOURCES)
@@ -42,8 +48,10 @@ types: $(READY) ## Check types (mypy --strict) through a view in which the rooms
 	@ln -sfn $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/integrations $(CURDIR)/memopt/py.typed build/types/memopt/
 	$(BIN)/mypy
 
-docs: $(READY) ## Write the help of every command into its page
+docs: $(READY) ## Write what the docs have from the code: the help of every command, manual pages, completions, torch's private names
 	$(BIN)/python -m tests.support.command_pages
+	$(BIN)/python -m tests.support.man_pages
+	$(BIN)/python -m tests.support.internals_page
 
 bench: $(READY) ## Models x budgets: predicted and measured peak and step time, same losses or not (ARGS="--models resnet50")
 	$(BIN)/python -m benchmarks.bench $(ARGS)

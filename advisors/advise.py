@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from memopt.advisors.profiles.auto import Auto
 from memopt.advisors.profiles.blockers import Floor, Reached, lowest_floor
+from memopt.advisors.profiles.holds import LESS
 from memopt.advisors.profiles.optimizer_move import plan_jointly, plan_moved_at_last, plan_with_pieces
 from memopt.advisors.profiles.plan_writer import write_plan
 from memopt.advisors.profiles.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
@@ -16,6 +17,8 @@ from memopt.advisors.registry import find_strategy
 from memopt.advisors.strategies.modnn import Modnn
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
+from memopt.estimators.simulator.gradients_away import gradients_away
+from memopt.estimators.simulator.gradients_away import why_not as why_gradients_stay
 from memopt.estimators.simulator.in_backward import in_backward, why_not
 from memopt.estimators.simulator.in_pieces import Pieces, in_pieces
 from memopt.estimators.simulator.in_pieces import why_not as why_not_in_pieces
@@ -31,6 +34,9 @@ _LINK_SHARE = {"disk": 0.6, "host": 0.9}
 
 _SHARES_AWAY = (0.3, 0.6, 1.0)
 """Of all parameters' bytes: the state of the largest that have so much of them may be in a tier between steps."""
+
+_Way = tuple[Tier | None, float, bool]
+"""Where state is between steps, of how large a share, and whether gradients are there, too."""
 
 Decided = tuple[Problem, Decisions, tuple[str, ...]]
 """The problem (of the run as it is, or with the optimizer inside backward), what is decided, and notes for the reader."""
@@ -64,7 +70,7 @@ class Adviser:
     """Did Ctrl-C end a search?"""
     _view: TraceView | None = None
     _moved_view: TraceView | None = None
-    _in_pieces_views: dict[tuple[Tier | None, float], tuple[TraceView, Pieces]] = field(default_factory=dict)
+    _in_pieces_views: dict[_Way, tuple[TraceView, Pieces]] = field(default_factory=dict)
     _floor: Floor | None = None
 
     @property
@@ -109,15 +115,16 @@ class Adviser:
             return []
         found: list[Problem] = []
         tiers = self._state_tiers(problem.device)
-        ways: list[tuple[Tier | None, float]] = [
-            (None, 0.0),
-            *((tier, share) for tier in tiers for share in _SHARES_AWAY),
+        ways: list[_Way] = [
+            (None, 0.0, False),
+            *((tier, share, False) for tier in tiers for share in _SHARES_AWAY),
+            *((tier, 1.0, True) for tier in tiers if not why_gradients_stay(self.trace)),
         ]
         for way in ways:
-            if way not in self._in_pieces_views:
-                trace, pieces = in_pieces(self.trace, way[0], problem.device, way[1])
-                self._in_pieces_views[way] = TraceView(trace), pieces
-            view, pieces = self._in_pieces_views[way]
+            known = self._in_pieces_view(way, problem.device)
+            if known is None:
+                continue
+            view, pieces = known
             other = Problem(
                 view,
                 Simulator(view, problem.device),
@@ -132,6 +139,21 @@ class Adviser:
             if other.plain.peak_bytes < last.plain.peak_bytes or other.floor_bytes < last.floor_bytes:
                 found.append(other)
         return found
+
+    def _in_pieces_view(self, way: _Way, device: Device) -> tuple[TraceView, Pieces] | None:
+        if way not in self._in_pieces_views:
+            tier, share, with_gradients = way
+            trace, pieces = in_pieces(self.trace, tier, device, share)
+            if with_gradients:
+                assert self.trace.updates is not None
+                assert tier is not None
+                gone = gradients_away(trace, self.trace.updates, tier, device, pieces.piece_bytes)
+                if gone is None:
+                    return None
+                trace, size, late = gone
+                pieces = replace(pieces, gradient_bytes=size, cleared_late=late)
+            self._in_pieces_views[way] = TraceView(trace), pieces
+        return self._in_pieces_views[way]
 
     def _state_tiers(self, device: Device) -> list[Tier]:
         """Where optimizer state may be between steps."""
@@ -174,7 +196,7 @@ class Adviser:
             raise BudgetInfeasible(
                 error.budget_bytes,
                 error.min_peak_bytes,
-                (*error.blockers, self.floor.words, *without_a_plan),
+                (*_with_floor(error.blockers, self.floor.words), *without_a_plan),
                 try_=error.try_,
                 reached=error.reached,
             ) from None
@@ -262,6 +284,12 @@ def _excess(problem: Problem) -> float:
     """Bytes above the target, summed over the ops but those of the optimizer, which may run at another time."""
     over = problem.plain.high_bytes - problem.target_bytes
     return float(over[(over > 0) & (problem.view.phase != PHASES.index("optimizer"))].sum())
+
+
+def _with_floor(blockers: tuple[str, ...], floor: str) -> tuple[str, ...]:
+    """The floor in the line of what moves it, where there is one."""
+    *others, last = blockers or ("",)
+    return (*others, f"{last}; {floor}") if last.startswith(LESS) else (*blockers, floor)
 
 
 def _optimality(problem: Problem, decisions: Decisions) -> tuple[str, ...]:

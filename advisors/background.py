@@ -17,6 +17,7 @@ from typing import Final
 
 from memopt.errors import MemoptError, RunFailed
 from memopt.plan import Plan, load_plan
+from memopt.version import IMPORT_ROOT
 
 _NICE: Final = 10
 _ENTRY: Final = (
@@ -94,10 +95,7 @@ def _why_file(output: Path) -> Path:
 
 def _path_to_memopt() -> str:
     """Where `memopt` itself was imported from, then what the user has set."""
-    import memopt
-
-    home = str(Path(str(memopt.__file__)).resolve().parent.parent)
-    return os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), home)))
+    return os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH", ""), IMPORT_ROOT)))
 
 
 def main() -> None:

@@ -73,22 +73,34 @@ def apply(
     plan: Path,
     args: tuple[str, ...],
 ) -> int:
-    """Run the script of PLAN as it was profiled, with the plan enforced.
+    """Run the script of PLAN as it was profiled, with the plan enforced. %r in PLAN is the rank.
 
     ARGS, after --, take the place of the script's own arguments. The script's output, exit code and
     signals stay its own; at the end stderr tells the measured peak and step time beside the predicted.
     """
     from memopt.cli.shared.console import say
-    from memopt.cli.shared.ranks import path_of_rank
+    from memopt.cli.shared.ranks import expand, path_of_rank, rank_here
     from memopt.enforcers.memory_limit import limit_of
     from memopt.enforcers.session import ApplySession, Options
     from memopt.files import refuse_overwrite, swap_folder
     from memopt.plan import load_plan
 
+    if in_place and verify_steps is None:
+        raise UsageError(
+            "--in-place goes with --verify",
+            why="a run under a plan runs where the script is",
+            try_="--verify 3 --in-place",
+        )
+    if deterministic and verify_steps is None:
+        raise UsageError(
+            "--deterministic goes with --verify",
+            why="a run under a plan uses the algorithms that the script asks for",
+            try_="--verify 3 --deterministic",
+        )
     if outcome_path is not None:
         outcome_path = path_of_rank(str(outcome_path), ".json")
         refuse_overwrite(outcome_path, force=force)
-    plan_path = plan.absolute()
+    plan_path = (plan if plan.exists() else Path(expand(str(plan), os.environ.get("RANK", "")))).absolute()
     loaded = load_plan(plan_path)
     for said in prepare_run(loaded, os.environ):
         say(said)
@@ -101,9 +113,8 @@ def apply(
     command = command_to_run(loaded, args, cwd)
     for warning in _doubts(loaded, command, changed_script=changed_script):
         say(warning)
-    if not quiet:
-        words = ("python", *(("-m",) if command.as_module else ()), *command.argv)
-        say(f"running {shlex.join(words)} in {os.getcwd()}")
+    if not quiet and not rank_here():
+        say(f"running {command.in_words} in {os.getcwd()}")
     if verify_steps is not None:
         return _verify(
             plan_path,
@@ -114,22 +125,12 @@ def apply(
             deterministic=deterministic,
             in_place=in_place,
         )
-    if in_place:
-        raise UsageError(
-            "--in-place goes with --verify",
-            why="a run under a plan runs where the script is",
-            try_="--verify 3 --in-place",
-        )
-    if deterministic:
-        raise UsageError(
-            "--deterministic goes with --verify",
-            why="a run under a plan uses the algorithms that the script asks for",
-            try_="--verify 3 --deterministic",
-        )
     limit_bytes = limit_of(loaded) if hold else 0
     options = Options(swap_dir=folder, measure=not no_measure, limit_bytes=limit_bytes)
     session = ApplySession(loaded, options)
-    return _run(session, command, outcome_path, Told(loaded, options, session), quiet=quiet, strict=strict)
+    return _run(
+        session, loaded, command, outcome_path, Told(loaded, options, session), quiet=quiet, strict=strict
+    )
 
 
 def prepare_run(plan: Plan, environment: MutableMapping[str, str]) -> list[str]:
@@ -204,6 +205,12 @@ def _doubts(plan: Plan, command: Command, *, changed_script: bool) -> list[str]:
     from memopt.instrument.script.runner import find_source
 
     doubts = []
+    world = int(os.environ.get("WORLD_SIZE") or 1)
+    if plan.script.world not in (0, world):
+        doubts.append(
+            f"the plan was made for a run of {plan.script.world} process{'es' if plan.script.world > 1 else ''}, this is one of {world}: "
+            "shards and batches may have other sizes"
+        )
     found = hashlib.sha256(find_source(command).read_bytes()).hexdigest()
     if found != plan.script.sha256:
         known = bool(plan.script.sha256)
@@ -289,6 +296,7 @@ class Told:
 
 def _run(
     session: ApplySession,
+    plan: Plan,
     command: Command,
     outcome_path: Path | None,
     told: Told,
@@ -316,10 +324,10 @@ def _run(
                 failed.append(RunFailed.exit_code)
                 say(str(error))
         if not quiet:
-            from memopt.cli.shared.console import err
-            from memopt.reports.outcome import render_outcome
-
-            err().print(render_outcome(outcome))
+            _tell(outcome)
+        role = _another_role(plan, outcome)
+        if role and not quiet:
+            say(role)
         if outcome.actions.planned and not outcome.actions.done:
             plain = not_enforced(outcome, told=not quiet)
             if strict:
@@ -342,6 +350,35 @@ def _run(
         runner.leave_child(code)
     end()
     return code or (failed[0] if failed else 0)
+
+
+def _tell(outcome: Outcome) -> None:
+    """Predicted beside measured: of this process, or, in the first rank of a machine, of all."""
+    from memopt.cli.shared.console import err
+    from memopt.cli.shared.ranks import gathered, rank_here
+    from memopt.reports.outcome import render_outcome, render_ranks
+
+    outcomes = gathered(outcome)
+    if outcomes is None:
+        return
+    if rank_here() is None:
+        err().print(render_outcome(outcome))
+    else:
+        err().print(render_ranks(outcomes, int(os.environ["WORLD_SIZE"])))
+
+
+def _another_role(plan: Plan, outcome: Outcome) -> str:
+    """Where the run left the plan, and the plan is another rank's: that ranks may do different things, and what to do."""
+    from memopt.cli.shared.ranks import rank_here
+
+    rank, planned = rank_here(), plan.script.rank
+    left = outcome.divergences or outcome.actions.done < outcome.actions.planned
+    if rank is None or planned < 0 or planned == rank or not left:
+        return ""
+    return (
+        f"this plan was made from the profile of rank {planned}, whose part in the run is another: "
+        "profile every rank (memopt profile -o NAME-%r.profile.json.gz), plan for each, and memopt apply NAME-%r.plan.json"
+    )
 
 
 def not_enforced(outcome: Outcome, *, told: bool) -> NotEnforced:

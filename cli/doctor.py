@@ -15,10 +15,10 @@ from typing import Any
 
 import click
 
-import memopt
 from memopt.errors import reason
 from memopt.files import swap_folder
 from memopt.units import format_bytes
+from memopt.version import VERSION
 
 PARTS = (
     "torch",
@@ -61,7 +61,7 @@ def doctor(swap_dir: Path | None, as_json: bool) -> None:
 def examine(swap_dir: Path) -> Facts:
     """All that doctor tells, as plain data."""
     facts: Facts = {
-        "memopt": memopt.__version__,
+        "memopt": VERSION,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: _version(name) for name in PARTS},
@@ -143,12 +143,14 @@ def torch_build() -> Facts:
         return {
             "importable": False,
             "why": f"{type(error).__name__}: {error}",
+            "lost": {},
             "accelerator": None,
             "devices": [],
         }
     facts: Facts = {
         "importable": True,
         "why": "",
+        "lost": _lost(),
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "threads": torch.get_num_threads(),
@@ -160,6 +162,16 @@ def torch_build() -> Facts:
         facts["accelerator"] = kind.type if kind else None
         facts["devices"] = [_device(facts["accelerator"], i) for i in range(torch.accelerator.device_count())]
     return facts
+
+
+def _lost() -> dict[str, list[str]]:
+    """Feature -> private names of torch's that it needs and that this release does not have."""
+    from memopt.estimators.fake import torch_internals as of_estimates
+    from memopt.instrument import torch_internals
+
+    names = [*torch_internals.NAMES, *of_estimates.NAMES]
+    features = {name.feature for name in names if name.found is False}
+    return {feature: torch_internals.lost(names, feature) for feature in features}
 
 
 def _device(kind: str, index: int) -> Facts:
@@ -242,6 +254,11 @@ def possible(facts: Facts) -> dict[str, str]:
         else f"no: {facts['nvidia_driver']['why'] or 'no GPU'}",
         "estimate of an ONNX file": _extra(versions["onnx"], "onnx"),
         "exact planning": _extra(versions["highspy"], "exact"),
+        "swapadvisor": _extra(versions["deap"], "swapadvisor"),
+        **{
+            feature: f"no: torch {versions['torch']} has lost what it needs: {', '.join(names)}"
+            for feature, names in torch["lost"].items()
+        },
     }
 
 
@@ -250,8 +267,11 @@ def _extra(version: str | None, name: str) -> str:
 
 
 def _display(facts: Facts) -> None:
+    from memopt.cli.shared.console import width_of, wrapped_beside
+
+    width = width_of(sys.stdout)
     for name, text in _lines(facts):
-        click.echo(f"{name:<26} {text}")
+        click.echo(wrapped_beside(f"{name:<26} ", text, width))
 
 
 def _lines(facts: Facts) -> list[tuple[str, str]]:

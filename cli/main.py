@@ -11,10 +11,11 @@ from typing import NoReturn
 
 import click
 
-import memopt
 from memopt.cli.commands import LazyGroup
 from memopt.cli.shared.config import COLORS, configured_color
+from memopt.cli.shared.console import say
 from memopt.errors import MemoptError, UsageError
+from memopt.version import VERSION
 
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 EPILOG = """\b
@@ -37,7 +38,7 @@ Completion: eval "$(_MEMOPT_COMPLETE=bash_source memopt)" (or zsh_source; fish_s
         "max_content_width": 110,
     },
 )
-@click.version_option(memopt.__version__, prog_name="memopt", message="%(prog)s %(version)s")
+@click.version_option(VERSION, prog_name="memopt", message="%(prog)s %(version)s")
 @click.option("--color", type=click.Choice(COLORS), default=None, help="When to colour the output.")
 @click.pass_context
 def group(context: click.Context, color: str | None) -> None:
@@ -74,16 +75,16 @@ def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
         if sys.stdout is sys.__stdout__ and sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()  # one of the script's own is left to the interpreter
     except MemoptError as error:
-        print(f"memopt: {error}", file=sys.stderr)
+        say(str(error))
         return error.exit_code
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return error.exit_code
     except click.ClickException as error:
-        print(f"memopt: {_in_three_parts(error)}", file=sys.stderr)
+        say(str(_in_three_parts(error)))
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        print("memopt: interrupted", file=sys.stderr)
+        say("interrupted")
         _die_of_interrupt()
     except BrokenPipeError:
         _leave_stdout()  # the reader (`| head`) has seen enough
@@ -95,7 +96,7 @@ def run(args: Sequence[str] | None = None, prog_name: str = "memopt") -> int:
         told = MemoptError(
             "what was asked for could not be written", why=str(error), try_="a disk with room for it"
         )
-        print(f"memopt: {told}", file=sys.stderr)
+        say(str(told))
         return told.exit_code
     return code if isinstance(code, int) else 0
 

@@ -64,8 +64,10 @@ def _leave_snapshot(path: Path) -> None:
     """torch's own snapshot of the allocator, where there is one to take."""
     import torch
 
+    from memopt.instrument.torch_internals import dump_snapshot
+
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.memory._dump_snapshot(str(path))
+        dump_snapshot(str(path))
 
 
 def _page(path: Path) -> Path:

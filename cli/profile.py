@@ -7,6 +7,7 @@ import secrets
 import shlex
 import signal
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ import click
 
 from memopt.cli.on_oom import leaving_traces
 from memopt.cli.shared.device_here import require_device
-from memopt.cli.shared.ranks import path_of_rank
+from memopt.cli.shared.ranks import path_of_rank, rank_here
 from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from memopt.trace import Trace
 
 _SOFTWARE = RunFailed.exit_code
+_SILENT_S = 1.0
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -96,7 +98,7 @@ def profile(
             why="there is no such folder",
             try_=f"mkdir -p {swap_dir}",
         )
-    ending = _Ending(path, quiet)
+    ending = _Ending(path, quiet, warmup)
     wanted = Wanted(
         warmup=warmup,
         steps=steps,
@@ -105,7 +107,13 @@ def profile(
         device=device or "",
         offload=tier_opener(folder) if offload else None,
     )
-    session = ProfileSession(command, wanted, done=ending.write)
+    begins = Progress(warmup + 1)
+    quiet_now = quiet or bool(rank_here())
+    if not quiet_now:
+        begins.say(f"running {command.in_words}, to record iteration {warmup + 1}")
+    session = ProfileSession(
+        command, wanted, done=ending.write, begins=begins if not quiet_now else lambda iteration: None
+    )
     in_child = RecordsChild(command, replace(wanted, offload=None), path, ending.claim)
     children = Children(in_child, wanted=lambda: not session.iterations_seen)
     return ending.run(session, command, children, keep_running=keep_running)
@@ -137,10 +145,36 @@ def profile_path(output: str | None, command: Command) -> Path:
     return path_of_rank(output, ".profile.json.gz")
 
 
+class Progress:
+    """Says which iteration begins, at most once a second: a quick script's lines would be nothing but noise."""
+
+    def __init__(self, recorded: int) -> None:
+        self._recorded = recorded
+        self._said_s = 0.0
+
+    def say(self, text: str) -> None:
+        from memopt.cli.shared.console import say
+
+        say(text)
+        self._said_s = time.monotonic()
+
+    def __call__(self, iteration: int) -> None:
+        """Iteration `iteration` begins."""
+        if time.monotonic() < self._said_s + _SILENT_S:
+            return
+        of = f"iteration {iteration} of {self._recorded}"
+        if iteration > self._recorded:
+            self.say(f"timing iteration {iteration}, without recording")
+        else:
+            self.say(f"recording {of}" if iteration == self._recorded else f"{of}, before the recorded one")
+
+
 class _Ending:
     """Writes the profile when there is one, and says at the end what became of it."""
 
-    def __init__(self, path: Path, quiet: bool) -> None:
+    def __init__(self, path: Path, quiet: bool, warmup: int) -> None:
+        self._warmup = warmup
+        self._raised = ""
         self._path = path
         self._quiet = quiet
         self._pid = os.getpid()
@@ -173,15 +207,23 @@ class _Ending:
         children.install()
         try:
             code = runner.run(
-                command, raised=leaving_traces(command, session.ended_by, lambda: session.trace)
-            )
+                command, raised=leaving_traces(command, lambda error: self._ended_by(session, error), lambda: session.trace)
+            )  # fmt: skip
         except KeyboardInterrupt:
             if os.getpid() == self._pid:
                 self._end(session, ended_well=False, interrupted=True)
             runner.die_of(signal.SIGINT)
         if os.getpid() != self._pid:
             runner.leave_child(code)
+        if code and not self._raised:
+            self._raised = f"the script ended with exit code {code}"
         return self._end(session, ended_well=code == 0 and not keep_running) or code
+
+    def _ended_by(self, session: ProfileSession, error: BaseException) -> None:
+        from memopt.profiler.ending import in_words
+
+        self._raised = in_words(error)
+        session.ended_by(error)
 
     def _terminated(self, session: ProfileSession) -> None:
         if os.getpid() == self._pid:
@@ -190,7 +232,7 @@ class _Ending:
 
     def _end(self, session: ProfileSession, *, ended_well: bool, interrupted: bool = False) -> int:
         """Say what was written; the exit code when memopt failed and the script did not."""
-        from memopt.cli.shared.console import outlive_the_scripts_stderr
+        from memopt.cli.shared.console import outlive_the_scripts_stderr, say
 
         outlive_the_scripts_stderr()
         session.finished()
@@ -202,19 +244,26 @@ class _Ending:
         failure = (
             self._failure
             or session.failure
-            or (None if self._trace else nothing_seen(session, interrupted=interrupted))
+            or (None if self._trace else nothing_seen(session, interrupted=interrupted, raised=self._raised))
         )
         if failure is not None:
-            click.echo(f"memopt: {failure}", err=True)
+            say(str(failure))
             return _SOFTWARE if ended_well else 0
         if not self._quiet and self._trace is not None:
-            for line in what_was_written(self._trace, self._path):
-                click.echo(f"memopt: {line}", err=True)
+            for line in what_was_written(self._trace, self._path, self._warmup):
+                say(line)
         return 0
 
 
-def nothing_seen(session: ProfileSession, *, interrupted: bool) -> RunFailed:
-    """Why there is no profile at all."""
+def nothing_seen(session: ProfileSession, *, interrupted: bool, raised: str = "") -> RunFailed:
+    """Why there is no profile at all; `raised`: how the script itself failed."""
+    if raised and not interrupted:
+        trained = "a whole step of training was seen" if session.iterations_seen else "it trained"
+        return RunFailed(
+            f"no profile was written: {raised}, before {trained}",
+            why="the error is the script's own: it was run as python runs it",
+            try_="the same again once the script runs under python",
+        )
     if interrupted:
         return RunFailed(
             "no profile was written: the script was interrupted",
@@ -237,17 +286,24 @@ def nothing_seen(session: ProfileSession, *, interrupted: bool) -> RunFailed:
     )
 
 
-def what_was_written(trace: Trace, path: Path) -> list[str]:
-    """The last lines: the file, what it holds, and the command to type next."""
+def what_was_written(trace: Trace, path: Path, warmup: int = 0) -> list[str]:
+    """The last lines: the file, what it holds, and the command to type next. `warmup`: how many iterations it waited for."""
     from memopt.units import format_bytes
 
     try:
         name = str(path.relative_to(Path.cwd()))
     except (ValueError, OSError):
         name = str(path)
+    from memopt.profiler.session import TOO_FEW_ITERATIONS
+
     lines = [f"wrote {name} (peak {format_bytes(trace.peak_bytes)}, {trace.op_count} ops)"]
     if trace.partial:
-        lines += [f"it is partial: {trace.partial}", f"next: memopt show {shlex.quote(name)}"]
+        lines.append(f"it is partial: {trace.partial}")
+        if trace.partial == TOO_FEW_ITERATIONS and warmup:
+            words = shlex.join([*(["-m"] if trace.script.as_module else []), *trace.script.argv])
+            lines.append(f"next: memopt profile --warmup 0 {words}")
+        else:
+            lines.append(f"next: memopt show {shlex.quote(name)}")
         if "out of memory" in trace.partial:
             lines.append(
                 "      to plan for it all the same: memopt profile --offload SCRIPT, or a smaller batch"

@@ -16,7 +16,7 @@ from memopt.trace import Trace, load_trace
 from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
-    from memopt.advisors.lints.find import Lint
+    from memopt.advisors.lints.registry import Lint
 
 
 @click.command()

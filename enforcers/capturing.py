@@ -7,9 +7,6 @@ decides by who still holds a tensor what the next graph may write over: there ev
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 
 class Capturing:
     """Of `device`'s type, asked before each thing that a graph must not see."""
@@ -35,6 +32,10 @@ class Capturing:
 
 
 def _graph_trees() -> bool:
-    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
-    containers = getattr(getattr(trees, "local", None), "tree_manager_containers", {})
+    from memopt.instrument.torch_internals import Gone, graph_trees
+
+    trees = graph_trees()
+    if isinstance(trees, Gone):
+        return True  # perhaps: then nothing is taken away
+    containers = getattr(trees, "tree_manager_containers", {})
     return any(getattr(each, "tree_manager", None) is not None for each in containers.values())

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.codecs.encoded import Encoded, flat_storage
@@ -48,6 +47,7 @@ from memopt.instrument.ops import (
     updated_statistics,
 )
 from memopt.instrument.saved import Kept, check_version, let_go_of_bytes
+from memopt.instrument.torch_internals import DisableTorchDispatch, current_mode
 from memopt.plan import Action
 
 log = logging.getLogger(__name__)
@@ -101,12 +101,12 @@ class Engine(modes.Mode):
 
     def enter(self) -> None:
         """Watch ops from here on, if there is anything to watch for and the mode is not on already."""
-        if self.active and not self._tables.empty and _get_current_dispatch_mode() is not self:
+        if self.active and not self._tables.empty and current_mode() is not self:
             modes.enter(self)
 
     def leave(self) -> None:
         """Stop watching, unless the script has entered modes of its own since (they stay innermost)."""
-        if _get_current_dispatch_mode() is self:
+        if current_mode() is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -285,7 +285,7 @@ class Engine(modes.Mode):
 
     def _act(self, handle: Planned, reader: Call | None) -> None:
         """Let go of the tensor as planned; `reader` is the call whose node saved it, if it was seen."""
-        guard = torch._C._DisableTorchDispatch()  # or the mode counts a codec's ops among the script's
+        guard = DisableTorchDispatch()  # or the mode counts a codec's ops among the script's
         try:
             self._let_go(handle, reader)
         finally:

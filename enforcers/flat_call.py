@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from memopt.instrument.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._pytree import tree_iter, tree_map_only
 
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
@@ -30,6 +29,12 @@ from memopt.instrument.loop import Loop
 from memopt.instrument.memory.meter import living_storages
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, is_tracing, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes
+from memopt.instrument.torch_internals import (
+    DisableTorchDispatch,
+    storage_use_count,
+    tree_iter,
+    tree_map_only,
+)
 
 LEAST_BYTES = 64 * 1024
 """Smaller storages stay."""
@@ -210,7 +215,7 @@ class Guard(modes.Mode):
 
     def unpack(self, handle: Kept) -> Tensor:
         """The hook: the tensor, wherever it was."""
-        guard = torch._C._DisableTorchDispatch()
+        guard = DisableTorchDispatch()
         try:
             if not isinstance(handle, Watched) or handle.away is None:
                 return handle.get()
@@ -244,7 +249,7 @@ class Guard(modes.Mode):
         over = self._live.now() + need_bytes - self.budget_bytes
         if over <= 0:
             return
-        guard = torch._C._DisableTorchDispatch()
+        guard = DisableTorchDispatch()
         try:
             self._tier.collect()
             leaving: list[SwappedStorage] = []
@@ -273,7 +278,7 @@ class Guard(modes.Mode):
         if saved.away is not None or self._tier.failure is not None:
             return None
         kept = {id(each.tensor): each for each in handles}
-        if torch._C._storage_Use_Count(saved.address) > len(kept) + 1:  # one is who asks
+        if storage_use_count(saved.address) > len(kept) + 1:  # one is who asks
             return None
         try:
             content = SwappedStorage(self._tier, handles[0].tensor.untyped_storage())
@@ -329,7 +334,7 @@ def _would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int
     """Bytes of the new tensors that the op will make, from shapes alone; where it cannot be asked, as many as it reads."""
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return _bytes_of((args, kwargs))  # a kernel of the script's might run, or draw random numbers
-    guard = torch._C._DisableTorchDispatch()
+    guard = DisableTorchDispatch()
     try:
         shapes = partial(tree_map_only, Tensor, _on_meta)
         given = shapes((args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs))

@@ -27,9 +27,11 @@ def hold(limit_bytes: int) -> None:
     """Limit the allocator, as soon as the script uses CUDA: asking for it sooner would make a context that nobody wanted."""
     import torch
 
+    from memopt.instrument.torch_internals import cuda_lazy_call
+
     def limit() -> None:
         for index in range(torch.cuda.device_count()):
             total_bytes = torch.cuda.get_device_properties(index).total_memory
             torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), index)
 
-    torch.cuda._lazy_call(limit)
+    cuda_lazy_call(limit)

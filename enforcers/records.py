@@ -17,16 +17,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from memopt.enforcers.codecs.encoded import Encoded
 from memopt.enforcers.codecs.table import decode
 from memopt.enforcers.flat_call import CallForm
 from memopt.instrument.ops import OpKind
 from memopt.instrument.saved import Place
+from memopt.instrument.torch_internals import (
+    BelowAutograd,
+    DisableAutocast,
+    DispatchKey,
+    ExcludeKey,
+    disable_current_modes,
+    tree_leaves,
+)
 
-_KEEPS_VERSION = torch._C.DispatchKey.ADInplaceOrView
+_KEEPS_VERSION = DispatchKey.ADInplaceOrView
 
 
 class CannotReplay(RuntimeError):
@@ -48,7 +54,7 @@ class Pinned:
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = tensor._version
-        with torch._C._SetExcludeDispatchKeyGuard(_KEEPS_VERSION, False):
+        with ExcludeKey(_KEEPS_VERSION, False):
             self.tensor: Tensor | None = tensor.detach()
         self.encoded: Encoded | None = None
         self.place = Place.of(tensor)
@@ -180,7 +186,7 @@ def make(value: Value) -> UntypedStorage:
     if found is not None:
         return found
     order = _order(value)
-    with torch._C._DisableAutocast(), _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
+    with DisableAutocast(), disable_current_modes(), BelowAutograd():
         return _Replay(order, value).run()
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
+from memopt.errors import NotPossibleHere
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
+    from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
     from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.tiers.per_device import PerDevice
@@ -72,6 +74,7 @@ class ApplySession:
         self._forms: PlainForms | None = None
         self._updates: OptimizerInBackward | None = None
         self._pieces: OptimizerInPieces | None = None
+        self._gradients: GradientsElsewhere | None = None
         self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
         self._in_two_threads = False
@@ -134,17 +137,27 @@ class ApplySession:
         self._shares_loop = True
         self._try_to_set_up(loop)
         if self._engine is not None and loop.iterations.count:
+            if self._pieces is not None:
+                self._pieces.begin(loop.iterations.stepped)
+            for optimizer in loop.iterations.stepped:
+                self._leave_behind(optimizer)
             self._measurements.begin_after(loop.iterations.count)
 
     def _try_to_set_up(self, loop: Loop | None) -> None:
         try:
             self._set_up(loop)
+        except NotPossibleHere as error:
+            self.notes.append(f"nothing was enforced: {error.what}: {error.why}")
+            self._give_up()
         except Exception as error:
             log.error("memopt could not set up the plan; the script runs plain", exc_info=True)
             self.notes.append(f"nothing was enforced: {type(error).__name__}: {error}")
-            self._engine = None
+            self._give_up()
 
     def _set_up(self, loop: Loop | None) -> None:
+        from memopt.instrument.torch_internals import ON_GPU, WATCH, require
+
+        require(WATCH, *([ON_GPU] if self._plan.device.kind == "cuda" else []))
         from memopt.enforcers.engine import Engine
         from memopt.enforcers.lookup import tables_of
         from memopt.enforcers.memory_limit import hold
@@ -190,7 +203,14 @@ class ApplySession:
             from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
 
             tier, most = self._state_tier(pieces), pieces.away or None
-            self._pieces = OptimizerInPieces(self._iterations, pieces.piece_bytes, tier, most)
+            if tier is not None and pieces.gradient_bytes:
+                from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
+
+                self._gradients = GradientsElsewhere(tier)
+                self._gradients.install()
+            self._pieces = OptimizerInPieces(
+                self._iterations, pieces.piece_bytes, tier, most, self._gradients
+            )
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
 
     def _training_begins(self) -> None:
@@ -223,7 +243,11 @@ class ApplySession:
 
         if pieces.tier is None:
             return None
-        return disk_tier(self._options.swap_dir) if pieces.tier == "disk" else host_tier(pieces.away_bytes)
+        return (
+            disk_tier(self._options.swap_dir)
+            if pieces.tier == "disk"
+            else host_tier(pieces.away_bytes + pieces.gradient_bytes)
+        )
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
@@ -236,17 +260,28 @@ class ApplySession:
             return None
         self._measurements.end()
         outcome = self._outcome()
+        self._remove()
+        return outcome
+
+    def _give_up(self) -> None:
+        """What had been set up before something failed would go on alone."""
+        self._remove()
+        self._engine = self._hooks = self._updates = self._pieces = self._swapper = None
+        if not self._shares_loop:
+            self._iterations = self._frames = self._forms = None
+
+    def _remove(self) -> None:
+        """Leave the script to itself."""
         if self._engine is not None:
             self._engine.stop()
         if self._frames is not None:
             self._frames.named = self._frames.before_training = None
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
-        for part in (self._hooks, self._updates, self._pieces, *watchers):
+        for part in (self._hooks, self._updates, self._pieces, self._gradients, *watchers):
             if part is not None:
                 part.remove()
         if self._swapper is not None:
             self._swapper.close()
-        return outcome
 
     def _outcome(self) -> Outcome:
         plan, engine = self._plan, self._engine
@@ -372,6 +407,8 @@ class ApplySession:
             self._also.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)
         if self._updates is not None:
             self._updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
+        if self._gradients is not None:
+            self._gradients.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
         if self._engine is None or self._frames is None:
             return
         if not self._engine.capturing.now():
@@ -384,6 +421,8 @@ class ApplySession:
     def backward_ended(self) -> None:
         if self._updates is not None:
             self._updates.backward_ended()
+        if self._gradients is not None:
+            self._gradients.backward_ended()
         if self._engine is None or self._frames is None:
             return
         self._frames.paused = False
@@ -401,6 +440,12 @@ class ApplySession:
         if self._pieces is not None:
             self._pieces.step_begins(optimizer)
 
+    def _leave_behind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its step is over: gradients that the script clears late go to where the others are."""
+        pieces = self._plan.in_pieces
+        if self._gradients is not None and pieces is not None:
+            self._gradients.step_ended(optimizer, leave=pieces.cleared_late)
+
     def _will_change(self, parameter: torch.Tensor) -> None:
         """What is to be made from the parameter as it is now is made now."""
         from memopt.instrument.ops import is_plain
@@ -415,5 +460,6 @@ class ApplySession:
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:
             self._pieces.step_ended(optimizer)
+        self._leave_behind(optimizer)
         if self._updates is not None:
             self._updates.step_ended(optimizer)

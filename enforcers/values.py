@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._pytree import tree_iter
 
 from memopt.enforcers.codecs.encoded import Encoded
 from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, version_of
 from memopt.instrument.saved import Place
 from memopt.instrument.script.training_thread import TrainingThread
+from memopt.instrument.torch_internals import tree_iter
 
 
 class Values:

@@ -238,10 +238,10 @@ class _Digests:
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
     ) -> None:
-        from torch._C._functorch import is_functorch_wrapped_tensor
+        from memopt.instrument.torch_internals import is_functorch_wrapped
 
         for root in roots:
-            if not is_functorch_wrapped_tensor(root):  # has no bytes of its own, and torch.func is left alone
+            if not is_functorch_wrapped(root):  # has no bytes of its own, and torch.func is left alone
                 self._losses[f"loss {len(self._losses)}"] = digest(root)
 
     def backward_ended(self) -> None:
@@ -330,13 +330,14 @@ def _short(name: str) -> str:
 def digest(tensor: torch.Tensor) -> str:
     """Digest of shape, dtype and every bit of `tensor`."""
     import torch
-    from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-    if is_traceable_wrapper_subclass(tensor):  # DTensor: this process's part of it
+    from memopt.instrument.torch_internals import disable_current_modes, is_wrapper
+
+    if is_wrapper(tensor):  # DTensor: this process's part of it
         parts, _ = tensor.__tensor_flatten__()
         found = [getattr(tensor, part) for part in parts]
         return " ".join(digest(part) for part in found if isinstance(part, torch.Tensor))
-    with torch.no_grad(), _disable_current_modes():
+    with torch.no_grad(), disable_current_modes():
         plain = tensor.detach()
         if plain.layout is not torch.strided:
             plain = plain.to_dense()

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from memopt.instrument.torch_internals import current_node, storage_use_count
+
 aten = torch.ops.aten
 _ADD = aten.add.Tensor
 _PUTS = {
@@ -43,7 +45,7 @@ def in_place(func: Any) -> Any:
 
 def _puts(zeros: torch.Tensor, maker: Maker) -> bool:
     """What a gradient is put into was made by the same formula."""
-    node = torch._C._current_autograd_node()
+    node = current_node()
     return node is not None and maker(zeros) == node._sequence_nr() and _called_by_engine()
 
 
@@ -69,7 +71,7 @@ def _only_holder(tensor: torch.Tensor) -> bool:
     """Two input buffers may hold one gradient (`AddBackward` gives both the same), and a view its base."""
     storage = tensor.untyped_storage()
     count = getattr(tensor, "_use_count", None)
-    return count is not None and count() <= _HOLDERS and torch._C._storage_Use_Count(storage._cdata) <= 2
+    return count is not None and count() <= _HOLDERS and storage_use_count(storage._cdata) <= 2
 
 
 def _called_by_engine() -> bool:
@@ -85,7 +87,7 @@ def _called_by_engine() -> bool:
 
 def _came_from_engine(maker: int | None) -> bool:
     """Made by another node than the one at work, or by that for an input to which it gives two gradients (as `x * x` does)."""
-    node = torch._C._current_autograd_node()
+    node = current_node()
     if maker is None or node is None or maker != node._sequence_nr():
         return maker is not None
     edges = [edge for edge in node.next_functions if edge[0] is not None]

@@ -16,14 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_iter
 
 from memopt.instrument.ops import PLAIN_TYPES
+from memopt.instrument.torch_internals import (
+    DisableTorchDispatch,
+    DispatchKey,
+    ExcludeKey,
+    RestoreThreadState,
+    current_modes,
+    exclude_key,
+    inside_dual_level,
+    is_functorch_wrapped,
+    tree_iter,
+)
 
-_Key = torch._C.DispatchKey
+_Key = DispatchKey
 _CONJUGATE, _NEGATIVE, _ZERO = _Key.Conjugate, _Key.Negative, _Key.ZeroTensor
-_exclude = torch._C._dispatch_tls_set_dispatch_key_excluded
+_exclude = exclude_key
 
 _PINV, _TRILINEAR = torch.ops.aten.linalg_pinv, torch.ops.aten._trilinear
 AUTOCAST_INSIDE = {
@@ -48,11 +57,11 @@ def _with_autocast(func: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         device = next(t.device.type for t in tree_iter((args, kwargs)) if isinstance(t, Tensor))
         key, ops = AUTOCAST_INSIDE.get(device, (_ZERO, set()))
-        with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        with RestoreThreadState():  # type: ignore[attr-defined]
             casts = func.overloadpacket in ops and torch.is_autocast_enabled(device)
         if not casts or getattr(_already_cast, "inside", False):
             return func(*args, **kwargs)
-        with torch._C._SetExcludeDispatchKeyGuard(key, False):
+        with ExcludeKey(key, False):
             return func(*args, **kwargs)
 
     return run
@@ -80,7 +89,7 @@ def _without_modes(node: Any) -> None:
     guards: list[Any] = []
 
     def before(gradients: Any) -> None:
-        guards.append(torch._C._DisableTorchDispatch())
+        guards.append(DisableTorchDispatch())
 
     def after(inputs: Any, outputs: Any) -> None:
         guards.clear()
@@ -123,11 +132,11 @@ def _wants_vectors(matrix: Tensor) -> bool:
     """Torch's own question (`_may_require_fw_or_bw_grad`), but for modes of memopt's."""
     if torch.is_grad_enabled() and matrix.requires_grad:
         return True
-    if type(matrix) not in PLAIN_TYPES or torch._C._functorch.is_functorch_wrapped_tensor(matrix):
+    if type(matrix) not in PLAIN_TYPES or is_functorch_wrapped(matrix):
         return True
-    if any(not type(mode).__module__.startswith("memopt.") for mode in _get_current_dispatch_mode_stack()):
+    if any(not type(mode).__module__.startswith("memopt.") for mode in current_modes()):
         return True
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(matrix).tangent is not None
+    return inside_dual_level() and forward_ad.unpack_dual(matrix).tangent is not None
 
 
 class PlainForms:

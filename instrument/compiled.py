@@ -7,14 +7,19 @@ again: its inputs may be something else by then. What a region does to its own a
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memopt.instrument.script.on_import import call_after_import
 from memopt.instrument.script.training_thread import TrainingThread
+from memopt.instrument.torch_internals import COMPILED, OUTPUT_GRAPH, Gone, call_compiler
+
+log = logging.getLogger(__name__)
 
 
 class CompiledRegions:
@@ -34,7 +39,7 @@ class CompiledRegions:
 
     def install(self) -> None:
         """Be there when the script compiles something for the first time."""
-        call_after_import("torch._dynamo.output_graph", self._patch)
+        call_after_import(OUTPUT_GRAPH, self._patch)
         call_after_import("triton.runtime.jit", self._patch_triton)
 
     def remove(self) -> None:
@@ -42,16 +47,16 @@ class CompiledRegions:
             sys.modules["triton.runtime.jit"].JITFunction.run = self._launch
             self._launch = None
         if self._original is not None:
-            from torch._dynamo.output_graph import OutputGraph
-
-            OutputGraph._call_user_compiler = self._original  # type: ignore[method-assign]
+            call_compiler.put(self._original)
             self._original = None
 
     def _patch(self) -> None:
-        from torch._dynamo.output_graph import OutputGraph
-
-        original = getattr(OutputGraph, "_call_user_compiler", None)
-        if original is None:
+        original = call_compiler.get()
+        if isinstance(original, Gone):
+            self.depth += 1  # nothing tells of regions any more, so every op may be in one
+            log.warning(
+                "torch %s does not tell what torch.compile runs: %s are off", torch.__version__, COMPILED
+            )
             return
         self._original = original
 
@@ -63,7 +68,7 @@ class CompiledRegions:
             finally:
                 self.compiling = False
 
-        OutputGraph._call_user_compiler = call_user_compiler  # type: ignore[method-assign]
+        call_compiler.put(call_user_compiler)
 
     def _patch_triton(self) -> None:
         function: Any = getattr(sys.modules["triton.runtime.jit"], "JITFunction", None)

@@ -24,6 +24,7 @@ from memopt.instrument.compiled import CompiledRegions
 from memopt.instrument.memory.resizes import Resizes
 from memopt.instrument.places import Loop, Roles, roles_of_modules
 from memopt.instrument.script.training_thread import TrainingThread
+from memopt.instrument.torch_internals import ask_for_module_hooks, module_hook_tables
 from memopt.instrument.traced import keep_out_of_compiler, unless_compiling
 
 
@@ -111,8 +112,7 @@ class Frames:
             module_hooks.register_module_forward_pre_hook(unless_compiling(self._enter)),
             module_hooks.register_module_forward_hook(unless_compiling(self._leave), always_call=True),
         ]
-        self._count_hooks = module_hooks._has_any_global_hook
-        module_hooks._has_any_global_hook = self._has_hooks_of_others
+        self._count_hooks = ask_for_module_hooks(self._has_hooks_of_others)
         self.regions.install()
         self.resizes.install()
         keep_out_of_compiler()
@@ -122,22 +122,14 @@ class Frames:
             handle.remove()
         self._handles = []
         if self._count_hooks is not None:
-            module_hooks._has_any_global_hook = self._count_hooks
+            ask_for_module_hooks(self._count_hooks)
         self.regions.remove()
         self.resizes.remove()
 
     def _has_hooks_of_others(self) -> bool:
         """What torch.compile asks before it warns of global hooks: it compiles nothing of ours."""
         ours = {handle.id for handle in self._handles}
-        return any(
-            set(hooks) - ours
-            for hooks in (
-                module_hooks._global_forward_pre_hooks,
-                module_hooks._global_forward_hooks,
-                module_hooks._global_backward_pre_hooks,
-                module_hooks._global_backward_hooks,
-            )
-        )
+        return any(set(hooks) - ours for hooks in module_hook_tables())
 
     def new_iteration(self) -> None:
         """Start all counters again. Calls that are open (a step inside a module) keep their names."""

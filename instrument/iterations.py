@@ -24,6 +24,7 @@ from torch.optim import optimizer as optim
 
 from memopt.instrument.live_objects import living
 from memopt.instrument.script.training_thread import TrainingThread
+from memopt.instrument.torch_internals import current_graph_task, engine_run_backward, set_engine_run_backward
 
 _MOST_BACKWARDS_A_STEP = 1024
 """A script that has called backward this often and never stepped the optimizer it made is divided by backward calls."""
@@ -99,6 +100,11 @@ class Iterations:
         return self._chosen() if self._chosen is not None else None
 
     @property
+    def stepped(self) -> list[torch.optim.Optimizer]:
+        """Those that have stepped and live."""
+        return list(self._stepped)
+
+    @property
     def waits_for_another(self) -> bool:
         """May an optimizer still move the boundary: one of a round that is not over, or, where iterations have ended with backward calls,
         the first? A script may check gradients, or warm up, before it makes one."""
@@ -132,7 +138,7 @@ class Iterations:
             optim.register_optimizer_step_pre_hook(self._before_step),
             optim.register_optimizer_step_post_hook(self._after_step),
         ]
-        original = torch.autograd.graph._engine_run_backward
+        original = engine_run_backward()
         self._run_backward = original
 
         def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -144,15 +150,13 @@ class Iterations:
             finally:
                 self._after_backward()
 
-        torch.autograd.graph._engine_run_backward = _engine_run_backward
-        torch.autograd._engine_run_backward = _engine_run_backward  # type: ignore[attr-defined]
+        set_engine_run_backward(_engine_run_backward)
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         if self._run_backward is not None:
-            torch.autograd.graph._engine_run_backward = self._run_backward
-            torch.autograd._engine_run_backward = self._run_backward  # type: ignore[attr-defined]
+            set_engine_run_backward(self._run_backward)
 
     def _ours(self) -> bool:
         if os.getpid() != self._pid:
@@ -197,7 +201,7 @@ class Iterations:
         """Is it the training thread that steps, or autograd's for it? Hooks of a GPU's backward run in a thread of the device's."""
         if self._ours():
             return True
-        inside = self._depth > 0 and os.getpid() == self._pid and torch._C._current_graph_task_id() != -1
+        inside = self._depth > 0 and os.getpid() == self._pid and current_graph_task() != -1
         return inside and isinstance(threading.current_thread(), threading._DummyThread)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -7,12 +7,12 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from torch._C._dynamo.eval_frame import set_eval_frame
-from torch.utils._python_dispatch import (
+from memopt.instrument.torch_internals import (
     TorchDispatchMode,
-    _get_current_dispatch_mode,
-    _get_current_dispatch_mode_stack,
-    _pop_mode_temporarily,
+    current_mode,
+    current_modes,
+    pop_mode_temporarily,
+    set_compiler,
 )
 
 
@@ -35,12 +35,12 @@ class Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        compiler = set_eval_frame(None)
+        compiler = set_compiler(None)
         try:
             return self.dispatch(func, types, args, kwargs or {})
         finally:
             if compiler is not None:
-                set_eval_frame(compiler)
+                set_compiler(compiler)
 
     @abstractmethod
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -49,7 +49,7 @@ class Mode(TorchDispatchMode):
 
 def is_on(mode: TorchDispatchMode) -> bool:
     """Is `mode` one of this thread's?"""
-    return any(each is mode for each in _get_current_dispatch_mode_stack())
+    return any(each is mode for each in current_modes())
 
 
 def enter(mode: TorchDispatchMode) -> None:
@@ -70,6 +70,6 @@ def leave(mode: TorchDispatchMode) -> None:
 def _put_aside(down_to: TorchDispatchMode | None = None) -> Iterator[None]:
     """Modes that are on now, down to `down_to`, are off in here and on again afterwards, above what has been entered."""
     with contextlib.ExitStack() as aside:
-        while (mode := _get_current_dispatch_mode()) is not down_to and mode is not None:
-            aside.enter_context(_pop_mode_temporarily())
+        while (mode := current_mode()) is not down_to and mode is not None:
+            aside.enter_context(pop_mode_temporarily())
         yield

@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
+from memopt.instrument.torch_internals import current_node
+
 _OUTPUT = re.compile(r"(?:result|output)(\d*)")
 _BACKWARD = re.compile(r"Backward\d*$")
+_BY_OP = torch.__version__ >= "2.13"
+"""Does autograd name the op in its errors (`Tanh`), not the node (`TanhBackward0`)?"""
 
 
 def is_torchs_own(node: Any) -> bool:
@@ -63,11 +67,12 @@ def attributes_of(node: Any) -> dict[str, Any]:
 
 def output_in_words(handle: object) -> str:
     """`, which is output 0 of Exp,` where the running node saved `handle` as an output of its own; else nothing is known."""
-    node = torch._C._current_autograd_node()
+    node = current_node()
     for name, packed in saved_by(node) if node is not None else ():
         number = _OUTPUT.fullmatch(name)
         if packed is handle and number is not None:
-            return f", which is output {number[1] or 0} of {_BACKWARD.sub('', node.name())},"
+            maker = _BACKWARD.sub("", node.name()) if _BY_OP else node.name()
+            return f", which is output {number[1] or 0} of {maker},"
     return ""
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from memopt.instrument.torch_internals import STAND_INS, OpOverload
+
 PLAIN_TYPES = (Tensor, Parameter, torch.nn.Buffer)
 
 _VIEWS_WITHOUT_ALIAS_INFO = {
@@ -82,7 +84,7 @@ class OpKind:
 
 
 @cache
-def kind_of(func: torch._ops.OpOverload) -> OpKind:
+def kind_of(func: OpOverload) -> OpKind:
     """The kind of overload `func`."""
     schema = func._schema
     packet = schema.name
@@ -107,7 +109,7 @@ def kind_of(func: torch._ops.OpOverload) -> OpKind:
     )
 
 
-def same_bits_again(func: torch._ops.OpOverload, tensors: Iterable[Tensor]) -> bool:
+def same_bits_again(func: OpOverload, tensors: Iterable[Tensor]) -> bool:
     """Does the op give the same bits when it runs again on inputs like these, in another thread too? Only asked of replayable ops.
 
     Of sparse and quantized inputs nobody knows whether they are still what they were: `_to_dense` alone, run again, moves the
@@ -129,7 +131,7 @@ def same_bits_again(func: torch._ops.OpOverload, tensors: Iterable[Tensor]) -> b
 
 def is_tracing(types: Iterable[type]) -> bool:
     """Is it a compiler that calls, on tensors that stand for others? Such an op is nobody's, and must just go on."""
-    return any(t.__module__.startswith("torch._subclasses.") for t in types)
+    return any(t.__module__.startswith(STAND_INS) for t in types)
 
 
 def updated_statistics(kind: OpKind, args: tuple[object, ...]) -> tuple[Tensor, ...]:

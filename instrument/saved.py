@@ -9,13 +9,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt.instrument.nodes import output_in_words
 from memopt.instrument.ops import PLAIN_TYPES
+from memopt.instrument.torch_internals import (
+    DisableTorchDispatch,
+    conjugated,
+    disable_current_modes,
+    negated,
+    pop_saved_hooks,
+    push_saved_hooks,
+    top_saved_hooks,
+)
 from memopt.instrument.traced import or_while_compiling
-
-_autograd = torch._C._autograd
 
 
 class SavedTensorHooks:
@@ -49,7 +55,7 @@ class SavedTensorHooks:
     def leave_thread(self) -> None:
         """Pop them in this thread, which ends."""
         if self._on_top():
-            _autograd._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
 
     def remove(self) -> None:
         """Pop the hooks if they are on top; hooks of the script above them are left as they are."""
@@ -57,7 +63,7 @@ class SavedTensorHooks:
             torch.autograd.graph.disable_saved_tensors_hooks = self._original
             self._original = None
         if self._pushed and self._on_top():
-            _autograd._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
             self._pushed = False
 
     def _on_top(self) -> bool:
@@ -70,7 +76,7 @@ class SavedTensorHooks:
         popped = self._pushed and self._on_top()
         if popped:
             self.stepped_aside += 1
-            _autograd._pop_saved_tensors_default_hooks()
+            pop_saved_hooks()
         try:
             with self._original(error_message):
                 yield
@@ -80,20 +86,20 @@ class SavedTensorHooks:
 
 
 def _push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-    _autograd._push_saved_tensors_default_hooks(pack, unpack)
+    push_saved_hooks(pack, unpack)
 
 
 def _top() -> tuple[Any, Any] | None:
-    top: tuple[Any, Any] | None = _autograd._top_saved_tensors_default_hooks(True)
+    top: tuple[Any, Any] | None = top_saved_hooks(True)
     return top
 
 
 def share(tensor: Tensor) -> Tensor:
     """An alias of `tensor` that holds no graph and shares its version counter; no mode sees it being made."""
     if type(tensor) not in PLAIN_TYPES:  # a wrapper (NestedTensor, DTensor) has to make its alias itself
-        with _disable_current_modes():
+        with disable_current_modes():
             return tensor.detach()
-    guard = torch._C._DisableTorchDispatch()
+    guard = DisableTorchDispatch()
     try:
         return tensor.detach()
     finally:
@@ -148,13 +154,13 @@ class Place:
         """The same tensor over `storage`; allocates nothing."""
         tensor = view_of(storage, self.size, self.stride, self.offset, self.dtype)
         if self.conjugated:
-            tensor = torch._conj(tensor)
-        return torch._neg_view(tensor) if self.negated else tensor
+            tensor = conjugated(tensor)
+        return negated(tensor) if self.negated else tensor
 
 
 def let_go_of_bytes(alias: Tensor) -> None:
     """Leave `alias` without its bytes; it still shares the version counter of the tensor that it was an alias of."""
-    guard = torch._C._DisableTorchDispatch()
+    guard = DisableTorchDispatch()
     try:
         alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
     finally:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
+from memopt.errors import NotPossibleHere
 from memopt.instrument.script.on_import import call_after_import
+from memopt.instrument.torch_internals import TRACE_RULES, skipped_files
 
 _ROOMS = ("memopt", "instrument", "profiler", "enforcers", "estimators", "cli")
 
@@ -35,13 +37,11 @@ def or_while_compiling(action: Callable[..., Any], original: Callable[..., Any])
 
 def keep_out_of_compiler() -> None:
     """Let torch.compile step over every other file of memopt: after a graph break it would compile the hooks that it meets."""
-    call_after_import("torch._dynamo.trace_rules", _skip_files)
+    call_after_import(TRACE_RULES, _skip_files)
 
 
 def _skip_files() -> None:
-    from torch._dynamo import trace_rules
-
     house = Path(__file__).parent.parent
     files = {str(file) for room in _ROOMS for file in (house / room).rglob("*.py")} - {__file__}
-    with contextlib.suppress(AttributeError):
-        trace_rules.FORCE_SKIP_FILES.update(files)
+    with contextlib.suppress(NotPossibleHere):
+        skipped_files().update(files)

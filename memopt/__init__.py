@@ -15,7 +15,7 @@ they lie inside it. The two lines that append to `__path__` make both import as 
 from pathlib import Path as _Path
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-__version__ = "0.1.0"
+from memopt.version import VERSION as __version__
 
 _here = _Path(__file__).parent
 if not (_here / "cli").is_dir():

@@ -15,6 +15,8 @@ The text has three parts: what happened, why, what to do. What a hostile file sm
 
 from __future__ import annotations
 
+from memopt.words import format_bytes, typed_bytes
+
 
 class MemoptError(Exception):
     """What happened, `why`, and what to `try_` next; `exit_code` is what the process ends with."""
@@ -63,8 +65,6 @@ class BudgetInfeasible(MemoptError):
         try_: str = "",
         reached: object = None,
     ) -> None:
-        from memopt.units import format_bytes
-
         super().__init__(
             f"budget {format_bytes(budget_bytes)} cannot be met: the smallest peak found is {format_bytes(min_peak_bytes)}",
             why="\n  ".join(blockers),
@@ -78,8 +78,6 @@ class BudgetInfeasible(MemoptError):
 
 def enough(peak_bytes: int) -> str:
     """`--budget 43.8MiB`: what a plan of this peak meets, with the margin."""
-    from memopt.units import typed_bytes
-
     return f"--budget {typed_bytes(peak_bytes * 1006 // 1000 + 1)}"
 
 

@@ -87,6 +87,10 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     """Hash of the script's file."""
     python: str = ""
     torch: str = ""
+    rank: int = -1
+    """Which of several processes was recorded; -1: it was the only one, or is not known."""
+    world: int = 0
+    """How many processes ran the script; 0: not known."""
 
     def kept_in(self, file: Path) -> Script:
         """As it is written in `file`: its folder relative to the file's, where one lies in the other, so that both can be moved."""

@@ -7,7 +7,6 @@ from statistics import median
 
 import msgspec
 
-import memopt
 from memopt.device import Device
 from memopt.profiler.bytes_held import bytes_per_op
 from memopt.profiler.categories import categories
@@ -27,6 +26,7 @@ from memopt.trace import (
     Trace,
     Values,
 )
+from memopt.version import VERSION
 
 _WITHOUT_VALUES = ("aten.empty", "aten.new_empty")
 _ALLOCATE = (
@@ -76,7 +76,7 @@ def build_trace(
     live, high = bytes_per_op(recorder, usage, base_bytes)
     extra = [h - low for h, low in zip(high, live, strict=True)]
     return Trace(
-        memopt=memopt.__version__,
+        memopt=VERSION,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         script=script,
         device=device,
@@ -217,7 +217,7 @@ def _label(recorder: Recorder, row: StorageRow, maker: int) -> str:
     if row.birth < 0:
         return f"from before · {row.meta}"
     if row.found:
-        return f"made by no op · {row.meta}"
+        return f"made outside torch · {row.meta}"
     op = recorder.ops[maker]
     module = op.module.partition("#")[0].lstrip("@") if not op.module.startswith("@") else "script"
     name = op.kind.name.removeprefix("aten.").partition(".")[0]

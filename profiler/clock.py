@@ -16,6 +16,7 @@ import torch
 from memopt.instrument.memory.allocator_events import MARK, Started, started_profile, stop_profile
 from memopt.instrument.memory.cuda_statistics import statistics_of
 from memopt.instrument.script.script_profiler import on_script
+from memopt.instrument.torch_internals import RecordFunction, cuda_sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class CpuClock:
         self._events = None
 
     def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch._C._profiler._RecordFunctionFast(MARK):
+        with RecordFunction(MARK):
             return self._times.run(op, func, args, kwargs)
 
     def freed_older(self, op: int, size_bytes: int) -> None:
@@ -227,7 +228,7 @@ class CudaClock:
         self._live.append(live - self.base_bytes)
         self._statistics.reset()
         if stream.query():
-            torch.cuda._sleep(_LAUNCH_CYCLES)
+            cuda_sleep(_LAUNCH_CYCLES)
         begin.record(stream)
         try:
             return func(*args, **kwargs)

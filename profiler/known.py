@@ -15,6 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from memopt.instrument.frames import Frames
 from memopt.instrument.live_objects import living
 from memopt.instrument.stepping.gradient_reads import kept_gradient
+from memopt.instrument.torch_internals import DisableTorchFunction
 from memopt.trace import IN_A_LIST
 
 Tell = Callable[[Tensor, str, str], None]
@@ -27,7 +28,7 @@ LEFT_OVER = "left over from before"
 def tell_all(tell: Tell, frames: Frames) -> dict[int, str]:
     """Call `tell` for every tensor that lives now, the surest name first. Returns id of a parameter -> its name."""
     names: dict[int, str] = {}
-    with torch._C.DisableTorchFunctionSubclass():  # looking at a tensor must not run the script's own code
+    with DisableTorchFunction():  # looking at a tensor must not run the script's own code
         _tell_all(tell, frames, names)
     return names
 

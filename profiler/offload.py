@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, UntypedStorage
 
 from memopt.errors import MemoptError
 from memopt.instrument.saved import Place, let_go_of_bytes
+from memopt.instrument.torch_internals import DisableTorchDispatch
 from memopt.profiler.recorder import Handle, Recorder
 
 LEAST_BYTES = 64 * 1024
@@ -114,7 +114,7 @@ class _Away:
 
     def _view(self, place: Place) -> Tensor:
         """A tensor over the storage; no mode sees it being made."""
-        guard = torch._C._DisableTorchDispatch()
+        guard = DisableTorchDispatch()
         try:
             return place.on(self._storage())
         finally:

@@ -14,13 +14,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-import memopt
 from memopt.device import Device
 from memopt.instrument.frames import Frames
 from memopt.instrument.live_objects import living
 from memopt.profiler.known import LEFT_OVER, device_in_use, tell_all
 from memopt.profiler.storages import describe
 from memopt.trace import CATEGORIES, Csr, Ops, Script, Slots, Storages, Trace, Values
+from memopt.version import VERSION
 
 _MOST_NODES = 2_000_000
 
@@ -92,7 +92,7 @@ class _Found:
         count = len(rows)
         empty = Csr.of([])
         return Trace(
-            memopt=memopt.__version__,
+            memopt=VERSION,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             script=msgspec.structs.replace(script, torch=str(torch.__version__)),
             device=_device(self._kind),

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
 from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first
@@ -32,6 +31,12 @@ from memopt.instrument.ops import (
 )
 from memopt.instrument.saved import Kept
 from memopt.instrument.script.lines import user_line
+from memopt.instrument.torch_internals import (
+    current_node,
+    sequence_nr,
+    storage_use_count,
+    tree_iter,
+)
 from memopt.profiler.clock import OpClock
 from memopt.profiler.rows import BACKWARD, FORWARD, OPTIMIZER, OTHER, OpRow, SlotRow
 from memopt.profiler.storages import StorageRows, describe
@@ -164,7 +169,7 @@ class Recorder(modes.Mode):
         if phase == BACKWARD:
             frame, forward_op = self._backward_place(frame, op)
         else:
-            self._node_ops.setdefault(torch._C._autograd._get_sequence_nr() - 1, op)
+            self._node_ops.setdefault(sequence_nr() - 1, op)
         statistics = {id(t) for t in updated_statistics(kind, args)}
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         reads = [self.met.value_of(t) for t in tensors if id(t) not in statistics]
@@ -189,7 +194,7 @@ class Recorder(modes.Mode):
         return OPTIMIZER if self._iterations.in_step else OTHER
 
     def _backward_place(self, frame: Frame, op: int) -> tuple[Frame, int]:
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is not None:
             self._node_at[op] = node._sequence_nr()
         forward_op = self._node_ops.get(node._sequence_nr(), -1) if node is not None else -1
@@ -272,7 +277,7 @@ class Recorder(modes.Mode):
 
     def _name_node(self) -> None:
         """Look at what the running node saved, once, to learn which handle is which slot."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None or node._sequence_nr() in self._named_nodes:
             return
         self._named_nodes.add(node._sequence_nr())
@@ -307,7 +312,7 @@ class Recorder(modes.Mode):
             handles = {id(h.tensor): h for ref in self._saved_by[number] if (h := ref()) is not None}
             if not handles:
                 freed.append(number)
-            elif torch._C._storage_Use_Count(address) <= len(handles) + 1:
+            elif storage_use_count(address) <= len(handles) + 1:
                 self.storages[number].only_saved_from = op
                 freed.append(number)
                 self._left_to_autograd(number, list(handles.values()))

@@ -217,6 +217,8 @@ def _uses_cuda() -> bool:
 
 def describe_script(command: Command) -> Script:
     """The command as a plan keeps it, but for torch's version, which is known when the script has imported it."""
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    several = world.isdecimal() and int(world) > 1
     return Script(
         argv=list(command.argv),
         cwd=os.getcwd(),
@@ -224,6 +226,8 @@ def describe_script(command: Command) -> Script:
         sha256=hashlib.sha256(find_source(command).read_bytes()).hexdigest(),
         python=platform.python_version(),
         torch="",
+        rank=int(rank) if several and rank.isdecimal() else -1,
+        world=int(world) if several else 1,
     )
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from memopt.device import Device
-from memopt.errors import MemoptError, RunFailed
+from memopt.errors import MemoptError, NotPossibleHere, RunFailed
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.instrument.script.runner import Command, StopScript, stop_script
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+TOO_FEW_ITERATIONS = "the script ended before the iteration that was to be recorded"
+"""Why a profile is partial."""
 MADE_ONLY = "the script made "
 """Begin of the note in a profile that is of another iteration than was asked for."""
 
@@ -51,12 +53,19 @@ _MOST_STOPS = 3
 class ProfileSession:
     """Listens to the training loop of the script that runs in this process. `trace` is there when it is done."""
 
-    def __init__(self, command: Command, wanted: Wanted, done: Callable[[Trace], None] | None = None) -> None:
-        """`done` is given the trace as soon as there is one, before the script goes on or is stopped."""
+    def __init__(
+        self,
+        command: Command,
+        wanted: Wanted,
+        done: Callable[[Trace], None] | None = None,
+        begins: Callable[[int], None] = lambda iteration: None,
+    ) -> None:
+        """`done` is given the trace as soon as there is one, before the script goes on or is stopped; `begins` each iteration's number."""
         self._script = describe_script(command)
         """As it was before it ran: it may change its folder, or itself."""
         self._wanted = wanted
         self._tell = done or (lambda trace: None)
+        self._begins = begins
         self._pid = os.getpid()
         self._frames: Frames | None = None
         self._iterations: Iterations | None = None
@@ -112,6 +121,13 @@ class ProfileSession:
                 part.remove()
 
     def _torch_imported(self) -> None:
+        self.torch_seen = True
+        self._guard(self._watch)
+
+    def _watch(self) -> None:
+        from memopt.instrument.torch_internals import WATCH, require
+
+        require(WATCH)
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
@@ -256,9 +272,7 @@ class ProfileSession:
         if result is None:
             return
         self._done = True
-        self._publish(
-            self._build(result, problem or "the script ended before the iteration that was to be recorded")
-        )
+        self._publish(self._build(result, problem or TOO_FEW_ITERATIONS))
 
     def _publish_whole(self, result: Result) -> None:
         """`result` is of an iteration that was recorded to its end."""
@@ -282,12 +296,15 @@ class ProfileSession:
         except StopScript:
             raise
         except Exception as error:
-            log.error("memopt failed while it recorded the script; the script goes on", exc_info=True)
-            self.failure = RunFailed(
-                "no profile was written: memopt failed while it recorded the script",
-                why=f"{type(error).__name__}: {error}",
-                try_="reporting the traceback above",
-            )
+            if isinstance(error, NotPossibleHere):
+                self.failure = error
+            else:
+                log.error("memopt failed while it recorded the script; the script goes on", exc_info=True)
+                self.failure = RunFailed(
+                    "no profile was written: memopt failed while it recorded the script",
+                    why=f"{type(error).__name__}: {error}",
+                    try_="reporting the traceback above",
+                )
             self._done = True
             if self._recordings is not None:
                 self._recordings.drop()
@@ -329,6 +346,8 @@ class ProfileSession:
         if over and not self._wanted.keep_running and self._stops < _MOST_STOPS:
             self._stops += 1
             stop_script()
+        elif not over:
+            self._begins(count + 1)
 
     def _next(self, count: int, milliseconds: float) -> None:
         assert self._frames is not None

@@ -176,32 +176,6 @@ def lanes(planned: ReadPlan, most: int = 1500) -> Figure | None:
     return figure
 
 
-def pareto(figures: dict[str, Any]) -> Figure:
-    """Peak against step time, from `advise --pareto`: each mark the plan for one budget."""
-    import plotly.graph_objects as go
-
-    met = [point for point in figures["points"] if point["feasible"]]
-    figure = go.Figure(layout=plain_layout())
-    figure.add_scatter(
-        x=[100 * point["overhead"] for point in met],
-        y=[point["predicted_peak_bytes"] for point in met],
-        mode="lines+markers",
-        name="plans",
-        line={"color": COLORS["parameter"], "width": 2, "shape": "hv"},
-        marker={"size": 9},
-        customdata=[[format_bytes(p["budget_bytes"]), format_bytes(p["predicted_peak_bytes"])] for p in met],
-        hovertemplate="budget %{customdata[0]}: %{customdata[1]}, %{x:.1f} % slower<extra></extra>",
-    )
-    unplanned = figures["unplanned_peak_bytes"]
-    figure.add_scatter(
-        x=[0], y=[unplanned], mode="markers+text", text=["as it is"], textposition="middle right", name="as it is",
-        marker={"size": 10, "color": BEFORE, "symbol": "diamond"}, cliponaxis=False, hovertemplate=f"{format_bytes(unplanned)}<extra>as it is</extra>",
-    )  # fmt: skip
-    figure.update_yaxes(byte_axis(unplanned))
-    figure.update_xaxes(title_text="time added to a step, %", rangemode="tozero")
-    return figure
-
-
 def curves(runs: list[tuple[str, Trace]]) -> Figure:
     """The runs over each other, on one scale; x is the share of the iteration, since they may differ in ops."""
     import plotly.graph_objects as go
@@ -274,6 +248,32 @@ def peaks(outcome: Outcome) -> Figure:
         y=outcome.budget_bytes, line={"dash": "dash", "width": 1.5, "color": "#d55e00"}, name="budget"
     )
     figure.update_yaxes(byte_axis(max(outcome.budget_bytes, *(size for size, _ in bars.values()))))
+    return figure
+
+
+def estimated(curve: dict[str, Any]) -> Figure:
+    """An estimate over its run, stacked by category; a line where each optimizer step ends."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout=plain_layout())
+    series = curve["by_category"]
+    for name in STACKED:
+        if name in series:
+            figure.add_scatter(
+                x=curve["at"], y=series[name], name=name, stackgroup="bytes", mode="lines",
+                line={"width": 0.6, "color": COLORS[name], "shape": "hv"}, fillcolor=translucent(COLORS[name], 0.78),
+                customdata=[format_bytes(size) for size in series[name]], hovertemplate="%{customdata}<extra>" + name + "</extra>",
+            )  # fmt: skip
+    totals = [sum(parts) for parts in zip(*series.values(), strict=True)] or [0]
+    most = max(totals)
+    figure.update_yaxes(byte_axis(most))
+    figure.update_xaxes(title_text="allocations and releases of the steps that were followed")
+    for number, at in enumerate(curve["steps"], 1):
+        figure.add_vline(x=at, line={"width": 1, "dash": "dot", "color": BEFORE}, annotation_text=f"step {number} ends", annotation_position="top left", annotation_font_size=11)  # fmt: skip
+    if series:
+        peak = totals.index(most)
+        figure.add_annotation(x=curve["at"][peak], y=most, text=f"peak {format_bytes(most)}", name="peak", showarrow=True, ay=-14, ax=44)  # fmt: skip
+    figure.update_layout(showlegend=True, legend={"orientation": "h", "y": -0.22})
     return figure
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,14 +14,15 @@ from memopt.errors import BadFile, MemoptError, UsageError
 from memopt.files import read_bytes
 from memopt.outcome import Outcome, load_outcome
 from memopt.plan import Plan, load_plan
-from memopt.trace import Csr, Ops, Trace, load_trace
+from memopt.trace import CATEGORIES, Csr, Ops, Trace, load_trace
 from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
     from memopt.advisors.profiles.plan_reader import ReadPlan
+    from memopt.reports.page.allocator_view import AllocatorView
 
 _PICKLES = (b"\x80", b"PK\x03\x04")
-_WRITTEN = "a file that memopt profile, advise, apply --outcome, or estimate --json wrote, or torch's memory snapshot"
+_WRITTEN = "a file that memopt profile, advise, apply --outcome, or estimate --json wrote, torch's memory snapshot, or a benchmark's lines"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,21 @@ class Run:
     name: str
     trace: Trace
     planned: ReadPlan | None = None
+    layout: AllocatorView | None = None
+    """Of a snapshot: its segments as they were written."""
+    moved: bool = False
+    """`trace` is the run as the plan has it, its optimizer stepping where the plan lets it."""
+
+    @property
+    def drawn_with_plan(self) -> bool:
+        """Whether the plan's bytes can be laid op by op on those of `trace`."""
+        return self.planned is not None and (self.moved or not self.planned.moves_the_optimizer)
+
+    def with_optimizer_moved(self) -> Run | None:
+        """The run whose ops are those of the plan, where that moves the optimizer."""
+        if self.planned is None or not self.planned.moves_the_optimizer:
+            return None
+        return Run(f"{self.name}, optimizer moved", self.planned.problem.view.trace, self.planned, moved=True)
 
 
 @dataclass(slots=True)
@@ -43,18 +60,45 @@ class Inputs:
     estimates: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     curves: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """What `advise --pareto` wrote."""
+    comparisons: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """What `advise --strategy A --strategy B --json` wrote."""
+    benchmarks: list[tuple[str, list[dict[str, Any]]]] = field(default_factory=list)
+    """Jobs of a benchmark."""
     notes: list[str] = field(default_factory=list)
 
 
 def load_any(path: Path) -> Trace | Plan | Outcome | dict[str, Any]:
     """The file at `path`; an estimate or a curve as its JSON object. Raises `BadFile`, `UsageError`."""
-    data = read_bytes(path, "file")
-    if data.startswith(_PICKLES):
-        from memopt.estimators.snapshot.trace import trace_of_snapshot
+    return _load(path)[0]
 
-        return trace_of_snapshot(path)
+
+def _load(path: Path) -> tuple[Trace | Plan | Outcome | dict[str, Any], AllocatorView | None]:
+    """What `load_any` gives, and the segments where the file is a snapshot."""
+    data = read_bytes(path, "file")
+    if not data.strip():
+        raise BadFile(
+            f"{path} is empty", why="nothing was written to it, or its writer was stopped", try_=_WRITTEN
+        )
+    if not data.startswith(_PICKLES):
+        return _decoded(path, data), None
+    del data
+    from memopt.estimators.snapshot.trace import read_as_trace
+    from memopt.reports.page.allocator_view import of_snapshot
+
+    read = read_as_trace(path)
+    return read.trace, of_snapshot(read.device, read.trace, read.storage_at)
+
+
+def _decoded(path: Path, data: bytes) -> Trace | Plan | Outcome | dict[str, Any]:
+    from memopt.reports.benchmarks import read_jobs
+
+    jobs = read_jobs(data)
+    if jobs is not None:
+        return {"jobs": jobs}
     try:
         schema = schema_of(data).rpartition("/")[0]
+        if schema == "memopt.plan" and _is_comparison(found := json.loads(data)):
+            return dict(found)
         if schema == "memopt.trace":
             return load_trace(path)
         if schema == "memopt.plan":
@@ -76,9 +120,23 @@ def load_any(path: Path) -> Trace | Plan | Outcome | dict[str, Any]:
 
 
 def _is_estimate(found: dict[str, Any]) -> bool:
-    return str(found.get("schema", "")).startswith("memopt.estimate/") and _has(
-        found, {"allocated_bytes": int, "by_category": dict, "by_module": dict, "error": dict, "fits": list, "left_out": list, "notes": list}
+    return (
+        str(found.get("schema", "")).startswith("memopt.estimate/")
+        and _has(found, {"allocated_bytes": int, "by_category": dict, "by_module": dict, "error": dict, "fits": list, "left_out": list, "notes": list})
+        and (not found.get("curve") or _is_course(found["curve"]))
     )  # fmt: skip
+
+
+def _is_course(curve: object) -> bool:
+    """Bytes over an estimate's run: columns of one length, of the categories that there are."""
+    if not isinstance(curve, dict) or not _has(curve, {"at": list, "by_category": dict, "steps": list}):
+        return False
+    columns = [curve["at"], *curve["by_category"].values()]
+    known = set(curve["by_category"]) <= {*CATEGORIES, "workspace"}
+    return known and all(
+        isinstance(row, list) and len(row) == len(curve["at"]) and all(isinstance(each, int) and 0 <= each < 2**62 for each in row)
+        for row in columns
+    ) and all(isinstance(each, int) for each in curve["steps"])  # fmt: skip
 
 
 def _is_curve(found: dict[str, Any]) -> bool:
@@ -86,6 +144,24 @@ def _is_curve(found: dict[str, Any]) -> bool:
         return False
     wanted = {"budget_bytes": int, "feasible": bool, "predicted_peak_bytes": int}
     return all(isinstance(point, dict) and _has(point, wanted) for point in found["points"])
+
+
+def _is_comparison(found: object) -> bool:
+    if not isinstance(found, dict) or not _has(found, {"strategies": list, "budget_bytes": int}):
+        return False
+    numbers = all(
+        isinstance(found.get(name), (int, float)) for name in ("plain_step_ms", "unplanned_peak_bytes")
+    )
+    return numbers and all(isinstance(row, dict) and _is_strategy(row) for row in found["strategies"])
+
+
+def _is_strategy(row: dict[str, Any]) -> bool:
+    peak, step = row.get("predicted_peak_bytes"), row.get("predicted_step_ms")
+    return (
+        _has(row, {"strategy": str})
+        and isinstance(peak, (int, NoneType))
+        and isinstance(step, (int, float, NoneType))
+    )
 
 
 def _has(found: dict[str, Any], wanted: dict[str, type]) -> bool:
@@ -97,14 +173,20 @@ def read_inputs(paths: list[Path]) -> Inputs:
     inputs = Inputs()
     traces: list[tuple[Path, Trace]] = []
     plans: list[tuple[Path, Plan]] = []
+    layouts: dict[int, AllocatorView | None] = {}
     for path in paths:
-        found = load_any(path)
+        found, layout = _load(path)
         if isinstance(found, Trace):
             traces.append((path, found))
+            layouts[len(traces) - 1] = layout
         elif isinstance(found, Plan):
             plans.append((path, found))
         elif isinstance(found, Outcome):
             inputs.outcomes.append((path.name, found))
+        elif "jobs" in found:
+            inputs.benchmarks.append((path.name, found["jobs"]))
+        elif "strategies" in found:
+            inputs.comparisons.append((path.name, found))
         elif _is_curve(found):
             inputs.curves.append((path.name, found))
         else:
@@ -115,7 +197,8 @@ def read_inputs(paths: list[Path]) -> Inputs:
         if place is None:
             inputs.plans.append((path.name, plan))
     inputs.runs = [
-        Run(short_name(path), with_a_moment(trace), read.get(i)) for i, (path, trace) in enumerate(traces)
+        Run(short_name(path), with_a_moment(trace), read.get(i), layouts.get(i))
+        for i, (path, trace) in enumerate(traces)
     ]
     return inputs
 

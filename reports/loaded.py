@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memopt.errors import UsageError
 from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.reports.headline import Headline, of_inputs
@@ -201,17 +202,18 @@ class LoadedFigures(Loaded):
 
     def to_pandas(self) -> Frame:
         """A curve: one row a budget. An estimate: bytes at the peak by category."""
-        import pandas
+        from memopt.reports import frames
 
-        if self._is_curve:
-            return pandas.DataFrame(self.data["points"])
-        return pandas.DataFrame({"size_bytes": self.data["by_category"]}).rename_axis("category")
+        return frames.points(self.data) if self._is_curve else frames.categories(self.data)
 
     def plot(self) -> Figure:
         """The curve; of an estimate what its peak is made of."""
-        from memopt.reports.figures import pareto, shares
+        from memopt.reports import tradeoff
+        from memopt.reports.figures import shares
 
-        return pareto(self.data) if self._is_curve else shares(self.data["by_category"])
+        if self._is_curve:
+            return tradeoff.drawn(tradeoff.marks_of(Inputs(curves=[(self.name, self.data)])))
+        return shares(self.data["by_category"])
 
 
 def loaded(path: Path) -> Loaded:
@@ -223,4 +225,9 @@ def loaded(path: Path) -> Loaded:
         return LoadedPlan(found, path)
     if isinstance(found, Outcome):
         return LoadedOutcome(found, path.name)
+    if "jobs" in found or "strategies" in found:
+        what = "a benchmark's lines" if "jobs" in found else "a comparison of strategies"
+        raise UsageError(
+            f"{path} is {what}, not a profile, plan, outcome or estimate", try_=f"memopt report {path}"
+        )
     return LoadedFigures(json.loads(json.dumps(found)), path.name)

@@ -37,6 +37,36 @@ def render_outcome(outcome: Outcome | dict[str, Any]) -> RenderableType:
     return Group(*parts, *(words(f"Note: {note}.") for note in outcome.notes))
 
 
+def render_ranks(outcomes: dict[int, Outcome], world: int) -> RenderableType:
+    """One table of several ranks' outcomes, the worst verdict first, and notes with the ranks that they are of."""
+    ranked = sorted(outcomes.items())
+    over = [rank for rank, each in ranked if (each.measured_peak_bytes or 0) > each.budget_bytes]
+    unmeasured = [rank for rank, each in ranked if each.measured_peak_bytes is None]
+    said = f"{_ranks(over)} ABOVE the budget" if over else f"{_ranks([rank for rank, _ in ranked if rank not in unmeasured])} within the budget"  # fmt: skip
+    if unmeasured:
+        said = f"{f'{said}; ' if len(unmeasured) < len(ranked) else ''}{_ranks(unmeasured)}: nothing was measured"
+    if len(ranked) < world:
+        said += f"; told here of {len(ranked)} of {world} ranks"
+    columns = ("rank", "budget", "plain", "predicted", "measured", "off by", "step", "actions")
+    rows = []
+    for rank, each in ranked:
+        peak = _row(str(rank), format_bytes, each.unplanned_peak_bytes, each.predicted_peak_bytes, each.measured_peak_bytes)  # fmt: skip
+        step = format_ms(each.measured_step_ms) if each.measured_step_ms is not None else "-"
+        done = f"{each.actions.done} of {each.actions.planned}"
+        rows.append((peak[0], format_bytes(each.budget_bytes), *peak[1:], step, done))
+    notes: dict[str, list[int]] = {}
+    for rank, each in ranked:
+        for note in each.notes:
+            notes.setdefault(note, []).append(rank)
+    told = [words(f"Note of {_ranks(ranks).lower()}: {note}.") for note, ranks in notes.items()]
+    return Group(words(f"{said}.", style="bold red" if over else "bold green"), pairs_table("", columns, rows), *told)  # fmt: skip
+
+
+def _ranks(ranks: list[int]) -> str:
+    """`Rank 3`, `Ranks 0, 1, 2`."""
+    return f"Rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
 def _on_the_device(outcome: Outcome) -> str:
     allocated, reserved = (
         format_bytes(outcome.allocated_peak_bytes),

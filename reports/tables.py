@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.reports.page.moment import Held
+from memopt.reports.repeated import gather
 from memopt.units import format_bytes, format_ms
 
 COLORS = {
@@ -116,22 +117,23 @@ def shares_table(
 
 
 def biggest_table(held: Sequence[Held], total: int, most: int, width: int) -> Table:
-    """The biggest tensors of a moment; their times and lines where `width` has room."""
+    """The biggest tensors of a moment, those of alike layers as one; their times and lines where `width` has room."""
     times, lines = width >= _TIMES_FIT, width >= _LINES_FIT
     columns = [("size", "right"), *([("share", "right")] if times else []), ("kind", "left")]
     columns += [("born at", "right"), ("idle", "right")] if times else []
     columns += [("tensor", "name")] + ([("line", "left")] if lines else [])
     table = plain_table("Biggest tensors", columns)
-    for row in held[:most]:
-        cells: list[Text | Name | str] = [format_bytes(row.size_bytes)]
-        cells += [share(row.size_bytes, total)] if times else []
-        cells.append(Text(row.category, style=COLORS.get(row.category, "")))
+    groups = gather(held, lambda row: row.label, lambda row: (row.category, row.size_bytes))
+    groups.sort(key=lambda group: -sum(row.size_bytes for row in group[1]))
+    for name, rows in groups[:most]:
+        size = sum(row.size_bytes for row in rows)
+        cells: list[Text | Name | str] = [format_bytes(size), *([share(size, total)] if times else [])]
+        cells.append(Text(rows[0].category, style=COLORS.get(rows[0].category, "")))
         if times:
-            cells.append("before" if row.born_op < 0 else f"op {row.born_op}")
-            cells.append(format_ms(row.idle_ms) if row.idle_ms else "-")
-        cells.append(Name(row.label))
-        table.add_row(*cells, *([words(row.line)] if lines else []))
-    left = held[most:]
+            cells += [_born(rows), _idle(rows)]
+        cells.append(Name(name))
+        table.add_row(*cells, *([words(rows[0].line)] if lines else []))
+    left = [row for _, rows in groups[most:] for row in rows]
     if left:
         size = sum(row.size_bytes for row in left)
         table.add_row(
@@ -140,6 +142,17 @@ def biggest_table(held: Sequence[Held], total: int, most: int, width: int) -> Ta
             Name(f"({len(left)} more)"),
         )
     return table
+
+
+def _born(rows: Sequence[Held]) -> str:
+    first, last = min(row.born_op for row in rows), max(row.born_op for row in rows)
+    return "before" if first < 0 else f"op {first}" if first == last else f"op {first}-{last}"
+
+
+def _idle(rows: Sequence[Held]) -> str:
+    """How long they are not needed: the longest of them."""
+    longest = max(row.idle_ms for row in rows)
+    return f"{'≤ ' if len(rows) > 1 else ''}{format_ms(longest)}" if longest else "-"
 
 
 def pairs_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -10,12 +10,23 @@ from rich.text import Text
 from memopt.plan import Action, Plan
 from memopt.reports import verdict
 from memopt.reports.area import Area
-from memopt.reports.page.moment import Moment, end_of, peak_of
+from memopt.reports.page.moment import Moment, end_of, open_paths, peak_of
+from memopt.reports.repeated import gather, name_of, path_pattern
 from memopt.reports.tables import Name, biggest_table, pairs_table, plain_table, shares_table, words
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
 
 _WHAT_FITS = 80
+_CODECS = {
+    "nothing": "not held",
+    "predicate": "to 1 bit",
+    "two_valued": "to 1 bit",
+    "pool_index": "to small indices",
+    "narrow_int": "to small integers",
+    "exact_cast": "to 16 bits",
+    "zero_bitmap": "without zeros",
+}
+"""What a codec does to a tensor; each gives back the same bits."""
 
 
 def render_trace(trace: Trace, *, top: int = 10) -> RenderableType:
@@ -40,7 +51,7 @@ def _moment(trace: Trace, moment: Moment, top: int, *, at: str) -> list[Renderab
     parts: list[RenderableType] = [
         Text(),
         shares_table(f"What fills the device {at}", "kind", moment.by_category, total, 10, colors=True),
-        shares_table(f"By module {at}", "module", moment.by_module(max(top, 8)), total, max(top, 8)),
+        shares_table(f"By module {at}", "module", _by_alike_modules(moment, max(top, 8)), total, max(top, 8)),
     ]
     if moment.by_line:
         parts.append(shares_table(f"By line {at}", "line", moment.by_line, total, top))
@@ -57,6 +68,19 @@ def _moment(trace: Trace, moment: Moment, top: int, *, at: str) -> list[Renderab
             words(f"There before the iteration: {format_bytes(moment.from_before_bytes)} ({parts_of}).")
         )
     return parts
+
+
+def _by_alike_modules(moment: Moment, most: int) -> dict[str, int]:
+    """Module -> bytes below it, modules that differ in a layer's number only as one, largest first."""
+    paths = [path for held in moment.held if (path := held.module)]
+    sizes = open_paths([(path_pattern(held.module), held.size_bytes) for held in moment.held], most)
+    named: dict[str, int] = {}
+    for pattern, size in sizes.items():
+        depth = pattern.count(".") + 1
+        heads = {".".join(path.split(".")[:depth]) for path in paths}
+        alike = sorted(head for head in heads if path_pattern(head) == pattern)
+        named[name_of(alike) if alike else pattern] = size
+    return named
 
 
 class _Biggest:
@@ -88,11 +112,11 @@ def render_plan(plan: Plan, *, top: int = 10) -> RenderableType:
 
 
 def what_it_does(action: Action) -> str:
-    """`swap to disk`, `compress (pool_index)`, `recompute (3 ops)`."""
+    """`swap to disk`, `compress (to 1 bit)`, `recompute (3 ops)`."""
     if action.kind == "swap":
         return f"swap to {action.tier}"
     if action.kind == "compress":
-        return f"compress ({action.codec})"
+        return f"compress ({_CODECS.get(action.codec, action.codec)})"
     if action.kind == "recompute":
         count = len(action.records)
         return f"recompute{' again' if action.again else ''} ({count} op{'s' if count > 1 else ''})"
@@ -119,7 +143,7 @@ def _kinds(plan: Plan) -> RenderableType:
 
 
 class _Actions:
-    """The biggest actions with their reasons; on a narrow terminal what is done stands above the reason."""
+    """The biggest actions with their reasons, those of alike layers as one; on a narrow terminal what is done stands above the reason."""
 
     def __init__(self, plan: Plan, top: int) -> None:
         self._ranked = sorted(plan.actions, key=lambda action: (-action.saved_bytes, -action.size_bytes))
@@ -131,11 +155,15 @@ class _Actions:
         table = plain_table(
             "Biggest actions", [*(columns if wide else columns[1:3]), ("tensor, and why", "name")]
         )
-        for action in self._ranked[: self._top]:
-            what = what_it_does(action)
-            why = words(action.why if wide else f"{what}: {action.why}", style="dim")
-            table.add_row(*_figures([action], what if wide else None), Group(Name(action.label), why))
-        rest = self._ranked[self._top :]
+        groups = gather(self._ranked, lambda each: each.label, what_it_does)
+        groups.sort(key=lambda group: -sum(each.saved_bytes for each in group[1]))
+        for name, group in groups[: self._top]:
+            what = what_it_does(group[0])
+            alike = len({each.why for each in group}) == 1
+            why = group[0].why if alike else f"the first: {group[0].why}"
+            told = words(why if wide else f"{what}: {why}", style="dim")
+            table.add_row(*_figures(group, what if wide else None), Group(Name(name), told))
+        rest = [action for _, group in groups[self._top :] for action in group]
         if rest:
             table.add_row(*_figures(rest, "" if wide else None), Name(f"({len(rest)} more)"))
         yield table

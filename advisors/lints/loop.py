@@ -1,11 +1,11 @@
-"""The rules of `memopt.advisors.lints.find` about the training loop: what it keeps, zeroes, steps, and calls. One function each."""
+"""Lints about the training loop: what it keeps, zeroes, steps, and calls. One function each."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
 
-from memopt.advisors.lints.find import Seen, lint
+from memopt.advisors.lints.registry import Seen, lint
 from memopt.trace import CACHE_EMPTIED, IN_A_LIST
 
 

@@ -1,4 +1,4 @@
-"""The rules of `memopt.advisors.lints.find` about what a model saves: one function each, which yields the storages at stake."""
+"""Lints about what a model saves: one function each, which yields the storages at stake."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
 
-from memopt.advisors.lints.find import SavedSlot, Seen, lint
+from memopt.advisors.lints.registry import SavedSlot, Seen, lint
 
 _SIXTEEN_BIT = ("bf16", "fp16")
 _MASKS = {("WhereBackward0", "condition"), ("MaskedFillBackward0", "mask")}

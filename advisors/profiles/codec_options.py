@@ -15,6 +15,7 @@ from memopt.estimators.simulator.codec_sizes import (
     decode_transient_bytes,
     decoded_bytes,
     encode_transient_bytes,
+    pieces_of,
     predicted_bytes,
 )
 from memopt.estimators.simulator.decision import VALUE_CODECS, Decision
@@ -25,10 +26,20 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
-_DEFAULT_COPY_RATE = 8e9
-_ENCODE_PASSES = {"nothing": 0.0, "predicate": 3.0, "pool_index": 12.0, "two_valued": 3.0}
-"""How long encoding takes, in copies of the tensor; asking a 16 bit float takes as long as asking one of 32."""
-_DECODE_PASSES = {"nothing": 0.0, "predicate": 1.6, "pool_index": 12.0, "two_valued": 1.6}
+_DEFAULT_COPY_RATE = {"cpu": 8e9, "cuda": 5e11}
+"""Bytes per second, where none was measured."""
+_PASSES = {
+    "cpu": {"nothing": (0.0, 0.0), "predicate": (3.0, 1.6), "pool_index": (12.0, 12.0), "two_valued": (3.0, 1.6)},
+    "cuda": {"nothing": (0.0, 0.0), "predicate": (3.7, 1.6), "pool_index": (3.5, 3.0)},
+}  # fmt: skip
+"""How long encoding and decoding take, in copies of the tensor: measured on a CPU; on a GPU what their kernels read and write. Asking a
+16 bit float takes as long as asking one of 32."""
+_QUICKLY_ASKED = {"relu": 2.0, "mask": 1.1}
+"""On a GPU: questions that need no kernel of the reader's."""
+_LAUNCHES = {"predicate": (12, 8), "pool_index": (14, 12)}
+"""Kernels to encode and to decode a piece of a tensor on a GPU."""
+_LAUNCH_MS = 5e-3
+"""Of the host for one kernel; the shortest kernels take about as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,24 +134,21 @@ def _meta(view: TraceView, slot: int, device: Device) -> TensorMeta | None:
 def _decision(view: TraceView, device: Device, saved: Saved, codec: str, needs: tuple[Need, ...]) -> Decision:
     """Price of `codec`: a storage-wide codec encodes once, the others slot by slot; every unpack decodes."""
     whole = codec in VALUE_CODECS
-    encoded = transient = decoded = asked = walked = 0
+    encoded = transient = decoded = 0
+    encode_ms = decode_ms = 0.0
     for position, (slot, need) in enumerate(zip(saved.slots, needs, strict=True)):
         meta = _meta(view, slot, device)
         assert meta is not None
         kind = codec if whole else need.kind
         if not (whole and position):
             encoded += predicted_bytes(kind, meta, need.parameters)
-            if kind != "nothing":
-                walked += meta.cells * meta.itemsize
-                asked += meta.cells * (max(4, meta.itemsize) if kind == "predicate" else meta.itemsize)
+            costs = _costs_ms(kind, meta, device, str(need.parameters.get("test")))
+            encode_ms, decode_ms = encode_ms + costs[0], decode_ms + costs[1]
         transient = max(transient, encode_transient_bytes(kind, meta, need.parameters))
         decoded = max(
             decoded,
             decoded_bytes(kind, meta, need.parameters) + decode_transient_bytes(kind, meta, need.parameters),
         )
-    rate = device.copy_bytes_per_s or _DEFAULT_COPY_RATE
-    encode_ms = _ENCODE_PASSES[codec] * asked / rate * 1000
-    decode_ms = _DECODE_PASSES[codec] * walked / rate * 1000
     return Decision(
         kind="drop" if codec == "nothing" else "compress",
         codec=codec,
@@ -150,3 +158,16 @@ def _decision(view: TraceView, device: Device, saved: Saved, codec: str, needs: 
         encode_ms=encode_ms,
         decode_ms=decode_ms if whole else decode_ms / max(1, len(saved.slots)),
     )
+
+
+def _costs_ms(codec: str, meta: TensorMeta, device: Device, test: str) -> tuple[float, float]:
+    """What it takes to encode a tensor, and to decode it."""
+    kind = "cpu" if device.kind == "cpu" else "cuda"
+    encode, decode = _PASSES[kind][codec]
+    asked = meta.cells * (max(4, meta.itemsize) if codec == "predicate" else meta.itemsize)
+    copy_ms = 1000 / (device.copy_bytes_per_s or _DEFAULT_COPY_RATE[kind])
+    if kind == "cpu":
+        return encode * asked * copy_ms, decode * meta.cells * meta.itemsize * copy_ms
+    launched = [_LAUNCH_MS * count * pieces_of(codec, meta) for count in _LAUNCHES.get(codec, (0, 0))]
+    encode = _QUICKLY_ASKED.get(test, encode) if codec == "predicate" else encode
+    return max(launched[0], encode * asked * copy_ms), max(launched[1], decode * asked * copy_ms)

@@ -20,6 +20,7 @@ STATE = ("parameter", "gradient", "optimizer state", "buffer")
 _SHARE = 0.1
 """Of the peak, from which a kind of memory is worth a word."""
 _NAMED = 3
+LESS = "less with "
 
 
 class Hold:
@@ -73,12 +74,12 @@ class Hold:
         return found
 
     def held_by(self) -> str:
-        """`held by parameters 512 KiB, fc · addmm · 4×1024 fp32 96 KiB, the op itself 292 KiB: backward of conv2`."""
+        """`held by parameters 512 KiB, fc · addmm 96 KiB, the op itself 292 KiB: backward of conv2`."""
         view, trace = self.problem.view, self.problem.view.trace
         kinds = trace.storages.category
         parts = [(self.by_kind[name], name if name == "optimizer state" else name + "s") for name in STATE]
         parts += [
-            (int(view.size[s]), trace.storage_label(s))
+            (int(view.size[s]), _without_shape(trace.storage_label(s)))
             for s in self.storages
             if CATEGORIES[kinds[s]] not in STATE
         ]
@@ -109,7 +110,13 @@ class Hold:
         if DEFAULT_ALLOW - allow - {"optimizer"}:
             found.append((self.peak_bytes, "fewer kinds of action denied"))
         worth = sorted((pair for pair in found if pair[0] >= _SHARE * self.peak_bytes), key=lambda p: -p[0])
-        return f"less with {'; '.join(words for _, words in worth[:_NAMED])}" if worth else ""
+        return f"{LESS}{'; '.join(words for _, words in worth[:_NAMED])}" if worth else ""
+
+
+def _without_shape(label: str) -> str:
+    """`fc · addmm` of `fc · addmm · 4×1024 fp32`."""
+    parts = label.split(" · ")
+    return " · ".join(parts[:-1] or parts)
 
 
 def place_of(problem: Problem, op: int, *, op_name: bool = True) -> str:

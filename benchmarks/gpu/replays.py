@@ -13,6 +13,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -23,6 +24,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 _LIMIT_S = 200.0
 _WANTED = ("cudnn_attention", "_cudnn_rnn")
 """Looked at though memopt does not replay them."""
+SHAPES = ((64, 128), (64, 1000), (64, 2048), (128, 1024), (256, 512))
+"""Of attention: head size and length."""
+
+
+def _device() -> str:
+    return "cpu" if os.environ.get("MEMOPT_CAMPAIGN_DRY") else "cuda"
 
 
 class _InAutogradsThread(torch.autograd.Function):
@@ -141,7 +148,7 @@ def replays(dtype_name: str) -> dict[str, Any]:
     """Forward of each sample under the mode; ops by name that differ, and how many were looked at."""
     from torch.testing._internal.common_methods_invocations import op_db
 
-    device = "cpu" if os.environ.get("MEMOPT_CAMPAIGN_DRY") else "cuda"
+    device = _device()
     dtype = getattr(torch, dtype_name)
     mode = _Again(device)
     end = time.monotonic() + (15 if device == "cpu" else _LIMIT_S)
@@ -176,8 +183,6 @@ def replays(dtype_name: str) -> dict[str, Any]:
 
 def _large(mode: _Again, device: str, dtype: torch.dtype) -> None:
     """Sizes at which a kernel splits its work over blocks: torch's samples are tiny."""
-    from torch.nn import functional as F
-
     n = 64 if device == "cpu" else 1024
 
     def r(*size: int) -> torch.Tensor:
@@ -228,7 +233,7 @@ def _large(mode: _Again, device: str, dtype: torch.dtype) -> None:
         "interpolate": lambda: F.interpolate(r(16, 64, 28, 28), scale_factor=2, mode="bilinear"),
         "nll 2d": lambda: F.cross_entropy(r(8, 19, 64, 64), torch.randint(0, 19, (8, 64, 64), device=device)),
         "cross entropy": lambda: F.cross_entropy(r(8 * n, 1000), torch.randint(0, 1000, (8 * n,), device=device)),
-        "ctc": lambda: F.ctc_loss(r(50, 16, 20).float().log_softmax(2), torch.randint(1, 20, (16, 30), device=device), torch.full((16,), 50), torch.full((16,), 30)),
+        "ctc": lambda: F.ctc_loss(r(50, 16, 20).float().log_softmax(2), torch.randint(1, 20, (16, 30), device=device), *(torch.full((16,), n, device=device) for n in (50, 30))),
         "grid sample": lambda: F.grid_sample(r(4, 16, 64, 64), r(4, 64, 64, 2).clamp(-1, 1)),
         "fft": lambda: torch.fft.rfft(r(64, 4096).float()),
         "einsum": lambda: torch.einsum("bhid,bhjd->bhij", r(4, 8, n // 4, 64), r(4, 8, n // 4, 64)),
@@ -254,6 +259,46 @@ def _large(mode: _Again, device: str, dtype: torch.dtype) -> None:
             except Exception as error:
                 mode.errors.setdefault(f"large {name}", f"{type(error).__name__}: {str(error)[:160]}")
                 break
+
+
+def attention() -> dict[str, Any]:
+    """cuDNN's attention, which `instrument/ops.py` denies until this job has shown equal bits: by dtype, head size, length and dropout."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    device = _device()
+    found: dict[str, Any] = {}
+    for dtype in (torch.bfloat16, torch.float16):
+        for head, length in SHAPES:
+            for causal in (False, True):
+                for dropout in (0.0, 0.1):
+                    mode = _Again(device)
+                    heads = (2, 8, length if device == "cuda" else 16, head)
+                    q, k, v = (torch.randn(heads, device=device, dtype=dtype) for _ in range(3))
+                    words = (
+                        f"{str(dtype)[6:]} {head}x{length}{' causal' if causal else ''}, dropout {dropout}"
+                    )
+                    backends = [SDPBackend.CUDNN_ATTENTION] if device == "cuda" else [SDPBackend.MATH]
+                    try:
+                        for _ in range(8):
+                            with sdpa_kernel(backends), mode:
+                                F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+                            mode.run_again()
+                    except RuntimeError as error:
+                        mode.errors[words] = str(error)[:160]
+                    found[words] = {
+                        "ops": dict(mode.ops),
+                        "differ": {name: dict(ways) for name, ways in mode.differ.items()},
+                        "errors": mode.errors,
+                    }
+    return found
+
+
+def attention_words(found: dict[str, Any]) -> str:
+    ran = {
+        words: each for words, each in found.items() if any("cudnn_attention" in name for name in each["ops"])
+    }
+    other = [words for words, each in ran.items() if each["differ"]]
+    return f"{len(ran)} of {len(found)} ran; other bits: {'; '.join(other) or 'none'}"
 
 
 def _tuned(work: Any) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from memopt.cli.advise.given import on_device, room_as_budget, script_stem
 from memopt.cli.advise.words import (
     check_goal,
     check_graph_words,
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
-    from memopt.advisors.lints.find import Lint
+    from memopt.advisors.lints.registry import Lint
     from memopt.cli.advise.comparison import Row
     from memopt.estimators.hidden.beside_tensors import Budget
     from memopt.plan import Plan
-    from memopt.trace import Trace
 
 _KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer"
 
@@ -77,8 +77,14 @@ def advise(profile: Path | None, **options: Any) -> int:
             raise UsageError(f"--{name.replace('_', '-')} goes with --graph", try_="--graph graph.json")
     from memopt.advisors.registry import COUNSELS
 
+    counsels = len(options["strategies"]) == 1 and options["strategies"][0] in COUNSELS
+    room_as_budget(options)
+    if not counsels and not options["max_batch"]:
+        if options["batch_arg"]:
+            raise UsageError("--batch-arg goes with --max-batch", try_="--max-batch --budget 16GB")
+        check_goal(options, options["strategies"] or ("auto",))
     path = profile or newest_profile(Path.cwd())
-    if len(options["strategies"]) == 1 and options["strategies"][0] in COUNSELS:
+    if counsels:
         from memopt.cli.advise.counsel import study
 
         return study(path, options)
@@ -132,24 +138,6 @@ def _required_budget(options: dict[str, Any]) -> str:
     return str(options["budget"])
 
 
-def room_as_budget(options: dict[str, Any]) -> None:
-    """Without a goal, the budget is what the named device has room for."""
-    if options["device"] and not any(options[name] for name in ("budget", "max_overhead", "pareto")):
-        from memopt.devices import find_device
-
-        options["budget"] = str(find_device(options["device"]).memory_bytes)
-
-
-def on_device(trace: Trace, name: str | None) -> Trace:
-    """The trace as the device called `name` would run it."""
-    if not name:
-        return trace
-    from memopt.devices import find_device
-    from memopt.estimators.elsewhere.modelled import model_for_device
-
-    return model_for_device(trace, find_device(name))
-
-
 class _Advise:
     """One call of the command on a profile."""
 
@@ -167,10 +155,6 @@ class _Advise:
         from memopt.trace import load_trace
 
         options = self.options
-        if options["batch_arg"]:
-            raise UsageError("--batch-arg goes with --max-batch", try_="--max-batch --budget 16GB")
-        room_as_budget(options)
-        check_goal(options, self.strategies)
         allow = allowed(options["allow"], options["deny"])
         trace = on_device(load_trace(self.path), options["device"])
         kind = "pareto" if options["pareto"] else "plan"
@@ -332,7 +316,7 @@ class _Advise:
         points: list[Point] = []
         from memopt.advisors.frontier import SHARES
 
-        with progress("planning for budgets from 90 % down", total=len(SHARES)) as step:
+        with progress("planning for budgets from 90 % down", total=len(SHARES), unit="point") as step:
             for point in frontier(adviser, self.strategies[0]):
                 points.append(point)
                 step(1)
@@ -349,10 +333,3 @@ class _Advise:
                 out().print(lints_table(self.lints))
         say(f"wrote {self.output}")
         return 0
-
-
-def script_stem(trace: Trace) -> str:
-    """The script's name without folder and ending; of a module the last part."""
-    argv = trace.script.argv
-    name = argv[0] if argv else "script"
-    return (name.rpartition(".")[2] if trace.script.as_module else Path(name).stem) or "script"

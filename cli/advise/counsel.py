@@ -18,7 +18,7 @@ from memopt.cli.advise.words import with_command
 from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
-    from memopt.advisors.lints.find import Lint
+    from memopt.advisors.lints.registry import Lint
 
 
 def study(path: Path, options: dict[str, Any]) -> int:
@@ -26,7 +26,7 @@ def study(path: Path, options: dict[str, Any]) -> int:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.lints.find import find_lints
     from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed, kinds_named
-    from memopt.cli.advise.command import on_device, room_as_budget, script_stem
+    from memopt.cli.advise.given import on_device, room_as_budget, script_stem
     from memopt.cli.shared.own_files import refuse_foreign
     from memopt.estimators.hidden.beside_tensors import parse_budget
     from memopt.trace import load_trace

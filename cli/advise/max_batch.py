@@ -12,7 +12,7 @@ from memopt.cli.advise.words import with_command
 from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
-    from memopt.advisors.lints.find import Lint
+    from memopt.advisors.lints.registry import Lint
     from memopt.advisors.max_batch import Batches, Largest
 
 
@@ -21,7 +21,7 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     from memopt.advisors.lints.find import find_lints
     from memopt.advisors.max_batch import Batches
     from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed
-    from memopt.cli.advise.command import on_device, room_as_budget, script_stem
+    from memopt.cli.advise.given import on_device, room_as_budget, script_stem
     from memopt.cli.advise.tables import lints_table
     from memopt.cli.shared.console import err, say
     from memopt.cli.shared.own_files import refuse_foreign

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from memopt.advisors.counsel.counsel import Advice
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
-    from memopt.advisors.lints.find import Lint
+    from memopt.advisors.lints.registry import Lint
     from memopt.cli.advise.comparison import Row
     from memopt.plan import Plan
     from memopt.trace import Script
@@ -68,15 +68,12 @@ def explanation_table(found: Explanation, plan: Plan) -> RenderableType:
 def lints_table(lints: list[Lint]) -> RenderableType:
     """What the script itself could do better."""
     table = plain_table(
-        "What no plan should have to fix",
-        [("size", "right"), ("line", "left"), ("what, and what to write", "name")],
+        "What no plan should have to fix", [("size", "right"), ("what, where, and what to write", "name")]
     )
     for lint in lints:
-        table.add_row(
-            format_bytes(lint.size_bytes),
-            lint.line or "-",
-            Group(Text(f"{lint.name}: {lint.what}"), Text(f"try: {lint.try_}", style="dim")),
-        )
+        where = [words(f"at {lint.line}", style="dim")] if lint.line else []
+        told = Group(Text(f"{lint.name}: {lint.what}"), *where, Text(f"try: {lint.try_}", style="dim"))
+        table.add_row(format_bytes(lint.size_bytes), told)
     return Group(Text(), table)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt.errors import BudgetInfeasible, UsageError, enough
+from memopt.units import format_bytes
 
 _ANY_PEAK_BYTES = 2**30
 _HARDLY_BYTES = 1000
@@ -77,7 +78,19 @@ def with_command(error: BudgetInfeasible, source: Path, options: dict[str, Any])
         for each in given if isinstance(given, tuple) else () if given is None else (given,):
             words += [flag, f"{each:g}" if isinstance(each, float) else str(each)]
     error.try_ = shlex.join(words)
+    error.what = _as_typed(error, options["budget"] or "")
     return error
+
+
+def _as_typed(error: BudgetInfeasible, typed: str) -> str:
+    """The refusal with the budget in the unit that it was typed in."""
+    told = format_bytes(error.budget_bytes)
+    same = typed.strip().lower().replace(" ", "") == told.lower().replace(" ", "")
+    return (
+        error.what
+        if same or f"budget {told} " not in error.what
+        else error.what.replace(told, f"{typed.strip()} ({told})", 1)
+    )
 
 
 def with_variant(strategies: tuple[str, ...], variant: str | None) -> tuple[str, ...]:

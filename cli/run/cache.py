@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import memopt
 from memopt.errors import MemoptError
 from memopt.files import write_atomic
 from memopt.plan import Plan, load_plan
+from memopt.version import VERSION
 
 if TYPE_CHECKING:
     from memopt.instrument.script.runner import Command
@@ -90,7 +90,7 @@ def _key(command: Command, conditions: dict[str, object]) -> str:
         "as_module": command.as_module,
         "cwd": os.getcwd(),
         "script": hashlib.sha256(find_source(command).read_bytes()).hexdigest(),
-        "memopt": memopt.__version__,
+        "memopt": VERSION,
         "torch": installed,
         "python": platform.python_version(),
         "rank": os.environ.get("RANK", ""),

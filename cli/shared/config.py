@@ -137,7 +137,7 @@ def _check_shared(path: Path, keys: list[str]) -> None:
     """Refuse keys that no command knows; other commands are imported only when there is a doubt."""
     if not keys:
         return
-    from memopt.cli.commands import COMMANDS, load
+    from memopt.cli.table import COMMANDS, load
 
     known = {name for command in COMMANDS for name in option_names(load(command))} | {"color"}
     for key in keys:
@@ -146,7 +146,7 @@ def _check_shared(path: Path, keys: list[str]) -> None:
 
 
 def _check_tables(path: Path, names: list[str]) -> None:
-    from memopt.cli.commands import COMMANDS
+    from memopt.cli.table import COMMANDS
 
     for name in names:
         if name not in COMMANDS:

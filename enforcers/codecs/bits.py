@@ -52,10 +52,10 @@ def fill_by_bits(
 ) -> None:
     """`into` = `bit_set` where the bit of `packed` is set, else `unset`; all three integers of one width.
 
-    On a CPU a byte's eight values are looked up at once, elsewhere arithmetic that wraps is exact.
+    On a CPU a byte's eight values are looked up at once.
     """
     if into.device.type != "cpu":
-        into.copy_(spread_bits(packed, into.numel())).mul_(bit_set - unset).add_(unset)
+        torch.where(spread_bits(packed, into.numel()), bit_set, unset, out=into)
         return
     octets = np.where(_BITS_OF_BYTE, bit_set.numpy(), unset.numpy())
     row, source = into.numpy(), packed.numpy()

@@ -33,6 +33,7 @@ from memopt.instrument.stepping.single_parameter_step import (
 )
 from memopt.instrument.stepping.source_mentions_gradients import speaks_of_gradients
 from memopt.instrument.stepping.step_after_backward import caller_of_backward, find, step_ahead_of
+from memopt.instrument.torch_internals import storage_use_count
 
 
 class OptimizerInBackward:
@@ -205,7 +206,5 @@ class OptimizerInBackward:
 
 def _holders(tensor: Tensor) -> int:
     """How many tensors share its storage. Nodes that saved the parameter itself do not count: its gradient waits for them."""
-    count: int = (
-        torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
-    )
+    count: int = storage_use_count(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
     return count

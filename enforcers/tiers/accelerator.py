@@ -124,9 +124,10 @@ class TorchAccelerator:
         return entered
 
     def uses(self, storage: torch.UntypedStorage, stream: Any) -> None:
-        import torch
 
-        guard = torch._C._DisableTorchDispatch()  # no mode is to take it for an op of the script's
+        from memopt.instrument.torch_internals import DisableTorchDispatch
+
+        guard = DisableTorchDispatch()  # no mode is to take it for an op of the script's
         try:
             with warnings.catch_warnings() if self._warns else contextlib.nullcontext():
                 if self._warns:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import Protocol
+
+from memopt.estimators.allocator.settings import AllocatorSettings
 
 
 class ExpandableSegment:
@@ -114,3 +117,35 @@ class FreeList:
     def remove_unmapped(self, block: Block) -> None:
         index = bisect_left(self.unmapped, block.address, key=lambda entry: entry[0])
         del self.unmapped[index]
+
+
+class Stats(Protocol):
+    """Of the counts that an allocator keeps, the one that growing looks at."""
+
+    reserved_bytes: int
+
+
+class Allocator(Protocol):
+    """`caching.CachingAllocator`, to what takes memory from the driver for it and gives it back."""
+
+    settings: AllocatorSettings
+    limit_bytes: int | None
+    device_bytes: int | None
+    segments: dict[int, int]
+    expandables: list[ExpandableSegment]
+    searches: list[int]
+
+    @property
+    def stats(self) -> Stats: ...
+
+    def free_lists(self) -> list[FreeList]: ...
+
+    def cache(self, block: Block) -> None: ...
+
+    def merge_neighbours(self, block: Block) -> None: ...
+
+    def grew(self, size_bytes: int) -> None: ...
+
+    def reserve_addresses(self, size_bytes: int) -> int: ...
+
+    def expandable_bytes(self) -> int: ...

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from memopt.estimators.allocator.blocks import Block, ExpandableSegment, FreeList
+from memopt.estimators.allocator.blocks import Allocator, Block, ExpandableSegment, FreeList
 from memopt.estimators.allocator.settings import SMALL_SEGMENT_BYTES
 
-if TYPE_CHECKING:
-    from memopt.estimators.allocator.caching import CachingAllocator
 
-
-def grow_expandable(allocator: CachingAllocator, pool: FreeList, size_bytes: int) -> Block | None:
+def grow_expandable(allocator: Allocator, pool: FreeList, size_bytes: int) -> Block | None:
     """A free block of at least `size_bytes`, in no list, from mapped and newly mapped pages; None when the driver has none.
 
     Pages that were mapped before the driver ran out stay mapped and cached, as in PyTorch.
@@ -29,7 +24,7 @@ def grow_expandable(allocator: CachingAllocator, pool: FreeList, size_bytes: int
     return candidate
 
 
-def unmap_free_pages(allocator: CachingAllocator, block: Block) -> None:
+def unmap_free_pages(allocator: Allocator, block: Block) -> None:
     """Give the whole pages inside the free `block` back; what is left of it at either end stays cached."""
     segment, pool = block.expandable, block.pool
     assert segment is not None
@@ -55,7 +50,7 @@ def unmap_free_pages(allocator: CachingAllocator, block: Block) -> None:
     allocator.grew(start - end)
 
 
-def _find(allocator: CachingAllocator, pool: FreeList, size_bytes: int) -> Block:
+def _find(allocator: Allocator, pool: FreeList, size_bytes: int) -> Block:
     """The lowest unmapped block that, with the free blocks around it, has room; else a new segment's."""
     for _, unmapped in pool.unmapped:
         before = unmapped.prev
@@ -82,7 +77,7 @@ def _free_run_bytes(first: Block, wanted_bytes: int) -> int:
     return found
 
 
-def _map(allocator: CachingAllocator, block: Block, size_bytes: int) -> bool:
+def _map(allocator: Allocator, block: Block, size_bytes: int) -> bool:
     """Map the pages that hold the first `size_bytes` of an unmapped block, and join them with their free neighbours."""
     segment, pool = block.expandable, block.pool
     assert segment is not None

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from memopt.estimators.allocator.blocks import Block, FreeList
+from memopt.estimators.allocator.blocks import Allocator, Block, FreeList
 from memopt.estimators.allocator.expandable import unmap_free_pages
 from memopt.estimators.allocator.settings import UNLIMITED_BYTES
 
-if TYPE_CHECKING:
-    from memopt.estimators.allocator.caching import CachingAllocator
 
-
-def release_cached(allocator: CachingAllocator) -> None:
+def release_cached(allocator: Allocator) -> None:
     """Free every segment that is one free block, and unmap every free page of expandable segments."""
     for pool in allocator.free_lists():
         for block in pool:
@@ -23,7 +18,7 @@ def release_cached(allocator: CachingAllocator) -> None:
                 unmap_free_pages(allocator, block)
 
 
-def release_oversize(allocator: CachingAllocator, pool: FreeList, size_bytes: int) -> bool:
+def release_oversize(allocator: Allocator, pool: FreeList, size_bytes: int) -> bool:
     """With `max_split_size`: free one oversize block that is large enough, else several, largest first. Was it enough?"""
     least_bytes = allocator.settings.max_split_size_bytes
     if least_bytes == UNLIMITED_BYTES:
@@ -46,7 +41,7 @@ def release_oversize(allocator: CachingAllocator, pool: FreeList, size_bytes: in
     return released_bytes >= wanted_bytes
 
 
-def collect_garbage(allocator: CachingAllocator) -> None:
+def collect_garbage(allocator: Allocator) -> None:
     """Free unsplit large blocks of at least the mean age until what is reserved falls below the threshold."""
     threshold_bytes = int(allocator.settings.garbage_collection_threshold * (allocator.limit_bytes or 0))
     excess_bytes = allocator.stats.reserved_bytes - threshold_bytes
@@ -66,7 +61,7 @@ def collect_garbage(allocator: CachingAllocator) -> None:
         freed = bool(old)
 
 
-def _release(allocator: CachingAllocator, block: Block) -> None:
+def _release(allocator: Allocator, block: Block) -> None:
     block.pool.remove(block)
     del allocator.segments[block.address]
     allocator.grew(-block.size_bytes)

@@ -5,24 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memopt.estimators.fake.torch_internals import FakeTensor
 from memopt.instrument.accumulate import goes_into_first, in_place
+from memopt.instrument.torch_internals import current_node
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 
 class Meetings:
     """Knows which node of the graph made a tensor of the backward pass."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._makers: dict[int, int] = {}
 
     def born(self, row: int) -> None:
         """The storage in `row` is made now."""
-        node = torch._C._current_autograd_node() if self.recorder.phase == "backward" else None
+        node = current_node() if self.recorder.phase == "backward" else None
         if node is not None:
             self._makers[row] = node._sequence_nr()
 

@@ -27,15 +27,6 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch._prims_common import make_contiguous_strides_for
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    is_traceable_wrapper_subclass,
-    is_traceable_wrapper_subclass_type,
-)
-from torch.utils._pytree import tree_map
 
 from memopt.devices import find_device
 from memopt.estimators.fake.gpu.autocast import CudaAutocast
@@ -53,6 +44,13 @@ from memopt.estimators.fake.kernels.hidden import hidden_bytes
 from memopt.estimators.fake.kernels.probe import Probes
 from memopt.estimators.fake.kernels.sparse import note_distinct, sparse_result
 from memopt.estimators.fake.ledger import Enough, Ledger, Point
+from memopt.estimators.fake.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    contiguous_strides,
+    is_wrapper_type,
+    tree_map,
+)
 from memopt.estimators.fake.values.choices import Overrides, plain_choices
 from memopt.estimators.fake.values.guess import Guesser
 from memopt.estimators.fake.values.mask_share import note_share
@@ -60,6 +58,7 @@ from memopt.estimators.fake.values.real import stays_real
 from memopt.estimators.fake.values.shapes import Shapes
 from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording, StorageRow, on_fullest
+from memopt.instrument.torch_internals import TorchDispatchMode, disable_current_modes, is_wrapper
 
 Target = Literal["cuda", "cpu"]
 _NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
@@ -186,7 +185,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         """Ops inside are not seen."""
         self.inside += 1
         try:
-            with _disable_current_modes():
+            with disable_current_modes():
                 yield
         finally:
             self.inside -= 1
@@ -228,7 +227,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
 
     def rows_of(self, tensor: torch.Tensor) -> Iterator[StorageRow]:
         """What is recorded of the storages under `tensor`: of a wrapper, under the tensors that it holds."""
-        if is_traceable_wrapper_subclass(tensor):
+        if is_wrapper(tensor):
             held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             for each in held:
                 if isinstance(each, torch.Tensor):  # a DTensor holds its mesh too
@@ -247,14 +246,14 @@ class FakeRecorder(Ledger, TorchDispatchMode):
 
     def as_fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake tensor in place of a real one: it takes over what is recorded of the real one's storage."""
-        if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
+        if isinstance(tensor, FakeTensor) or is_wrapper(tensor):
             return tensor
         if tensor.device.type == "meta" or tensor.layout != torch.strided:
             return tensor
         old = tensor.untyped_storage()
         sizes, strides = tuple(tensor.size()), tuple(tensor.stride())
         if tensor.storage_offset() or old.nbytes() != tensor.numel() * tensor.element_size():
-            strides = make_contiguous_strides_for(sizes)
+            strides = contiguous_strides(sizes)
         with self.paused(), self.fake_mode:
             made = torch.empty_strided(sizes, strides, dtype=tensor.dtype)
         known = self._live.pop(old._cdata, None)
@@ -289,7 +288,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         if key in self._live:
             self.resized(storage)
             return
-        if device != self.target or is_traceable_wrapper_subclass(tensor):
+        if device != self.target or is_wrapper(tensor):
             return  # what a wrapper holds was seen by itself
         if getattr(tensor, "fake_device", tensor.device).type == "meta":
             return
@@ -360,7 +359,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace in ("profiler", "prim"):
             return func(*args, **kwargs)
-        if any(is_traceable_wrapper_subclass_type(each) for each in types):
+        if any(is_wrapper_type(each) for each in types):
             return NotImplemented  # a DTensor's op on what it holds comes here again
         tensors = _tensors(args, kwargs)
         device, kwargs = self._device(tensors, kwargs)

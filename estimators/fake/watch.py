@@ -13,8 +13,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from memopt.instrument.torch_internals import (
+    current_node,
+    engine_run_backward,
+    sequence_nr,
+    set_engine_run_backward,
+)
+
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 
 # torch as something to be patched
@@ -25,7 +32,7 @@ _MODULE: Any = torch.nn.Module
 class Watch:
     """Follows modules, backward passes and optimizer steps of one recording."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.paths: list[str] = []
         self.names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
@@ -47,10 +54,10 @@ class Watch:
     def path(self) -> str:
         """The module that the op being run belongs to; in backward, the one whose forward made the node."""
         if self._in_backward and not self.paths:
-            node = torch._C._current_autograd_node()
+            node = current_node()
             return self.node_paths.get(node._sequence_nr(), "") if node is not None else ""
         if self.paths and torch.is_grad_enabled():
-            self.node_paths.setdefault(torch._C._autograd._get_sequence_nr() - 1, self.paths[-1])
+            self.node_paths.setdefault(sequence_nr() - 1, self.paths[-1])
         return self.paths[-1] if self.paths else ""
 
     def _rephase(self) -> None:
@@ -132,12 +139,12 @@ class Watch:
 
 
 @contextmanager
-def watching(recorder: FakeRecorder) -> Iterator[Watch]:
+def watching(recorder: Recorder) -> Iterator[Watch]:
     """Follow modules, backward passes and optimizers while `recorder` records; put everything back after."""
     watch = Watch(recorder)
     recorder.watch = watch
     recorder.where = watch.path
-    call, engine = _MODULE.__call__, _AUTOGRAD._engine_run_backward
+    call, engine = _MODULE.__call__, engine_run_backward()
 
     def module_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         watch.enter(module)
@@ -158,11 +165,11 @@ def watching(recorder: FakeRecorder) -> Iterator[Watch]:
     before = register_optimizer_step_pre_hook(lambda optimizer, *_: watch.step_begins(optimizer))
     after = register_optimizer_step_post_hook(lambda optimizer, *_: watch.step_ends(optimizer))
     _MODULE.__call__ = module_call
-    _AUTOGRAD._engine_run_backward = run_backward
+    set_engine_run_backward(run_backward)
     try:
         yield watch
     finally:
         _MODULE.__call__ = call
-        _AUTOGRAD._engine_run_backward = engine
+        set_engine_run_backward(engine)
         before.remove()
         after.remove()

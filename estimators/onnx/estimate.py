@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memopt.errors import BadFile, MemoptError, UsageError
 from memopt.estimators.fake.recorder import Target
+from memopt.estimators.fake.torch_internals import FAKE_LOG
 from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.onnx.interpret import Env, Run
 from memopt.estimators.onnx.match.folded import (
@@ -246,7 +247,7 @@ def record_onnx(
 @contextmanager
 def _unlogged() -> Iterator[None]:
     """torch logs a traceback of every operator that its fake tensors refuse; here that becomes one error."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log = logging.getLogger(FAKE_LOG)
 
     def nothing(record: logging.LogRecord) -> bool:
         return False

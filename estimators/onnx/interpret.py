@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-    UnsupportedOperatorException,
-)
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt.errors import BadFile
+from memopt.estimators.fake.torch_internals import (
+    DataDependentOutput,
+    DynamicOutputShape,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperator,
+)
 from memopt.estimators.fake.values.guess import FEW
 from memopt.estimators.onnx.ops import control as ops_control
 from memopt.estimators.onnx.ops import index as ops_index
@@ -35,10 +34,11 @@ from memopt.estimators.onnx.ops import region as ops_region
 from memopt.estimators.onnx.ops import sequence as ops_sequence
 from memopt.estimators.onnx.ops import shape as ops_shape
 from memopt.estimators.onnx.ops.fallback import infer_outputs, opaque
-from memopt.estimators.onnx.ops.registry import OPS, Call, Malformed, NeedsValue
+from memopt.estimators.onnx.ops.registry import DTYPES, OPS, Call, Malformed, NeedsValue
 from memopt.estimators.onnx.read.graph import Graph, Node, Port, Weight
 from memopt.estimators.onnx.read.lower import reads
 from memopt.estimators.onnx.read.wire import SMALL_BYTES
+from memopt.instrument.torch_internals import disable_current_modes
 
 ROOMS = (
     ops_control, ops_index, ops_math, ops_microsoft, ops_nn, ops_quantized,
@@ -49,15 +49,6 @@ ROOMS = (
 MOST_STEPS = 60_000
 """Node executions of one pass; a loop that wants more is refused."""
 
-DTYPES = {
-    1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32,
-    7: torch.int64, 9: torch.bool, 10: torch.float16, 11: torch.float64, 12: torch.uint32, 13: torch.uint64,
-    14: torch.complex64, 15: torch.complex128, 16: torch.bfloat16, 17: torch.float8_e4m3fn,
-    18: torch.float8_e4m3fnuz, 19: torch.float8_e5m2, 20: torch.float8_e5m2fnuz,
-    21: torch.uint8, 22: torch.int8, 23: torch.uint8,
-}  # fmt: skip
-"""ONNX element types; 4-bit ones take a byte here."""
-
 _GROWS = {
     "CenterCropPad", "ConstantOfShape", "Einsum", "Expand", "EyeLike", "If", "Loop", "MatMul", "OneHot", "Pad",
     "Range", "Resize", "Scan", "SequenceMap", "Tile", "Upsample",
@@ -66,8 +57,8 @@ _RANDOM = {
     "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Dropout",
 }  # fmt: skip
 _UNFAKEABLE = (
-    NeedsValue, NotImplementedError, DataDependentOutputException, DynamicOutputShapeException,
-    UnsupportedOperatorException, RuntimeError, ArithmeticError, AssertionError, IndexError, ValueError, TypeError,
+    NeedsValue, NotImplementedError, DataDependentOutput, DynamicOutputShape,
+    UnsupportedOperator, RuntimeError, ArithmeticError, AssertionError, IndexError, ValueError, TypeError,
     KeyError,
 )  # fmt: skip
 
@@ -115,12 +106,12 @@ class Run:
 
     def real(self, kind: torch.dtype, values: Any) -> Tensor:
         """A tensor whose values are known."""
-        with _disable_current_modes():
+        with disable_current_modes():
             return torch.tensor(values, dtype=kind)
 
     def outside(self, function: Callable[[], Tensor]) -> Tensor:
         """The result of `function`, which computes with known values only."""
-        with _disable_current_modes():
+        with disable_current_modes():
             return function()
 
     def bound(self, node: Node, most: int) -> int:
@@ -133,7 +124,7 @@ class Run:
         if weight.values is not None:
             values = weight.values
             try:
-                with _disable_current_modes():
+                with disable_current_modes():
                     made = torch.from_numpy(values.copy()) if values.ndim else torch.tensor(values.item())
                     return made.to(DTYPES[weight.kind]).reshape(weight.dims)
             except (TypeError, KeyError, ValueError, RuntimeError):
@@ -216,9 +207,7 @@ class Run:
     ) -> Any:
         why = str(error).strip().split("\n")[0] or type(error).__name__
         shapes = infer_outputs(node, inputs, known, self.opset)
-        if shapes is None and not isinstance(
-            error, NeedsValue | NotImplementedError | DynamicOutputShapeException
-        ):
+        if shapes is None and not isinstance(error, NeedsValue | NotImplementedError | DynamicOutputShape):
             guessed = (
                 f"; the shapes that {', '.join(self.partial)} gives were guessed" if self.partial else ""
             )
@@ -250,7 +239,7 @@ class Run:
     def fake(self, value: Any) -> Any:
         """A known value as the fake world sees it; others as they are."""
         if is_known(value):
-            with _disable_current_modes():
+            with disable_current_modes():
                 kind = self.cast if value.dtype == self.main else value.dtype
                 return self.fake_mode.from_tensor(value.to(kind))
         if isinstance(value, list):
@@ -266,7 +255,7 @@ class Run:
             return None
         exact, self.exact = self.exact, True
         try:
-            with _disable_current_modes(), torch.no_grad():
+            with disable_current_modes(), torch.no_grad():
                 count = sum(k.numel() for k in known if k is not None)
                 if (count > 64 or node.op in _GROWS) and not self._stays_small(
                     function, node, values, known, env

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memopt.errors import BadFile, NotPossibleHere, UsageError
 from memopt.estimators.fake.recorder import FakeRecorder, Target
+from memopt.estimators.fake.torch_internals import FAKE_LOG, FakeTensorMode
 from memopt.estimators.fake.training import estimate_training_step
-from memopt.estimators.onnx.interpret import DTYPES, Env, Run, is_known
+from memopt.estimators.onnx.interpret import Env, Run, is_known
+from memopt.estimators.onnx.ops.registry import DTYPES
 from memopt.estimators.onnx.read.graph import Graph, Model, Weight
 from memopt.estimators.onnx.read.parameters import FLOATS, INTEGERS
 from memopt.estimators.recording import Recording
@@ -74,7 +75,7 @@ def main_type(trained: Mapping[str, Weight]) -> torch.dtype:
 @contextmanager
 def without_torch_logs() -> Iterator[None]:
     """Torch logs a traceback for every shape that does not fit; what does not fit is told in our own words."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FAKE_LOG)
     silent = logging.Filter("nobody")
     logger.addFilter(silent)
     try:

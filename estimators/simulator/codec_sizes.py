@@ -138,6 +138,12 @@ def _pooled_piece(meta: TensorMeta) -> int:
     return min(meta.numel, max(1, CHUNK_CELLS // max(1, unit)) * unit)
 
 
+def pieces_of(codec: str, meta: TensorMeta) -> int:
+    """How many times the codec's kernels run for one tensor."""
+    piece = _pooled_piece(meta) if codec == "pool_index" else _chunk_of(meta)
+    return -(-meta.cells // max(1, piece))
+
+
 def decoded_bytes(codec: str, meta: TensorMeta, params: Mapping[str, object] | None = None) -> int:
     """Bytes alive while the reader runs: 0 for an empty stand-in, else the tensor's own."""
     return 0 if codec == "nothing" and is_empty_stand_in(meta, params or {}) else meta.rebuilt_bytes

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-import memopt
 from memopt.device import Device
 from memopt.errors import BadFile
 from memopt.estimators.allocator.settings import AllocatorSettings, round_request
@@ -19,6 +18,7 @@ from memopt.estimators.snapshot.read import ACTIONS, Snapshot, SnapshotDevice, r
 from memopt.estimators.snapshot.stacks import Where, read_stack
 from memopt.estimators.snapshot.start import allocator_trace
 from memopt.trace import CATEGORIES, PHASES, Csr, Ops, Script, Slots, Storages, Trace, Values
+from memopt.version import VERSION
 
 PARTIAL = "it was made from a memory snapshot, which holds allocations but no operators"
 _BEFORE = Where(op="", function="", line="", phase="other", makes_parameters=False)
@@ -44,11 +44,26 @@ class _Op:
     born: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class ReadSnapshot:
+    """A snapshot as a trace, with the device that it is of."""
+
+    trace: Trace
+    device: SnapshotDevice
+    storage_at: dict[int, int]
+    """Address -> storage of the trace, of what was live when the snapshot was written."""
+
+
 def trace_of_snapshot(path: Path, device: int | None = None) -> Trace:
     """The snapshot at `path` as a trace of `device` (default: the one that held most).
 
     Raises `BadFile` for anything that is not a whole, consistent snapshot.
     """
+    return read_as_trace(path, device).trace
+
+
+def read_as_trace(path: Path, device: int | None = None) -> ReadSnapshot:
+    """As `trace_of_snapshot`, with the segments and where its storages lie in them."""
     snapshot = read_snapshot(path)
     found = _chosen(snapshot, device, path)
     reader = _Reader(snapshot, found)
@@ -59,7 +74,7 @@ def trace_of_snapshot(path: Path, device: int | None = None) -> Trace:
         notes.append(f"the snapshot also holds device {', '.join(others)}")
     if not reader.ops:
         notes.append("no events were recorded: only what was there when the snapshot was written")
-    return reader.trace(notes, _settings(snapshot))
+    return ReadSnapshot(reader.trace(notes, _settings(snapshot)), found, reader.live)
 
 
 def _chosen(snapshot: Snapshot, device: int | None, path: Path) -> SnapshotDevice:
@@ -170,7 +185,7 @@ class _Reader:
         empty = Csr.of([])
         modules = [text(f"{op.where.function}#0" if op.where.function else "@") for op in ops]
         return Trace(
-            memopt=memopt.__version__,
+            memopt=VERSION,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             script=Script(argv=[], cwd=""),
             device=Device(kind="cuda", allocator=settings),

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 
 from memopt.instrument.script.script_profiler import is_free, on_script, ours, watch
+from memopt.instrument.torch_internals import EventType, RecordFunction, profiler_enabled
 
 MARK = "memopt::op"
 """`record_function`s of this name divide the events into ops."""
 _FREED = "memopt::freed "
-_ALLOCATION = torch._C._profiler._EventType.Allocation
+_ALLOCATION = EventType.Allocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,14 @@ def started_profile() -> Started | None:
     watch()
     if not is_free():
         return None
-    profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    # Some releases warn, once, of profiles that do not accumulate; one that does makes all its events anew when it stops.
+    cpu = torch.profiler.ProfilerActivity.CPU
+    profile = torch.profiler.profile(activities=[cpu], profile_memory=True, acc_events=True)
     try:
         with _quiet(), ours():
             profile.start()
+        if profile.profiler is not None:
+            profile.profiler.acc_events = False
     except RuntimeError:
         return None
     return Started(profile, threading.get_ident())
@@ -62,9 +67,9 @@ def stop_profile(started: Started) -> list[tuple[int, int, int]] | None:
 
 def note_freed(size_bytes: int) -> bool:
     """Write into the profile of this thread that a block which is older has ended now; False where none runs here."""
-    if not torch._C._autograd._profiler_enabled():
+    if not profiler_enabled():
         return False
-    with torch._C._profiler._RecordFunctionFast(f"{_FREED}{size_bytes}"):
+    with RecordFunction(f"{_FREED}{size_bytes}"):
         return True
 
 

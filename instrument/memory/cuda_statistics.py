@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from memopt.instrument.torch_internals import cuda_device_index, cuda_memory_stats, cuda_reset_peaks
+
 log = logging.getLogger(__name__)
 
 _Peaks = dict[tuple[str, str], int]
@@ -41,18 +43,18 @@ class PeakStatistics:
 
     def bytes_now(self) -> tuple[int, int]:
         """(asked for and not freed, the most since the last `reset`)."""
-        found = _asked_for(torch._C._cuda_memoryStats(self.index))
+        found = _asked_for(cuda_memory_stats(self.index))
         return int(found["current"]), max(int(found["peak"]), self._our_peak_bytes)
 
     def reset(self) -> None:
         """A peak of our own begins."""
-        self._keep(torch._C._cuda_memoryStats(self.index))
+        self._keep(cuda_memory_stats(self.index))
         self._our_peak_bytes = 0
-        torch._C._cuda_resetPeakMemoryStats(self.index)
+        cuda_reset_peaks(self.index)
 
     def peaks_of_the_script(self) -> tuple[int, int]:
         """(allocated, reserved) bytes at most since the script began or last asked for a new peak."""
-        self._keep(torch._C._cuda_memoryStats(self.index))
+        self._keep(cuda_memory_stats(self.index))
         return (
             self._scripts.get(("allocated_bytes", "all"), 0),
             self._scripts.get(("reserved_bytes", "all"), 0),
@@ -122,7 +124,7 @@ def _peaks_in(statistics: dict[str, Any]) -> _Peaks:
 
 
 def _index(device: Any) -> int:
-    return int(torch.cuda._utils._get_device_index(device, optional=True))
+    return int(cuda_device_index(device, optional=True))
 
 
 def _put(module: Any, name: str, function: Any) -> None:

@@ -18,6 +18,7 @@ from memopt.instrument.memory.cuda_statistics import statistics_of
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script.script_profiler import on_script
 from memopt.instrument.stepping.gradient_reads import kept_gradient
+from memopt.instrument.torch_internals import DisableTorchFunction
 
 
 class Meter(Protocol):
@@ -104,7 +105,7 @@ def living_storages(device: str) -> list[UntypedStorage]:
     """
     found: dict[int, UntypedStorage] = {}
     doubtful: dict[int, UntypedStorage] = {}
-    with warnings.catch_warnings(), torch._C.DisableTorchFunctionSubclass():
+    with warnings.catch_warnings(), DisableTorchFunction():
         warnings.simplefilter("ignore")
         tensors, storages = living(Tensor, UntypedStorage)
         gradients = [each for each in map(_gradient_of, tensors) if each is not None]

@@ -13,6 +13,7 @@ from torch.optim import optimizer as optim
 from memopt.instrument.iterations import _STEP, Iterations
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.stepping.gradient_reads import gradient_of
+from memopt.instrument.torch_internals import step_hooks
 
 PROVED = frozenset(
     {
@@ -66,9 +67,14 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
         return "somebody hooks the optimizer's step, and may look at gradients there"
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return "the optimizer is differentiable or capturable"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if several_processes():
         return "several processes train together, and gradients are reduced after backward"
     return _why_not_these([parameter for _, parameter in parameters_of(optimizer)])
+
+
+def several_processes() -> bool:
+    """Do processes train together? They may exchange gradients."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _is_torchs(step: Any) -> bool:
@@ -89,8 +95,7 @@ def _is_a_schedulers(step: Any, kind: Any) -> bool:
 
 
 def _hooks_of_others() -> bool:
-    hooks = (*optim._global_optimizer_pre_hooks.values(), *optim._global_optimizer_post_hooks.values())
-    return any(not isinstance(getattr(hook, "__self__", None), Iterations) for hook in hooks)
+    return any(not isinstance(getattr(hook, "__self__", None), Iterations) for hook in step_hooks())
 
 
 def _why_not_these(parameters: list[Tensor]) -> str:

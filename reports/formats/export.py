@@ -69,12 +69,22 @@ def _table(inputs: Inputs, with_source: bool) -> frames.Frame:
     """Tensors of the one profile; else the actions of the one plan. A cell that a spreadsheet would compute is quoted."""
     if not inputs.runs and len(inputs.plans) == 1:
         frame = frames.actions(inputs.plans[0][1])
+    elif not inputs.runs and len(inputs.benchmarks) == 1:
+        from memopt.reports.benchmarks import table
+
+        frame = table(inputs.benchmarks[0][1])
+    elif not inputs.runs and len(inputs.outcomes) == 1:
+        frame = frames.outcome(inputs.outcomes[0][1])
+    elif not inputs.runs and len(inputs.curves) == 1:
+        frame = frames.points(inputs.curves[0][1])
+    elif not inputs.runs and len(inputs.estimates) == 1:
+        frame = frames.categories(inputs.estimates[0][1])
     else:
         run = one_run(inputs)
         frame = frames.tensors(run.trace, run.planned)
     if not with_source:
-        frame = frame.drop(columns="line")
-    for column in ("tensor", "label", "module", "line", "why"):
+        frame = frame.drop(columns="line", errors="ignore")
+    for column in ("tensor", "label", "module", "line", "why", "job", "case", "result"):
         if column in frame:
             frame[column] = [_quoted(shown(text)) for text in frame[column]]
     return frame
@@ -115,6 +125,11 @@ def _json(inputs: Inputs, with_source: bool) -> bytes:
         "outcomes": [{"name": name, **msgspec.to_builtins(each)} for name, each in inputs.outcomes],
         "estimates": [{"name": name, **each} for name, each in inputs.estimates],
         "curves": [{"name": name, **each} for name, each in inputs.curves],
+        "comparisons": [
+            {"name": name, "budget_bytes": each["budget_bytes"], "strategies": each["strategies"]}
+            for name, each in inputs.comparisons
+        ],
+        "benchmarks": [{"name": name, "jobs": jobs} for name, jobs in inputs.benchmarks],
     }
     return json.dumps(msgspec.json.decode(msgspec.json.encode(found)), indent=1).encode() + b"\n"
 
@@ -129,7 +144,7 @@ def _without_source(value: Any) -> Any:
 
 
 def _png(inputs: Inputs, with_source: bool) -> bytes:
-    from memopt.reports import figures
+    from memopt.reports import benchmarks, figures, tradeoff
 
     if len(inputs.runs) > 1:
         figure = figures.curves([(run.name, run.trace) for run in inputs.runs])
@@ -137,12 +152,16 @@ def _png(inputs: Inputs, with_source: bool) -> bytes:
         figure = figures.before_and_after(inputs.runs[0].trace, planned)
     elif inputs.runs:
         figure = figures.area(inputs.runs[0].trace)
-    elif inputs.curves:
-        figure = figures.pareto(inputs.curves[0][1])
+    elif marks := tradeoff.marks_of(inputs):
+        figure = tradeoff.drawn(marks)
+    elif inputs.benchmarks and (cases := tradeoff.of_benchmark(benchmarks.table(inputs.benchmarks[0][1]))):
+        figure = cases
+    elif inputs.outcomes:
+        figure = figures.peaks(inputs.outcomes[0][1])
+    elif inputs.estimates:
+        figure = figures.shares(dict(inputs.estimates[0][1]["by_category"]))
     else:
-        raise UsageError(
-            "a picture is made of a profile or a curve", try_="memopt report --format png PROFILE"
-        )
+        raise UsageError("there is nothing to draw in these files", try_="memopt report --format png PROFILE")
     figure.update_layout(paper_bgcolor="white", plot_bgcolor="white", showlegend=True)
     try:
         return bytes(figure.to_image(format="png", width=1200, height=520, scale=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from memopt.reports import frames
 from memopt.reports.headline import of_inputs
@@ -28,7 +29,33 @@ def markdown(inputs: Inputs, *, with_source: bool = True, top: int = 8) -> str:
         parts += _run(run, top, with_source)
     for _, plan in inputs.plans:
         parts += _actions(frames.actions(plan).head(top))
+    for name, found in inputs.comparisons:
+        parts += _strategies(name, found)
+    for name, jobs in inputs.benchmarks:
+        parts += _cases(name, jobs)
     return "\n\n".join(parts) + "\n"
+
+
+def _strategies(name: str, found: dict[str, Any]) -> list[str]:
+    rows = [
+        (str(row["strategy"]), _size(row["predicted_peak_bytes"]), "–" if row["predicted_step_ms"] is None else format_ms(row["predicted_step_ms"]))
+        for row in found["strategies"]
+    ]  # fmt: skip
+    return [f"**{escaped(name)}: strategies for {format_bytes(found['budget_bytes'])}**", table(("strategy", "peak", "step"), rows)]  # fmt: skip
+
+
+def _cases(name: str, jobs: list[dict[str, Any]]) -> list[str]:
+    from memopt.reports.benchmarks import table as cases_of
+
+    rows = [
+        (row.job, row.case, _size(row.peak_bytes), "–" if row.step_ms != row.step_ms else format_ms(row.step_ms), row.result)
+        for row in cases_of(jobs).itertuples()
+    ]  # fmt: skip
+    return [f"**{escaped(name)}**", table(("job", "case", "peak", "step", "how it ended"), rows)]
+
+
+def _size(amount: float | None) -> str:
+    return "–" if amount is None or amount != amount else format_bytes(int(amount))
 
 
 def _run(run: Run, top: int, with_source: bool) -> list[str]:

@@ -84,7 +84,10 @@ def _rounded(size: int) -> int:
 
 
 def _frames(trace: Trace, storage: int, with_source: bool) -> list[Entry]:
-    file, _, number = trace.strings[trace.storages.line[storage]].rpartition(":")
+    nearest = trace.strings[trace.storages.line[storage]].partition(", from ")[
+        0
+    ]  # of a library's and the user's
+    file, _, number = nearest.rpartition(":")
     known = with_source and number.isdecimal()
     return [
         {

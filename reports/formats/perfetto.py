@@ -19,6 +19,8 @@ from memopt.trace import CATEGORIES, PHASES, Trace
 
 MOST_SPANS = 4000
 _PID = 1
+_FIRST_ROW = 1
+"""Row of the first phase: a thread numbered 0 is the idle one in Perfetto, whose name it drops."""
 _LANES = {"compute": 11, "swap_out": 12, "swap_in": 13}
 _LANE_NAMES = {11: "plan: computed again", 12: "plan: copies out", 13: "plan: copies in"}
 
@@ -41,7 +43,7 @@ def perfetto(run: Run, *, with_source: bool = True) -> bytes:
 
 
 def _names(run: Run) -> list[Event]:
-    rows = dict(enumerate(PHASES))
+    rows = dict(enumerate(PHASES, start=_FIRST_ROW))
     if run.planned is not None:
         rows |= _LANE_NAMES
     named = [_meta("process_name", 0, f"memopt: {shown(run.name)}")]
@@ -56,7 +58,7 @@ def _ops(trace: Trace, starts: list[float], ends: list[float], with_source: bool
     ops, strings = trace.ops, trace.strings
     return [
         {
-            "ph": "X", "pid": _PID, "tid": ops.phase[op], "name": shown(trace.op_name(op)), "cat": PHASES[ops.phase[op]],
+            "ph": "X", "pid": _PID, "tid": _FIRST_ROW + ops.phase[op], "name": shown(trace.op_name(op)), "cat": PHASES[ops.phase[op]],
             "ts": round(starts[op], 3), "dur": round(min(ops.time_us[op] or 1.0, max(0.001, ends[op] - starts[op])), 3),
             "args": {
                 "op": op, "module": shown(module_path(strings[ops.module[op]])), "live_bytes": ops.live_bytes[op],
@@ -91,7 +93,7 @@ def _spans(run: Run, starts: list[float], end: float, with_source: bool) -> list
             facts["line"] = shown(trace.strings[storages.line[storage]])
         span = {
             "pid": _PID,
-            "tid": 0,
+            "tid": _FIRST_ROW,
             "cat": "tensor",
             "id": storage,
             "name": shown(trace.storage_label(storage)),

@@ -12,8 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-import memopt
-from memopt.reports import figures
+from memopt.reports import benchmarks, figures, tradeoff
 from memopt.reports.headline import command_of, of_inputs
 from memopt.reports.inputs import Inputs, Run
 from memopt.reports.page import sections
@@ -21,6 +20,7 @@ from memopt.reports.page.data import run_data
 from memopt.reports.page.source import Source
 from memopt.reports.text import esc, json_in_html
 from memopt.units import format_bytes
+from memopt.version import VERSION
 
 _SCRIPTS = ("core.js", "run.js", "area.js", "strip.js", "table.js", "page.js")
 _PACK_FROM_BYTES = 400_000
@@ -37,16 +37,52 @@ def page(inputs: Inputs, names: Sequence[str], *, with_source: bool = True) -> s
     for _, plan in inputs.plans:
         parts.append(sections.actions(plan, with_source=with_source))
     parts += [sections.outcome(found) for _, found in inputs.outcomes]
-    parts += [sections.estimate(found) for _, found in inputs.estimates]
-    for number, (_, found) in enumerate(inputs.curves):
-        drawn[f"pareto{number}"] = figures.pareto(found)
-        parts.append(sections.figure(f"pareto{number}", "Peak against step time", "Further down is less memory, further right more time.", "Peak against step time"))  # fmt: skip
+    for number, (_, found) in enumerate(inputs.estimates):
+        if found.get("curve"):
+            drawn[f"estimated{number}"] = figures.estimated(found["curve"])
+            parts.append(sections.figure(f"estimated{number}", "Memory over the run, estimated", "Height is bytes of tensors on the device; nothing was run.", "Estimated bytes by category"))  # fmt: skip
+        parts.append(sections.estimate(found))
+    parts += _trade_off(inputs, drawn)
+    parts += _benchmarks(inputs, drawn)
     parts.append(sections.about(names, _facts(inputs, with_source)))
     data = {
-        "runs": [run_data(run, with_lines=with_source) for run in inputs.runs],
+        "runs": [run_data(run, with_lines=with_source) for run in _all_runs(inputs.runs)],
         "figures": {name: json.loads(figure.to_json()) for name, figure in drawn.items()},
     }
     return _filled("".join(parts), data, headline.title)
+
+
+def _all_runs(runs: Sequence[Run]) -> list[Run]:
+    """The runs, each followed by the one that its plan makes of it where the ops are others then."""
+    return [each for run in runs for each in (run, run.with_optimizer_moved()) if each is not None]
+
+
+def _trade_off(inputs: Inputs, drawn: dict[str, Any]) -> list[str]:
+    """Peak against time, where there is more than the plan itself to be seen."""
+    if not inputs.curves and not inputs.comparisons:
+        return []
+    marks = tradeoff.marks_of(inputs)
+    plans = [run.planned.plan for run in inputs.runs if run.planned is not None] + [
+        p for _, p in inputs.plans
+    ]
+    budget = next((plan.budget_bytes for plan in plans), 0)
+    if not plans and inputs.comparisons:
+        budget = inputs.comparisons[0][1]["budget_bytes"]
+    drawn["pareto"] = tradeoff.drawn(marks, budget)
+    sub = "Further down is less memory, further right more time. The line joins the fastest plans that were found for each budget."
+    return [sections.figure("pareto", "Peak against step time", sub, "Peak against step time")]
+
+
+def _benchmarks(inputs: Inputs, drawn: dict[str, Any]) -> list[str]:
+    parts = []
+    for number, (name, jobs) in enumerate(inputs.benchmarks):
+        frame = benchmarks.table(jobs)
+        figure = tradeoff.of_benchmark(frame)
+        if figure is not None:
+            drawn[f"bench{number}"] = figure
+            parts.append(sections.figure(f"bench{number}", "Peak and step of each case", "Further down is less memory, further left is faster.", "Peak against step time"))  # fmt: skip
+        parts.append(sections.benchmark(f"benchmark{number or ''}", name, frame))
+    return parts
 
 
 def _comparison(runs: Sequence[Run], drawn: dict[str, Any], with_source: bool) -> list[str]:
@@ -72,10 +108,11 @@ def _of_runs(inputs: Inputs, drawn: dict[str, Any], with_source: bool) -> list[s
         return []
     planned = [run for run in runs if run.planned is not None]
     parts = [
-        sections.iteration(runs),
+        sections.iteration(_all_runs(runs)),
         sections.strip(bool(planned)),
         sections.tensor_table(),
         sections.modules(),
+        *_allocator(runs, drawn),
     ]
     for number, run in enumerate(planned):
         assert run.planned is not None
@@ -97,6 +134,29 @@ def _of_runs(inputs: Inputs, drawn: dict[str, Any], with_source: bool) -> list[s
                 parts.append(sections.lints(found, Source(run.trace.script) if with_source else None))
                 break
     return parts
+
+
+def _allocator(runs: Sequence[Run], drawn: dict[str, Any]) -> list[str]:
+    """The segments of the first file that has any."""
+    from memopt.reports.page import allocator_figure
+    from memopt.reports.page.allocator_view import at_the_peak
+
+    view = next((view for run in runs if (view := run.layout or at_the_peak(run.trace)) is not None), None)
+    if view is None or not view.segments:
+        return []
+    drawn["allocator"] = allocator_figure.drawn(view)
+    card = sections.figure(
+        "allocator",
+        "How the allocator's memory lies",
+        esc(allocator_figure.told(view), 900),
+        "Segments of the allocator",
+    )
+    return [
+        card.removesuffix("</section>")
+        + allocator_figure.key()
+        + allocator_figure.by_pool(view)
+        + "</section>"
+    ]
 
 
 def _facts(inputs: Inputs, with_source: bool) -> list[tuple[str, str]]:
@@ -125,7 +185,7 @@ def _filled(body: str, data: dict[str, Any], title: str) -> str:
     plotly = _plotly() if wants_plotly else ""
     slots = {
         "csp": _policy([theme, script, *([plotly] if plotly else [])]),
-        "version": memopt.__version__,
+        "version": VERSION,
         "title": esc(f"{title} · memopt", 200),
         "css": _template("page.css"),
         "theme": theme,
@@ -164,9 +224,9 @@ def _packed(data: dict[str, Any]) -> str:
 
 
 _NAV = (
-    ("delta", "Changes"), ("iteration", "Iteration"), ("strip-card", "Lifetimes"), ("tensors", "Tensors"), ("modules-card", "Modules"),
-    ("before0-card", "Before, after"), ("plan", "Plan"), ("lints", "Findings"), ("outcome", "Outcome"), ("estimate", "Estimate"),
-    ("pareto0-card", "Trade-off"), ("about", "About"),
+    ("delta", "Changes"), ("iteration", "Iteration"), ("strip-card", "Lifetimes"), ("tensors", "Tensors"), ("modules-card", "Modules"), ("allocator-card", "Allocator"),
+    ("before0-card", "Before, after"), ("plan", "Plan"), ("lints", "Findings"), ("outcome", "Outcome"), ("estimated0-card", "Over the run"), ("estimate", "Estimate"),
+    ("pareto-card", "Trade-off"), ("bench0-card", "Cases"), ("benchmark", "Benchmark"), ("about", "About"),
 )  # fmt: skip
 
 

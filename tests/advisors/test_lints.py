@@ -9,7 +9,8 @@ from typing import Literal
 import msgspec
 import pytest
 
-from memopt.advisors.lints.find import RULES, Seen, find_lints
+from memopt.advisors.lints.find import find_lints
+from memopt.advisors.lints.registry import RULES, Seen
 from memopt.device import Device
 from memopt.estimators.simulator.trace_view import TraceView
 from tests.support.layers_trace import Layer, build, chain

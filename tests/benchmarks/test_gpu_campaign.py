@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from benchmarks.gpu import campaign, jobs, replays
+from benchmarks.gpu import campaign, jobs, replays, workspaces
 from benchmarks.gpu.jobs import JOBS
 
 
@@ -21,11 +21,11 @@ def test_every_part_has_jobs_that_end_within_ten_minutes():
     assert all(job.limit_s < 600 for job in JOBS.values())
 
 
-def test_storages_go_through_the_disk_tier_and_come_back():
-    found = jobs.tier("disk")
+@pytest.mark.parametrize("which", ["host", "disk"])
+def test_storages_go_through_a_tier_and_come_back(which):
+    found = jobs.tier(which)
     assert (found["wrong"], found["failure"]) == (0, "")
     assert found["read_bytes"] > 0
-    assert "left out" in jobs.tier("host")
 
 
 def test_an_op_that_does_not_repeat_is_found(monkeypatch):
@@ -58,3 +58,27 @@ def test_a_campaign_goes_on_where_it_ended_and_tells_what_failed(tmp_path, monke
     assert [line["job"] for line in lines] == ["environment", "links"]
     assert "why it broke" in (tmp_path / "correctness.log").read_text()
     assert "1 of 2 failed: links" in capsys.readouterr().out
+
+
+def test_every_kind_of_plan_runs_on_the_late_device(monkeypatch):
+    """In small: one example, the kinds that copy. `--dry-run` does all of them."""
+    monkeypatch.setattr(jobs, "KINDS", ("swap-host", "mixed"))
+    found = jobs.plans("lstm")
+    assert "failed" not in found, found
+    for kind in jobs.KINDS:
+        assert found[kind]["actions"]["done"] > 10
+        assert found[kind]["moved"] > 10
+        assert found[kind]["verify"] == "identical"
+
+
+def test_a_gpus_attention_is_looked_at_in_all_its_forms(monkeypatch):
+    monkeypatch.setattr(replays, "SHAPES", ((64, 128),))
+    found = replays.attention()
+    assert len(found) == 8
+    assert all(each["ops"] and not each["differ"] for each in found.values())
+    assert replays.attention_words(found).startswith("0 of 8 ran")
+
+
+def test_a_job_that_needs_a_gpu_says_why_it_is_left_out():
+    assert "GPU" in jobs.links()["left out"]
+    assert "GPU" in workspaces.stages()["left out"]

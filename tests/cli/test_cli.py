@@ -16,9 +16,9 @@ import click
 import pytest
 
 import memopt
-from memopt.cli.commands import COMMANDS, load
 from memopt.cli.main import run
 from memopt.cli.shared.config import defaults_for
+from memopt.cli.table import COMMANDS, load
 from memopt.errors import (
     BadFile,
     BudgetInfeasible,
@@ -126,7 +126,7 @@ assert "torch" not in sys.modules, "torch"
 def test_command_without_a_module_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memopt.cli.commands import Lazy
+    from memopt.cli.table import Lazy
 
     monkeypatch.setitem(COMMANDS, "doctor", Lazy("memopt.cli.nowhere:nothing", "Nothing."))
     assert run(["doctor", "--any", "thing"]) == 1
@@ -138,7 +138,7 @@ def test_command_without_a_module_says_so(
 def test_missing_dependency_of_a_command_is_not_mistaken_for_a_missing_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memopt.cli.commands import Lazy
+    from memopt.cli.table import Lazy
 
     (tmp_path / "needy.py").write_text("import surely_not_installed")
     monkeypatch.syspath_prepend(tmp_path)

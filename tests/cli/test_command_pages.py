@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import click
 import pytest
 
-from memopt.cli.commands import COMMANDS, load
+from memopt.cli.table import COMMANDS, load
+from tests.support import man_pages
 from tests.support.command_pages import FOLDER, page_of
 from tests.support.profiled import profiler
 
@@ -49,6 +54,45 @@ def test_commands_in_documents_are_understood(path: Path) -> None:
                 break
             if word.startswith("-"):
                 assert word.partition("=")[0] in known, line
+
+
+def test_manual_pages_and_completions_are_those_of_the_commands() -> None:
+    found = {
+        path.relative_to(man_pages.FOLDER).as_posix(): path.read_text()
+        for path in man_pages.FOLDER.rglob("*")
+        if path.is_file()
+    }
+    assert found == man_pages.pages(), "make docs"
+
+
+@pytest.mark.skipif(shutil.which("groff") is None, reason="no groff here: apt-get install groff-base")
+@pytest.mark.parametrize("name", ["memopt", *(f"memopt-{name}" for name in COMMANDS)])
+def test_manual_pages_are_set_without_a_warning(name: str) -> None:
+    path = man_pages.FOLDER / "man" / "man1" / f"{name}.1"
+    done = subprocess.run(["groff", "-man", "-ww", "-Tascii", str(path)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = re.sub(r"\x1b\[[0-9;]*m|.\x08", "", done.stdout)
+    command = name.removeprefix("memopt").removeprefix("-")
+    if command:
+        options = [
+            each for each in load(command).params if isinstance(each, click.Option) and not each.hidden
+        ]
+        assert [opt for each in options for opt in each.opts if opt not in text] == []
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_bash_completes_commands_options_and_choices() -> None:
+    script = man_pages.FOLDER / "bash-completion" / "completions" / "memopt"
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for words, wanted in (
+        (["memopt", "rep"], "report"),
+        (["memopt", "report", "--no-so"], "--no-source"),
+        (["memopt", "report", "--format", "perf"], "perfetto"),
+    ):
+        line = " ".join(shlex.quote(word) for word in words)
+        code = f". {shlex.quote(str(script))}; COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _memopt_completion memopt; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", code], env=env, capture_output=True, text=True, timeout=60)
+        assert done.stdout.split() == [wanted], done.stderr
 
 
 def test_the_tutorial_runs(tmp_path: Path) -> None:

@@ -128,7 +128,12 @@ class _Twice(Run):
 @pytest.mark.parametrize("case", [c for c in CASES if c.name != "hardsigmoid"], ids=lambda c: c.name)
 def test_second_gradients_are_bit_identical_with_the_lesser_thing(case):
     for data in (kind for kind in ("plain", "bounds", "channels_last", "gaps") if kind not in case.not_as):
-        plain = _Twice(case, case.dtypes[0], data)
+        try:
+            plain = _Twice(case, case.dtypes[0], data)
+        except RuntimeError as error:  # of grid_sample
+            if "is not implemented" not in str(error) or torch.__version__ >= "2.12":
+                raise
+            pytest.skip(f"torch {torch.__version__}: {error}")
         less = _Twice(case, case.dtypes[0], data, needs=plain.slots)
         assert less.encoded > 0
         assert len(plain.grads) == len(less.grads)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from memopt.advisors.profiles import codec_options
+from memopt.device import Device
 from memopt.enforcers.codecs import pool_index as codec_pool_index
 from memopt.enforcers.codecs import predicate as codec_predicate
+from memopt.enforcers.codecs.encoded import meta_of
+from memopt.estimators.simulator import codec_sizes
+from memopt.instrument.ops import kind_of
 
 QUESTIONS = [
     {"test": "relu"},
@@ -50,3 +59,71 @@ def test_the_last_step_is_the_largest(kernel, dilation):
     rank = len(kernel)
     window = codec_pool_index._Window(kernel, (1,) * rank, (0,) * rank, (dilation,) * rank, (11, 13, 17)[:rank])  # fmt: skip
     assert window.last_step == int(window.steps("cpu").max())
+
+
+class Traffic(TorchDispatchMode):
+    """Counts kernels, and the bytes that they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name()
+        if not kind_of(func).is_view and not any(word in name for word in ("empty", "set_", "detach")):
+            given = dict(kwargs or {})
+            given.pop("out", None)
+            overwrites = name.split(".")[0] in ("aten::copy_", "aten::fill_", "aten::zero_")
+            reads = [t for t in tree_leaves((args[overwrites:], given)) if isinstance(t, torch.Tensor)]
+            written = [out] if isinstance(out, torch.Tensor) else []
+            self.kernels += 1
+            if "index.Tensor" in name:  # of the table only what is picked
+                reads = [t for t in reads if t.dtype == torch.int64 or t.dtype == torch.int32]
+                self.bytes += out.nbytes
+            self.bytes += sum(t.nbytes for t in (*reads, *written))
+        return out
+
+
+def priced(tensor, codec, params):
+    """(ms to encode, ms to decode, the same without launches) at 1 byte a nanosecond, as a planner expects them."""
+    meta = dataclasses.replace(meta_of(tensor), device="cuda")
+    device = Device(kind="cuda", name="", copy_bytes_per_s=1e9)
+    return codec_options._costs_ms(codec, meta, device, str(params.get("test")))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "params", [q for q in QUESTIONS if q["test"] != "mask"], ids=lambda params: params["test"]
+)
+def test_a_plan_expects_what_the_kernels_of_a_predicate_read_and_write(params, dtype, monkeypatch):
+    tensor = torch.empty(1 << 21, device="meta", dtype=dtype)
+    answers = codec_predicate.Answers(1.0, 0.0, torch.empty((), device="meta", dtype=dtype))
+    monkeypatch.setattr(codec_predicate, "_yes_and_no", lambda *_: answers)
+    with Traffic() as encoding:
+        encoded = codec_predicate.encode(tensor, params)
+    with Traffic() as decoding:
+        codec_predicate.decode(encoded)
+    agree(tensor, "predicate", params, encoding, decoding)
+
+
+def test_a_plan_expects_what_the_kernels_of_pool_indices_read_and_write():
+    params = {"self.size": [8, 3, 512, 512], "kernel_size": [3, 3], "stride": [2, 2], "padding": [1, 1]}
+    indices = torch.empty(8, 3, 256, 256, device="meta", dtype=torch.int64)
+    with Traffic() as encoding:
+        encoded = codec_pool_index.encode(indices, params)
+    with Traffic() as decoding:
+        codec_pool_index.decode(encoded)
+    agree(indices, "pool_index", params, encoding, decoding)
+
+
+def agree(tensor, codec, params, encoding, decoding):
+    """A copy reads and writes each byte, so at a copy rate of 1 byte a ns a byte of traffic takes half a ns."""
+    expected = priced(tensor, codec, params)
+    pieces = codec_sizes.pieces_of(codec, dataclasses.replace(meta_of(tensor), device="cuda"))
+    for ms, traffic, launches in zip(
+        expected, (encoding, decoding), codec_options._LAUNCHES[codec], strict=True
+    ):
+        assert traffic.bytes / 2e6 == pytest.approx(ms, rel=0.3)
+        assert traffic.kernels <= 1.3 * launches * pieces
+        assert traffic.kernels > 0.4 * launches * pieces

@@ -60,16 +60,18 @@ def test_a_file_that_is_mapped_counts_by_its_tensors(tmp_path: Path) -> None:
 def test_a_block_where_one_of_an_earlier_profile_lay_ends_once() -> None:
     """torch's profiler takes it for the earlier one and tells of its end, which the meter sees by itself."""
     size = 10 * 2**20  # elements: more than glibc keeps, so the system hands out the same addresses again
-    first = CpuMeter()
-    first.start()
-    old = torch.empty(size)
-    first.stop()
-    address = old.data_ptr()
-    del old
-    again, others = torch.empty(size), []
-    while again.data_ptr() != address and len(others) < 20:  # the heap may have other room for it first
-        others.append(again)
+    others: list[torch.Tensor] = []
+    for _ in range(20):  # the heap may have had other room for it first
+        first = CpuMeter()
+        first.start()
+        old = torch.empty(size)
+        first.stop()
+        address = old.data_ptr()
+        del old
         again = torch.empty(size)
+        if again.data_ptr() == address:
+            break
+        others.append(again)
     assert again.data_ptr() == address
     base = _bytes_alive()
     meter = CpuMeter()

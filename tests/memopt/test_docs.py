@@ -9,8 +9,11 @@ import msgspec
 import pytest
 
 from memopt import outcome, plan, trace
-from memopt.cli.commands import COMMANDS
+from memopt.cli.strategies import listing
+from memopt.cli.table import COMMANDS
 from memopt.device import Device
+from memopt.reports.formats.perfetto import MOST_SPANS
+from memopt.reports.page.data import MOST_TENSORS
 
 ROOT = Path(__file__).parents[2]
 FORMATS = (ROOT / "docs" / "formats.md").read_text()
@@ -43,11 +46,44 @@ def test_readme_shows_every_command_and_no_other() -> None:
     assert shown == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/formats.md", "docs/status.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/formats.md", "docs/status.md", "docs/evidence.md"])
 def test_links_lead_somewhere(name: str) -> None:
     path = ROOT / name
     for target in re.findall(r"\]\(([^)#:\s]+)[^):]*\)", path.read_text()):
         assert (path.parent / target).exists(), target
+
+
+def rows_of(text: str) -> list[tuple[list[str], list[str]]]:
+    """(names, other cells) of each row of the tables in `text`."""
+    rows = [line.strip("|").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    return [(re.findall(r"`([a-z0-9+-]+)`", row[0]), [cell.strip(" |") for cell in row[1:]]) for row in rows]
+
+
+def test_every_strategy_is_described_and_no_other() -> None:
+    """docs/strategies.md against what the commands would plan with: names, and the papers of those for profiles."""
+    profiles, graphs = (ROOT / "docs" / "strategies.md").read_text().split("## On a plain graph")
+    for text, kind in ((profiles, "profiles"), (graphs, "graphs")):
+        registered = {row["name"]: row for row in listing() if row["plans"] == kind}
+        described = [name for names, _ in rows_of(text) for name in names]
+        assert sorted(described) == sorted(registered)
+        for names, cells in rows_of(text):
+            assert all(len(cell) > 10 for cell in cells[1:]), names
+            for name in names if kind == "profiles" else []:
+                paper = registered[name]["paper"]
+                authors = re.findall(r"([A-Z][a-z]+)(?: et al\.| and [A-Z][a-z]+)? (\d{4})", paper)
+                assert all(author in cells[0] and year in cells[0] for author, year in authors), (name, paper)
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    text = " ".join((ROOT / "docs" / "limits.md").read_text().split())
+    bars = re.search(r"MOST_BARS = (\d+)", (ROOT / "reports" / "templates" / "strip.js").read_text())
+    assert bars is not None
+    for words, number in (
+        ("lists the {} largest tensors", MOST_TENSORS),
+        ("draws at most {} bars", int(bars[1])),
+        ("draws the {} largest tensors", MOST_SPANS),
+    ):
+        assert words.format(f"{number:,}") in text
 
 
 def test_make_targets_in_the_readme_exist() -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import man_pages
+
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ROOMS = ("advisors", "cli", "enforcers", "estimators", "instrument", "profiler", "reports")
@@ -61,7 +63,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE", "memopt", *ROOMS):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "share", "memopt", *ROOMS):
         (source / name).symlink_to(ROOT / name)
     command = [
         sys.executable,
@@ -84,7 +86,7 @@ def test_wheel_holds_every_module_and_nothing_else(wheel: Path) -> None:
         names = set(archive.namelist())
     code = {name for name in names if name.endswith(".py")}
     assert code == modules()
-    rest = {name for name in names - code if ".dist-info/" not in name}
+    rest = {name for name in names - code if ".dist-info/" not in name and ".data/data/share/" not in name}
     assert "memopt/py.typed" in rest
     assert all(name == "memopt/py.typed" or "/data/" in name or "/templates/" in name for name in rest)
     assert any(name.endswith("LICENSE") for name in names)
@@ -98,6 +100,16 @@ def test_wheel_holds_every_data_file(wheel: Path) -> None:
         held = set(archive.namelist())
     assert "memopt/py.typed" in names
     assert {name if name.startswith("memopt/") else f"memopt/{name}" for name in names} <= held
+
+
+def test_wheel_holds_the_manual_and_the_completions(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        held = {
+            name.partition(".data/data/share/")[2]: archive.read(name).decode()
+            for name in archive.namelist()
+            if ".data/data/share/" in name
+        }
+    assert held == man_pages.pages(), "make docs"
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +183,13 @@ for room in {ROOMS!r}:
 def test_console_script_and_module_form(installed: Path, users_folder: Path) -> None:
     assert "Usage: memopt" in in_users_folder(installed.parent / "memopt", users_folder, "--help")
     assert "Usage: memopt" in in_users_folder(installed, users_folder, "-m", "memopt", "--help")
+
+
+def test_what_is_installed_is_found_by_man_and_by_the_shells(installed: Path) -> None:
+    share = installed.parent.parent / "share"
+    assert {path.relative_to(share).as_posix() for path in share.rglob("*") if path.is_file()} >= set(
+        man_pages.pages()
+    )
 
 
 def test_checkout_works_without_being_installed(users_folder: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from memopt.cli.commands import COMMANDS, load
 from memopt.cli.main import group
+from memopt.cli.table import COMMANDS, load
 
 FOLDER = Path(__file__).parents[2] / "docs" / "commands"
 _BLOCK = re.compile(r"<!-- help -->.*?<!-- end of help -->", re.DOTALL)

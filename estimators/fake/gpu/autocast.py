@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from memopt.estimators.fake.torch_internals import DispatchKeySet, IncludeExclude, registrations
+from memopt.instrument.torch_internals import DispatchKey
+
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 aten = torch.ops.aten
 
@@ -141,13 +144,13 @@ PROMOTE = [
     "scatter_add",
 ]
 
-_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_KEY = DispatchKeySet(DispatchKey.AutocastCPU)
 
 
 class CudaAutocast:
     """The policies, as kernels for the AutocastCPU key, until `close`."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.cache: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
         self._library = torch.library.Library("aten", "IMPL")
@@ -166,7 +169,7 @@ class CudaAutocast:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
+            for name in registrations("AutocastCPU"):
                 space, _, short = name.partition("::")
                 if space == "aten" and short not in ours:
                     self._library.impl(
@@ -267,5 +270,5 @@ def _op(name: str) -> Any:
 
 @contextmanager
 def _below() -> Iterator[None]:
-    with torch._C._ExcludeDispatchKeyGuard(_KEY):
+    with IncludeExclude(_KEY):
         yield

@@ -9,15 +9,23 @@ import functools
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._device import _device_constructors
 
 from memopt.estimators.fake.gpu import cuda_types as fake_cuda_types
 from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.script.request import Request
+from memopt.estimators.fake.torch_internals import (
+    FakeTensor,
+    default_device_context,
+    device_constructors,
+    group_tensors,
+    parse_to,
+)
+from memopt.estimators.fake.torch_internals import (
+    Generator as _Generator,
+)
+from memopt.instrument.torch_internals import TensorBase
 
 # torch as something to be patched
-_C: Any = torch._C
 _CUDNN: Any = torch.backends.cudnn
 _FAKE: Any = FakeTensor
 _TENSOR: Any = torch.Tensor
@@ -46,9 +54,9 @@ def install(recorder: FakeRecorder, request: Request) -> None:
 
 
 def _whereabouts(recorder: FakeRecorder) -> None:
-    plain: Any = torch._C.TensorBase.device
+    plain: Any = TensorBase.device
     fake: Any = FakeTensor.device
-    layout: Any = torch._C.TensorBase.is_cuda
+    layout: Any = TensorBase.is_cuda
 
     def device(self: torch.Tensor) -> torch.device:
         real = fake.__get__(self) if isinstance(self, FakeTensor) else plain.__get__(self)
@@ -107,7 +115,7 @@ def _moves(recorder: FakeRecorder) -> None:
 
     def moved(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, which, rest = _asked(args, kwargs, recorder)
-        if device is None or device == "meta" or torch._C.TensorBase.device.__get__(self).type == "meta":
+        if device is None or device == "meta" or TensorBase.device.__get__(self).type == "meta":
             return to(self, *args, **kwargs)
         same = device != "cuda" or which is None or recorder.ordinal_of(self) == which
         if same and recorder.device_of(self) == device:
@@ -200,7 +208,7 @@ def _constructors(recorder: FakeRecorder) -> None:
 
     _TENSOR.new_tensor = from_data
 
-    class Generator(torch._C.Generator):
+    class Generator(_Generator):
         def __new__(cls, device: Any = None) -> Any:
             return super().__new__(cls)
 
@@ -226,26 +234,26 @@ def _numbered() -> None:
 
         return call
 
-    _device_constructors()  # kept by torch: `with torch.device(...)` knows the factories as they are now
+    device_constructors()  # kept by torch: `with torch.device(...)` knows the factories as they are now
     for name in _FACTORIES:
         setattr(torch, name, asking(getattr(torch, name)))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full"):
         setattr(torch.Tensor, name, asking(getattr(torch.Tensor, name)))
-    parse = _C._nn._parse_to
+    parse = parse_to.get()
 
-    def parse_to(*args: Any, **kwargs: Any) -> Any:
+    def parsed(*args: Any, **kwargs: Any) -> Any:
         if args and type(args[0]) is int:
             args = (GPU(args[0]), *args[1:])
         if type(kwargs.get("device")) is int:
             kwargs["device"] = GPU(kwargs["device"])
         return parse(*args, **kwargs)
 
-    _C._nn._parse_to = parse_to
+    parse_to.put(parsed)
 
 
 def _default_device_outside(recorder: FakeRecorder) -> None:
     """A default device (`with torch.device("cuda")`) is the script's, not that of the fake kernels."""
-    from torch.utils._device import DeviceContext
+    from memopt.estimators.fake.torch_internals import DeviceContext
 
     function: Any = DeviceContext.__torch_function__
 
@@ -259,7 +267,7 @@ def _default_device_outside(recorder: FakeRecorder) -> None:
 
 
 def _default_device() -> Any:
-    context = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+    context = default_device_context()
     return context.device if context is not None else None
 
 
@@ -286,4 +294,4 @@ def _grouping(recorder: FakeRecorder) -> None:
             indices.append(index)
         return groups
 
-    _C._group_tensors_by_device_and_dtype = group
+    group_tensors.put(group)

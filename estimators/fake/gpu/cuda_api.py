@@ -11,11 +11,21 @@ import torch
 from memopt.estimators.fake.gpu import graphs, streams
 from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.script.request import Request
+from memopt.estimators.fake.torch_internals import (
+    cuda_lazy_call,
+    cuda_lazy_init,
+    device_guard,
+    dump_snapshot,
+    get_accelerator,
+    memory_snapshot,
+    record_memory_history,
+    set_allocator_settings,
+    set_native,
+)
 
 # torch as something to be patched
 _AMP: Any = torch.amp.autocast_mode
 _BACKENDS: Any = torch.backends
-_C: Any = torch._C
 _VERSION: Any = torch.version
 _TORCH: Any = torch
 
@@ -52,8 +62,8 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
         gcnArchName="",
         uuid="00000000-0000-0000-0000-000000000000",
     )
-    cuda._lazy_init = lambda: None
-    cuda._lazy_call = lambda function, **kwargs: None
+    cuda_lazy_init.put(lambda: None)
+    cuda_lazy_call.put(lambda function, **kwargs: None)
     answers = {
         "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "init": None,
         "get_device_name": request.device, "get_device_capability": recorder.capability,
@@ -89,7 +99,7 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
         "getAllocatorBackend": "native", "canDeviceAccessPeer": False, "getArchFlags": "sm_80 sm_86 sm_90",
     }  # fmt: skip
     for name, value in natives.items():  # what libraries built for CUDA read of torch when they are imported
-        setattr(_C, f"_cuda_{name}", lambda *args, _value=value: _value)
+        set_native(f"cuda_{name}", lambda *args, _value=value: _value)
 
 
 _STATISTICS = (
@@ -152,11 +162,11 @@ def _memory(recorder: FakeRecorder, request: Request) -> None:
         request.device_memory_bytes,
     )
     cuda.set_per_process_memory_fraction = limit
-    cuda.memory._set_allocator_settings = configure
+    set_allocator_settings.put(configure)
     cuda.memory_snapshot = lambda *args: []
-    cuda.memory._record_memory_history = lambda *args, **kwargs: None
-    cuda.memory._dump_snapshot = lambda *args, **kwargs: None
-    cuda.memory._snapshot = lambda *args, **kwargs: {"segments": [], "device_traces": []}
+    record_memory_history.put(lambda *args, **kwargs: None)
+    dump_snapshot.put(lambda *args, **kwargs: None)
+    memory_snapshot.put(lambda *args, **kwargs: {"segments": [], "device_traces": []})
     for name in (
         "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats",
         "reset_peak_memory_stats", "empty_cache", "mem_get_info", "memory_summary", "set_per_process_memory_fraction",
@@ -201,7 +211,8 @@ class _Device:
 def _devices() -> None:
     cuda: Any = torch.cuda
     cuda.Event = Event
-    cuda.device, cuda.device_of, cuda._DeviceGuard = _Device, _Device, _Device
+    cuda.device = cuda.device_of = _Device
+    device_guard.put(_Device)
 
 
 _RNG_STATE_BYTES = 16
@@ -248,7 +259,7 @@ def _accelerator() -> None:
         if hasattr(accelerator, name):
             setattr(accelerator, name, getattr(torch.cuda, name))
     accelerator.get_memory_info = torch.cuda.mem_get_info
-    _C._get_accelerator = lambda *args: device
+    get_accelerator.put(lambda *args: device)
 
 
 def _autocast() -> None:

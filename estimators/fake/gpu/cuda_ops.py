@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.optim.optimizer import _foreach_supported_types
 
 from memopt.estimators.fake.kernels.attention import attention, jagged
 from memopt.estimators.fake.kernels.cells import cell_choices
 from memopt.estimators.fake.kernels.cudnn_rnn import recurrent_choices
 from memopt.estimators.fake.kernels.hidden import hidden
+from memopt.estimators.fake.torch_internals import FakeTensor, foreach_types
 from memopt.estimators.hidden.hidden_memory import (
     efficient_attention_backward,
     flash_attention_backward,
@@ -21,13 +20,13 @@ from memopt.estimators.hidden.hidden_memory import (
 )
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
     from memopt.estimators.fake.values.choices import Overrides
 
 aten = torch.ops.aten
 
 
-def device_choices(overrides: Overrides, recorder: FakeRecorder) -> None:
+def device_choices(overrides: Overrides, recorder: Recorder) -> None:
     """What depends on the device: attention kernels on any; dropout masks, batch norm and softmax on CUDA."""
 
     def on_cuda(tensor: Tensor) -> bool:
@@ -37,8 +36,8 @@ def device_choices(overrides: Overrides, recorder: FakeRecorder) -> None:
     if recorder.target != "cuda":
         return
     jagged(recorder.capability)
-    if FakeTensor not in _foreach_supported_types:  # else optimizers go through fake parameters one by one
-        _foreach_supported_types.append(FakeTensor)
+    if FakeTensor not in foreach_types:  # else optimizers go through fake parameters one by one
+        foreach_types.append(FakeTensor)
     recurrent_choices(overrides, recorder)
     cell_choices(overrides, recorder)
     overrides.add("dropout", _dropout)

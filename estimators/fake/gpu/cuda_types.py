@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from memopt.estimators.fake.recorder import FakeRecorder
+from memopt.instrument.torch_internals import TensorBase
 
 # torch as something to be patched
 _CUDA: Any = torch.cuda
@@ -70,7 +71,7 @@ def _default_type(recorder: FakeRecorder) -> None:
     tensor: Any = torch.Tensor
 
     def make(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        new = torch._C.TensorBase.__new__
+        new = TensorBase.__new__
         if cls is tensor and not recorder.inside and not isinstance(next(iter(args), None), torch.Tensor):
             return on_gpu(recorder, new, cls, *args, **kwargs)
         return new(cls, *args, **kwargs)

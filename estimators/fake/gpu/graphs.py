@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memopt.estimators.fake.torch_internals import set_native
+
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 _FIRST = 1 << 16
 """Number of the first pool; streams have smaller ones."""
@@ -24,7 +26,7 @@ _FIRST = 1 << 16
 class Pools:
     """The private pools of one recording."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self._numbers = itertools.count(_FIRST)
 
@@ -54,7 +56,7 @@ class Pools:
         return run
 
 
-def install(recorder: FakeRecorder) -> None:
+def install(recorder: Recorder) -> None:
     """Patch torch in this process, for good."""
     pools = recorder.pools
     capturing: list[Any] = []
@@ -90,10 +92,9 @@ def install(recorder: FakeRecorder) -> None:
             self.id = pools.made()
 
     cuda: Any = torch.cuda
-    native: Any = torch._C
     cuda.CUDAGraph = cuda.graphs.CUDAGraph = CUDAGraph
     cuda.graph_pool_handle = cuda.graphs.graph_pool_handle = pools.made
     cuda.is_current_stream_capturing = lambda: bool(capturing)
     cuda.MemPool = cuda.memory.MemPool = MemPool
     cuda.use_mem_pool = cuda.memory.use_mem_pool = lambda pool, device=None: pools.inside(pool.id)
-    native._host_emptyCache = lambda: None
+    set_native("host_emptyCache", lambda: None)

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memopt.instrument.torch_internals import current_node, sequence_nr
+
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 _POOL = 32
 """Streams of one priority; the next one made is the first again (c10/cuda/CUDAStream.cpp)."""
@@ -20,7 +22,7 @@ _POOL = 32
 class Streams:
     """The stream that ops of one recording go to; 0 is the default one."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.asked = 0
         """Of the innermost stream context."""
@@ -51,14 +53,14 @@ class Streams:
             return 0
         watch = self.recorder.watch
         if watch is not None and watch.in_backward and not self.inside_backward:
-            node = torch._C._current_autograd_node()
+            node = current_node()
             return self._of_node.get(node._sequence_nr(), 0) if node is not None else self.asked
         if self.asked and torch.is_grad_enabled():
-            self._of_node[torch._C._autograd._get_sequence_nr() - 1] = self.asked
+            self._of_node[sequence_nr() - 1] = self.asked
         return self.asked
 
 
-def install(recorder: FakeRecorder) -> None:
+def install(recorder: Recorder) -> None:
     """Patch torch in this process, for good."""
     streams = recorder.streams
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from memopt.estimators.fake.torch_internals import jagged_attention
+
 aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -64,9 +66,7 @@ def first(results: Any) -> Tensor:
 
 def jagged(capability: tuple[int, int]) -> None:
     """Let nested tensors of the jagged layout choose among CUDA's kernels, which C++ refuses for tensors of the cpu."""
-    from torch.nested._internal import sdpa
-
-    module: Any = sdpa
+    module = jagged_attention()
 
     def flash(given: Any, debug: bool = False) -> bool:
         query = given.query

@@ -14,7 +14,7 @@ from memopt.estimators.fake.kernels.hidden import hidden
 from memopt.estimators.hidden.hidden_memory import HiddenMemory
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 aten = torch.ops.aten
 PRODUCTS = frozenset(
@@ -28,7 +28,7 @@ PRODUCTS = frozenset(
 class BlasWorkspaces:
     """Takes the workspace at the first product of the script's thread and of autograd's, on each GPU and stream."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.seen: set[tuple[bool, int, int]] = set()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
     from memopt.estimators.fake.values.choices import Overrides
 
 aten = torch.ops.aten
@@ -59,7 +59,7 @@ class _GruCell(torch.autograd.Function):
         )
 
 
-def cell_choices(overrides: Overrides, recorder: FakeRecorder) -> None:
+def cell_choices(overrides: Overrides, recorder: Recorder) -> None:
     """Cells on the pretended GPU run fused; those on the host as the CPU runs them."""
 
     def lstm(

@@ -18,7 +18,7 @@ from torch import Tensor
 from memopt.estimators.hidden.hidden_memory import built_in_rows
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
     from memopt.estimators.fake.values.choices import Overrides
 
 aten = torch.ops.aten
@@ -27,7 +27,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 @dataclass(frozen=True, slots=True)
 class _Layers:
-    recorder: FakeRecorder
+    recorder: Recorder
     kind: str
     layers: int
     directions: int
@@ -93,14 +93,14 @@ def _work(how: _Layers, input: Tensor, hidden: int) -> None:
         how.recorder.workspace(how.workspace_bytes(input, hidden), "cuDNN recurrent layer")
 
 
-def recurrent_choices(overrides: Overrides, recorder: FakeRecorder) -> None:
+def recurrent_choices(overrides: Overrides, recorder: Recorder) -> None:
     """Recurrent layers on the pretended GPU run by cuDNN."""
     for kind in _GATES:
         overrides.add(f"{kind}.input", _padded(recorder, kind))
         overrides.add(f"{kind}.data", _packed(recorder, kind))
 
 
-def _padded(recorder: FakeRecorder, kind: str) -> Any:
+def _padded(recorder: Recorder, kind: str) -> Any:
     def run(
         input: Tensor, hx: Any, params: list[Tensor], has_biases: bool, num_layers: int, dropout: float,
         train: bool, bidirectional: bool, batch_first: bool,
@@ -111,7 +111,7 @@ def _padded(recorder: FakeRecorder, kind: str) -> Any:
     return run
 
 
-def _packed(recorder: FakeRecorder, kind: str) -> Any:
+def _packed(recorder: Recorder, kind: str) -> Any:
     def run(
         data: Tensor, batch_sizes: Tensor, hx: Any, params: list[Tensor], has_biases: bool, num_layers: int,
         dropout: float, train: bool, bidirectional: bool,

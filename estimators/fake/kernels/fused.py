@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 _TAGS = (torch.Tag.pointwise, torch.Tag.reduction)
 _LIKEWISE = (
@@ -27,7 +27,7 @@ _LIKEWISE = (
 class Fusion:
     """Knows which rows a compiled call made that its kernels would keep in registers."""
 
-    def __init__(self, recorder: FakeRecorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.depth = 0
         self.compiles = False

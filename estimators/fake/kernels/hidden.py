@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 aten = torch.ops.aten
 Formula = Callable[..., Iterable[int] | None]
@@ -30,7 +30,7 @@ def hidden(target: str, *ops: Any) -> Callable[[Formula], Formula]:
 
 
 def hidden_bytes(
-    recorder: FakeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Iterable[int]:
     """Bytes that `func` takes and gives back while it runs, beside its outputs."""
     formula = _FORMULAS.get((recorder.target, func))

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake.kernels.hidden import hidden
+from memopt.estimators.fake.torch_internals import FakeTensor
 
 aten = torch.ops.aten
 _POSITION = 8

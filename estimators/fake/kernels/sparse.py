@@ -7,18 +7,19 @@ is a matter of data: counted where they are known, else as many as there would b
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake.kernels.hidden import hidden
+from memopt.estimators.fake.torch_internals import FakeTensor
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 aten = torch.ops.aten
 _COPIES = frozenset(
@@ -34,6 +35,40 @@ _DISTINCT = "_memopt_distinct"
 """On a sparse tensor made of indices that have values: how many of them are distinct."""
 
 
+_MADE_OF_TENSORS = (
+    "sparse_coo_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor", "sparse_compressed_tensor",
+)  # fmt: skip
+
+
+def install() -> None:
+    """Patch what makes sparse tensors: given a device, its C++ asks for a driver before any mode is asked. The parts are moved instead."""
+    module: Any = torch
+    for name in _MADE_OF_TENSORS:
+        setattr(module, name, _without_device(getattr(torch, name)))
+
+
+def _without_device(make: Any) -> Any:
+    @functools.wraps(make)
+    def made(*args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None or torch.device(device).type == "cpu":
+            return make(*args, **kwargs | ({} if device is None else {"device": device}))
+        shape_apart = {key: value for key, value in kwargs.items() if key not in _PARTS}
+        parts = {key: _on(value, device) for key, value in kwargs.items() if key in _PARTS}
+        placed = [
+            _on(value, device) if not isinstance(value, torch.Size | tuple | int) else value for value in args
+        ]
+        return make(*placed, **parts, **shape_apart)
+
+    return made
+
+
+_PARTS = ("indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices", "compressed_indices", "plain_indices")  # fmt: skip
+
+
+def _on(part: Any, device: Any) -> Any:
+    return part.to(device) if isinstance(part, Tensor) else torch.tensor(part, device=device)
+
+
 def note_distinct(func: Any, args: tuple[Any, ...], result: Any) -> None:
     """Count the distinct indices of the sparse tensor that `func` just made, if they are known."""
     if func is aten._sparse_coo_tensor_with_dims_and_tensors.default and not isinstance(args[3], FakeTensor):
@@ -41,7 +76,7 @@ def note_distinct(func: Any, args: tuple[Any, ...], result: Any) -> None:
 
 
 def sparse_result(
-    recorder: FakeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor | None:
     """What `func` makes of a sparse first argument, with its indices and values; None where torch's own answer will do."""
     first: Any = args[0] if args else None
@@ -65,7 +100,7 @@ def sparse_result(
 
 
 def _copied(
-    recorder: FakeRecorder, func: Any, first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: Recorder, func: Any, first: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Tensor:
     with recorder.paused(), recorder.fake_mode:
         indices, values = first._indices(), first._values()
@@ -84,7 +119,7 @@ def _copied(
     return made
 
 
-def _coalesced(recorder: FakeRecorder, first: Tensor) -> Tensor:
+def _coalesced(recorder: Recorder, first: Tensor) -> Tensor:
     """Its storages are as large as before, though fewer of their elements may be in use."""
     nnz = first._nnz()
     distinct = getattr(first, _DISTINCT, None)

@@ -16,14 +16,22 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from memopt.estimators.fake.torch_internals import (
+    AsyncCompile,
+    assert_alignment,
+    assert_size_stride,
+    compile_fx,
+    empty_strided,
+    inductor_config,
+    reinterpret,
+)
 from memopt.estimators.fake.values.guess import is_users
+from memopt.instrument.torch_internals import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from memopt.estimators.fake.recorder import FakeRecorder
 
-_GUARDS: Any = torch._C._dynamo.guards
 _HOLE = object()
 """Where a tensor goes."""
 
@@ -154,12 +162,9 @@ class _Flat(torch.nn.Module):
 
 
 def _compile(flat: _Flat, tensors: list[torch.Tensor]) -> Callable[..., Any]:
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-
     run: Any
-    with config.patch({"cpp.vec_isa_ok": True, "fx_graph_cache": False, "compile_threads": 1}):
-        run = compile_fx(_graph_of(flat, tensors), tensors)
+    with inductor_config().patch({"cpp.vec_isa_ok": True, "fx_graph_cache": False, "compile_threads": 1}):
+        run = compile_fx()(_graph_of(flat, tensors), tensors)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
@@ -179,12 +184,13 @@ def _graph_of(flat: _Flat, tensors: list[torch.Tensor]) -> torch.fx.GraphModule:
 
 def follow() -> None:
     """Make inductor's programs run on fake tensors, for good."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    async_compile: Any = AsyncCompile
+    async_compile = AsyncCompile()
     async_compile.cpp_pybinding = async_compile.cpp = lambda *args: lambda *pointers: None
-    _GUARDS._empty_strided_cpu = lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype)
-    _GUARDS._reinterpret_tensor = lambda tensor, size, stride, offset=0: tensor.as_strided(
-        size, stride, tensor.storage_offset() + offset
+    empty_strided.put(lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
+    reinterpret.put(
+        lambda tensor, size, stride, offset=0: tensor.as_strided(
+            size, stride, tensor.storage_offset() + offset
+        )
     )
-    _GUARDS.assert_size_stride = _GUARDS.assert_alignment = lambda *args: None
+    assert_size_stride.put(lambda *args: None)
+    assert_alignment.put(lambda *args: None)

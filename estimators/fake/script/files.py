@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map
 
 from memopt.estimators.fake.recorder import FakeRecorder
+from memopt.estimators.fake.torch_internals import FakeTensor, tree_map
 
 # as something to be patched
 _JIT: Any = torch.jit

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_iter
-from torch.utils.data import dataloader
 
 from memopt.estimators.fake.recorder import FakeRecorder
+from memopt.estimators.fake.torch_internals import LoaderInProcess
+from memopt.instrument.torch_internals import tree_iter
 
 _LEAST = 2
 """Batches that every loader delivers: an evaluation's too."""
@@ -29,7 +29,7 @@ _ALONE = {
 def install(recorder: FakeRecorder) -> None:
     """Patch torch in this process, for good."""
     loader: Any = torch.utils.data.DataLoader
-    alone: Any = dataloader._SingleProcessDataLoaderIter
+    alone = LoaderInProcess
     init, begin = loader.__init__, alone.__init__
     signature = inspect.signature(init)
 

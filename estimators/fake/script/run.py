@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-import memopt
 from memopt.errors import NotPossibleHere
 from memopt.estimators.fake.script.request import Request, Result
 from memopt.estimators.recording import Recording
 from memopt.instrument.script.runner import Command, find_source
+from memopt.version import IMPORT_ROOT
 
 _FLIPS = 4
 _START = "import sys; sys.path.append({root!r}); from memopt.estimators.fake.script.child import main; main()"
@@ -75,7 +75,7 @@ def _noted(result: Result, flipped: list[str]) -> Recording:
 
 
 def _run(request: Request, timeout_s: float) -> tuple[Result, str]:
-    root = str(Path(memopt.__file__).resolve().parent.parent)
+    root = IMPORT_ROOT
     with tempfile.TemporaryDirectory(prefix="memopt-fake-") as folder:
         asked, told, log = Path(folder, "request.json"), Path(folder, "result.json"), Path(folder, "log")
         asked.write_bytes(msgspec.json.encode(request))

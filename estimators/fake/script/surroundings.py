@@ -14,6 +14,14 @@ import torch
 from memopt.estimators.fake.kernels import flex
 from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.script.compiled import CompiledForward, CompiledFunction, follow
+from memopt.estimators.fake.torch_internals import (
+    DTENSOR_DISPATCH,
+    FakeStore,
+    from_meta,
+    left_aligned,
+    set_dtensor_random,
+    tensor_meta,
+)
 from memopt.estimators.fake.values.guess import is_users
 from memopt.instrument.script.on_import import call_after_import
 
@@ -91,14 +99,12 @@ def _distributed(recorder: FakeRecorder) -> None:
     init = dist.init_process_group
 
     def alone(backend: Any = None, *args: Any, rank: int = -1, world_size: int = -1, **kwargs: Any) -> None:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
         rank = rank if rank >= 0 else int(os.environ.get("RANK", "0"))
         size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
         recorder.guesser.remark(
             f"the process group is pretended: one process stands for rank {rank} of {size}"
         )
-        init("fake", rank=rank, world_size=size, store=FakeStore())
+        init("fake", rank=rank, world_size=size, store=FakeStore()())
 
     dist.init_process_group = alone
 
@@ -177,28 +183,24 @@ def _is_rank(process: Any) -> bool:
 
 def _sharded(recorder: FakeRecorder) -> None:
     """DTensor asks fake tensors of its own what shape an op's result has."""
-    name = "torch.distributed.tensor._dispatch"
 
     def patch() -> None:
-        propagator: Any = sys.modules["torch.distributed.tensor._sharding_prop"].ShardingPropagator
-        ask = propagator._propagate_tensor_meta_non_cached
+        ask = tensor_meta.get()
 
         def asked(*args: Any, **kwargs: Any) -> Any:
             with recorder.paused():
                 return ask(*args, **kwargs)
 
-        propagator._propagate_tensor_meta_non_cached = asked
-        schema: Any = sys.modules["torch.distributed.tensor._op_schema"]
-        schema._rebuild_tensor_from_dtensor_meta = lambda spec: torch.empty_strided(
-            spec.tensor_meta.shape, spec.tensor_meta.stride, dtype=spec.tensor_meta.dtype, device="cpu"
+        tensor_meta.put(asked)
+        from_meta.put(
+            lambda spec: torch.empty_strided(
+                spec.tensor_meta.shape, spec.tensor_meta.stride, dtype=spec.tensor_meta.dtype, device="cpu"
+            )
         )
-        dispatch: Any = sys.modules[name]
-        if hasattr(
-            dispatch, "run_dtensor_rng_op"
-        ):  # sets the generator before and after, which makes no difference here
-            dispatch.run_dtensor_rng_op = lambda begin, end, op, *args, **kwargs: op(*args, **kwargs)
+        # sets the generator before and after, which makes no difference here
+        set_dtensor_random(lambda begin, end, op, *args, **kwargs: op(*args, **kwargs))
 
-    call_after_import(name, patch)
+    call_after_import(DTENSOR_DISPATCH, patch)
 
 
 def _data_parallel(recorder: FakeRecorder) -> None:
@@ -253,4 +255,4 @@ def _padded_encoders(recorder: FakeRecorder) -> None:
         )
         return False
 
-    _TORCH._nested_tensor_from_mask_left_aligned = not_aligned
+    left_aligned.put(not_aligned)

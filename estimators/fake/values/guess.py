@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.estimators.fake.kernels.indexing import fills, is_mask
 from memopt.estimators.fake.kernels.moe import EXPERTS
+from memopt.estimators.fake.torch_internals import FakeTensor
 from memopt.estimators.fake.values.mask_share import selected
 from memopt.estimators.fake.values.short_circuit import ABSORBING
 
 if TYPE_CHECKING:
-    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.asked import Recorder
 
 aten = torch.ops.aten
 _LBFGS = str(sys.modules[torch.optim.LBFGS.__module__].__file__)
@@ -49,7 +49,7 @@ class Guesser:
         self._losses = 0
 
     def answer(
-        self, recorder: FakeRecorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any] | None:
         """A one-tuple with the guessed result, or None when `func` can run on fake tensors as it is."""
         rule = _RULES.get(func)
@@ -168,7 +168,7 @@ def _split(where: str) -> tuple[str, int]:
 
 
 def _item(
-    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     tensor = args[0]
     constant = getattr(tensor, "constant", None)
@@ -178,25 +178,25 @@ def _item(
 
 
 def _true(
-    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     guesser.note(user_line(), "two tensors were taken to be equal")
     return (True,)
 
 
-def _new(recorder: FakeRecorder, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+def _new(recorder: Recorder, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
     with recorder.fake_mode:
         return torch.empty(shape, dtype=dtype)
 
 
 def _nonzero(
-    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     return (_new(recorder, [guesser.selected(args[0]), args[0].dim()], torch.int64),)
 
 
 def _masked_select(
-    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     if args[0].shape == args[1].shape:
         number = guesser.selected(args[1])
@@ -211,7 +211,7 @@ _DIFFERENT = "all values were taken to be different"
 
 def _unique(count_at: int) -> Callable[..., tuple[Any] | None]:
     def rule(
-        guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+        guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any] | None:
         values = args[0]
         index = [guesser.most(values.numel(), _DIFFERENT)]
@@ -227,7 +227,7 @@ def _unique(count_at: int) -> Callable[..., tuple[Any] | None]:
 
 
 def _unique_dim(
-    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     shape, along = list(args[0].shape), args[1]
     length = shape[along]
@@ -242,7 +242,7 @@ def _unique_dim(
 
 
 def _bincount(
-    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     weights = args[1] if len(args) > 1 else kwargs.get("weights")
     least = (args[2] if len(args) > 2 else kwargs.get("minlength", 0)) or 1
@@ -252,7 +252,7 @@ def _bincount(
 
 
 def _repeat_interleave(
-    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     size = kwargs.get("output_size")
     if size is None:
@@ -262,7 +262,7 @@ def _repeat_interleave(
 
 
 def _pack(
-    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     """pack_padded_sequence: as long as the real lengths say; at full length when they are fake."""
     values, lengths, batch_first = args
@@ -277,7 +277,7 @@ def _pack(
 
 
 def _ctc_loss(
-    guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+    guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any] | None:
     """ATen/native/LossCTC.cpp: a loss a sequence, and the log probabilities of every extended label at every step."""
     values, targets, lengths = args[0], args[1], args[3]
@@ -296,7 +296,7 @@ def _with_positions(name: str) -> Callable[..., tuple[Any] | None]:
     op = getattr(aten, name)
 
     def rule(
-        guesser: Guesser, recorder: FakeRecorder, args: tuple[Any, ...], kwargs: dict[str, Any]
+        guesser: Guesser, recorder: Recorder, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any] | None:
         indices = args[1]
         if not any(map(is_mask, indices)):

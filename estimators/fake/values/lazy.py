@@ -12,6 +12,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from memopt.estimators.fake.recorder import FakeRecorder
+from memopt.estimators.fake.torch_internals import lazy_parameters
 
 _LAZY: Any = LazyModuleMixin
 _KINDS: tuple[Any, ...] = (UninitializedParameter, UninitializedBuffer)
@@ -19,7 +20,7 @@ _KINDS: tuple[Any, ...] = (UninitializedParameter, UninitializedBuffer)
 
 def install(recorder: FakeRecorder) -> None:
     """Patch torch in this process, for good."""
-    infer = _LAZY._infer_parameters
+    infer = lazy_parameters.get()
     at_work: list[tuple[torch.nn.Module, str]] = []
 
     def infer_parameters(self: Any, module: Any, args: Any, kwargs: Any = None) -> Any:
@@ -42,7 +43,7 @@ def install(recorder: FakeRecorder) -> None:
                     table[name] = torch.nn.Parameter(made, self.requires_grad) if parameter else made
                     recorder.mark(table[name], "parameter" if parameter else "buffer", name)
 
-    _LAZY._infer_parameters = infer_parameters
+    lazy_parameters.put(infer_parameters)
     for kind in _KINDS:
         kind.materialize = materialize
 

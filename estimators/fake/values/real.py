@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from memopt.estimators.fake.torch_internals import has_kernel
+
 _FLOATS_REAL = 4096
 """Factories of at most so many floating-point numbers give real tensors (drop-path rates, beta schedules)."""
 _INTS_REAL = 4 << 20
@@ -54,7 +56,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 @functools.cache
 def _runs_on_the_host(func: Any) -> bool:
     """Whether there is a kernel for real tensors of the cpu: of libraries made for a GPU there is none."""
-    name, has = func.name(), torch._C._dispatch_has_kernel_for_dispatch_key
+    name, has = func.name(), has_kernel
     return func.namespace == "aten" or any(has(name, key) for key in ("CPU", *_COMPOSITE))
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+from memopt.estimators.fake.torch_internals import FakeTensor, FakeTensorMode, in_kernel
+from memopt.instrument.torch_internals import BelowAutograd
 
 _CPU = torch.device("cpu")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.memory_format, torch.layout)
@@ -83,7 +85,7 @@ class Shapes:
             return args[0]
         size, stride, offset, dtype = made.geometry
         # `tensor.data` comes here by way of autograd, with a lock of the tensor's held that `as_strided` would ask for again
-        with torch._C._AutoDispatchBelowAutograd(), in_kernel_invocation_manager(self.mode):
+        with BelowAutograd(), in_kernel(self.mode):
             if made.view:
                 plain = torch.as_strided(args[0], size, stride, offset)
             else:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from memopt.estimators.fake.torch_internals import FakeTensor
 
 aten = torch.ops.aten
 _SMALL = 4096

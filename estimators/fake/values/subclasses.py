@@ -10,7 +10,9 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+from memopt.estimators.fake.torch_internals import FakeTensor, in_kernel, make_subclass, make_wrapper
+from memopt.instrument.torch_internals import TensorBase
 
 if TYPE_CHECKING:
     from memopt.estimators.fake.recorder import FakeRecorder
@@ -33,7 +35,7 @@ def _fake_kind(cls: Any) -> Any:
 
 
 def _subclasses(recorder: FakeRecorder) -> None:
-    make = _TENSOR._make_subclass
+    make = make_subclass.get()
 
     def made(cls: Any, data: Any, require_grad: bool = False, **kwargs: Any) -> Any:
         data = recorder.as_fake(data) if issubclass(cls, FakeTensor) and not recorder.inside else data
@@ -41,13 +43,13 @@ def _subclasses(recorder: FakeRecorder) -> None:
         if plain or cls is torch.Tensor or issubclass(cls, torch.nn.Buffer):
             return make(cls, data, require_grad, **kwargs)
         kind = cls if issubclass(cls, FakeTensor) else _fake_kind(cls)
-        with recorder.paused(), in_kernel_invocation_manager(data.fake_mode), torch.no_grad():
+        with recorder.paused(), in_kernel(data.fake_mode), torch.no_grad():
             shared = data.detach()
         with recorder.paused():
             fake = FakeTensor.__new__(kind, data.fake_mode, shared, data.fake_device)
         return fake.requires_grad_(require_grad)
 
-    _TENSOR._make_subclass = staticmethod(made)
+    make_subclass.put(staticmethod(made))
 
 
 _DEVICE_AT = 6
@@ -55,7 +57,7 @@ _DEVICE_AT = 6
 
 
 def _wrappers() -> None:
-    make = _TENSOR._make_wrapper_subclass
+    make = make_wrapper.get()
 
     def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
         device = args[_DEVICE_AT] if len(args) > _DEVICE_AT else kwargs.get("device")
@@ -69,12 +71,12 @@ def _wrappers() -> None:
         wrapper._memopt_device = "cuda"
         return wrapper
 
-    _TENSOR._make_wrapper_subclass = staticmethod(made)
+    make_wrapper.put(staticmethod(made))
 
 
 def _data(recorder: FakeRecorder) -> None:
     """`tensor.data = other`: real to a fake one or the other way round is refused by C++, as is one of another device."""
-    data: Any = torch._C.TensorBase.data
+    data: Any = TensorBase.data
 
     def get(self: torch.Tensor) -> torch.Tensor:
         return data.__get__(self)  # type: ignore[no-any-return]

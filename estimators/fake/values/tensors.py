@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memopt.estimators.fake.kernels import sparse
 from memopt.estimators.fake.recorder import FakeRecorder
+from memopt.estimators.fake.torch_internals import FakeTensor, module_apply
 from memopt.estimators.fake.values import subclasses
 from memopt.estimators.fake.values.guess import user_line
 from memopt.estimators.fake.values.lazy import is_lazy
+from memopt.instrument.torch_internals import TensorBase
 
 # torch as something to be patched
 _MODULE: Any = torch.nn.Module
@@ -32,6 +34,7 @@ def install(recorder: FakeRecorder) -> None:
     _resizes(recorder)
     _shares()
     subclasses.install(recorder)
+    sparse.install()
 
 
 def _values(recorder: FakeRecorder) -> None:
@@ -162,7 +165,7 @@ def _module_apply(recorder: FakeRecorder) -> None:
                 recorder.mark(moved, "buffer", key)
         return self
 
-    _MODULE._apply = apply
+    module_apply.put(apply)
 
 
 def _set(
@@ -183,7 +186,7 @@ def _set(
 
 def _kind(tensor: torch.Tensor) -> tuple[bool, str]:
     """What two tensors must have in common for one to take the other's data. The device is the one that C++ knows."""
-    known: Any = getattr(tensor, "fake_device", None) or torch._C.TensorBase.device.__get__(tensor)
+    known: Any = getattr(tensor, "fake_device", None) or TensorBase.device.__get__(tensor)
     return isinstance(tensor, FakeTensor), known.type
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from memopt.estimators.fake.torch_internals import FakeTensor
 from memopt.estimators.onnx.ops.registry import Call, Malformed, numbers_of, op, positive
 from memopt.estimators.onnx.read.graph import Graph
 

@@ -60,7 +60,7 @@ def infer_outputs(node: Node, inputs: list[Any], known: list[Tensor | None], ops
 
 
 def _kind(tensor: Tensor) -> int:
-    from memopt.estimators.onnx.interpret import DTYPES
+    from memopt.estimators.onnx.ops.registry import DTYPES
 
     return next(kind for kind, dtype in DTYPES.items() if dtype == tensor.dtype)
 

@@ -10,17 +10,23 @@ It returns a tensor, a tuple of them for several outputs, or a list for a sequen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from memopt.estimators.onnx.read.graph import Graph, Node, Weight
+from memopt.instrument.torch_internals import disable_current_modes
 
-if TYPE_CHECKING:
-    from memopt.estimators.onnx.interpret import Run
+DTYPES = {
+    1: torch.float32, 2: torch.uint8, 3: torch.int8, 4: torch.uint16, 5: torch.int16, 6: torch.int32,
+    7: torch.int64, 9: torch.bool, 10: torch.float16, 11: torch.float64, 12: torch.uint32, 13: torch.uint64,
+    14: torch.complex64, 15: torch.complex128, 16: torch.bfloat16, 17: torch.float8_e4m3fn,
+    18: torch.float8_e4m3fnuz, 19: torch.float8_e5m2, 20: torch.float8_e5m2fnuz,
+    21: torch.uint8, 22: torch.int8, 23: torch.uint8,
+}  # fmt: skip
+"""ONNX element types; 4-bit ones take a byte here."""
 
 OPS: dict[tuple[str, str], Callable[[Call], Any]] = {}
 
@@ -44,6 +50,28 @@ class NeedsValue(Exception):
 
 class Malformed(Exception):
     """A node lacks an input or an attribute, or has one that cannot be."""
+
+
+class Run(Protocol):
+    """What an operator may ask of the pass over the graph that it is computed in (`interpret.Run`)."""
+
+    opset: int
+    partial: dict[str, str]
+    make: Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+    def dtype(self, kind: int, /) -> torch.dtype: ...
+
+    def real(self, kind: torch.dtype, values: Any, /) -> Tensor: ...
+
+    def outside(self, function: Callable[[], Tensor], /) -> Tensor: ...
+
+    def bound(self, node: Node, most: int, /) -> int: ...
+
+    def constant(self, weight: Weight, /) -> Tensor: ...
+
+    def graph(self, graph: Graph, outer: dict[str, Any], inputs: Mapping[str, Any], /) -> list[Any]: ...
+
+    def count(self) -> None: ...
 
 
 class Call:
@@ -159,7 +187,7 @@ class Call:
 
 def numbers_of(known: Tensor) -> list[Any]:
     """The elements of a real tensor, looked at from within the fake world."""
-    with _disable_current_modes():
+    with disable_current_modes():
         return known.reshape(-1).tolist()
 
 

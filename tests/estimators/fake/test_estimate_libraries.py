@@ -272,3 +272,21 @@ except AttributeError as error:
         "lazy_library.py" in raised.value.why
     )  # the traceback comes here from the process that ran the script
     assert "install" not in raised.value.try_
+
+
+def test_a_sparse_tensor_is_made_on_a_device_that_is_named(tmp_path: Path) -> None:
+    """As PyG does; torch's own code asks for a driver before any mode hears of it."""
+    script = """
+edges = torch.randint(0, 4096, (2, 65536), device="cuda")
+ones = torch.ones(65536)
+adjacency = torch.sparse_coo_tensor(indices=edges, values=ones, size=(4096, 4096), device=edges.device, is_coalesced=True)
+rows = torch.sparse_csr_tensor([0, 1, 2], [0, 1], [1.0, 2.0], size=(2, 2), device="cuda")
+assert adjacency.is_cuda and rows.values().is_cuda
+net = nn.Linear(64, 64).cuda()
+for _ in range(3):
+    (adjacency @ net(torch.randn(4096, 64, device="cuda"))).sum().backward()
+"""
+    found = followed(tmp_path, script)
+    assert (
+        found.allocated_bytes >= 65536 * (16 + 4) + 3 * MIB
+    )  # what it holds; the batch and what is made of it

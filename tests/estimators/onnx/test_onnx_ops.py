@@ -19,9 +19,9 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from memopt.estimators.onnx.interpret import DTYPES, Run, is_known
+from memopt.estimators.onnx.interpret import Run, is_known
 from memopt.estimators.onnx.ops.fallback import infer_outputs
-from memopt.estimators.onnx.ops.registry import OPS
+from memopt.estimators.onnx.ops.registry import DTYPES, OPS
 from memopt.estimators.onnx.read.graph import Node, _model
 from memopt.estimators.onnx.read.lower import lower
 

@@ -14,7 +14,7 @@ from memopt.enforcers.tiers.per_device import PerDevice, offload_tier
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.estimators.simulator.decision import Decision
-from tests.enforcers.test_swap_in_time import deep_net
+from tests.enforcers.tiers.test_swap_in_time import deep_net
 from tests.support.enforced import plan_of, recorded, seeded
 
 

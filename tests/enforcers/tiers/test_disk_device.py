@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memopt.enforcers.tiers.disk import PIECE_BYTES, DiskStore
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.tiers.swapped import Swapper
-from tests.enforcers.test_disk import content, some_storage
+from tests.enforcers.tiers.test_disk import content, some_storage
 
 
 class LateEvent:

@@ -1,0 +1,38 @@
+"""Bytes and times in words, as a person reads or types them. A leaf: errors are written with it."""
+
+from __future__ import annotations
+
+
+def format_bytes(amount: int) -> str:
+    """`amount` in the binary unit a person would pick, three significant digits: `1.23 GiB`."""
+    value = float(amount)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.{_decimals(value)}f} {unit}"
+        value /= 1024
+    return f"{value:.{_decimals(value)}f} TiB"
+
+
+def typed_bytes(amount: int) -> str:
+    """`amount` as one types it, rounded up by less than 0.1 %: `1.235GiB`. `parse_bytes` gives `amount` at least."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount >= size:
+            decimals = (
+                3 if amount < 10 * size else 2 if amount < 100 * size else 1 if amount < 1000 * size else 0
+            )
+            number = f"{-(-amount * 10**decimals // size) / 10**decimals:.{decimals}f}"
+            return f"{number.rstrip('0').rstrip('.') if decimals else number}{unit}"
+    return str(amount)
+
+
+def format_ms(milliseconds: float) -> str:
+    """A duration as a person would write it: `850 µs`, `12.3 ms`, `4.56 s`."""
+    if milliseconds < 1:
+        return f"{milliseconds * 1000:.0f} µs"
+    if milliseconds < 1000:
+        return f"{milliseconds:.{_decimals(milliseconds)}f} ms"
+    return f"{milliseconds / 1000:.{_decimals(milliseconds / 1000)}f} s"
+
+
+def _decimals(value: float) -> int:
+    return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
