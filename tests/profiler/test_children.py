@@ -27,7 +27,7 @@ def _memopt(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 def test_the_first_process_that_trains_is_profiled_and_all_are_enforced(how: str, tmp_path: Path) -> None:
     profiled = _memopt(tmp_path, "profile", "-o", "h.profile", str(SCRIPT), how)
     assert profiled.stdout == "[0, 0]\n"
-    assert profiled.stderr.startswith("memopt: wrote h.profile")
+    assert "memopt: wrote h.profile" in profiled.stderr
     trace = load_trace(tmp_path / "h.profile")
     assert (trace.partial, trace.iteration) == ("", 3)
     assert any(trace.op_name(op).startswith("aten.gelu_backward") for op in range(trace.op_count))

@@ -208,7 +208,7 @@ def _constructors(recorder: FakeRecorder) -> None:
 
     _TENSOR.new_tensor = from_data
 
-    class Generator(_Generator):  # type: ignore[misc]
+    class Generator(_Generator):
         def __new__(cls, device: Any = None) -> Any:
             return super().__new__(cls)
 
