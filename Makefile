@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 ROOMS := instrument profiler estimators advisors enforcers reports cli
 SOURCES := memopt $(ROOMS) tests tools benchmarks examples
 
-.PHONY: help install demo test lint format types docs bench bench-estimate bench-gpu bench-advise bench-run clean
+.PHONY: help install demo test quick lint format types docs bench bench-estimate bench-gpu bench-advise bench-run clean
 
 help: ## Show what there is to make
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | awk -F'\t' '{printf "  make %-16s %s\n", $$1, $$2}'
@@ -31,6 +31,9 @@ demo: $(READY) ## Profile, advise and apply on an example; predicted beside meas
 
 test: $(READY) ## Run the tests (ARGS="-k name" for some of them)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+quick: $(READY) ## Run the tests that start no process, train nothing and ask no solver: the quick ones
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not script and not solver and not loop and not slow" $(ARGS)
 
 lint: $(READY) ## Check style, formatting and the rules of the house (tools/house.py)
 	$(BIN)/ruff check $(SOURCES)

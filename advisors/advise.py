@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -17,6 +17,8 @@ from memopt.advisors.registry import find_strategy
 from memopt.advisors.strategies.modnn import Modnn
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
+from memopt.estimators.simulator.gradients_away import gradients_away
+from memopt.estimators.simulator.gradients_away import why_not as why_gradients_stay
 from memopt.estimators.simulator.in_backward import in_backward, why_not
 from memopt.estimators.simulator.in_pieces import Pieces, in_pieces
 from memopt.estimators.simulator.in_pieces import why_not as why_not_in_pieces
@@ -32,6 +34,9 @@ _LINK_SHARE = {"disk": 0.6, "host": 0.9}
 
 _SHARES_AWAY = (0.3, 0.6, 1.0)
 """Of all parameters' bytes: the state of the largest that have so much of them may be in a tier between steps."""
+
+_Way = tuple[Tier | None, float, bool]
+"""Where state is between steps, of how large a share, and whether gradients are there, too."""
 
 Decided = tuple[Problem, Decisions, tuple[str, ...]]
 """The problem (of the run as it is, or with the optimizer inside backward), what is decided, and notes for the reader."""
@@ -65,7 +70,7 @@ class Adviser:
     """Did Ctrl-C end a search?"""
     _view: TraceView | None = None
     _moved_view: TraceView | None = None
-    _in_pieces_views: dict[tuple[Tier | None, float], tuple[TraceView, Pieces]] = field(default_factory=dict)
+    _in_pieces_views: dict[_Way, tuple[TraceView, Pieces]] = field(default_factory=dict)
     _floor: Floor | None = None
 
     @property
@@ -110,15 +115,16 @@ class Adviser:
             return []
         found: list[Problem] = []
         tiers = self._state_tiers(problem.device)
-        ways: list[tuple[Tier | None, float]] = [
-            (None, 0.0),
-            *((tier, share) for tier in tiers for share in _SHARES_AWAY),
+        ways: list[_Way] = [
+            (None, 0.0, False),
+            *((tier, share, False) for tier in tiers for share in _SHARES_AWAY),
+            *((tier, 1.0, True) for tier in tiers if not why_gradients_stay(self.trace)),
         ]
         for way in ways:
-            if way not in self._in_pieces_views:
-                trace, pieces = in_pieces(self.trace, way[0], problem.device, way[1])
-                self._in_pieces_views[way] = TraceView(trace), pieces
-            view, pieces = self._in_pieces_views[way]
+            known = self._in_pieces_view(way, problem.device)
+            if known is None:
+                continue
+            view, pieces = known
             other = Problem(
                 view,
                 Simulator(view, problem.device),
@@ -133,6 +139,21 @@ class Adviser:
             if other.plain.peak_bytes < last.plain.peak_bytes or other.floor_bytes < last.floor_bytes:
                 found.append(other)
         return found
+
+    def _in_pieces_view(self, way: _Way, device: Device) -> tuple[TraceView, Pieces] | None:
+        if way not in self._in_pieces_views:
+            tier, share, with_gradients = way
+            trace, pieces = in_pieces(self.trace, tier, device, share)
+            if with_gradients:
+                assert self.trace.updates is not None
+                assert tier is not None
+                gone = gradients_away(trace, self.trace.updates, tier, device, pieces.piece_bytes)
+                if gone is None:
+                    return None
+                trace, size, late = gone
+                pieces = replace(pieces, gradient_bytes=size, cleared_late=late)
+            self._in_pieces_views[way] = TraceView(trace), pieces
+        return self._in_pieces_views[way]
 
     def _state_tiers(self, device: Device) -> list[Tier]:
         """Where optimizer state may be between steps."""

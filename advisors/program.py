@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from memopt.advisors.graphs.strategies.autotm import new_highs
+from memopt.advisors.clock import wall_s
+from memopt.errors import NotPossibleHere
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Program:
     """Minimise the cost of the columns, each between its limits, every row between its own."""
 
     cost: list[float] = field(default_factory=list)
+    least: list[float] = field(default_factory=list)
     most: list[float] = field(default_factory=list)
     whole: list[bool] = field(default_factory=list)
     row_low: list[float] = field(default_factory=list)
@@ -35,9 +37,10 @@ class Program:
     columns: list[int] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
 
-    def column(self, cost: float = 0.0, *, most: float = 1.0, whole: bool = False) -> int:
-        """A new column between 0 and `most`; its number."""
+    def column(self, cost: float = 0.0, *, least: float = 0.0, most: float = 1.0, whole: bool = False) -> int:
+        """A new column between `least` and `most`; its number."""
         self.cost.append(cost)
+        self.least.append(least)
         self.most.append(most)
         self.whole.append(whole)
         return len(self.cost) - 1
@@ -50,12 +53,19 @@ class Program:
         self.row_low.append(low)
         self.row_high.append(high)
 
-    def solve(self, seconds: float, *, relaxed: bool = False) -> Solved:
-        """The cheapest solution found within `seconds`; `relaxed`: columns need not be whole. Raises `NotPossibleHere` without HiGHS."""
-        highs = new_highs(max(0.01, seconds))
+    def solver(self, seconds: float, *, relaxed: bool = False) -> Any:
+        """HiGHS with this program in it, not yet run. Raises `NotPossibleHere` without HiGHS."""
+        highs = new_highs(seconds)
         import highspy
 
         highs.passModel(self._model(highspy, relaxed))
+        return highs
+
+    def solve(self, seconds: float, *, relaxed: bool = False) -> Solved:
+        """The cheapest solution found within `seconds`; `relaxed`: columns need not be whole. Raises `NotPossibleHere` without HiGHS."""
+        highs = self.solver(max(0.01, seconds), relaxed=relaxed)
+        import highspy
+
         highs.run()
         info, status = highs.getInfo(), highs.getModelStatus()
         if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
@@ -75,7 +85,7 @@ class Program:
         columns, rows = len(self.cost), len(self.row_low)
         model.num_col_, model.num_row_ = columns, rows
         model.col_cost_ = np.array(self.cost)
-        model.col_lower_, model.col_upper_ = np.zeros(columns), np.array(self.most)
+        model.col_lower_, model.col_upper_ = np.array(self.least), np.array(self.most)
         model.row_lower_, model.row_upper_ = np.array(self.row_low), np.array(self.row_high)
         model.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
         model.a_matrix_.num_col_, model.a_matrix_.num_row_ = columns, rows
@@ -86,3 +96,20 @@ class Program:
             kinds = highspy.HighsVarType
             model.integrality_ = [kinds.kInteger if each else kinds.kContinuous for each in self.whole]
         return model
+
+
+def new_highs(time_limit_s: float) -> Any:
+    """A quiet solver; `NotPossibleHere` without highspy."""
+    try:
+        import highspy
+    except ImportError:
+        raise NotPossibleHere(
+            "highspy is not installed",
+            why="this strategy is an integer program",
+            try_="pip install 'memopt[exact]'",
+        ) from None
+    highs = highspy.Highs()
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("time_limit", wall_s(time_limit_s))
+    highs.setOptionValue("threads", 1)
+    return highs

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from benchmarks.graphs import GRAPHS
-from benchmarks.trace_graph import graph_of
 from memopt.advisors.graphs.graph import Graph, decode_graph
+from memopt.advisors.graphs.of_trace import graph_of
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graphs.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere

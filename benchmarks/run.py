@@ -2,15 +2,17 @@
 
     make bench-run                                                    # all kinds, optimizers and sizes at 60 % of the plain peak
     make bench-run ARGS="--kinds language lora --budgets 60% 45%"
+    make bench-run ARGS="--scripts mine/*.py --results mine.jsonl"    # scripts of one's own, in place of these
 
 Each script runs three times in processes of its own: plain; under `memopt run`, where it is recorded and its plan is made; and again,
-enforced from the first iteration on. `held`: the measured peak of the enforced run is within the budget. `same`: both runs print what the
+enforced from the first iteration on. `held`: the measured peak of every enforced iteration, of both runs, is within the budget. `same`: both runs print what the
 plain one does, losses, parameters, buffers and optimizer state to the last bit. Where the budget is not met, what holds the floor.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -28,39 +30,33 @@ _PLANNED_S = 120.0
 
 
 def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    }
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
-def one(kind: str, optimizer: str, size: str, budget: str, args: argparse.Namespace) -> dict[str, Any]:
+def one(script: list[str], budget: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one script three times."""
-    script = ["-m", "benchmarks.run_scripts", kind, optimizer, size, str(args.steps)]
+    options = ["--budget", budget, "--time-limit", str(args.time_limit)]
+    run = [sys.executable, "-m", "memopt", "run", *options]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plain = execute([sys.executable, *script], folder)
         if plain.returncode:
             return {"problem": plain.stderr.strip()[-200:]}
-        run = [
-            sys.executable,
-            "-m",
-            "memopt",
-            "run",
-            "--budget",
-            budget,
-            "--time-limit",
-            str(args.time_limit),
-        ]
         first = execute([*run, "--outcome", "first.json", *script], folder)
         _wait_for_plan(folder)
         second = execute([*run, "--outcome", "second.json", *script], folder)
         try:
-            course = json.loads((folder / "second.json").read_text())
+            courses = [json.loads((folder / f"{each}.json").read_text()) for each in ("first", "second")]
         except OSError:
-            return {"problem": second.stderr.strip()[-200:]}
+            return {"problem": f"no outcome: {first.stderr.strip()[-300:]} {second.stderr.strip()[-300:]}"}
         return {
             "same": first.stdout == second.stdout == plain.stdout,
-            "words": second.stderr.splitlines()[:1],
-            **_figures(course),
+            "words": second.stderr.splitlines(),
+            "first_words": first.stderr.splitlines(),
+            **_figures(*courses),
         }
 
 
@@ -71,16 +67,18 @@ def _wait_for_plan(folder: Path) -> None:
         time.sleep(0.1)
 
 
-def _figures(course: dict[str, Any]) -> dict[str, Any]:
-    outcome = course["outcome"]
-    if outcome is None or not course["from_cache"]:
-        return {"problem": course["problem"] or "no plan was there for the second run"}
-    measured = outcome["measured_peak_bytes"]
+def _figures(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    outcome, begun = second["outcome"], first["outcome"]
+    if outcome is None:
+        return {"problem": second["problem"] or "no plan was there for the second run"}
+    peaks = [each["measured_peak_bytes"] for each in (begun, outcome) if each is not None]
+    measured = max((each for each in peaks if each is not None), default=None)
     return {
         "plain": outcome["unplanned_peak_bytes"],
         "predicted": outcome["predicted_peak_bytes"],
         "measured": measured,
         "held": measured is not None and measured <= outcome["budget_bytes"],
+        "from_cache": second["from_cache"],
         "step": outcome["predicted_step_ms"] / max(1e-9, outcome["plain_step_ms"]) - 1,
     }
 
@@ -91,26 +89,46 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="*", default=[*KINDS, "gan"])
     parser.add_argument("--optimizers", nargs="*", default=[*OPTIMIZERS])
     parser.add_argument("--sizes", nargs="*", default=[*SIZES])
+    parser.add_argument("--scripts", nargs="*", type=Path, default=[], help="run these")
     parser.add_argument("--budgets", nargs="*", default=["60%"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--time-limit", type=float, default=4.0)
+    parser.add_argument(
+        "--results", type=Path, help="JSON lines, added to; a script found in it is not run again"
+    )
     args = parser.parse_args()
     print(
         f"{'script':<34}{'budget':>7}{'plain':>9}{'foretold':>9}{'measured':>9}{'held':>6}{'step':>8}  same"
     )
-    held = same = count = 0
-    for kind in args.kinds:
-        for optimizer in args.optimizers:
-            for size in args.sizes:
-                for budget in args.budgets:
-                    found = one(kind, optimizer, size, budget, args)
-                    count, held, same = (
-                        count + 1,
-                        held + bool(found.get("held")),
-                        same + bool(found.get("same")),
-                    )
-                    print(line(f"{kind} {optimizer} {size}", budget, found), flush=True)
-    print(f"held {held} of {count}, same bits {same} of {count}")
+    known = _known(args.results)
+    all_found = []
+    for (name, script), budget in itertools.product(_scripts(args), args.budgets):
+        key = f"{name} {budget}"
+        found = known.get(key) or one(script, budget, args)
+        if args.results and key not in known:
+            with args.results.open("a") as file:
+                file.write(json.dumps({"script": key, **found}) + "\n")
+        all_found.append(found)
+        print(line(name, budget, found), flush=True)
+    held, same = (sum(bool(found.get(key)) for found in all_found) for key in ("held", "same"))
+    print(f"held {held} of {len(all_found)}, same bits {same} of {len(all_found)}")
+
+
+def _scripts(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
+    """(name, what python is given)."""
+    if args.scripts:
+        return [(each.stem, [str(each.resolve())]) for each in args.scripts]
+    return [
+        (" ".join(each), ["-m", "benchmarks.run_scripts", *each, str(args.steps)])
+        for each in itertools.product(args.kinds, args.optimizers, args.sizes)
+    ]
+
+
+def _known(results: Path | None) -> dict[str, dict[str, Any]]:
+    """What an earlier run has found, by the script's name and budget."""
+    if results is None or not results.exists():
+        return {}
+    return {found["script"]: found for found in map(json.loads, results.read_text().splitlines())}
 
 
 def line(name: str, budget: str, found: dict[str, Any]) -> str:
@@ -121,7 +139,7 @@ def line(name: str, budget: str, found: dict[str, Any]) -> str:
         f"{found[key] / 2**20:>8.1f}M" if found[key] else f"{'-':>9}"
         for key in ("plain", "predicted", "measured")
     ]
-    why = "" if found["held"] else "  " + re.sub(r"^memopt: ", "", " ".join(found["words"]))[:160]
+    why = "" if found["held"] else "  " + re.sub(r"^memopt: ", "", " ".join(found["words"][:1]))[:160]
     return (
         f"{name:<34}{budget:>7}{''.join(mib)}{'yes' if found['held'] else 'no':>6}{found['step']:>+8.1%}"
         f"  {'yes' if found['same'] else 'NO'}{why}"

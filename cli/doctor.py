@@ -254,6 +254,7 @@ def possible(facts: Facts) -> dict[str, str]:
         else f"no: {facts['nvidia_driver']['why'] or 'no GPU'}",
         "estimate of an ONNX file": _extra(versions["onnx"], "onnx"),
         "exact planning": _extra(versions["highspy"], "exact"),
+        "swapadvisor": _extra(versions["deap"], "swapadvisor"),
         **{
             feature: f"no: torch {versions['torch']} has lost what it needs: {', '.join(names)}"
             for feature, names in torch["lost"].items()

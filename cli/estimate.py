@@ -72,7 +72,7 @@ def estimate(target: str, args: tuple[str, ...], **options: Any) -> int:
     gate = parse_bytes(options["fail_over"]) if options["fail_over"] else None
     found = _estimate(target, args, options)
     if options["as_json"]:
-        click.echo(json.dumps(found.as_json(), indent=2))
+        click.echo(_encoded(found.as_json()))
     else:
         from memopt.cli.shared.console import out
         from memopt.reports.estimate import print_estimate
@@ -282,3 +282,9 @@ def _gate(found: Estimate, gate_bytes: int) -> None:
             ),
             try_="memopt advise, a smaller batch, or a higher --fail-over",
         )
+
+
+def _encoded(figures: dict[str, Any]) -> str:
+    """Indented, with the curve, which is long, on one line."""
+    curve = json.dumps(figures.pop("curve", None), separators=(",", ":"))
+    return f'{json.dumps(figures, indent=2)[:-2]},\n  "curve": {curve}\n}}'

@@ -39,6 +39,7 @@ def report(
     if and_open and (to_stdout or form != "html"):
         raise UsageError("--open opens a page that was written to a file", try_="memopt report --open FILE")
     if not to_stdout:
+        _refuse_input(path, paths)
         refuse_overwrite(path, force=force)
     with progress(f"reading {', '.join(each.name for each in paths)}", short=True):
         data = exported(
@@ -53,10 +54,19 @@ def report(
     if and_open:
         _open(path)
     elif form == "html":
-        say(
-            f"next: open it in a browser, or memopt report --open -f {' '.join(shlex.quote(str(p)) for p in paths)}"
-        )
+        again = f", or memopt report --open -f {shlex.join(map(str, paths))}" if len(paths) <= 3 else ""
+        say(f"next: open it in a browser{again}")
     return 0
+
+
+def _refuse_input(path: Path, inputs: tuple[Path, ...]) -> None:
+    """A report takes the place of no file that it is made of, be that forced."""
+    for each in inputs:
+        if path.exists() and each.exists() and path.samefile(each):
+            raise UsageError(
+                f"the report would overwrite {each}, which it is made of",
+                try_=f"-o {path.stem}.html, or any other name",
+            )
 
 
 def _stem(path: Path) -> str:

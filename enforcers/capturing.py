@@ -32,7 +32,10 @@ class Capturing:
 
 
 def _graph_trees() -> bool:
-    from memopt.instrument.torch_internals import graph_trees
+    from memopt.instrument.torch_internals import Gone, graph_trees
 
-    containers = getattr(graph_trees(), "tree_manager_containers", {})
+    trees = graph_trees()
+    if isinstance(trees, Gone):
+        return True  # perhaps: then nothing is taken away
+    containers = getattr(trees, "tree_manager_containers", {})
     return any(getattr(each, "tree_manager", None) is not None for each in containers.values())

@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import msgspec
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
+    from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
     from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.tiers.per_device import PerDevice
@@ -73,6 +74,7 @@ class ApplySession:
         self._forms: PlainForms | None = None
         self._updates: OptimizerInBackward | None = None
         self._pieces: OptimizerInPieces | None = None
+        self._gradients: GradientsElsewhere | None = None
         self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
         self._in_two_threads = False
@@ -89,15 +91,43 @@ class ApplySession:
         return self._pieces
 
     @property
+    def iterations_seen(self) -> int:
+        """How many have ended in this process."""
+        return self._iterations.count if self._iterations is not None else 0
+
+    @property
     def larger_steps(self) -> int:
         """Iterations so far in which autograd saved clearly more than in the profiled one."""
         return self._measurements.larger_steps
 
     # --- life
 
+    _installed: ClassVar[ApplySession | None] = None
+    """The one of this process, or, after a fork, of its parent."""
+
     def install(self) -> None:
         """Be there when the script imports torch."""
+        ApplySession._installed = self
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
+
+    @classmethod
+    def forget_parents(cls) -> None:
+        """In a process that was forked: what steers its parent steers nothing here."""
+        session, cls._installed = cls._installed, None
+        if session is None or session._pid == os.getpid():
+            return
+        if session._engine is not None:
+            session._engine.stop()
+        for part in (
+            session._hooks,
+            session._updates,
+            session._pieces,
+            session._iterations,
+            session._frames,
+            session._forms,
+        ):
+            if part is not None:
+                part.remove()
 
     def _torch_imported(self) -> None:
         self._try_to_set_up(None)
@@ -107,6 +137,10 @@ class ApplySession:
         self._shares_loop = True
         self._try_to_set_up(loop)
         if self._engine is not None and loop.iterations.count:
+            if self._pieces is not None:
+                self._pieces.begin(loop.iterations.stepped)
+            for optimizer in loop.iterations.stepped:
+                self._leave_behind(optimizer)
             self._measurements.begin_after(loop.iterations.count)
 
     def _try_to_set_up(self, loop: Loop | None) -> None:
@@ -169,7 +203,14 @@ class ApplySession:
             from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
 
             tier, most = self._state_tier(pieces), pieces.away or None
-            self._pieces = OptimizerInPieces(self._iterations, pieces.piece_bytes, tier, most)
+            if tier is not None and pieces.gradient_bytes:
+                from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
+
+                self._gradients = GradientsElsewhere(tier)
+                self._gradients.install()
+            self._pieces = OptimizerInPieces(
+                self._iterations, pieces.piece_bytes, tier, most, self._gradients
+            )
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
 
     def _training_begins(self) -> None:
@@ -202,7 +243,11 @@ class ApplySession:
 
         if pieces.tier is None:
             return None
-        return disk_tier(self._options.swap_dir) if pieces.tier == "disk" else host_tier(pieces.away_bytes)
+        return (
+            disk_tier(self._options.swap_dir)
+            if pieces.tier == "disk"
+            else host_tier(pieces.away_bytes + pieces.gradient_bytes)
+        )
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
@@ -232,7 +277,7 @@ class ApplySession:
         if self._frames is not None:
             self._frames.named = self._frames.before_training = None
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
-        for part in (self._hooks, self._updates, self._pieces, *watchers):
+        for part in (self._hooks, self._updates, self._pieces, self._gradients, *watchers):
             if part is not None:
                 part.remove()
         if self._swapper is not None:
@@ -362,6 +407,8 @@ class ApplySession:
             self._also.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)
         if self._updates is not None:
             self._updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
+        if self._gradients is not None:
+            self._gradients.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
         if self._engine is None or self._frames is None:
             return
         if not self._engine.capturing.now():
@@ -374,6 +421,8 @@ class ApplySession:
     def backward_ended(self) -> None:
         if self._updates is not None:
             self._updates.backward_ended()
+        if self._gradients is not None:
+            self._gradients.backward_ended()
         if self._engine is None or self._frames is None:
             return
         self._frames.paused = False
@@ -391,6 +440,12 @@ class ApplySession:
         if self._pieces is not None:
             self._pieces.step_begins(optimizer)
 
+    def _leave_behind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its step is over: gradients that the script clears late go to where the others are."""
+        pieces = self._plan.in_pieces
+        if self._gradients is not None and pieces is not None:
+            self._gradients.step_ended(optimizer, leave=pieces.cleared_late)
+
     def _will_change(self, parameter: torch.Tensor) -> None:
         """What is to be made from the parameter as it is now is made now."""
         from memopt.instrument.ops import is_plain
@@ -405,5 +460,6 @@ class ApplySession:
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:
             self._pieces.step_ended(optimizer)
+        self._leave_behind(optimizer)
         if self._updates is not None:
             self._updates.step_ended(optimizer)

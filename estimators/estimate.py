@@ -11,6 +11,7 @@ from memopt.devices import DeviceSpec, common_gpus, find_device
 from memopt.errors import MemoptError, NotPossibleHere, UsageError
 from memopt.estimators.allocator.replay import AllocatorEvents, AllocatorOutcome, replay, smallest_that_runs
 from memopt.estimators.allocator.settings import AllocatorSettings, parse_settings
+from memopt.estimators.curve import Curve, curve_of
 from memopt.estimators.error_bars import error_bar
 from memopt.estimators.fake.script.request import request_on
 from memopt.estimators.fake.script.run import record_script
@@ -67,6 +68,8 @@ class Estimate:
     """By answer, and for `smallest`, what is needed where all that `left_out` gives an amount for is taken: what must fit."""
     range_bytes: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Then, by answer, what is needed when least is selected there and when most is; without it the least is not known."""
+    curve: Curve | None = None
+    """Bytes over the run."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for `--json`."""
@@ -171,6 +174,7 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
             verdict="yes" if most <= spec.memory_bytes else "no",
         ),
         most_bytes={"allocated": most},
+        curve=curve_of(recording, at),
         **_at_peak(recording, at),
     )
 
@@ -240,6 +244,7 @@ def _on_gpu(
         ],
         fits=[_fit(each, settings, context, wanted, least) for each in common_gpus()],
         fits_named=named,
+        curve=curve_of(recording, at),
         **_at_peak(recording, at),
     )
 

@@ -7,15 +7,19 @@ again: its inputs may be something else by then. What a region does to its own a
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from memopt.instrument.script.on_import import call_after_import
 from memopt.instrument.script.training_thread import TrainingThread
-from memopt.instrument.torch_internals import OUTPUT_GRAPH, Gone, call_compiler
+from memopt.instrument.torch_internals import COMPILED, OUTPUT_GRAPH, Gone, call_compiler
+
+log = logging.getLogger(__name__)
 
 
 class CompiledRegions:
@@ -48,8 +52,11 @@ class CompiledRegions:
 
     def _patch(self) -> None:
         original = call_compiler.get()
-        if isinstance(original, Gone):  # nothing tells of regions any more, so every op may be in one
-            self.depth += 1
+        if isinstance(original, Gone):
+            self.depth += 1  # nothing tells of regions any more, so every op may be in one
+            log.warning(
+                "torch %s does not tell what torch.compile runs: %s are off", torch.__version__, COMPILED
+            )
             return
         self._original = original
 

@@ -100,6 +100,11 @@ class Iterations:
         return self._chosen() if self._chosen is not None else None
 
     @property
+    def stepped(self) -> list[torch.optim.Optimizer]:
+        """Those that have stepped and live."""
+        return list(self._stepped)
+
+    @property
     def waits_for_another(self) -> bool:
         """May an optimizer still move the boundary: one of a round that is not over, or, where iterations have ended with backward calls,
         the first? A script may check gradients, or warm up, before it makes one."""

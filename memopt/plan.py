@@ -7,6 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from memopt.codecs import CODECS
 from memopt.device import Device
 from memopt.errors import BadFile
 from memopt.files import read_bytes, write_atomic
@@ -26,17 +27,6 @@ OPTIMIZER_IN_PIECES: Final = "optimizer in pieces"
 
 NEEDS: Final = ("values", "nothing", "predicate", "pool_index")
 """What a backward may read of a saved tensor (`estimators.slot_needs`)."""
-
-CODECS: Final = (
-    "nothing",
-    "predicate",
-    "pool_index",
-    "two_valued",
-    "narrow_int",
-    "exact_cast",
-    "zero_bitmap",
-)
-"""How a tensor may be compressed (`enforcers.codecs`)."""
 
 Kind = Literal["keep", "swap", "recompute", "compress", "drop"]
 Tier = Literal["host", "disk"]
@@ -121,6 +111,10 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     """Of `optimizer in pieces`: how much of it is there."""
     away: int = 0
     """Of `optimizer in pieces`: the state of so many parameters, the largest of each optimizer; 0: of all."""
+    gradient_bytes: int = 0
+    """Of `optimizer in pieces`: so many bytes of gradients are there from when they are whole until they are cleared; 0: none."""
+    cleared_late: bool = False
+    """Of `optimizer in pieces`: the script clears gradients after the next forward has begun, so that what a step asked for goes back."""
 
     @property
     def can_be_applied(self) -> bool:
@@ -179,7 +173,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write the plan, indented, whole or not at all."""
-        write_atomic(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        kept = msgspec.structs.replace(self, script=self.script.kept_in(path))
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
 
 
 def load_plan(path: Path) -> Plan:
@@ -190,7 +185,7 @@ def load_plan(path: Path) -> Plan:
         raise BadFile(
             f"{path} is not a usable plan", why=problem, try_="memopt advise PROFILE, to write it again"
         )
-    return plan
+    return msgspec.structs.replace(plan, script=plan.script.read_from(path))
 
 
 def _inconsistency(plan: Plan) -> str:

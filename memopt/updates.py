@@ -12,6 +12,9 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True):
     """`AdamW`."""
     refused: str = ""
     """Why the optimizer cannot step inside backward; empty when it can."""
+    gradients_stay: str | None = None
+    """Why gradients cannot be in a tier between backward and the step; empty when they can, none where nobody looked. Where it is empty,
+    the rows are there, whatever `refused` says."""
     begin_op: int = 0
     """First op of the step."""
     end_op: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -12,7 +13,13 @@ from memopt.instrument.iterations import Iterations
 from memopt.instrument.stepping.cleared import NOT_CLEARED, is_cleared
 from memopt.instrument.stepping.gradient_reads import GradientReads, gradient_of
 from memopt.instrument.stepping.in_pieces import why_not as why_not_in_pieces
-from memopt.instrument.stepping.single_parameter_step import all_cleared, is_steady, parameters_of, why_not
+from memopt.instrument.stepping.single_parameter_step import (
+    all_cleared,
+    is_steady,
+    parameters_of,
+    several_processes,
+    why_not,
+)
 from memopt.instrument.stepping.source_mentions_gradients import speaks_of_gradients
 from memopt.instrument.stepping.step_after_backward import caller_of_backward, find, step_ahead_of
 from memopt.profiler.recorder import Recorder
@@ -27,6 +34,7 @@ class UpdateWatch:
         self._optimizer: torch.optim.Optimizer | None = optimizer
         self._reads = GradientReads(self)
         self._refused = why_not(optimizer) or _looks_at_gradients()
+        self._gradients_stay = "several processes train together" if several_processes() else ""
         self._handles: list[Any] = []
         self._old: list[int] = []
         self._rows: dict[int, tuple[int, int, int]] = {}
@@ -43,7 +51,7 @@ class UpdateWatch:
         self._old = [met.row_of(found) for each in parameters if (found := gradient_of(each)) is not None]
         for each in parameters:
             if each._post_accumulate_grad_hooks:
-                self._refuse("the script hooks its gradients")
+                self._refuse("the script hooks its gradients", of_both=True)
             if each.requires_grad and each.is_leaf:
                 self._handles.append(each.register_post_accumulate_grad_hook(self._ready))
         self._reads.install()
@@ -56,24 +64,23 @@ class UpdateWatch:
         optimizer, self._optimizer = self._optimizer, None  # not to be kept alive by what watched it
         recorder = self._recorder
         if not self._rows or self._span[0] >= self._span[1]:
-            self._refuse("no gradient became whole before a step")
+            self._refuse("no gradient became whole before a step", of_both=True)
         if recorder.backward_calls != 1:
-            self._refuse(f"there are {recorder.backward_calls} backward calls to a step")
+            self._refuse(f"there are {recorder.backward_calls} backward calls to a step", of_both=True)
         rows = list(self._rows.values())
         if min([*self._old, *(number for row in rows for number in row)], default=0) < 0:
-            self._refuse("a parameter or gradient lies on another device")
-        kind = type(optimizer).__name__
-        if self._refused:
-            return Updates(
-                optimizer=kind,
-                refused=self._refused,
-                others_read=self._others_read,
-                in_pieces=self._in_pieces,
-            )
-        return Updates(
-            optimizer=kind,
+            self._refuse("a parameter or gradient lies on another device", of_both=True)
+        known = Updates(
+            optimizer=type(optimizer).__name__,
+            refused=self._refused,
+            gradients_stay=self._gradients_stay,
             others_read=self._others_read,
             in_pieces=self._in_pieces,
+        )
+        if self._refused and self._gradients_stay:
+            return known
+        return msgspec.structs.replace(
+            known,
             begin_op=self._span[0],
             end_op=self._span[1],
             parameter=[parameter for parameter, _, _ in rows],
@@ -82,17 +89,20 @@ class UpdateWatch:
             old_gradients=sorted(set(self._old)),
         )
 
-    def _refuse(self, why: str) -> None:
+    def _refuse(self, why: str, *, of_both: bool = False) -> None:
+        """`of_both`: nor can gradients leave for a tier."""
         self._refused = self._refused or why
+        if of_both:
+            self._gradients_stay = self._gradients_stay or why
 
     # --- the training loop
 
     def backward_begins(self, *, keep_graph: bool, create_graph: bool) -> None:
         if keep_graph or create_graph:
-            self._refuse("backward keeps its graph")
+            self._refuse("backward keeps its graph", of_both=True)
         assert self._optimizer is not None
         if not all_cleared(self._optimizer):
-            self._refuse("gradients are not cleared to none before backward")
+            self._refuse("gradients are not cleared to none before backward", of_both=True)
         frame = caller_of_backward()
         ahead = step_ahead_of(frame) if frame is not None else None
         if frame is None or ahead is None:
@@ -108,9 +118,9 @@ class UpdateWatch:
         gradient = gradient_of(parameter)
         rows = self._recorder.met.row_of
         if self._iterations.nested or id(parameter) in self._rows:
-            self._refuse("backward is called inside backward")
+            self._refuse("backward is called inside backward", of_both=True)
         elif gradient is None or gradient.layout is not torch.strided:
-            self._refuse("a gradient is sparse")
+            self._refuse("a gradient is sparse", of_both=True)
         elif self._is_steady(parameter):
             self._rows[id(parameter)] = rows(parameter), rows(gradient), len(self._recorder.ops)
 
@@ -127,7 +137,7 @@ class UpdateWatch:
         with_closure = self._iterations.step_has_arguments
         self._in_pieces = self._in_pieces or why_not_in_pieces(optimizer, with_closure=with_closure)
         if optimizer is not self._optimizer or self._span != (0, 0):
-            self._refuse("several optimizers train, or one steps twice")
+            self._refuse("several optimizers train, or one steps twice", of_both=True)
         self._span = len(self._recorder.ops), 0
 
     def step_ended(self) -> None:

@@ -251,6 +251,32 @@ def peaks(outcome: Outcome) -> Figure:
     return figure
 
 
+def estimated(curve: dict[str, Any]) -> Figure:
+    """An estimate over its run, stacked by category; a line where each optimizer step ends."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure(layout=plain_layout())
+    series = curve["by_category"]
+    for name in STACKED:
+        if name in series:
+            figure.add_scatter(
+                x=curve["at"], y=series[name], name=name, stackgroup="bytes", mode="lines",
+                line={"width": 0.6, "color": COLORS[name], "shape": "hv"}, fillcolor=translucent(COLORS[name], 0.78),
+                customdata=[format_bytes(size) for size in series[name]], hovertemplate="%{customdata}<extra>" + name + "</extra>",
+            )  # fmt: skip
+    totals = [sum(parts) for parts in zip(*series.values(), strict=True)] or [0]
+    most = max(totals)
+    figure.update_yaxes(byte_axis(most))
+    figure.update_xaxes(title_text="allocations and releases of the steps that were followed")
+    for number, at in enumerate(curve["steps"], 1):
+        figure.add_vline(x=at, line={"width": 1, "dash": "dot", "color": BEFORE}, annotation_text=f"step {number} ends", annotation_position="top left", annotation_font_size=11)  # fmt: skip
+    if series:
+        peak = totals.index(most)
+        figure.add_annotation(x=curve["at"][peak], y=most, text=f"peak {format_bytes(most)}", name="peak", showarrow=True, ay=-14, ax=44)  # fmt: skip
+    figure.update_layout(showlegend=True, legend={"orientation": "h", "y": -0.22})
+    return figure
+
+
 def shares(by_category: dict[str, int]) -> Figure:
     """One bar a category."""
     import plotly.graph_objects as go

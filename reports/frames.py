@@ -176,6 +176,20 @@ def outcome(found: Outcome) -> Frame:
     )
 
 
+def points(curve: dict[str, Any]) -> Frame:
+    """One row a budget of a curve of peak against time."""
+    import pandas
+
+    return pandas.DataFrame(curve["points"])
+
+
+def categories(estimate: dict[str, Any]) -> Frame:
+    """Bytes at an estimate's peak, by category."""
+    import pandas
+
+    return pandas.DataFrame({"size_bytes": estimate["by_category"]}).rename_axis("category")
+
+
 def sums(frame: pandas.DataFrame, by: str) -> Frame:
     """Bytes of the tensors of `frame`, summed by the column `by`, largest first."""
     return frame.groupby(by)["size_bytes"].sum().sort_values(ascending=False)

@@ -14,11 +14,24 @@ from memopt.plan import Plan
 from memopt.reports import verdict
 from memopt.reports.inputs import Inputs, Run
 from memopt.reports.page.moment import Moment, end_of, module_path, peak_of, phase_of
+from memopt.reports.page.source import Source
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
 
 Figure = tuple[str, str, str]
 """(what, how much, and something small beside it)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A line of the script, and the bytes that it made."""
+
+    place: str
+    """`train.py:41`."""
+    size_bytes: int
+    share: float
+    code: str = ""
+    """What stands there, where the file is still the one that ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +44,38 @@ class Headline:
     tone: str = ""
     eyebrow: str = ""
     notes: Sequence[str] = field(default_factory=list)
+    lines: Sequence[Line] = ()
+    lines_title: str = ""
 
 
 def of_inputs(inputs: Inputs, *, with_source: bool = True) -> Headline:
     """The headline of a report; of what tells most where the files are of several kinds. Without source: no command and no line."""
     found = _of_inputs(inputs)
     if with_source:
-        return found
+        return _with_lines(found, inputs)
     leads = [lead for lead in found.leads if not _LINE.search(lead)]
     return replace(
         found, eyebrow="", leads=leads, notes=[note for note in found.notes if not _LINE.search(note)]
     )
 
 
+def _with_lines(found: Headline, inputs: Inputs) -> Headline:
+    """`found` with the lines that made most of the first profile's moment."""
+    if len(inputs.runs) != 1:
+        return found
+    trace = inputs.runs[0].trace
+    end = end_of(trace)
+    moment = end or peak_of(trace)
+    source = Source(trace.script)
+    lines = [
+        Line(place, size, size / max(1, moment.total_bytes), source.line(place))
+        for place, size in list(moment.by_line.items())[:_MOST_LINES]
+        if size * 50 >= moment.total_bytes
+    ]
+    return replace(found, lines=lines, lines_title=f"Lines that made most of what is there {'when it ended' if end else 'at the peak'}")  # fmt: skip
+
+
+_MOST_LINES = 5
 _LINE = re.compile(r"\.py\b|:\d+\b")
 
 
@@ -169,6 +201,8 @@ def _of_plan(plan: Plan, trace: Trace | None, outcome: Outcome | None) -> Headli
     said = "; ".join(does) or "no tensor has to move"
     leads = [f"The budget is {format_bytes(plan.budget_bytes)}. {said[:1].upper()}{said[1:]}."]
     leads.append("Losses, gradients, parameters and buffers stay bit for bit what they are.")
+    if trace is not None:
+        leads.append(f"Without the plan the peak is {verdict.shares(peak_of(trace))}.")
     if outcome is not None:
         words = verdict.of_outcome(outcome)
         leads.append(f"Measured: {words[:1].lower()}{words[1:]}")
@@ -230,7 +264,7 @@ def _of_estimate(name: str, found: dict[str, object]) -> Headline:
     figures = [
         (label, format_bytes(sizes[key]), f"± {100 * float(bars[short]):.1f} %" if short in bars else "")
         for key, short, label in (("process_bytes", "process", "Process, as nvidia-smi shows"), ("reserved_bytes", "reserved", "Reserved"), ("allocated_bytes", "allocated", "Allocated"))
-        if key in sizes
+        if key in sizes and (key != "reserved_bytes" or found.get("target") != "cpu")
     ]  # fmt: skip
     left = found.get("left_out")
     leads = ["Nothing was run: this is an estimate."]

@@ -14,7 +14,7 @@ from memopt.errors import BadFile, MemoptError, UsageError
 from memopt.files import read_bytes
 from memopt.outcome import Outcome, load_outcome
 from memopt.plan import Plan, load_plan
-from memopt.trace import Csr, Ops, Trace, load_trace
+from memopt.trace import CATEGORIES, Csr, Ops, Trace, load_trace
 from memopt.versioned import schema_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,19 @@ class Run:
     planned: ReadPlan | None = None
     layout: AllocatorView | None = None
     """Of a snapshot: its segments as they were written."""
+    moved: bool = False
+    """`trace` is the run as the plan has it, its optimizer stepping where the plan lets it."""
+
+    @property
+    def drawn_with_plan(self) -> bool:
+        """Whether the plan's bytes can be laid op by op on those of `trace`."""
+        return self.planned is not None and (self.moved or not self.planned.moves_the_optimizer)
+
+    def with_optimizer_moved(self) -> Run | None:
+        """The run whose ops are those of the plan, where that moves the optimizer."""
+        if self.planned is None or not self.planned.moves_the_optimizer:
+            return None
+        return Run(f"{self.name}, optimizer moved", self.planned.problem.view.trace, self.planned, moved=True)
 
 
 @dataclass(slots=True)
@@ -62,6 +75,10 @@ def load_any(path: Path) -> Trace | Plan | Outcome | dict[str, Any]:
 def _load(path: Path) -> tuple[Trace | Plan | Outcome | dict[str, Any], AllocatorView | None]:
     """What `load_any` gives, and the segments where the file is a snapshot."""
     data = read_bytes(path, "file")
+    if not data.strip():
+        raise BadFile(
+            f"{path} is empty", why="nothing was written to it, or its writer was stopped", try_=_WRITTEN
+        )
     if not data.startswith(_PICKLES):
         return _decoded(path, data), None
     del data
@@ -103,9 +120,23 @@ def _decoded(path: Path, data: bytes) -> Trace | Plan | Outcome | dict[str, Any]
 
 
 def _is_estimate(found: dict[str, Any]) -> bool:
-    return str(found.get("schema", "")).startswith("memopt.estimate/") and _has(
-        found, {"allocated_bytes": int, "by_category": dict, "by_module": dict, "error": dict, "fits": list, "left_out": list, "notes": list}
+    return (
+        str(found.get("schema", "")).startswith("memopt.estimate/")
+        and _has(found, {"allocated_bytes": int, "by_category": dict, "by_module": dict, "error": dict, "fits": list, "left_out": list, "notes": list})
+        and (not found.get("curve") or _is_course(found["curve"]))
     )  # fmt: skip
+
+
+def _is_course(curve: object) -> bool:
+    """Bytes over an estimate's run: columns of one length, of the categories that there are."""
+    if not isinstance(curve, dict) or not _has(curve, {"at": list, "by_category": dict, "steps": list}):
+        return False
+    columns = [curve["at"], *curve["by_category"].values()]
+    known = set(curve["by_category"]) <= {*CATEGORIES, "workspace"}
+    return known and all(
+        isinstance(row, list) and len(row) == len(curve["at"]) and all(isinstance(each, int) and 0 <= each < 2**62 for each in row)
+        for row in columns
+    ) and all(isinstance(each, int) for each in curve["steps"])  # fmt: skip
 
 
 def _is_curve(found: dict[str, Any]) -> bool:

@@ -202,11 +202,9 @@ class LoadedFigures(Loaded):
 
     def to_pandas(self) -> Frame:
         """A curve: one row a budget. An estimate: bytes at the peak by category."""
-        import pandas
+        from memopt.reports import frames
 
-        if self._is_curve:
-            return pandas.DataFrame(self.data["points"])
-        return pandas.DataFrame({"size_bytes": self.data["by_category"]}).rename_axis("category")
+        return frames.points(self.data) if self._is_curve else frames.categories(self.data)
 
     def plot(self) -> Figure:
         """The curve; of an estimate what its peak is made of."""

@@ -1,9 +1,85 @@
-"""The tests run on one thread, as their child processes do: several start at once on few cores."""
+"""The tests run on one thread, as their child processes do: several start at once on few cores.
 
+Marks are set here, where code tells them: `script` on a test that starts a process (a script under memopt, the child of a fake run), by
+what its function, its fixtures and the tests' helpers that they call name; `solver` on one that asks HiGHS; `loop` on one that trains under
+memopt in this process, which takes seconds. A test that hides it better bears the mark itself. `make quick` leaves them out, and `slow`;
+there, a test that starts a process all the same fails.
+"""
+
+import functools
 import gc
 import os
+import subprocess
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+
+STARTS_PROCESSES = {"Background", "Popen", "check_output", "estimate_script", "fork", "retrace", "run_on_fake", "spawn", "subprocess"}  # fmt: skip
+"""Names of the library and of memopt under which a process starts."""
+ASKS_SOLVER = {"highspy", "least_step_ms", "new_highs"}
+TRAINS = {"ApplySession", "ProfileSession", "run_late"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Set the marks that code tells."""
+    for item in items:
+        if isinstance(item, pytest.Function):
+            fixtures = [each[-1].func for each in item._fixtureinfo.name2fixturedefs.values()]
+            ours = [
+                each
+                for each in fixtures
+                if each.__module__.startswith("tests.") and "conftest" not in each.__module__
+            ]
+            names = frozenset().union(*(_names(each) for each in (item.function, *ours)))
+            if names & STARTS_PROCESSES:
+                item.add_marker("script")
+            if names & ASKS_SOLVER:
+                item.add_marker("solver")
+            if names & TRAINS:
+                item.add_marker("loop")
+
+
+@functools.cache
+def _names(function: Any) -> frozenset[str]:
+    """What a function of the tests names, and what the functions and classes of the tests that it names name."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    todo = [function]
+    while todo:
+        each = todo.pop()
+        each = each.__func__ if isinstance(each, MethodType) else getattr(each, "__wrapped__", each)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, type):
+            todo += [value for value in vars(each).values() if isinstance(value, FunctionType)]
+        elif isinstance(each, FunctionType):
+            names = _names_in(each.__code__)
+            found |= names
+            there = [each.__globals__[name] for name in names if name in each.__globals__]
+            todo += [value for value in there if getattr(value, "__module__", "").startswith("tests.")]
+    return frozenset(found)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = (const for const in code.co_consts if isinstance(const, CodeType))
+    return {*code.co_names, *(name for each in inner for name in _names_in(each))}
+
+
+@pytest.fixture(autouse=True)
+def _no_process_unmarked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tests that start processes are left out, none may."""
+    if "not script" in request.config.option.markexpr and request.node.get_closest_marker("script") is None:
+        monkeypatch.setattr(subprocess.Popen, "__init__", _refuse)
+        monkeypatch.setattr(os, "fork", _refuse)
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Any:
+    pytest.fail("a test that starts a process needs the mark `script`")
 
 
 def pytest_collection_finish() -> None:

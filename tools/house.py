@@ -1,4 +1,4 @@
-"""`python -m tools.house`: the rules of the house, read off the source; says what breaks one, and ends with 1.
+"""`python -m tools.house`: the rules of the house, read off the source; says what breaks one, and ends with 1. `--tree`: the folders.
 
 1. No module imports itself by way of others; imports for type checking and inside functions count like all.
 2. Arrows between rooms go one way: a room imports only rooms below it (`ROOMS`).
@@ -34,7 +34,6 @@ BOTH_WAYS = {
     ("estimators/elsewhere", "estimators/hidden"),
     ("estimators/fake/gpu", "estimators/fake/script"),
     ("estimators/fake/kernels", "estimators/fake/values"),
-    ("estimators/onnx/match", "estimators/onnx/read"),
 }
 
 Imports = dict[str, set[str]]
@@ -157,9 +156,22 @@ def faults(root: Path = ROOT) -> list[str]:
     ]
 
 
+def tree(root: Path = ROOT) -> str:
+    """The folders of the package with their captions (the first line of each `__init__.py`'s docstring), as a table in Markdown."""
+    rows = ["| folder | what is there |", "|---|---|"]
+    for room in ROOMS[:-1]:
+        for path in sorted((root / room).rglob("__init__.py")):
+            caption = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").split("\n")[0]
+            rows.append(f"| `{path.parent.relative_to(root)}/` | {caption.replace('|', ' ')} |")
+    return "\n".join(rows)
+
+
 def main() -> int:
-    """Print the faults; the exit code."""
+    """Print the faults, or with `--tree` the folders; the exit code."""
     sys.setrecursionlimit(10_000)
+    if "--tree" in sys.argv[1:]:
+        print(tree())
+        return 0
     found = faults()
     for fault in found:
         print(fault)

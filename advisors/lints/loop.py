@@ -1,4 +1,4 @@
-"""The rules of `memopt.advisors.lints.find` about the training loop: what it keeps, zeroes, steps, and calls. One function each."""
+"""Lints about the training loop: what it keeps, zeroes, steps, and calls. One function each."""
 
 from __future__ import annotations
 

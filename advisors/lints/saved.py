@@ -1,4 +1,4 @@
-"""The rules of `memopt.advisors.lints.find` about what a model saves: one function each, which yields the storages at stake."""
+"""Lints about what a model saves: one function each, which yields the storages at stake."""
 
 from __future__ import annotations
 

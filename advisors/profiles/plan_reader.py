@@ -87,8 +87,10 @@ def _problem(adviser: Adviser, plan: Plan) -> Problem:
         return problem
     for other in adviser.in_pieces(problem):
         pieces = other.pieces
-        if pieces is not None and (pieces.tier, pieces.piece_bytes, pieces.away, pieces.state_bytes) == (
-            wanted.tier, wanted.piece_bytes, wanted.away, wanted.away_bytes,
+        if pieces is not None and (
+            pieces.tier, pieces.piece_bytes, pieces.away, pieces.state_bytes, pieces.gradient_bytes,
+        ) == (
+            wanted.tier, wanted.piece_bytes, wanted.away, wanted.away_bytes, wanted.gradient_bytes,
         ):  # fmt: skip
             return other
     raise _another("its optimizer cannot step in such pieces")

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 from memopt.advisors.clock import now
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
+from memopt.codecs import CODECS
 from memopt.estimators.simulator.chains import Chain
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.in_pieces import Pieces
@@ -23,12 +24,6 @@ from memopt.version import VERSION
 
 _MARGINS_S = 1.5
 """For so long savings are found by taking actions away one by one; after that they are the bytes at the plain peak."""
-_READS = {
-    "nothing": "its values are never read",
-    "predicate": "backward asks one yes-or-no question of each element, so one bit is held",
-    "pool_index": "an index inside its pooling window is all that backward needs",
-    "two_valued": "dropout noise has two values, so one bit an element is held",
-}
 
 
 def write_plan(
@@ -112,9 +107,12 @@ def _in_pieces(
     size = format_bytes(pieces.piece_bytes)
     why = f"{kind} steps {size} of parameters at once, with the same bits: its temporaries are no larger"
     if pieces.tier is not None:
-        why += (
-            f"; {format_bytes(pieces.state_bytes)} of its state are in the {pieces.tier} tier between steps"
-        )
+        moved = [
+            f"{format_bytes(pieces.state_bytes)} of its state are in the {pieces.tier} tier between steps"
+        ]
+        if pieces.gradient_bytes:
+            moved.append(f"{format_bytes(pieces.gradient_bytes)} of gradients from when they are whole")
+        why += f"; {', '.join(moved[not pieces.state_bytes :])}"
     without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
     return ScriptAction(
         kind="optimizer",
@@ -127,6 +125,8 @@ def _in_pieces(
         tier=pieces.tier,
         away_bytes=pieces.state_bytes,
         away=pieces.away,
+        gradient_bytes=pieces.gradient_bytes,
+        cleared_late=pieces.cleared_late,
     )
 
 
@@ -247,7 +247,7 @@ class _Writer:
         if decision.kind == "swap":
             return f"{away}; {self._copy_words(saved, decision)}"
         held = f"{format_bytes(decision.encoded_bytes)} instead of {format_bytes(saved.size_bytes)}"
-        words = _READS[decision.codec]
+        words = CODECS[decision.codec].words
         return words if decision.kind == "drop" else f"{words}: {held}"
 
     def _replay_words(self, saved: Saved) -> str:

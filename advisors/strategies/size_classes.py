@@ -11,7 +11,6 @@ The genetic algorithm is DEAP's (mu + lambda) with tournaments, two-point crosso
 from __future__ import annotations
 
 import contextlib
-import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.advisors.profiles.problem import OutOfTime
-
-log = logging.getLogger(__name__)
+from memopt.errors import NotPossibleHere
 
 _POPULATION = 12
 _GENERATIONS = 12
@@ -126,13 +124,16 @@ class Pool:
 def _genetic(size_count: int, evaluate: Callable[[Sequence[float]], tuple[float, float]]) -> None:
     """Let DEAP look for the chromosome that `evaluate` likes best. It draws from `random` itself, whose state is put back.
 
-    Where DEAP cannot be imported (it needs compiled libraries of its own), the classes stay as they are.
+    Raises `NotPossibleHere` where DEAP cannot be imported (it needs compiled libraries of its own).
     """
     try:
         from deap import algorithms, base, tools
     except ImportError as error:
-        log.warning("swapadvisor plans without its genetic search: %s", error)
-        return
+        raise NotPossibleHere(
+            "swapadvisor searches with DEAP, which cannot be imported",
+            why=str(error),
+            try_="pip install 'memopt[swapadvisor]', or another --strategy",
+        ) from None
 
     class Fitness(base.Fitness):  # type: ignore[misc]
         weights = (-1.0, -1.0)

@@ -327,6 +327,7 @@ class Phases:
         assert self._loop is not None
         tier = offload_tier(self._wishes.swap_dir)
         self._pieces = OptimizerInPieces(self._loop.iterations, _PIECE_BYTES, tier)
+        self._pieces.begin(self._loop.iterations.stepped)
 
     def _enforce(self, plan: Plan) -> None:
         from memopt.cli.apply import prepare_run

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
 from memopt.instrument.iterations import Iterations
@@ -44,8 +46,11 @@ class OptimizerInPieces:
         piece_bytes: int,
         tier: SwapTier[Any] | None,
         most_away: int | None = None,
+        gradients: GradientsElsewhere | None = None,
     ) -> None:
-        """`tier`: where state goes between steps; none: it stays. `most_away`: of so many parameters, the largest; none: of all."""
+        """`tier`: where state goes between steps; none: it stays. `most_away`: of so many parameters, the largest; none: of all.
+        `gradients`: where those are that are in a tier, too."""
+        self._elsewhere = gradients
         self._iterations, self._piece_bytes, self._tier, self._most_away = (
             iterations,
             piece_bytes,
@@ -73,6 +78,17 @@ class OptimizerInPieces:
         finally:
             del guard
 
+    def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Send away the state that `optimizers` have made in the steps before this one was told of any; between two steps."""
+        guard = DisableTorchDispatch()
+        try:
+            with torch.no_grad():
+                for optimizer in optimizers:
+                    if self._tier is not None and not self._reason(optimizer, {}):
+                        self._stepped_of(optimizer).leave(optimizer)
+        finally:
+            del guard
+
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = {id(each): found for group in optimizer.param_groups for each in group["params"] if (found := kept_gradient(each)) is not None}  # fmt: skip
         stepped = self._stepped.get(optimizer)
@@ -80,21 +96,15 @@ class OptimizerInPieces:
             stepped.end(optimizer)
             del self._stepped[optimizer]
             self._trusted.pop(optimizer, None)
-            stepped = None
-        reason = (
-            why_not(optimizer, with_closure=self._iterations.step_has_arguments)
-            or _odd(optimizer, gradients)
-            or _odd_state(optimizer)
-        )
-        if not reason and not self._is_trusted(optimizer):
-            reason = f"{type(optimizer).__name__} gives other bits in pieces on this device, or no step could be tried"
+        reason = self._reason(optimizer, gradients)
         if reason:
             self.declined[reason] += 1
             return
-        if stepped is None:
-            stepped = _Stepped(optimizer, self._piece_bytes, self._tier, self._most_away)
-            self._stepped[optimizer] = stepped
-        stepped.step(optimizer, gradients)
+        self._stepped_of(optimizer).step(optimizer, gradients, self._elsewhere)
+        if self._elsewhere is not None:
+            away = sum(self._elsewhere.holds(each) for _, each in parameters_of(optimizer))
+            self.most_used = max(self.most_used, away + len(gradients))
+            self._elsewhere.step_begins()
         if not gradients:
             return
         self._hidden[optimizer] = [
@@ -103,6 +113,22 @@ class OptimizerInPieces:
         for each, _ in self._hidden[optimizer]:
             let_go(each)
         self.most_used = max(self.most_used, len(gradients))
+
+    def _reason(self, optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> str:
+        """Why it must not step in pieces; empty when nothing speaks against it."""
+        reason = (
+            why_not(optimizer, with_closure=self._iterations.step_has_arguments)
+            or _odd(optimizer, gradients)
+            or _odd_state(optimizer)
+        )
+        if not reason and not self._is_trusted(optimizer):
+            reason = f"{type(optimizer).__name__} gives other bits in pieces on this device, or no step could be tried"
+        return reason
+
+    def _stepped_of(self, optimizer: torch.optim.Optimizer) -> _Stepped:
+        if optimizer not in self._stepped:
+            self._stepped[optimizer] = _Stepped(optimizer, self._piece_bytes, self._tier, self._most_away)
+        return self._stepped[optimizer]
 
     def _is_trusted(self, optimizer: torch.optim.Optimizer) -> bool:
         if optimizer not in self._trusted:
@@ -209,27 +235,78 @@ class _Stepped:
         self._first: set[int] = set()
         """Parameters that this step is the first of: none of their segments has state, whatever the ones before have left."""
 
-    def step(self, optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> None:
-        """The whole update."""
-        if self._tier is not None and self._state is None and _holders(optimizer) == _ALONE:
-            optimizer.state = self._state = StateElsewhere(optimizer.state, self.bring_back)
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: dict[int, Tensor],
+        elsewhere: GradientsElsewhere | None = None,
+    ) -> None:
+        """The whole update, with `gradients` and those that are `elsewhere`."""
+        self._stand_in(optimizer)
         inner = optimizer.state
         pageable = self._pageable(inner) if self._state is not None else set()
         self._first = self._without_state(inner)
-        due = [piece for piece in self._pieces if any(id(s.parameter) in gradients for s in piece.segments)]
-        leaving: _Piece | None = None
+        away = {id(each) for each in _trained(optimizer) if elsewhere is not None and elsewhere.holds(each)}
+        gradients = dict(gradients)
+        due = [p for p in self._pieces if any(id(s.parameter) in {*gradients, *away} for s in p.segments)]
         for number, piece in enumerate(due):
             self._fetch(piece)
             if number + 1 < len(due):
                 self._fetch(due[number + 1])
             self._arrive(piece)
+            coming = [s.parameter for s in piece.segments if id(s.parameter) in away - gradients.keys()]
+            if elsewhere is not None:
+                gradients |= {id(each): elsewhere.copy_of(each) for each in coming}
             self._step_piece(optimizer, inner, piece, gradients, pageable)
+            for segment in piece.segments:
+                if segment.is_last and id(segment.parameter) in away:
+                    gradients.pop(id(segment.parameter), None)
             self._leave(piece)
-            if leaving is not None:
-                self._gone(leaving)
-            leaving = piece
-        if leaving is not None:
-            self._gone(leaving)
+            if number:
+                self._gone(due[number - 1])
+        self._all_gone(due)
+
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lay the state that there is into bundles, and send them away: as after a step, without one."""
+        self._stand_in(optimizer)
+        if self._state is None:
+            return
+        pageable = self._pageable(self._state)
+        for number, piece in enumerate(self._pieces):
+            if piece.is_empty:
+                self._lay(piece, pageable)
+                self._leave(piece)
+            if number:
+                self._gone(self._pieces[number - 1])
+        self._all_gone(self._pieces)
+
+    def _lay(self, piece: _Piece, pageable: set[int]) -> None:
+        fresh: dict[tuple[int, str], Tensor] = {}
+        over: list[tuple[State, list[str]]] = []
+        for number, segment in enumerate(piece.segments):
+            parameter = segment.parameter
+            inner = dict.get(self._state or {}, parameter)
+            if not inner or id(parameter) not in pageable:
+                continue
+            moved = [n for n, v in inner.items() if isinstance(v, Tensor) and _is_of_elements(v, parameter)]
+            fresh |= {(number, name): segment.of(inner[name]) for name in moved}
+            if segment.is_last:
+                self._names[id(parameter)] = tuple(inner)
+                over.append((inner, moved))
+        if fresh:
+            _bundle(piece, fresh)
+        fresh.clear()
+        for inner, moved in over:
+            for name in moved:
+                del inner[name]
+
+    def _stand_in(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._tier is not None and self._state is None and _holders(optimizer) == _ALONE:
+            optimizer.state = self._state = StateElsewhere(optimizer.state, self.bring_back)
+
+    def _all_gone(self, pieces: list[_Piece]) -> None:
+        if pieces:
+            self._gone(pieces[-1])
         if self._tier is not None:
             self._tier.collect()
 

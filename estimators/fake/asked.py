@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from memopt.estimators.fake.torch_internals import FakeTensorMode
 from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import StorageRow
 

@@ -6,7 +6,9 @@ from typing import Literal
 
 import msgspec
 
-VALUE_CODECS = frozenset({"two_valued", "narrow_int", "exact_cast", "zero_bitmap"})
+from memopt.codecs import CODECS
+
+VALUE_CODECS = frozenset(codec.name for codec in CODECS.values() if codec.of_values)
 """They hold a whole storage, for any reader; the others serve one backward formula."""
 
 

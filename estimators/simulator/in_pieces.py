@@ -47,6 +47,10 @@ class Pieces:
     """Away between steps, of all that the optimizer keeps; 0 without a tier."""
     away: int = 0
     """Of how many parameters, the largest; 0: of all."""
+    gradient_bytes: int = 0
+    """Gradients that are in the tier from when they are whole until they are cleared."""
+    cleared_late: bool = False
+    """They are still there when the next iteration begins."""
 
 
 def why_not(trace: Trace) -> str:

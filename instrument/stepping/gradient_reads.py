@@ -64,17 +64,19 @@ class Reader(Protocol):
 class GradientReads:
     """Tells `reader`, between `install` and `remove`."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, *, everywhere: bool = False) -> None:
+        """`everywhere`: tell of torch's own looks, too."""
         self._reader = reader
+        self._expected = () if everywhere else _EXPECTED
         self._zero_grads: list[tuple[Any, Any]] = []
 
     def install(self) -> None:
-        reader = self._reader
+        reader, expected = self._reader, self._expected
 
         def read(tensor: Tensor) -> Tensor | None:
             frame = sys._getframe(1)
             name = frame.f_code.co_filename
-            if not name.startswith(_EXPECTED):
+            if not name.startswith(expected):
                 reader.read(tensor, f"{Path(name).name}:{frame.f_lineno}")
             return gradient_of(tensor)
 

@@ -73,7 +73,7 @@ def pieces_of(
     leaves: Callable[[Tensor], bool] = lambda parameter: True,
 ) -> list[list[Segment]]:
     """The parameters in pieces of at most `piece_bytes`, in order; a piece has segments of one group and one data type only, and of
-    parameters that are alike in what `leaves` tells."""
+    parameters that are alike in what `leaves` tells. What is larger than a piece shares none with another."""
     pieces: list[list[Segment]] = []
     left, last = 0, None
     for number, group in enumerate(optimizer.param_groups):
@@ -82,7 +82,9 @@ def pieces_of(
                 continue
             most = max(ALIGNED, piece_bytes // parameter.itemsize // ALIGNED * ALIGNED)
             kind = number, parameter.dtype, parameter.device, leaves(parameter)
+            large = parameter.nbytes > piece_bytes
             start = 0
+            left = 0 if large else left
             while start < parameter.numel():
                 if kind != last or left <= 0:
                     pieces.append([])
@@ -95,6 +97,7 @@ def pieces_of(
                 )
                 left -= -(-(stop - start) // ALIGNED) * ALIGNED
                 start = stop
+            left = 0 if large else left
     return pieces
 
 

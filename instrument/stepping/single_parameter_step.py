@@ -67,9 +67,14 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
         return "somebody hooks the optimizer's step, and may look at gradients there"
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return "the optimizer is differentiable or capturable"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if several_processes():
         return "several processes train together, and gradients are reduced after backward"
     return _why_not_these([parameter for _, parameter in parameters_of(optimizer)])
+
+
+def several_processes() -> bool:
+    """Do processes train together? They may exchange gradients."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _is_torchs(step: Any) -> bool:

@@ -73,6 +73,12 @@ def _table(inputs: Inputs, with_source: bool) -> frames.Frame:
         from memopt.reports.benchmarks import table
 
         frame = table(inputs.benchmarks[0][1])
+    elif not inputs.runs and len(inputs.outcomes) == 1:
+        frame = frames.outcome(inputs.outcomes[0][1])
+    elif not inputs.runs and len(inputs.curves) == 1:
+        frame = frames.points(inputs.curves[0][1])
+    elif not inputs.runs and len(inputs.estimates) == 1:
+        frame = frames.categories(inputs.estimates[0][1])
     else:
         run = one_run(inputs)
         frame = frames.tensors(run.trace, run.planned)

@@ -48,7 +48,7 @@ def run_data(run: Run, *, with_lines: bool = True) -> dict[str, Any]:
     high = frames.high_bytes(trace)
     planned = run.planned
     after = None
-    if planned is not None and not planned.moves_the_optimizer and len(planned.timeline.high_bytes) == n:
+    if planned is not None and run.drawn_with_plan and len(planned.timeline.high_bytes) == n:
         after = _ints(planned.timeline.high_bytes)
     return {
         "name": shown(run.name),

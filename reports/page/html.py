@@ -37,15 +37,24 @@ def page(inputs: Inputs, names: Sequence[str], *, with_source: bool = True) -> s
     for _, plan in inputs.plans:
         parts.append(sections.actions(plan, with_source=with_source))
     parts += [sections.outcome(found) for _, found in inputs.outcomes]
-    parts += [sections.estimate(found) for _, found in inputs.estimates]
+    for number, (_, found) in enumerate(inputs.estimates):
+        if found.get("curve"):
+            drawn[f"estimated{number}"] = figures.estimated(found["curve"])
+            parts.append(sections.figure(f"estimated{number}", "Memory over the run, estimated", "Height is bytes of tensors on the device; nothing was run.", "Estimated bytes by category"))  # fmt: skip
+        parts.append(sections.estimate(found))
     parts += _trade_off(inputs, drawn)
     parts += _benchmarks(inputs, drawn)
     parts.append(sections.about(names, _facts(inputs, with_source)))
     data = {
-        "runs": [run_data(run, with_lines=with_source) for run in inputs.runs],
+        "runs": [run_data(run, with_lines=with_source) for run in _all_runs(inputs.runs)],
         "figures": {name: json.loads(figure.to_json()) for name, figure in drawn.items()},
     }
     return _filled("".join(parts), data, headline.title)
+
+
+def _all_runs(runs: Sequence[Run]) -> list[Run]:
+    """The runs, each followed by the one that its plan makes of it where the ops are others then."""
+    return [each for run in runs for each in (run, run.with_optimizer_moved()) if each is not None]
 
 
 def _trade_off(inputs: Inputs, drawn: dict[str, Any]) -> list[str]:
@@ -99,7 +108,7 @@ def _of_runs(inputs: Inputs, drawn: dict[str, Any], with_source: bool) -> list[s
         return []
     planned = [run for run in runs if run.planned is not None]
     parts = [
-        sections.iteration(runs),
+        sections.iteration(_all_runs(runs)),
         sections.strip(bool(planned)),
         sections.tensor_table(),
         sections.modules(),
@@ -216,7 +225,7 @@ def _packed(data: dict[str, Any]) -> str:
 
 _NAV = (
     ("delta", "Changes"), ("iteration", "Iteration"), ("strip-card", "Lifetimes"), ("tensors", "Tensors"), ("modules-card", "Modules"), ("allocator-card", "Allocator"),
-    ("before0-card", "Before, after"), ("plan", "Plan"), ("lints", "Findings"), ("outcome", "Outcome"), ("estimate", "Estimate"),
+    ("before0-card", "Before, after"), ("plan", "Plan"), ("lints", "Findings"), ("outcome", "Outcome"), ("estimated0-card", "Over the run"), ("estimate", "Estimate"),
     ("pareto-card", "Trade-off"), ("bench0-card", "Cases"), ("benchmark", "Benchmark"), ("about", "About"),
 )  # fmt: skip
 

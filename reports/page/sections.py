@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from memopt.reports.inputs import Run
 
 _MOST_ROWS = 300
+_MOST_PARTS = 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +77,43 @@ def card(name: str, title: str, body: str, *, sub: str = "", tools: str = "", lo
     )
 
 
+def _sentence(text: str) -> str:
+    """`text` with a capital letter, unless it begins with a name such as `train.py:3`."""
+    return text if re.match(r"\S*[._:/]", text) else text[:1].upper() + text[1:]
+
+
 def hero(headline: Headline) -> str:
     """The verdict and the figures."""
     figures = "".join(
         f"<div><dt>{esc(name)}</dt><dd>{esc(value)} {f'<small>{esc(small, 60)}</small>' if small else ''}</dd></div>"
         for name, value, small in headline.figures
     )
-    leads = "".join(f'<p class="lead">{together(esc(lead, 600))}</p>' for lead in headline.leads)
+    leads = "".join(
+        f'<p class="lead">{together(esc(lead, 600))}</p>'
+        for lead in headline.leads
+        if not (headline.lines and "made by one line" in lead)
+    )
     notes = "".join(
-        f'<p class="note">{esc(note[:1].upper() + note[1:].rstrip("."), 600)}.</p>' for note in headline.notes
+        f'<p class="note">{esc(_sentence(note).rstrip("."), 600)}.</p>' for note in headline.notes
     )
     return (
         f'<section class="hero"><p class="eyebrow">{esc(headline.eyebrow, 400)}</p>'
         f'<h1 class="{headline.tone}">{together(esc(headline.title, 300))}</h1>{leads}{notes}'
-        f"{f'<dl class=kpis>{figures}</dl>' if figures else ''}</section>"
+        f"{f'<dl class=kpis>{figures}</dl>' if figures else ''}{_lines(headline)}</section>"
+    )
+
+
+def _lines(headline: Headline) -> str:
+    """The lines of the script that made most of what is there, each with its bytes."""
+    rows = "".join(
+        f'<li><span class="size">{format_bytes(line.size_bytes)}</span><span class="part">{100 * line.share:.0f} %</span>'
+        f"<code>{esc(line.place, 80)}</code><code class=code>{esc(line.code, 120)}</code></li>"
+        for line in headline.lines
+    )
+    return (
+        f'<h2 class="eyebrow lines-title">{esc(headline.lines_title)}</h2><ol class="lines">{rows}</ol>'
+        if rows
+        else ""
     )
 
 
@@ -103,11 +128,11 @@ def _segment(label: str, name: str, choices: Sequence[tuple[str, str]]) -> str:
 def iteration(runs: Sequence[Run]) -> str:
     """The stacked picture, and what the moment under the line is made of."""
     tools = _segment("Horizontal axis", "x", [("time", "By time"), ("op", "By op")])
-    if any(run.planned is not None and not run.planned.moves_the_optimizer for run in runs):
+    if any(run.drawn_with_plan for run in runs):
         tools = _segment("Shown", "view", [("run", "As it runs"), ("plan", "With the plan")]) + tools
     if len(runs) > 1:
         tools = _segment("Profile", "run", [(str(i), run.name) for i, run in enumerate(runs)]) + tools
-    tools += '<button class="ghost" type="button" data-do="whole">Whole step</button>'
+    tools += '<button class="ghost" type="button" data-do="whole">Whole step</button><button class="ghost" type="button" data-do="png" aria-label="Download the picture as PNG">PNG</button>'
     body = (
         '<div class="fig" id="area" role="group" aria-label="Bytes on the device over one iteration, stacked by category. The slider below chooses a moment; the text below it says the same in words."></div>'
         '<input class="scrub" id="moment-slider" type="range" min="0" max="2000" step="1" aria-label="Moment of the iteration: the op that is looked at">'
@@ -259,9 +284,13 @@ def estimate(found: dict[str, Any]) -> str:
     for title, key in parts:
         sizes = {str(k): int(v) for k, v in found[key].items() if isinstance(v, int)}
         total = sum(sizes.values()) or 1
+        first = list(sizes.items())[:_MOST_PARTS]
+        rest = sum(sizes.values()) - sum(amount for _, amount in first)
+        if rest > 0:
+            first.append((f"{len(sizes) - len(first)} more", rest))
         rows = [
             [Cell(name), size(amount), Cell(f"{100 * amount / total:.1f} %", 100 * amount / total)]
-            for name, amount in list(sizes.items())[:40]
+            for name, amount in first
         ]
         tables += f"<div><h3>{title}</h3>{table(('What', 'Bytes', 'Share'), rows, title)}</div>"
     body = f'<div class="pair">{tables}</div>'

@@ -42,3 +42,7 @@ class Source:
         at = int(number)
         first, last = max(1, at - _AROUND), min(len(self._lines), at + _AROUND)
         return [(i, self._lines[i - 1], i == at) for i in range(first, last + 1)] if at <= last else []
+
+    def line(self, place: str) -> str:
+        """What stands at `train.py:41`, without its indentation; empty where it is not known."""
+        return next((text.strip() for _, text, hit in self.around(place) if hit), "")

@@ -90,6 +90,7 @@ function act(what) {
   if (what === "later") pin(Math.min(run.n - 1, momentOp(run) + 1));
   if (what === "whole") zoom(0, run.n);
   if (what === "more") { shownRows += 200; drawTable(run); }
+  if (what === "png") Plotly.downloadImage($("area"), { format: "png", scale: 2, width: 1200, height: 460, filename: "memopt-iteration" });
   if (what === "csv") save("memopt-tensors.csv", "text/csv", csv(run));
   if (what === "json") save("memopt-tensors.json", "application/json", rowsAsJson(run));
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from memopt.advisors.strategies.superneurons import Superneurons, largest_layer_
 from memopt.advisors.strategies.swapadvisor import pool_of
 from memopt.advisors.strategies.vdnn import Vdnn, vdnn_plan
 from memopt.device import Device
-from memopt.errors import BudgetInfeasible
+from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace
@@ -234,6 +235,17 @@ def test_the_genetic_search_is_the_same_each_time_and_leaves_random_alone() -> N
     assert found == pool.evolve(lambda leaving: (abs(13.0 - len(leaving)), 0.0))
     assert abs(13 - len(found)) <= 1
     assert random.getstate() == before
+
+
+def test_without_deap_swapadvisor_says_what_to_install_and_auto_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "deap", None)
+    problem = problem_of(net(), 0.7)
+    with pytest.raises(NotPossibleHere, match="DEAP") as refused:
+        decided("swapadvisor", problem)
+    assert "pip install 'memopt[swapadvisor]'" in refused.value.try_
+    assert problem.fits(problem.run(decided("auto", problem)))
 
 
 def test_the_genetic_search_ends_with_the_best_so_far() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -981,5 +982,22 @@ def test_numpy_is_not_what_holds_the_payload():
 
 def test_a_plan_may_name_what_there_is() -> None:
     """Plans are read without torch, so the names stand there too."""
-    assert set(plan.CODECS) == set(CODECS)
+    assert {codec.name: codec.of_values for codec in plan.CODECS.values()} == {
+        name: codec.of_values for name, codec in CODECS.items()
+    }
     assert set(plan.NEEDS) == {"values"} | {row.kind for rows in SLOT_NEEDS.values() for row in rows}
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_codec_has_its_sizes_and_its_words(codec: str, device: str) -> None:
+    """A new one that forgets them is told here, not by a KeyError in somebody's plan."""
+    meta = dataclasses.replace(meta_of(torch.zeros(2, 3, 8, 8)), device=device)
+    for size in (
+        codec_sizes.predicted_bytes,
+        codec_sizes.encode_transient_bytes,
+        codec_sizes.decode_transient_bytes,
+        codec_sizes.decoded_bytes,
+    ):
+        assert size(codec, meta, {"kernel_size": (2, 2), "test": "relu"}) >= 0
+    assert plan.CODECS[codec].words

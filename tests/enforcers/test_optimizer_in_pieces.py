@@ -621,6 +621,65 @@ def test_state_that_came_back_goes_away_again(tmp_path: Path) -> None:
     assert less == pytest.approx([2 << 20, 0, 2 << 20, 2 << 20], rel=0.01, abs=4096)
 
 
+@pytest.mark.parametrize("begins_after", [1, 3])
+@pytest.mark.parametrize("optimizer", EACH)
+def test_state_leaves_when_the_pieces_begin_in_the_midst_of_a_run(
+    optimizer: str, begins_after: int, tmp_path: Path
+) -> None:
+    """Before the next step: the first iteration under a plan is within its budget, too."""
+    from memopt.enforcers.tiers.per_device import disk_tier
+
+    plain = seeded(training(OPTIMIZERS[optimizer]), STEPS)
+    tier = disk_tier(tmp_path)
+    at_once: list[bool] = []
+
+    class Late:
+        """Listens to the loop, and hands it on from one iteration on."""
+
+        pieces: OptimizerInPieces | None = None
+
+        def iteration_ended(self, count: int, milliseconds: float) -> None:
+            if count == begins_after:
+                self.pieces = OptimizerInPieces(iterations, PIECE, tier)
+                (stepped,) = iterations.stepped
+                before = _state_bytes(stepped)
+                self.pieces.begin([stepped])
+                at_once.append(_state_bytes(stepped) < 0.01 * before or not before)
+
+        def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+            if self.pieces is not None:
+                self.pieces.step_begins(optimizer)
+
+        def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+            if self.pieces is not None:
+                self.pieces.step_ended(optimizer)
+
+        def thread_changed(self) -> None: ...
+        def backward_begins(self, roots: Any, **_: bool) -> None: ...
+        def backward_ended(self) -> None: ...
+
+    late = Late()
+    iterations = Iterations(late)
+    iterations.install()
+    try:
+        computed = seeded(training(OPTIMIZERS[optimizer]), STEPS)
+    finally:
+        iterations.remove()
+    tier.close()
+    assert computed == plain
+    assert at_once == [True]
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Of what is on the device, counters left out; nobody is told."""
+    return sum(
+        value.nbytes
+        for inner in dict.values(optimizer.state)
+        for value in inner.values()
+        if isinstance(value, Tensor) and value.dim()
+    )
+
+
 # --- the pieces
 
 

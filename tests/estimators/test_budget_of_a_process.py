@@ -13,6 +13,7 @@ from memopt.enforcers.memory_limit import hold, limit_of
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.elsewhere.from_profile import estimate_trace
 from memopt.estimators.hidden.beside_tensors import beside_tensors, parse_budget
+from memopt.instrument import torch_internals
 from memopt.plan import Plan
 from tests.support.toy_trace import toy_trace
 
@@ -68,7 +69,7 @@ def _plan(device: Device, whole_bytes: int) -> Plan:
 def test_a_held_run_may_reserve_the_budget_less_the_context(monkeypatch):
     assert limit_of(_plan(A100, 1500 * MIB)) == 1000 * MIB
     told, waiting = [], []
-    monkeypatch.setattr(torch.cuda, "_lazy_call", waiting.append)
+    monkeypatch.setattr(torch_internals, "cuda_lazy_call", waiting.append)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=4000 * MIB))  # fmt: skip
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, index: told.append((share, index)))  # fmt: skip

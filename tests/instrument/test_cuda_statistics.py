@@ -7,8 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from memopt.instrument.memory import cuda_statistics
 from memopt.instrument.memory.cuda_statistics import statistics_of
 from memopt.instrument.memory.meter import CudaMeter
+from memopt.profiler import clock as clocks
 from memopt.profiler.clock import CudaClock
 
 MIB = 1 << 20
@@ -58,6 +60,8 @@ class Event:
 @pytest.fixture
 def allocator(monkeypatch):
     found = Allocator()
+    monkeypatch.setattr(cuda_statistics, "cuda_memory_stats", found.statistics)
+    monkeypatch.setattr(cuda_statistics, "cuda_reset_peaks", found.reset)
     monkeypatch.setattr(torch._C, "_cuda_memoryStats", found.statistics, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_resetPeakMemoryStats", found.reset, raising=False)
     stream = SimpleNamespace(query=lambda: False)
@@ -72,7 +76,7 @@ def allocator(monkeypatch):
     memory = torch.cuda.memory
     monkeypatch.setattr(memory, "is_initialized", lambda: True, raising=False)
     monkeypatch.setattr(memory, "_get_device_index", lambda device=None, optional=False: 0)
-    monkeypatch.setattr(torch.cuda._utils, "_get_device_index", lambda device=None, optional=False: 0)
+    monkeypatch.setattr(cuda_statistics, "cuda_device_index", lambda device=None, optional=False: 0)
     for module, name in (
         (memory, "memory_stats_as_nested_dict"),
         (memory, "reset_peak_memory_stats"),
@@ -143,7 +147,7 @@ def test_the_gpu_is_kept_busy_while_an_op_is_launched(allocator, monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device=None: SimpleNamespace(query=lambda: not slept)
     )
-    monkeypatch.setattr(torch.cuda, "_sleep", slept.append, raising=False)
+    monkeypatch.setattr(clocks, "cuda_sleep", slept.append)
     clock = CudaClock(0)
     clock.start()
     clock.run(0, lambda: None, (), {})

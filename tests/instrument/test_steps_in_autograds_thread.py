@@ -7,6 +7,7 @@ import threading
 
 import torch
 
+from memopt.instrument import iterations as stepping
 from memopt.instrument.iterations import Iterations
 
 
@@ -38,7 +39,7 @@ def _heard(start, monkeypatch, *, task):
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     iterations = Iterations(heard)
     iterations.install()
-    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: task)
+    monkeypatch.setattr(stepping, "current_graph_task", lambda: task)
 
     def step():
         done = threading.Event()

@@ -9,14 +9,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.session import ApplySession, Options
 from memopt.errors import NotPossibleHere
 from memopt.estimators.fake import torch_internals as fake_internals
-from memopt.instrument import torch_internals
+from memopt.instrument import compiled, torch_internals
+from memopt.instrument.compiled import CompiledRegions
+from memopt.instrument.script.training_thread import TrainingThread
 from memopt.instrument.torch_internals import WATCH, Gone, Name, find, lost, require
 from memopt.plan import load_plan
 from tests.cli.test_apply_cli import SCRIPT
@@ -102,6 +106,7 @@ torch.nn.Linear.__init__
     assert [line for line, _ in sorted(spellings(source))] == [4, 5, 7, 8, 9, 10, 13]
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch's, about what it imports late
 def test_this_torch_has_all_that_memopt_uses_of_its_private_parts() -> None:
     names = [*torch_internals.NAMES, *fake_internals.NAMES]
     gone = [f"{name.spelling}: {name.feature} is off ({name.purpose})" for name in names if not name.there]
@@ -215,3 +220,19 @@ def test_a_plan_that_fails_half_way_to_be_set_up_leaves_the_script_to_itself(
     assert outcome is not None
     assert outcome.actions.done == 0
     assert "as the test wants it" in outcome.notes[0]
+
+
+def test_where_nothing_tells_of_compiled_regions_every_op_may_be_in_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(compiled.call_compiler, "get", lambda: Gone("torch._dynamo.x", "regions"))
+    regions = CompiledRegions(TrainingThread())
+    regions._patch()
+    assert regions.depth > 0
+    assert "torch.compile" in caplog.text
+
+
+def test_graph_trees_that_cannot_be_asked_may_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert "cudagraph trees" in Capturing("cuda").why_keep()

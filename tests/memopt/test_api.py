@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from memopt.advisors.advise import advise
 from memopt.advisors.profiles.plan_reader import read_plan
 from memopt.errors import BadFile, RunFailed, UsageError
 from memopt.outcome import Outcome
+from memopt.reports.inputs import read_inputs
+from memopt.reports.page.data import run_data
 from memopt.trace import load_trace
 from tests.cli.test_show import OUTCOME
 from tests.support.toy_trace import toy_trace
@@ -172,7 +175,16 @@ def test_a_plan_that_moves_the_optimizer_is_drawn_as_promised(
     plan.save(tmp_path / "wide.plan.json")
     found = memopt.load(tmp_path / "wide.plan.json")
     assert max(found.plot().data[0].y) == plan.predicted_peak_bytes
-    assert plan.script_actions[0].what[1:] in found.report(tmp_path / "page.html").read_text()
+    text = found.report(tmp_path / "page.html").read_text()
+    assert plan.script_actions[0].what[1:] in text
+    assert 'data-set="run=1"' in text, "the run as it is, and with its optimizer moved"
+    (run,) = read_inputs([tmp_path / "wide.plan.json"]).runs
+    assert run_data(run)["after"] is None
+    moved = run.with_optimizer_moved()
+    assert moved is not None
+    data = run_data(moved)
+    assert data["n"] == moved.trace.op_count
+    assert max(accumulate(data["after"])) == plan.predicted_peak_bytes
 
 
 def test_a_block_that_trains_nothing_says_so() -> None:
@@ -272,6 +284,8 @@ callback, recorded, _ = run(profile={str(tmp_path / "hf.profile.json.gz")!r})
 assert callback.result.peak_bytes > 0
 import memopt
 from memopt.advisors.advise import advise
+from memopt.reports.inputs import read_inputs
+from memopt.reports.page.data import run_data
 from memopt.trace import load_trace
 from pathlib import Path
 trace = load_trace(Path({str(tmp_path / "hf.profile.json.gz")!r}))

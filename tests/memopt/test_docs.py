@@ -46,7 +46,7 @@ def test_readme_shows_every_command_and_no_other() -> None:
     assert shown == set(COMMANDS)
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/formats.md", "docs/status.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/formats.md", "docs/status.md", "docs/evidence.md"])
 def test_links_lead_somewhere(name: str) -> None:
     path = ROOT / name
     for target in re.findall(r"\]\(([^)#:\s]+)[^):]*\)", path.read_text()):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import re
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from memopt.cli.main import run as run_memopt
-from memopt.errors import BadFile, MemoptError, UsageError
+from memopt.errors import BadFile, MemoptError, NotPossibleHere, UsageError
 from memopt.outcome import Outcome, load_outcome
 from memopt.reports import figures, frames
 from memopt.reports.comparison import compare, side_of
@@ -28,6 +30,7 @@ from memopt.reports.page.source import Source
 from memopt.reports.text import esc, json_in_html, shown, together
 from memopt.trace import Script, Trace, load_trace
 from tests.cli.test_show import OUTCOME, toy_plan
+from tests.support.browser import CHROMIUM
 from tests.support.layers_trace import build, chain
 from tests.support.toy_trace import toy_trace
 
@@ -246,6 +249,48 @@ def test_parquet_through_pandas() -> None:
     assert frame.size_bytes.sum() == sum(toy_trace().storages.size_bytes)
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
+@pytest.mark.parametrize("kind", ["profile", "two profiles", "outcome"])
+def test_png_is_drawn_by_the_browser_that_is_there(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("kaleido")
+    first, second = saved(tmp_path, toy_trace()), saved(tmp_path, toy_trace(), "second.profile.json.gz")
+    msgspec.convert(OUTCOME, Outcome).save(tmp_path / "outcome.json")
+    files = {"profile": [first], "two profiles": [first, second], "outcome": [tmp_path / "outcome.json"]}[
+        kind
+    ]
+    command = [sys.executable, "-m", "memopt", "report", "--format", "png", "-o", str(tmp_path / "a.png")]
+    env = {**os.environ, "BROWSER_PATH": str(CHROMIUM)}
+    done = subprocess.run([*command, *map(str, files)], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    data = (tmp_path / "a.png").read_bytes()
+    assert data.startswith(b"\x89PNG\r\n")
+    assert struct.unpack(">II", data[16:24]) == (2400, 1040)
+    assert len(data) > 15_000, "a white picture takes less"
+
+
+def test_png_without_a_browser_says_what_is_missing(tmp_path: Path) -> None:
+    path = saved(tmp_path, toy_trace())
+    command = [
+        sys.executable,
+        "-m",
+        "memopt",
+        "report",
+        "--format",
+        "png",
+        "-o",
+        str(tmp_path / "a.png"),
+        str(path),
+    ]
+    env = {**os.environ, "BROWSER_PATH": "/no/such/browser", "PATH": "/nowhere"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    if done.returncode == 0:
+        pytest.skip("kaleido found a browser of its own")
+    assert done.returncode == NotPossibleHere.exit_code
+    assert "a PNG cannot be made here" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "a.png").exists()
+
+
 # --- what files hold
 
 
@@ -264,7 +309,7 @@ def test_files_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", '{"schema": "memopt.graph/1"}', '{"schema": 3}', '{"kind": "pareto"}', '{"schema": "memopt.estimate/1"}',
+    ["{", "[]", "null", '{"schema": "memopt.graph/1"}', '{"schema": 3}', '{"kind": "pareto"}', '{"schema": "memopt.estimate/1"}',
      '{"kind": "pareto", "unplanned_peak_bytes": 1, "points": [{"budget_bytes": "x"}]}', "[" * 100_000],
 )  # fmt: skip
 def test_what_is_no_file_of_ours_is_refused_in_one_line(tmp_path: Path, text: str) -> None:
@@ -304,6 +349,58 @@ def test_report_writes_a_page_and_never_over_a_file(
     assert run_memopt(["report", "-f", "--format", "perfetto", "memopt-train.profile.json.gz"]) == 0
     assert (tmp_path / "memopt-train.perfetto.json").is_file()
     assert run_memopt(["report", "--open", "-o", "-", "memopt-train.profile.json.gz"]) == 2
+
+
+def test_a_report_never_takes_the_place_of_what_it_is_made_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, toy_trace())
+    (tmp_path / "link.json.gz").symlink_to(path)
+    before = path.read_bytes()
+    for target in (path, tmp_path / "link.json.gz", tmp_path / "." / path.name):
+        assert run_memopt(["report", "-f", "-o", str(target), str(path)]) == 2
+        assert "which it is made of" in capsys.readouterr().err
+        assert path.read_bytes() == before
+
+
+def test_an_empty_file_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(" \n")
+    assert run_memopt(["report", str(tmp_path / "a.json")]) == 1
+    assert "a.json is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["outcome", "curve", "estimate"])
+def test_every_file_with_figures_has_a_table(tmp_path: Path, kind: str) -> None:
+    import io
+
+    import pandas
+
+    path = tmp_path / "file.json"
+    curve = {
+        "kind": "pareto",
+        "unplanned_peak_bytes": 9,
+        "points": [{"budget_bytes": 5, "feasible": True, "predicted_peak_bytes": 5}],
+    }
+    estimate = {
+        "schema": "memopt.estimate/1",
+        "allocated_bytes": 9,
+        "by_category": {"input": 9},
+        "by_module": {},
+        "error": {},
+        "fits": [],
+        "left_out": [],
+        "notes": [],
+    }
+    path.write_text(
+        json.dumps(
+            {"outcome": {"schema": "memopt.outcome/1", **OUTCOME}, "curve": curve, "estimate": estimate}[kind]
+        )
+    )
+    table = pandas.read_csv(io.BytesIO(exported(read_inputs([path]), ["file.json"], "csv")), index_col=0)
+    wanted = {"outcome": ("predicted", 6800), "curve": ("budget_bytes", 5), "estimate": ("size_bytes", 9)}[
+        kind
+    ]
+    assert table[wanted[0]].iloc[0] == wanted[1]
 
 
 def test_report_to_stdout(tmp_path: Path) -> None:

@@ -269,6 +269,10 @@ def test_what_is_seen_can_be_taken_along(files: Path, browser: Any, tmp_path: Pa
             with found.page.expect_download() as download:
                 found.page.click(f"[data-do={form}]")
             download.value.save_as(tmp_path / form)
+        with found.page.expect_download() as download:
+            found.page.click("[data-do=png]")
+        download.value.save_as(tmp_path / "png")
+    assert (tmp_path / "png").read_bytes().startswith(b"\x89PNG")
     rows = json.loads((tmp_path / "json").read_text())
     assert sum(row["bytes"] for row in rows) == peak_of(trace).named_bytes
     assert len((tmp_path / "csv").read_text().splitlines()) == len(rows) + 1
@@ -294,6 +298,45 @@ def test_a_snapshot_of_torchs_is_shown_too(tmp_path: Path, browser: Any) -> None
             == f"The snapshot peaks with {format_bytes(inputs.runs[0].trace.peak_bytes)} on the device"
         )
         assert found.page.locator("#rows tr.row").count() == 20
+
+
+def test_the_map_of_the_allocator_tells_what_lies_where(tmp_path: Path, browser: Any) -> None:
+    path = snapshot_of(tmp_path, "medium_512_training")
+    target = tmp_path / "snapshot.html"
+    target.write_text(page_of(read_inputs([path]), [path.name]))
+    with opened(browser, target) as found:
+        assert "free" in found.text("#allocator-card .sub")
+        found.page.locator("#allocator").scroll_into_view_if_needed()
+        drawn = found.page.evaluate(
+            "document.getElementById('allocator').data.map((t) => [t.name, (t.x || []).length])"
+        )
+        assert {name for name, count in drawn if count} >= {"free", "rounding", "segment"}
+        box = found.page.locator("#allocator .nsewdrag").first.bounding_box()
+        found.page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + box["height"] * 0.97)
+        found.until("document.querySelector('#allocator .hoverlayer')?.textContent.includes('segment')")
+
+
+def test_the_lines_that_fill_the_device_stand_at_the_top(files: Path, browser: Any) -> None:
+    trace = load_trace(files / "gpt.profile.json.gz")
+    place, size = next(iter(peak_of(trace).by_line.items()))
+    with opened(browser, html(files, "gpt.profile.json.gz")) as found:
+        first = found.page.locator(".lines li").first.inner_text()
+        assert place in first
+        assert format_bytes(size) in first
+        code = (ROOT / "examples" / "char_gpt.py").read_text().splitlines()[int(place.rpartition(":")[2]) - 1]
+        assert code.strip()[:60] in first
+    with opened(browser, html(files, "gpt.profile.json.gz", with_source=False)) as found:
+        assert found.page.locator(".lines li").count() == 0
+
+
+def test_a_plan_lies_among_all_that_could_have_been(files: Path, browser: Any) -> None:
+    plan = load_plan(files / "gpt.plan.json")
+    curve = {"schema": "memopt.pareto/1", "kind": "pareto", "unplanned_peak_bytes": plan.unplanned_peak_bytes,
+             "points": [{"budget_bytes": 10**8, "feasible": True, "predicted_peak_bytes": 10**8, "overhead": 0.01}]}  # fmt: skip
+    (files / "curve.json").write_text(json.dumps(curve))
+    with opened(browser, html(files, "gpt.plan.json", "gpt.outcome.json", "curve.json")) as found:
+        names = found.page.evaluate("document.getElementById('pareto').data.map((t) => t.name)")
+        assert set(names) == {"plan for a budget", "as it is", "chosen", "measured"}
 
 
 def test_a_moment_without_ops_is_a_table(tmp_path: Path, browser: Any) -> None:

@@ -54,9 +54,9 @@ class Linked(Relaxed):
         for tensor in self.tensors:
             maker = self.maker[tensor]
             if maker <= end and self.latest[maker] > begin:
-                self.outs[index, tensor] = self.program.variable(0.0, whole=False)
+                self.outs[index, tensor] = self.program.column(0.0, whole=False)
                 if maker <= begin:
-                    self.backs[index, tensor] = self.program.variable(0.0, whole=False)
+                    self.backs[index, tensor] = self.program.column(0.0, whole=False)
         if self.may_recompute:
             super()._reruns(index, begin)
 
@@ -69,21 +69,21 @@ class Linked(Relaxed):
         graph, program = self.graph, self.program
         begin = self.ends[index - 1] if index else -1
         plain_ms = float(graph.op_ms[begin + 1 : self.ends[index] + 1].sum())
-        wait = program.variable(1.0, whole=False, most=LONGEST)
+        wait = program.column(1.0, whole=False, most=LONGEST)
         stretch = {wait: -1.0}
         for (at, op), run in program.runs.items():
             if at == index:
                 stretch[run] = -float(graph.op_ms[op])
         for lane, ms in ((self.outs, self.out_ms), (self.backs, self.in_ms)):
             moved = {share: ms[tensor] for (at, tensor), share in lane.items() if at == index}
-            program.at_most({**stretch, **moved}, plain_ms)
+            program.row({**stretch, **moved}, high=plain_ms)
         for tensor in self.tensors:
             back = self.backs.get((index, tensor))
             if back is None:
                 continue
-            program.at_most({back: 1.0, **dict.fromkeys(self._out_until(index, tensor), -1.0)}, 0.0)
+            program.row({back: 1.0, **dict.fromkeys(self._out_until(index, tensor), -1.0)}, high=0.0)
             here = dict.fromkeys(super()._sources(index, tensor), -1.0)
-            program.at_most({self.outs[index, tensor]: 1.0, **here}, 0.0)
+            program.row({self.outs[index, tensor]: 1.0, **here}, high=0.0)
 
     def _out_until(self, index: int, tensor: int) -> list[int]:
         return [share for at in range(index + 1) if (share := self.outs.get((at, tensor))) is not None]
@@ -92,7 +92,7 @@ class Linked(Relaxed):
         """A tensor need not go out twice; before it is out, it is on the device or made again later."""
         program, last, maker = self.program, len(self.ends), self.maker[tensor]
         every = self._out_until(last - 1, tensor)
-        program.at_most(dict.fromkeys(every, 1.0), 1.0)
+        program.row(dict.fromkeys(every, 1.0), high=1.0)
         for index in range(1, last):
             stored = program.stored.get((index, tensor))
             if stored is None:
@@ -100,14 +100,14 @@ class Linked(Relaxed):
             out = self._out_until(index - 1, tensor)
             again = {at: program.runs.get((at, maker)) for at in range(index, last)}
             runs = [run for run in again.values() if run is not None]
-            program.at_most(
-                {stored: -1.0, **dict.fromkeys(runs, -1.0), **dict.fromkeys(every[len(out) :], 1.0)}, 0.0
+            program.row(
+                {stored: -1.0, **dict.fromkeys(runs, -1.0), **dict.fromkeys(every[len(out) :], 1.0)}, high=0.0
             )
             following = bisect_right(reads, self.ends[index - 1])
             if following < len(reads):
                 until = bisect_left(self.ends, reads[following])
                 soon = [run for at, run in again.items() if run is not None and at <= until]
-                program.at_most(dict.fromkeys([stored, *out, *soon], -1.0), -1.0)
+                program.row(dict.fromkeys([stored, *out, *soon], -1.0), high=-1.0)
 
     def _is_out(self, index: int, tensor: int, values: Sequence[float]) -> bool:
         return sum(values[share] for share in self._out_until(index - 1, tensor)) > 0.5

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.bounds.program import Program, last_service, new_program
+from memopt.advisors.graphs.bounds.program import RunProgram, last_service
 from memopt.advisors.graphs.graph import IntColumn
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import plain_memory
@@ -67,7 +67,7 @@ def prove(problem: GraphProblem, limit_s: float, kind: type[Relaxed]) -> Proof:
         if len(relaxed.program.cost) <= MOST_WHOLE and bound_ms >= best.get(largest, (0.0,))[0]:
             best[largest] = bound_ms, relaxed
     for _, relaxed in best.values():
-        highs = new_program(relaxed.program, limit_s / 3, whole=True)
+        highs = relaxed.program.solver(limit_s / 3)
         highs.run()
         info = highs.getInfo()
         if np.isfinite(info.mip_dual_bound):
@@ -107,7 +107,7 @@ class Relaxed:
         self.graph = graph = problem.graph
         budget_bytes = problem.budget_bytes
         self.unit = float(max(1, budget_bytes))
-        self.program = Program(graph, budget_bytes)
+        self.program = RunProgram(graph=graph, budget_bytes=budget_bytes)
         self.latest = last_service(graph, graph.op_count)
         large = (graph.producer >= 0) & (graph.tensor_bytes > SMALL * budget_bytes)
         self.large: list[bool] = large.tolist()
@@ -150,7 +150,7 @@ class Relaxed:
             op for op in makers if op <= begin and graph.replayable[op] and self.latest[op] > begin
         )
         for op in again:
-            program.runs[index, op] = program.variable(float(graph.op_ms[op]), whole=True)
+            program.runs[index, op] = program.column(float(graph.op_ms[op]), whole=True)
         for op in again:
             self._reads(index, begin, op, program.runs[index, op])
 
@@ -165,7 +165,7 @@ class Relaxed:
         terms = {} if run is None else {run: 1.0}
         for source in self._sources(index, tensor):
             terms[source] = terms.get(source, 0.0) - 1.0
-        program.at_most(terms, 0.0 if run is not None else -1.0)
+        program.row(terms, high=0.0 if run is not None else -1.0)
 
     def _sources(self, index: int, tensor: int) -> list[int]:
         """Where the tensor can be had in this interval: it was there, or is made."""
@@ -184,13 +184,13 @@ class Relaxed:
             maker = self.maker[tensor]
             if maker > op or self.latest[maker] <= op:
                 continue
-            stored = program.variable(0.0, whole=True)
+            stored = program.column(0.0, whole=True)
             program.stored[index + 1, tensor] = stored
             if tensor not in own:
                 beside[stored] = float(graph.tensor_bytes[tensor]) / self.unit
             if maker <= begin:
                 self._there(index, tensor, stored)
-        program.at_most(beside, max(0.0, room / self.unit))
+        program.row(beside, high=max(0.0, room / self.unit))
 
     def lower_bound(self, limit_s: float = 10.0) -> float:
         """Least rerun time (ms) of the linear relaxation; 0 when it was not solved in time."""
@@ -200,7 +200,7 @@ class Relaxed:
     def relaxation(self, limit_s: float) -> Any:
         """The solver with the solution of the linear relaxation; None when there is none, or it was not solved in time."""
         self.build()
-        highs = new_program(self.program, limit_s, whole=False)
+        highs = self.program.solver(limit_s, relaxed=True)
         import highspy
 
         highs.run()

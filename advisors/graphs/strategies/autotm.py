@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from memopt.advisors.clock import now, wall_s
+from memopt.advisors.clock import now
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
 from memopt.advisors.graphs.runs import plain_runs
 from memopt.advisors.graphs.strategies.swap_executor import (
@@ -23,7 +23,7 @@ from memopt.advisors.graphs.strategies.swap_executor import (
     idle_trips,
     just_in_time,
 )
-from memopt.errors import NotPossibleHere
+from memopt.advisors.program import new_highs
 
 MOST_TENSORS = 400
 MOST_ROWS = 300
@@ -85,20 +85,3 @@ def _stalls(highs: Any, walk: Walk, trips: list[Trip], away: list[Any]) -> Any:
         highs.addConstr(sum(moved[1:], moved[0]) - in_stall <= end - float(walk.clock[at]))
     every = [x * (1e-4 * walk.out_ms(trip.tensor)) for x, trip in zip(away, trips, strict=True)]
     return sum(every, out_stall + in_stall)
-
-
-def new_highs(time_limit_s: float) -> Any:
-    """A quiet solver; `NotPossibleHere` without highspy."""
-    try:
-        import highspy
-    except ImportError:
-        raise NotPossibleHere(
-            "highspy is not installed",
-            why="this strategy is an integer program",
-            try_="pip install 'memopt[exact]'",
-        ) from None
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
-    highs.setOptionValue("time_limit", wall_s(time_limit_s))
-    highs.setOptionValue("threads", 1)
-    return highs

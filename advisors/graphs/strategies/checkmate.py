@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.bounds.program import Program, last_service, new_program
+from memopt.advisors.graphs.bounds.program import RunProgram, last_service
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
 from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, plain_runs, steps_of_runs
@@ -49,30 +49,30 @@ def checkmate(problem: GraphProblem) -> Answer:
     )
 
 
-def build(graph: Graph, budget_bytes: int) -> Program:
+def build(graph: Graph, budget_bytes: int) -> RunProgram:
     """The program."""
     count = graph.op_count
-    program = Program(graph, budget_bytes)
+    program = RunProgram(graph=graph, budget_bytes=budget_bytes)
     latest = last_service(graph)
     for stage in range(count):
         for op in range(stage + 1):
             if op == stage or (graph.replayable[op] and latest[op] >= stage):
-                program.runs[stage, op] = program.variable(
-                    0.0 if op == stage else float(graph.op_ms[op]), whole=True, low=float(op == stage)
+                program.runs[stage, op] = program.column(
+                    0.0 if op == stage else float(graph.op_ms[op]), whole=True, least=float(op == stage)
                 )
     for stage in range(1, count + 1):
         for tensor in np.flatnonzero((graph.producer >= 0) & (graph.producer < stage)).tolist():
             maker = int(graph.producer[tensor])
             must = stage == count and graph.kept[tensor]
             if must or (stage < count and latest[maker] >= stage):
-                program.stored[stage, tensor] = program.variable(0.0, whole=True, low=float(must))
+                program.stored[stage, tensor] = program.column(0.0, whole=True, least=float(must))
     for stage in range(count):
         _flow(program, stage)
         _memory(program, stage)
     return program
 
 
-def _flow(program: Program, stage: int) -> None:
+def _flow(program: RunProgram, stage: int) -> None:
     """What runs has its reads; what is stored came from somewhere."""
     graph = program.graph
     for op in range(stage + 1):
@@ -82,17 +82,17 @@ def _flow(program: Program, stage: int) -> None:
             terms = {run: 1.0}
             _add(terms, program.stored.get((stage, tensor)), -1.0)
             _add(terms, program.runs.get((stage, int(graph.producer[tensor]))), -1.0)
-            program.at_most(terms, 0.0)
+            program.row(terms, high=0.0)
     for tensor in np.flatnonzero((graph.producer >= 0) & (graph.producer <= stage)).tolist():
         after = program.stored.get((stage + 1, tensor))
         if after is not None:
             terms = {after: 1.0}
             _add(terms, program.stored.get((stage, tensor)), -1.0)
             _add(terms, program.runs.get((stage, int(graph.producer[tensor]))), -1.0)
-            program.at_most(terms, 0.0)
+            program.row(terms, high=0.0)
 
 
-def _memory(program: Program, stage: int) -> None:
+def _memory(program: RunProgram, stage: int) -> None:
     """Bytes during every possible run of the stage, in units of the budget."""
     graph = program.graph
     unit = float(max(1, program.budget_bytes))
@@ -112,7 +112,7 @@ def _memory(program: Program, stage: int) -> None:
             _add(used, run, float(graph.tensor_bytes[tensor]) / unit)
         row = dict(used)
         _add(row, run, float(graph.op_workspace_bytes[op]) / unit)
-        program.at_most(row, room)
+        program.row(row, high=room)
         for tensor in graph.reads[op] + graph.writes[op]:
             if graph.tensor_bytes[tensor] and not (stage in readers.get(tensor, ()) and op < stage):
                 used[_free(program, stage, tensor, op, run, readers)] = (
@@ -120,15 +120,17 @@ def _memory(program: Program, stage: int) -> None:
                 )
 
 
-def _free(program: Program, stage: int, tensor: int, op: int, run: int, readers: dict[int, list[int]]) -> int:
-    free = program.variable(0.0, whole=False)
-    program.at_most({free: 1.0, run: -1.0}, 0.0)
+def _free(
+    program: RunProgram, stage: int, tensor: int, op: int, run: int, readers: dict[int, list[int]]
+) -> int:
+    free = program.column(0.0, whole=False)
+    program.row({free: 1.0, run: -1.0}, high=0.0)
     after = program.stored.get((stage + 1, tensor))
     if after is not None:
-        program.at_most({free: 1.0, after: 1.0}, 1.0)
+        program.row({free: 1.0, after: 1.0}, high=1.0)
     for reader in readers.get(tensor, ()):
         if reader > op:
-            program.at_most({free: 1.0, program.runs[stage, reader]: 1.0}, 1.0)
+            program.row({free: 1.0, program.runs[stage, reader]: 1.0}, high=1.0)
     return free
 
 
@@ -137,9 +139,11 @@ def _add(terms: dict[int, float], variable: int | None, amount: float) -> None:
         terms[variable] = terms.get(variable, 0.0) + amount
 
 
-def solve(problem: GraphProblem, program: Program, start: list[int] | None) -> tuple[list[int] | None, float]:
+def solve(
+    problem: GraphProblem, program: RunProgram, start: list[int] | None
+) -> tuple[list[int] | None, float]:
     """Runs and the lower bound on their rerun time."""
-    highs = new_program(program, max(0.5, problem.until - now()))
+    highs = program.solver(max(0.5, problem.until - now()))
     if start is not None:
         _warm_start(highs, program, start)
     highs.run()
@@ -161,7 +165,7 @@ def solve(problem: GraphProblem, program: Program, start: list[int] | None) -> t
     return runs, bound
 
 
-def _warm_start(highs: object, program: Program, runs: list[int]) -> None:
+def _warm_start(highs: object, program: RunProgram, runs: list[int]) -> None:
     """Give HiGHS the runs (it completes the other variables), where the program can say them."""
     import highspy
 

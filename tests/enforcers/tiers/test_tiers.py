@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.enforcers.tiers.test_swap_in_time import deep_net
 
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers import accelerator
@@ -15,6 +14,7 @@ from memopt.enforcers.tiers.per_device import PerDevice, offload_tier
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.estimators.simulator.decision import Decision
+from tests.enforcers.tiers.test_swap_in_time import deep_net
 from tests.support.enforced import plan_of, recorded, seeded
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tests.enforcers.tiers.test_disk import content, some_storage
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memopt.enforcers.tiers.disk import PIECE_BYTES, DiskStore
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.tiers.swapped import Swapper
+from tests.enforcers.tiers.test_disk import content, some_storage
 
 
 class LateEvent:

@@ -24,7 +24,7 @@ from memopt.enforcers.tiers.disk import PIECE_BYTES, DiskStore
 from memopt.enforcers.tiers.swap import FreeSpace, SwapFailed
 from memopt.errors import NotPossibleHere
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = swap_file.PAGE_BYTES
 
 

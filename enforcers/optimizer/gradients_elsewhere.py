@@ -1,0 +1,295 @@
+"""Gradients that are in a tier from the moment they are whole until the step uses them, and after it until they are cleared.
+
+ZeRO-Infinity (Rajbhandari et al., SC 2021) streams gradients out during backward, for an engine of its own; here they come back to whoever
+asks: every look at `parameter.grad` from Python finds the gradient whole (clipping, a scaler, a logger), and it stays from there on. The
+step in pieces reads one at a time. What adds up over several backward calls is added as autograd does, in the same order.
+A gradient stays where it is when anybody else holds it, when it is small, or when it does not lie in memory as its parameter does.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
+from memopt.estimators.simulator.gradients_away import LEAST_BYTES
+from memopt.instrument.live_objects import living
+from memopt.instrument.ops import PLAIN_TYPES
+from memopt.instrument.stepping.gradient_reads import GradientReads, give_back, gradient_of, let_go
+from memopt.instrument.stepping.in_pieces import is_dense, lies_like
+from memopt.instrument.stepping.single_parameter_step import parameters_of, several_processes
+from memopt.instrument.torch_internals import DisableTorchDispatch, storage_use_count
+
+_ALONE_STORAGE = 2
+"""References to a storage that nobody else holds: the tensor and who asks."""
+
+
+@dataclass(slots=True, eq=False)
+class _Away:
+    parameter: weakref.ref[Tensor]
+    ticket: Any
+    like: Tensor
+    """Without bytes: type, shape and strides."""
+
+
+class GradientsElsewhere:
+    """Told of backward calls and steps; between `install` and `remove` it sends gradients away."""
+
+    def __init__(self, tier: SwapTier[Any]) -> None:
+        self._tier = tier
+        self._reads = GradientReads(self, everywhere=True)
+        self._hooked: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+        self._fresh: deque[weakref.ref[Tensor]] = deque()
+        """Whole, but perhaps still held by the engine: sent when the next one is whole."""
+        self._last: Any = None
+        """The ticket of the one that was sent last; at most one is on its way."""
+        self._away: dict[int, _Away] = {}
+        self._paused = False
+        self._hidden = False
+        self._lock = threading.RLock()
+        self.most_away = 0
+        """Most gradients that were away at once."""
+
+    def install(self) -> None:
+        self._reads.install()
+
+    def remove(self) -> None:
+        """Every gradient is where it belongs again; send no more."""
+        self._hidden = False
+        for known in list(self._away.values()):
+            self._bring(known)
+        self._reads.remove()
+        for _, handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+
+    # --- the training loop
+
+    def backward_begins(self, *, keep_graph: bool, create_graph: bool) -> None:
+        """Gradients with a graph of their own stay, and what they add to comes back. So do those that processes exchange: DDP's reducer
+        writes them from C++, after our hooks."""
+        self._hidden = False  # a step that raised has no end
+        self._paused = keep_graph or create_graph or several_processes() or _capturing()
+        if self._paused:
+            for known in list(self._away.values()):
+                self._bring(known)
+        elif not self._hooked:
+            self.watch(living(torch.optim.Optimizer)[0])
+
+    def backward_ended(self) -> None:
+        while self._fresh:
+            self._send_next()
+        self._wait_for_last()
+        self._tier.collect()
+        self._paused = False
+
+    def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Send gradients of what these train."""
+        for optimizer in optimizers:
+            for _, each in parameters_of(optimizer):
+                known = self._hooked.get(id(each))
+                if (known is not None and known[0]() is each) or not _may_leave(each):
+                    continue
+                handle = each.register_post_accumulate_grad_hook(self._whole)
+                self._hooked[id(each)] = weakref.ref(each), handle
+
+    def step_begins(self) -> None:
+        """The step in pieces is done: the script's own must find no gradients."""
+        self._hidden = True
+
+    def step_ended(self, optimizer: torch.optim.Optimizer, *, leave: bool) -> None:
+        """`leave`: send what came back for the step, as the script clears it late."""
+        self._hidden = False
+        self.watch([optimizer])
+        if leave:
+            for _, each in parameters_of(optimizer):
+                if id(each) in self._hooked and gradient_of(each) is not None:
+                    self._fresh.append(weakref.ref(each))
+            self.backward_ended()
+
+    def _whole(self, parameter: Tensor) -> None:
+        """The hook: backward has added to the gradient of `parameter` all that it has for it."""
+        guard = DisableTorchDispatch()
+        try:
+            with self._lock, torch.no_grad():
+                known = self._known(parameter)
+                if known is not None:
+                    self._add_to(known, parameter)
+                if not self._paused:
+                    self._fresh.append(weakref.ref(parameter))
+                while len(self._fresh) > 1:
+                    self._send_next()
+        finally:
+            del guard
+
+    def _add_to(self, known: _Away, parameter: Tensor) -> None:
+        """As `AccumulateGrad` adds to a gradient that is there."""
+        new = gradient_of(parameter)
+        self._bring(known)
+        old = gradient_of(parameter)
+        if new is None or old is None:
+            return
+        if new.layout is torch.strided:
+            old.add_(new)
+        else:
+            give_back(parameter, new + old)
+
+    # --- to and from the tier
+
+    def _send_next(self) -> None:
+        self._wait_for_last()
+        parameter = self._fresh.popleft()()
+        gradient = gradient_of(parameter) if parameter is not None else None
+        if parameter is None or gradient is None or not _may_go(gradient, parameter):
+            return
+        like = torch.empty_strided(gradient.shape, gradient.stride(), dtype=gradient.dtype, device="meta")
+        storage = gradient.untyped_storage()
+        del gradient
+        if _references(parameter) > _references_alone():
+            return
+        if storage_use_count(storage._cdata) > _ALONE_STORAGE:
+            return
+        try:
+            ticket = self._tier.write_async(storage)
+        except SwapFailed as error:
+            without_frames(error)
+            return
+        let_go(parameter)
+        del storage
+        self._last = self._away[id(parameter)] = _Away(weakref.ref(parameter), ticket, like)
+        self.most_away = max(self.most_away, len(self._away))
+
+    def _wait_for_last(self) -> None:
+        """Until the copy is safe; where it cannot be made, the gradient is where it was."""
+        known, self._last = self._last, None
+        if known is None:
+            return
+        try:
+            self._tier.wait(known.ticket)
+        except SwapFailed as error:
+            without_frames(error)
+            self._bring(known)
+        self._tier.collect()
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Is its gradient away?"""
+        return self._known(parameter) is not None
+
+    def copy_of(self, parameter: Tensor) -> Tensor:
+        """The gradient, for whoever only reads it; it stays away."""
+        known = self._known(parameter)
+        assert known is not None
+        storage = UntypedStorage(known.ticket.nbytes, device=known.ticket.device)
+        self._tier.read_async(known.ticket, storage).result()
+        return _on(storage, known.like)
+
+    def _known(self, parameter: Tensor) -> _Away | None:
+        known = self._away.get(id(parameter))
+        return known if known is not None and known.parameter() is parameter else None
+
+    def _bring(self, known: _Away) -> None:
+        parameter = known.parameter()
+        if parameter is None:
+            return
+        if self._away.get(id(parameter)) is known:
+            del self._away[id(parameter)]
+        storage = self._tier.take_back(known.ticket)
+        if storage is None:
+            storage = UntypedStorage(known.ticket.nbytes, device=known.ticket.device)
+            self._tier.read_async(known.ticket, storage).result()
+        give_back(parameter, _on(storage, known.like))
+
+    # --- who looks at gradients (Reader)
+
+    def read(self, tensor: Tensor, where: str) -> None:
+        """Whoever looks finds it."""
+        with self._lock:
+            known = self._known(tensor)
+            if known is not None and not self._hidden:
+                guard = DisableTorchDispatch()
+                try:
+                    self._bring(known)
+                finally:
+                    del guard
+
+    def set(self, tensor: Tensor) -> None:
+        self._forget(tensor)
+
+    def zeroed(self, tensors: Iterable[Tensor], *, to_none: bool) -> None:
+        """What is cleared does not come back for it."""
+        for tensor in tensors:
+            known = self._forget(tensor)
+            if known is not None and not to_none:
+                guard = DisableTorchDispatch()
+                try:
+                    storage = UntypedStorage(known.ticket.nbytes, device=known.ticket.device)
+                    give_back(tensor, _on(storage, known.like).zero_())
+                finally:
+                    del guard
+
+    def _forget(self, tensor: Tensor) -> _Away | None:
+        known = self._known(tensor)
+        if known is not None:
+            del self._away[id(tensor)]
+        return known
+
+
+def _references(parameter: Tensor) -> int:
+    """To its gradient, as a Python object."""
+    gradient = gradient_of(parameter)
+    return sys.getrefcount(gradient)
+
+
+@functools.cache
+def _references_alone() -> int:
+    """As many as there are where nobody but the parameter holds it: that differs between versions of torch."""
+    parameter = torch.zeros(1, requires_grad=True)
+    give_back(parameter, torch.zeros(1))
+    return _references(parameter)
+
+
+def _on(storage: UntypedStorage, like: Tensor) -> Tensor:
+    """A tensor over `storage`."""
+    tensor = torch.empty(0, dtype=like.dtype, device=storage.device)
+    with torch.no_grad():
+        return tensor.set_(storage, 0, like.shape, like.stride())
+
+
+def _capturing() -> bool:
+    """A CUDA graph holds the addresses of what it was captured with."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _may_leave(parameter: Tensor) -> bool:
+    return (
+        type(parameter) in PLAIN_TYPES
+        and parameter.is_leaf
+        and parameter.requires_grad
+        and parameter.layout is torch.strided
+        and parameter.is_floating_point()
+        and parameter.nbytes >= LEAST_BYTES
+        and is_dense(parameter)
+    )
+
+
+def _may_go(gradient: Tensor, parameter: Tensor) -> bool:
+    """Is it dense bytes of its own, without a graph?"""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and not gradient.requires_grad
+        and gradient.grad_fn is None
+        and gradient.dtype == parameter.dtype
+        and lies_like(gradient, parameter)
+        and gradient.storage_offset() == 0
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
+    )

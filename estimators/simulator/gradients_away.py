@@ -1,0 +1,146 @@
+"""A recorded iteration as it would run with gradients in a tier from the moment they are whole until they are cleared.
+
+As the enforcer does it: a gradient leaves when the next one is whole, and at most one is on its way, so that the last two are on the
+device; an op that reads one outside the step brings it back, and it stays until the step is over; the step in pieces holds one, or
+a piece of small ones, at a time. Storages, slots and ops keep their numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import msgspec
+
+from memopt.device import Device
+from memopt.estimators.simulator.in_pieces import HANDOVER_MS, ONE_CORE
+from memopt.plan import Tier
+from memopt.trace import Trace
+from memopt.updates import Updates
+
+LEAST_BYTES = 64 * 1024
+"""Smaller gradients stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """A gradient, and the ops before which it leaves and comes back."""
+
+    size_bytes: int
+    whole: int
+    leaves: int
+    back: int
+    """Where nobody reads it but the step: when it is cleared, or the iteration ends."""
+    for_good: bool
+    """Nobody asks for it but the step."""
+
+
+def why_not(trace: Trace) -> str:
+    """Why gradients cannot be in a tier; empty when they can."""
+    updates = trace.updates
+    if updates is None or updates.gradients_stay is None:
+        return "the profile does not tell when gradients are whole"
+    return updates.gradients_stay or ("the recording is not whole" if trace.partial else "")
+
+
+def gradients_away(
+    trace: Trace, updates: Updates, tier: Tier, device: Device, piece_bytes: int
+) -> tuple[Trace, int, bool] | None:
+    """The trace without them, how many bytes leave, and whether they are still there when an iteration ends; `updates` as recorded, `trace`
+    perhaps with its step in pieces. None where nothing leaves."""
+    gone = _gone(trace, updates)
+    if not gone:
+        return None
+    old = _old_ones(trace, updates)
+    n, step = trace.op_count, range(updates.begin_op, updates.end_op)
+    change = [0] * (n + 2)
+    for each in gone:
+        change[each.leaves] -= each.size_bytes
+        change[max(each.leaves, each.back)] += each.size_bytes
+    for size, back in old:
+        change[0] -= size
+        change[min(back, n)] += size
+    less = list(itertools.accumulate(change))
+    largest = max((each.size_bytes for each in gone if each.for_good), default=0)
+    window = max(largest, min(piece_bytes, sum(each.size_bytes for each in gone if each.for_good)))
+    ops = trace.ops
+    live = [at + less[op] + (window if op in step else 0) for op, at in enumerate(ops.live_bytes)]
+    time_us = [*ops.time_us]
+    for each in gone:
+        out_ms, in_ms = _copies_ms(each.size_bytes, tier, device)
+        time_us[min(each.whole, n - 1)] += 1000 * out_ms
+        time_us[min(each.back if not each.for_good else step.start, n - 1)] += 1000 * in_ms
+    added_ms = sum(time_us) / 1000 - sum(ops.time_us) / 1000
+    base = trace.base_bytes - sum(size for size, _ in old)
+    high = [at + more for at, more in zip(live, ops.extra_bytes, strict=True)]
+    old_high = max(map(sum, zip(ops.live_bytes, ops.extra_bytes, strict=True)), default=0)
+    outside = trace.peak_bytes if trace.peak_bytes > max(old_high, trace.base_bytes) else 0
+    changed = msgspec.structs.replace(
+        trace,
+        ops=msgspec.structs.replace(ops, live_bytes=live, time_us=time_us),
+        base_bytes=base,
+        peak_bytes=max([base, outside, *high]),
+        step_ms=trace.step_ms + added_ms,
+        updates=None,
+    )
+    return changed, sum(each.size_bytes for each in gone), bool(updates.old_gradients)
+
+
+def _gone(trace: Trace, updates: Updates) -> list[Gone]:
+    storages, n = trace.storages, trace.op_count
+    rows = sorted(zip(updates.ready_before, updates.gradient, updates.parameter, strict=True))
+    rows = [row for row in rows if _may_leave(trace, row[1], row[2])]
+    found = []
+    for place, (whole, gradient, _) in enumerate(rows):
+        leaves = rows[place + 2][0] if place + 2 < len(rows) else rows[-1][0]
+        leaves = max(leaves, whole + 1)
+        read = _first_use(trace, gradient, whole, updates)
+        end = min(storages.death_op[gradient] + 1, n)
+        for_good = read is None
+        back = end if read is None else read
+        if read is not None and read < updates.begin_op and updates.old_gradients:
+            found.append(Gone(storages.size_bytes[gradient], whole, updates.end_op, end, for_good=True))
+        found.append(Gone(storages.size_bytes[gradient], whole, leaves, back, for_good))
+    return found
+
+
+def _may_leave(trace: Trace, gradient: int, parameter: int) -> bool:
+    sizes, births = trace.storages.size_bytes, trace.storages.birth_op
+    return sizes[gradient] >= LEAST_BYTES and sizes[gradient] == sizes[parameter] and births[gradient] >= 0
+
+
+def _first_use(trace: Trace, gradient: int, whole: int, updates: Updates) -> int | None:
+    """The first op outside the step that reads or writes it once it is whole."""
+    outside = itertools.chain(range(whole, updates.begin_op), range(updates.end_op, trace.op_count))
+    return next((op for op in outside if _uses(trace, op, gradient)), None)
+
+
+def _uses(trace: Trace, op: int, storage: int) -> bool:
+    values = (*trace.ops.reads.row(op), *trace.ops.writes.row(op))
+    return any(trace.values.storage[value] == storage for value in values)
+
+
+def _old_ones(trace: Trace, updates: Updates) -> list[tuple[int, int]]:
+    """(bytes, op before which it is back, or no more there) of each gradient that the iteration before has left behind."""
+    storages, found = trace.storages, []
+    for gradient in updates.old_gradients:
+        size = storages.size_bytes[gradient]
+        if size < LEAST_BYTES or storages.birth_op[gradient] >= 0:
+            continue
+        uses = (op for op in range(trace.op_count) if _uses(trace, op, gradient))
+        found.append((size, min(next(uses, trace.op_count), storages.death_op[gradient] + 1)))
+    return found
+
+
+def _copies_ms(size_bytes: int, tier: Tier, device: Device) -> tuple[float, float]:
+    """Out and back, as if nothing hid them; on a CPU with what the tier's threads take of the cores."""
+    host = tier == "host"
+    out_rate = device.host_out_bytes_per_s if host else device.disk_out_bytes_per_s
+    in_rate = device.host_in_bytes_per_s if host else device.disk_in_bytes_per_s
+    beside = 0.0
+    if device.kind == "cpu" and device.copy_bytes_per_s > 0:
+        beside = HANDOVER_MS + ONE_CORE * 1000 * size_bytes / device.copy_bytes_per_s
+    return (
+        max(beside, 1000 * size_bytes / out_rate),
+        max(beside, 1000 * size_bytes / in_rate),
+    )

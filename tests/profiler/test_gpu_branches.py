@@ -1,0 +1,108 @@
+"""What the profiler does on a GPU alone, with a `torch.cuda` that answers as one would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from memopt.cli.run import phases
+from memopt.device import Device
+from memopt.profiler import bandwidth, clock, out_of_memory
+from memopt.profiler.recordings import Recordings, Wanted
+
+GIB = 1 << 30
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The second of two GPUs is the current one."""
+    properties = SimpleNamespace(name="Played 9000", total_memory=80 * GIB, uuid="0000")
+    answers: dict[str, Any] = {
+        "is_available": lambda: True,
+        "current_device": lambda: 1,
+        "get_device_name": lambda index=None: properties.name,
+        "get_device_properties": lambda index: properties,
+        "memory_reserved": lambda index: 3 * GIB,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda device=None: None)
+    return properties
+
+
+def test_a_gpu_is_described_by_what_the_driver_and_the_copies_say(
+    gpu: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.device] = []
+    monkeypatch.setattr(bandwidth, "measure_disk", lambda folder: (1e9, 2e9))
+    monkeypatch.setattr(bandwidth, "_host_rates", lambda device: asked.append(device) or (50e9, 55e9))
+    monkeypatch.setattr(bandwidth, "_copy_rate", lambda device: asked.append(device) or 1.5e12)
+    monkeypatch.setattr(bandwidth, "process_bytes", lambda index: 4 * GIB if index == 1 else 0)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    device = bandwidth.measure_device("cuda", tmp_path)
+    assert (device.name, device.memory_bytes, device.context_bytes) == ("Played 9000", 80 * GIB, GIB)
+    assert (device.host_out_bytes_per_s, device.host_in_bytes_per_s) == (50e9, 55e9)
+    assert device.copy_bytes_per_s == 1.5e12
+    assert device.allocator == "expandable_segments:True"
+    assert {str(each) for each in asked} == {"cuda:1"}
+
+
+def test_a_driver_that_counts_less_than_the_allocator_leaves_no_context_below_zero(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bandwidth, "process_bytes", lambda index: 0)
+    assert bandwidth._context_bytes(1) == 0
+
+
+def test_where_memory_has_run_out_a_smaller_copy_is_measured(gpu: SimpleNamespace) -> None:
+    tried: list[int] = []
+
+    def pair(size_bytes: int) -> Any:
+        tried.append(size_bytes)
+        if size_bytes > 100 * 2**20:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return lambda: None
+
+    assert bandwidth._rate(pair, torch.device("cuda", 1)) > 0
+    assert tried == [512 * 2**20, 64 * 2**20]
+
+    def never(size_bytes: int) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert bandwidth._rate(never, torch.device("cuda", 1)) == 0.0
+    with pytest.raises(RuntimeError):
+        bandwidth._rate(never, torch.device("cpu"))
+
+
+def test_a_profile_of_the_moment_names_the_gpu(gpu: SimpleNamespace) -> None:
+    device = out_of_memory._device("cuda")
+    assert (device.kind, device.name, device.memory_bytes) == ("cuda", "Played 9000", 80 * GIB)
+
+
+def test_a_gpus_iteration_is_timed_and_counted_on_the_current_gpu(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    monkeypatch.setattr(clock, "CudaClock", lambda index: made.append(index) or "of the gpu")
+    recordings = Recordings(Wanted(device="cuda"), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    assert recordings._clock(with_bytes=True) == "of the gpu"
+    assert made == [1]
+    first = Recordings(Wanted(), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
+    assert isinstance(first._clock(with_bytes=False), clock.TimeOnly)
+
+
+@pytest.mark.parametrize(("name", "free", "holds"), [("Played 9000", 9, True), ("Another", 9, False), ("Played 9000", 4, False)])  # fmt: skip
+def test_a_plan_of_the_run_before_is_for_this_gpu_and_what_it_has_free(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str, free: int, holds: bool
+) -> None:
+    monkeypatch.setattr("memopt.instrument.memory.room.free_bytes", lambda kind: free * GIB)
+    plan = SimpleNamespace(device=Device(kind="cuda", name=name), predicted_peak_bytes=5 * GIB)
+    run = SimpleNamespace(_wishes=SimpleNamespace(budget=None))
+    assert phases.Phases._still_holds(run, plan) is holds  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert phases.Phases._still_holds(run, plan) is False  # type: ignore[arg-type]
