@@ -3,8 +3,8 @@ const PAGE = 20;
 let shownRows = PAGE;
 const COLUMNS = [
   ["name", "Tensor", false, (run, row) => run.name(row)],
-  ["category", "Kind", false, (run, row) => run.tensors.categories[run.tensors.category[row]]],
   ["bytes", "Bytes", true, (run, row) => sizeNow(run, row)],
+  ["category", "Kind", false, (run, row) => run.tensors.categories[run.tensors.category[row]]],
   ["idle", "Idle", true, (run, row) => run.tensors.idle[row]],
   ["again", "To recompute", true, (run, row) => run.tensors.again[row]],
   ["swap", "To swap", true, (run, row) => run.tensors.swap[row]],
@@ -25,7 +25,7 @@ function matching(run) {
     const text = [run.name(row), run.text(t.module[row]), run.text(t.line[row]), (run.away.get(row) || { does: "" }).does].join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
   });
-  const column = COLUMNS.find(([id]) => id === key) || COLUMNS[2], value = (row) => column[3](run, row);
+  const column = COLUMNS.find(([id]) => id === key) || COLUMNS[1], value = (row) => column[3](run, row);
   rows.sort((a, b) => {
     const x = value(a), y = value(b), none = (v) => v === null || v === "";
     if (none(x) || none(y)) return none(x) - none(y) || a - b;
@@ -41,7 +41,7 @@ function drawTable(run) {
   const rows = matching(run), op = momentOp(run), used = columns(run), total = highShown(run)[op];
   $("heads").replaceChildren(...used.map(([id, title, number]) => {
     const sorted = state.sort.replace(/^-/, "") === id;
-    return el("th", { class: number ? "n" : id === "plan" || id === "line" ? "after" : null, scope: "col", title: TITLES[id], "aria-sort": sorted ? (state.sort.startsWith("-") ? "descending" : "ascending") : "none" }, el("button", { type: "button", onclick: () => sortBy(id, number) }, title));
+    return el("th", { class: number ? "n" : ["category", "plan", "line"].includes(id) ? "after" : null, scope: "col", title: TITLES[id], "aria-sort": sorted ? (state.sort.startsWith("-") ? "descending" : "ascending") : "none" }, el("button", { type: "button", onclick: () => sortBy(id, number) }, title));
   }));
   const place = rows.findIndex((row) => String(run.tensors.storage[row]) === state.sel);
   const most = Math.max(shownRows, place + 1), biggest = rows.reduce((found, row) => Math.max(found, sizeNow(run, row)), 1);
@@ -58,7 +58,7 @@ function rowOf(run, row, used, total, biggest) {
   bar.style.width = `${Math.max(2, Math.round((72 * size) / biggest))}px`;
   const cells = {
     name: () => el("td", { class: "name" }, el("button", { class: "link", type: "button", "aria-expanded": on ? "true" : "false" }, run.name(row)), t.module[row] >= 0 && run.text(t.module[row]) && !run.name(row).includes(run.text(t.module[row])) ? el("small", {}, run.text(t.module[row])) : null),
-    category: () => el("td", {}, el("span", { class: "kind" }, paint(el("i", { class: "dot" }), color), t.categories[t.category[row]])),
+    category: () => el("td", { class: "after" }, el("span", { class: "kind" }, paint(el("i", { class: "dot" }), color), t.categories[t.category[row]])),
     bytes: () => el("td", { class: "n" }, bytes(size), el("span", { class: "share" }, percent(size, total)), bar),
     line: () => el("td", { class: "after" }, el("code", {}, run.text(t.line[row]))),
     plan: () => el("td", { class: "after" }, run.away.has(row) ? run.away.get(row).does : el("span", { class: "quiet" }, "keep")),
