@@ -30,7 +30,7 @@ def main() -> None:
         try:
             memopt()
         finally:
-            print(f"the late device.uses_told {device.moved} storages", file=sys.stderr)
+            print(f"the late device moved {device.uses_told} storages", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,9 @@ def main() -> None:
 
 
 def _run(request: Request) -> Result:
+    from memopt.estimators.fake.torch_internals import require_estimates
+
+    require_estimates()
     from memopt.estimators.fake.ledger import Enough
     from memopt.estimators.fake.recorder import FakeRecorder
     from memopt.estimators.fake.script import files as fake_files
