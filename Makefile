@@ -32,8 +32,8 @@ demo: $(READY) ## Profile, advise and apply on an example; predicted beside meas
 test: $(READY) ## Run the tests (ARGS="-k name" for some of them)
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-quick: $(READY) ## Run the tests that start no process, ask no solver and take no time: a minute
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not script and not solver and not slow" $(ARGS)
+quick: $(READY) ## Run the tests that start no process, train nothing and ask no solver: the quick ones
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not script and not solver and not loop and not slow" $(ARGS)
 
 lint: $(READY) ## Check style, formatting and the rules of the house (tools/house.py)
 	$(BIN)/ruff check $(SOURCES)

@@ -63,25 +63,6 @@ COUNSELS: dict[str, Counsel] = {
 }
 """Strategies that look at the whole run and tell what they find."""
 
-GRAPH_KINDS: dict[str, frozenset[str]] = (
-    dict.fromkeys(
-        (
-            "dtr", "dtr-eqclass", "dtr-local", "msps", "lru", "size", "belady", "dtr-megengine", "next-use",
-            "sublinear", "sublinear-greedy", "rotor", "checkmate",
-        ),
-        frozenset({"recompute"}),
-    )
-    | dict.fromkeys(
-        (
-            "vdnn", "vdnn-all", "vdnn-conv", "vdnn++", "modnn", "autoswap", "swapadvisor", "flashneuron", "tflms",
-            "sentinel", "autotm",
-        ),
-        frozenset({"swap"}),
-    )
-    | dict.fromkeys(("auto", "superneurons", "capuchin"), frozenset({"recompute", "swap"}))
-)  # fmt: skip
-"""What each strategy on plain graphs may do."""
-
 
 def find_strategy(name: str) -> Strategy:
     """The strategy called `name`, which plans for tensors. Raises `UsageError` that names the nearest ones."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shlex
 import signal
 import sys
+import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +21,7 @@ from memopt.errors import BadFile, MemoptError, NotEnforced, NotPossibleHere, Ru
 from memopt.plan import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
-    from memopt.enforcers.session import ApplySession
+    from memopt.enforcers.session import ApplySession, Options
     from memopt.instrument.script.runner import Command
     from memopt.outcome import Outcome
     from memopt.plan import Plan
@@ -124,8 +126,10 @@ def apply(
             in_place=in_place,
         )
     limit_bytes = limit_of(loaded) if hold else 0
-    session = ApplySession(loaded, Options(swap_dir=folder, measure=not no_measure, limit_bytes=limit_bytes))
-    return _run(session, loaded, command, outcome_path, quiet=quiet, strict=strict)
+    options = Options(swap_dir=folder, measure=not no_measure, limit_bytes=limit_bytes)
+    session = ApplySession(loaded, options)
+    told = Told(loaded, options, session)
+    return _run(session, loaded, command, outcome_path, told, quiet=quiet, strict=strict)
 
 
 def prepare_run(plan: Plan, environment: MutableMapping[str, str]) -> list[str]:
@@ -264,11 +268,37 @@ def _verify(
     return 0
 
 
+class Told:
+    """Processes that the script starts run under the plan too; the first that has trained tells its outcome."""
+
+    def __init__(self, plan: Plan, options: Options, session: ApplySession) -> None:
+        from memopt.enforcers.child import EnforcesInChild
+        from memopt.instrument.script.children import Children
+
+        name = Path(tempfile.gettempdir(), f"memopt-{os.getpid()}-{secrets.token_hex(8)}")
+        self._outcome, self._claim = name.with_suffix(".outcome"), name.with_suffix(".enforced")
+        watcher = EnforcesInChild(plan, options, self._outcome, self._claim)
+        self._children = Children(watcher, wanted=lambda: not session.iterations_seen)
+        self._children.install()
+
+    def instead_of(self, outcome: Outcome) -> Outcome:
+        """`outcome`, or, where nothing was trained in this process, that of the one that trained."""
+        from memopt.outcome import load_outcome
+
+        self._children.remove()
+        if not outcome.steps and self._outcome.exists():
+            outcome = load_outcome(self._outcome)
+        for file in (self._outcome, self._claim):
+            file.unlink(missing_ok=True)
+        return outcome
+
+
 def _run(
     session: ApplySession,
     plan: Plan,
     command: Command,
     outcome_path: Path | None,
+    told: Told,
     *,
     quiet: bool,
     strict: bool,
@@ -285,6 +315,7 @@ def _run(
         outcome = session.finished()
         if outcome is None:
             return
+        outcome = told.instead_of(outcome)
         if outcome_path is not None:
             try:
                 outcome.save(outcome_path)

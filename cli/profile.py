@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import signal
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +20,7 @@ from memopt.cli.shared.ranks import path_of_rank, rank_here
 from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
+    from memopt.instrument.script.children import Children
     from memopt.instrument.script.runner import Command
     from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.session import ProfileSession
@@ -72,7 +76,9 @@ def profile(
         raise click.UsageError("Missing argument 'SCRIPT'.")
     from memopt.cli.shared.own_files import refuse_foreign
     from memopt.files import swap_folder
+    from memopt.instrument.script.children import Children
     from memopt.instrument.script.runner import Command, find_source
+    from memopt.profiler.child import RecordsChild
     from memopt.profiler.recordings import Wanted
     from memopt.profiler.session import ProfileSession
 
@@ -108,7 +114,9 @@ def profile(
     session = ProfileSession(
         command, wanted, done=ending.write, begins=begins if not quiet_now else lambda iteration: None
     )
-    return ending.run(session, command, keep_running=keep_running)
+    in_child = RecordsChild(command, replace(wanted, offload=None), path, ending.claim)
+    children = Children(in_child, wanted=lambda: not session.iterations_seen)
+    return ending.run(session, command, children, keep_running=keep_running)
 
 
 def tier_opener(folder: Path) -> OpenTier:
@@ -172,6 +180,8 @@ class _Ending:
         self._pid = os.getpid()
         self._trace: Trace | None = None
         self._failure: MemoptError | None = None
+        self.claim = Path(tempfile.gettempdir(), f"memopt-{os.getpid()}-{secrets.token_hex(8)}.recorded")
+        """There once a process that the script has started has left the profile."""
 
     def write(self, trace: Trace) -> None:
         """Write `trace` at once: the script may go on for hours, or end without asking."""
@@ -181,7 +191,9 @@ class _Ending:
         except MemoptError as error:
             self._failure = error
 
-    def run(self, session: ProfileSession, command: Command, *, keep_running: bool) -> int:
+    def run(
+        self, session: ProfileSession, command: Command, children: Children, *, keep_running: bool
+    ) -> int:
         """Run the script to its end and return the exit code; dies of the signal that the script died of."""
         from memopt.instrument.script import runner
         from memopt.instrument.script.on_import import call_after_import
@@ -192,6 +204,7 @@ class _Ending:
 
         call_after_import("torch", at_torch)
         session.install()
+        children.install()
         try:
             code = runner.run(
                 command, raised=leaving_traces(command, lambda error: self._ended_by(session, error), lambda: session.trace)
@@ -223,6 +236,11 @@ class _Ending:
 
         outlive_the_scripts_stderr()
         session.finished()
+        if self._trace is None and session.failure is None and self.claim.exists():
+            from memopt.trace import load_trace
+
+            self._trace = load_trace(self._path)
+        self.claim.unlink(missing_ok=True)
         failure = (
             self._failure
             or session.failure

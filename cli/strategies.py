@@ -54,8 +54,8 @@ def _terms(row: dict[str, Any]) -> str:
 def listing() -> list[dict[str, Any]]:
     """One entry a strategy: those that plan on profiles, those that advise, then those on plain graphs."""
     from memopt.advisors.counsel.buffer_sharing import BufferSharing
-    from memopt.advisors.graphs.plan import GRAPH_STRATEGIES
-    from memopt.advisors.registry import COUNSELS, GRAPH_KINDS, STRATEGIES
+    from memopt.advisors.graphs.plan import GRAPH_KINDS, GRAPH_STRATEGIES
+    from memopt.advisors.registry import COUNSELS, STRATEGIES
 
     rows = [_row(each, enforced=True) for each in STRATEGIES.values()]
     rows += [_row(each, enforced=isinstance(each, BufferSharing)) for each in COUNSELS.values()]

@@ -107,7 +107,7 @@ class Engine(modes.Mode):
     def leave(self) -> None:
         """Stop watching, unless the script has entered modes of its own since (they stay innermost)."""
         if current_mode() is self:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
 
     def stop(self) -> None:
         """Enforce nothing from here on; what has been taken away is still given back when it is asked for."""

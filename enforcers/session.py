@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import msgspec
 
@@ -91,15 +91,43 @@ class ApplySession:
         return self._pieces
 
     @property
+    def iterations_seen(self) -> int:
+        """How many have ended in this process."""
+        return self._iterations.count if self._iterations is not None else 0
+
+    @property
     def larger_steps(self) -> int:
         """Iterations so far in which autograd saved clearly more than in the profiled one."""
         return self._measurements.larger_steps
 
     # --- life
 
+    _installed: ClassVar[ApplySession | None] = None
+    """The one of this process, or, after a fork, of its parent."""
+
     def install(self) -> None:
         """Be there when the script imports torch."""
+        ApplySession._installed = self
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
+
+    @classmethod
+    def forget_parents(cls) -> None:
+        """In a process that was forked: what steers its parent steers nothing here."""
+        session, cls._installed = cls._installed, None
+        if session is None or session._pid == os.getpid():
+            return
+        if session._engine is not None:
+            session._engine.stop()
+        for part in (
+            session._hooks,
+            session._updates,
+            session._pieces,
+            session._iterations,
+            session._frames,
+            session._forms,
+        ):
+            if part is not None:
+                part.remove()
 
     def _torch_imported(self) -> None:
         self._try_to_set_up(None)

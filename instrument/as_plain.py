@@ -57,7 +57,7 @@ def _with_autocast(func: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         device = next(t.device.type for t in tree_iter((args, kwargs)) if isinstance(t, Tensor))
         key, ops = AUTOCAST_INSIDE.get(device, (_ZERO, set()))
-        with RestoreThreadState():  # type: ignore[attr-defined]
+        with RestoreThreadState():
             casts = func.overloadpacket in ops and torch.is_autocast_enabled(device)
         if not casts or getattr(_already_cast, "inside", False):
             return func(*args, **kwargs)

@@ -8,10 +8,12 @@ iteration's own calls, and in the very iteration in which it is first met nobody
 
 from __future__ import annotations
 
+import dis
 import sys
 import weakref
 from collections.abc import Hashable, MutableMapping
-from types import FrameType
+from math import inf
+from types import CodeType, FrameType
 from typing import Any
 
 from torch.nn.modules import module as torchs_module
@@ -26,22 +28,26 @@ _DEEPEST = 64
 
 
 class Loop:
-    """Where the loop was when its last iteration ended."""
+    """Where the innermost loop around the step was when its last iteration ended."""
 
     def __init__(self) -> None:
-        self._at: dict[int, tuple[int, int]] = {}
-        """id of a frame -> (id of its code, instruction)."""
+        self._at: dict[int, tuple[int, int, float]] = {}
+        """id of a frame -> (id of its code, instruction, the last instruction of the loop there)."""
         self.is_at_its_end = False
         """No module has been called since that the next round of the loop calls."""
 
     def iteration_ended(self) -> None:
-        """Remember who is running."""
+        """Remember who is running, up to the function with the loop in it."""
         self._at.clear()
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            self._at[id(frame)] = (id(frame.f_code), frame.f_lasti)
+            if not str(frame.f_globals.get("__name__")).startswith(("torch.", "memopt.")):
+                around = [end for start, end in _loops(frame.f_code) if start <= frame.f_lasti <= end]
+                self._at[id(frame)] = (id(frame.f_code), frame.f_lasti, min(around, default=inf))
+                if around:
+                    break
             frame = frame.f_back
-        self.is_at_its_end = True
+        self.is_at_its_end = frame is not None
 
     def place(self) -> int:
         """The place in the code that calls a module now: the same number each time, in this run.
@@ -59,13 +65,26 @@ class Loop:
         return hash(tuple(chain))
 
     def _is_below_the_step(self, frame: FrameType | None) -> bool:
-        """Of the functions that still run, is the innermost one further down in its code than when the iteration ended?"""
+        """Of the functions that ran then, is the innermost that still runs further down in its loop than the step?"""
         while frame is not None:
-            code, instruction = self._at.get(id(frame), (0, 0))
+            code, instruction, end = self._at.get(id(frame), (0, 0, 0))
             if code == id(frame.f_code):
-                return frame.f_lasti > instruction
+                return instruction < frame.f_lasti <= end
             frame = frame.f_back
         return False
+
+
+_known_loops: dict[int, tuple[CodeType, list[tuple[int, int]]]] = {}
+"""id of code -> the code, which it keeps alive, and its loops: to compare code objects takes long."""
+
+
+def _loops(code: CodeType) -> list[tuple[int, int]]:
+    """First and last instruction of each loop."""
+    known = _known_loops.get(id(code))
+    if known is None:
+        jumps = (each for each in dis.get_instructions(code) if "JUMP_BACKWARD" in each.opname)
+        known = _known_loops[id(code)] = (code, [(int(each.argval), each.offset) for each in jumps])
+    return known[1]
 
 
 def _caller() -> FrameType | None:

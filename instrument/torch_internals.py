@@ -143,11 +143,18 @@ _cuda = torch.backends.cuda.is_built()
 if TYPE_CHECKING:  # what annotations name, and what is inherited from
     from torch._ops import OpOverload as OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
     from torch.utils._pytree import TreeSpec as TreeSpec
+
+    is_wrapper = is_traceable_wrapper_subclass
 else:
     OpOverload = _watch("torch._ops.OpOverload", "the type of what a dispatch mode is handed")
     TorchDispatchMode = _watch("torch.utils._python_dispatch.TorchDispatchMode", "sees every op")
     TreeSpec = _watch("torch.utils._pytree.TreeSpec", "the form of an op's arguments, kept for its replay")
+    is_wrapper = _watch(
+        "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+        "a tensor made of tensors (DTensor) is compared by its parts",
+    )
 
 # --- dispatch: what is on, and memopt's own ops past all of it
 _D = "torch.utils._python_dispatch."
@@ -159,9 +166,6 @@ pop_mode_temporarily = _watch(
 )
 set_compiler = _watch(
     "torch._C._dynamo.eval_frame.set_eval_frame", "torch.compile compiles nothing of memopt's modes"
-)
-is_wrapper = _watch(
-    _D + "is_traceable_wrapper_subclass", "a tensor made of tensors (DTensor) is compared by its parts"
 )
 DisableTorchDispatch = _watch(
     "torch._C._DisableTorchDispatch", "ops of memopt's that no mode sees, at less cost"

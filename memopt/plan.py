@@ -173,7 +173,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write the plan, indented, whole or not at all."""
-        write_atomic(path, msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")
+        kept = msgspec.structs.replace(self, script=self.script.kept_in(path))
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(kept), indent=1) + b"\n")
 
 
 def load_plan(path: Path) -> Plan:
@@ -184,7 +185,7 @@ def load_plan(path: Path) -> Plan:
         raise BadFile(
             f"{path} is not a usable plan", why=problem, try_="memopt advise PROFILE, to write it again"
         )
-    return plan
+    return msgspec.structs.replace(plan, script=plan.script.read_from(path))
 
 
 def _inconsistency(plan: Plan) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import os
 from pathlib import Path
 from typing import Final, Literal
 
@@ -90,6 +91,25 @@ class Script(msgspec.Struct, frozen=True, kw_only=True):
     """Which of several processes was recorded; -1: it was the only one, or is not known."""
     world: int = 0
     """How many processes ran the script; 0: not known."""
+
+    def kept_in(self, file: Path) -> Script:
+        """As it is written in `file`: its folder relative to the file's, where one lies in the other, so that both can be moved."""
+        folder, there = file.absolute().parent.resolve(), Path(self.cwd)
+        related = folder.is_relative_to(there) or there.is_relative_to(folder)
+        if not self.cwd or there == Path(there.anchor) or not there.is_absolute() or not related:
+            return self
+        relative = os.path.relpath(there, folder)
+        return msgspec.structs.replace(
+            self, cwd=relative if relative.startswith("..") else os.path.join(".", relative)
+        )
+
+    def read_from(self, file: Path) -> Script:
+        """With an absolute folder, where it was written in `file`."""
+        if not self.cwd.startswith(("./", "../")) and self.cwd != "..":
+            return self
+        return msgspec.structs.replace(
+            self, cwd=os.path.normpath(file.absolute().parent.resolve() / self.cwd)
+        )
 
     @property
     def problem(self) -> str:
@@ -221,7 +241,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
     def save(self, path: Path) -> None:
         """Write the trace, gzipped, whole or not at all."""
-        write_atomic(path, self.encode())
+        write_atomic(path, msgspec.structs.replace(self, script=self.script.kept_in(path)).encode())
 
     def encode(self) -> bytes:
         return gzip.compress(msgspec.json.encode(self), 5, mtime=0)
@@ -250,7 +270,7 @@ def load_trace(path: Path) -> Trace:
         raise BadFile(
             f"{path} is not a usable profile", why=problem, try_="memopt profile SCRIPT, to record it again"
         )
-    return trace
+    return msgspec.structs.replace(trace, script=trace.script.read_from(path))
 
 
 def _inconsistency(trace: Trace) -> str:

@@ -85,6 +85,8 @@ class Recordings:
         self._tier: Tier | None = None
         self.device = wanted.device
         self.now: Recording | None = None
+        self.dropped: Recorder | None = None
+        """Its mode may still be on."""
         self.earlier: list[Result] = []
         """Of whole iterations before the one that was asked for, the last one first."""
         self.fragment: Result | None = None
@@ -185,7 +187,7 @@ class Recordings:
         if self.now is not None:
             self.now.recorder.stop()
             self.now.watch_no_more()
-            self.now = None
+            self.dropped, self.now = self.now.recorder, None
 
     def snapshot(self) -> Result:
         """What is on the device now, as a recording without ops."""

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
@@ -94,11 +94,31 @@ class ProfileSession:
         """What was held before the first forward, above what was held then."""
         self._then_bytes = 0
 
+    _installed: ClassVar[ProfileSession | None] = None
+    """The one of this process, or, after a fork, of its parent."""
+
     # --- life
 
     def install(self) -> None:
         """Be there when the script imports torch."""
+        ProfileSession._installed = self
         call_after_import("torch", self._torch_imported, within=quiet_allocator)
+
+    @classmethod
+    def forget_parents(cls) -> None:
+        """In a process that was forked: what watched its parent watches no more."""
+        session, cls._installed = cls._installed, None
+        if session is None or session._pid == os.getpid():
+            return
+        session._done = True
+        if session._recordings is not None and session._recordings.dropped is not None:
+            from memopt.instrument import modes
+
+            modes.leave(session._recordings.dropped)
+        session._watch_no_more()
+        for part in (session._iterations, session._forms):
+            if part is not None:
+                part.remove()
 
     def _torch_imported(self) -> None:
         self.torch_seen = True

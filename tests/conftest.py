@@ -1,8 +1,9 @@
 """The tests run on one thread, as their child processes do: several start at once on few cores.
 
 Marks are set here, where code tells them: `script` on a test that starts a process (a script under memopt, the child of a fake run), by
-what its function, its fixtures and the tests' helpers that they call name; `solver` on one that asks HiGHS. A test that hides it better
-bears the mark itself. `make quick` leaves out both, and `slow`; there, a test that starts a process all the same fails.
+what its function, its fixtures and the tests' helpers that they call name; `solver` on one that asks HiGHS; `loop` on one that trains under
+memopt in this process, which takes seconds. A test that hides it better bears the mark itself. `make quick` leaves them out, and `slow`;
+there, a test that starts a process all the same fails.
 """
 
 import functools
@@ -19,6 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 STARTS_PROCESSES = {"Background", "Popen", "check_output", "estimate_script", "fork", "retrace", "run_on_fake", "spawn", "subprocess"}  # fmt: skip
 """Names of the library and of memopt under which a process starts."""
 ASKS_SOLVER = {"highspy", "least_step_ms", "new_highs"}
+TRAINS = {"ApplySession", "ProfileSession", "run_late"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -37,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker("script")
             if names & ASKS_SOLVER:
                 item.add_marker("solver")
+            if names & TRAINS:
+                item.add_marker("loop")
 
 
 @functools.cache

@@ -34,7 +34,6 @@ BOTH_WAYS = {
     ("estimators/elsewhere", "estimators/hidden"),
     ("estimators/fake/gpu", "estimators/fake/script"),
     ("estimators/fake/kernels", "estimators/fake/values"),
-    ("estimators/onnx/match", "estimators/onnx/read"),
 }
 
 Imports = dict[str, set[str]]

@@ -9,6 +9,7 @@ from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import MOST_BYTES_EACH, Graph
 from memopt.advisors.graphs.problem import (
     EVERYTHING,
+    RECOMPUTE,
     SWAP,
     Answer,
     GraphProblem,
@@ -35,28 +36,33 @@ from memopt.advisors.graphs.strategies.swapadvisor import swapadvisor
 from memopt.advisors.graphs.strategies.vdnn import vdnn, vdnn_all, vdnn_conv, vdnn_plus
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 
-GRAPH_STRATEGIES: dict[str, Strategy] = {
-    "auto": auto,
-    **ONLINE,
-    "sublinear": sublinear_sqrt,
-    "sublinear-greedy": sublinear_greedy,
-    "rotor": rotor,
-    "checkmate": checkmate,
-    "superneurons": superneurons,
-    "capuchin": capuchin,
-    "vdnn": vdnn,
-    "vdnn-all": vdnn_all,
-    "vdnn-conv": vdnn_conv,
-    "vdnn++": vdnn_plus,
-    "modnn": modnn,
-    "autoswap": autoswap,
-    "swapadvisor": swapadvisor,
-    "flashneuron": flashneuron,
-    "tflms": tflms,
-    "sentinel": sentinel,
-    "autotm": autotm,
-}
-"""Every strategy that plans a graph, by name."""
+_RERUNS, _COPIES, _BOTH = frozenset({RECOMPUTE}), frozenset({SWAP}), EVERYTHING
+
+_TABLE: tuple[tuple[str, Strategy, frozenset[str]], ...] = (
+    ("auto", auto, _BOTH),
+    *((name, plan, _RERUNS) for name, plan in ONLINE.items()),
+    ("sublinear", sublinear_sqrt, _RERUNS),
+    ("sublinear-greedy", sublinear_greedy, _RERUNS),
+    ("rotor", rotor, _RERUNS),
+    ("checkmate", checkmate, _RERUNS),
+    ("superneurons", superneurons, _BOTH),
+    ("capuchin", capuchin, _BOTH),
+    ("vdnn", vdnn, _COPIES),
+    ("vdnn-all", vdnn_all, _COPIES),
+    ("vdnn-conv", vdnn_conv, _COPIES),
+    ("vdnn++", vdnn_plus, _COPIES),
+    ("modnn", modnn, _COPIES),
+    ("autoswap", autoswap, _COPIES),
+    ("swapadvisor", swapadvisor, _COPIES),
+    ("flashneuron", flashneuron, _COPIES),
+    ("tflms", tflms, _COPIES),
+    ("sentinel", sentinel, _COPIES),
+    ("autotm", autotm, _COPIES),
+)
+"""Every strategy that plans a graph: its name, its function, and what it may do. A new one is a row here."""
+
+GRAPH_STRATEGIES: dict[str, Strategy] = {name: plan for name, plan, _ in _TABLE}
+GRAPH_KINDS: dict[str, frozenset[str]] = {name: kinds for name, _, kinds in _TABLE}
 
 OTHER_NAMES = {"megengine": "dtr-megengine", "vdnn-dyn": "vdnn"}
 

@@ -97,7 +97,8 @@ def with_variant(strategies: tuple[str, ...], variant: str | None) -> tuple[str,
     """`vdnn` with `--variant all` is `vdnn-all`; those without that variant stay. Raises `UsageError` when none has it."""
     if variant is None:
         return strategies
-    from memopt.advisors.registry import GRAPH_KINDS, STRATEGIES
+    from memopt.advisors.graphs.plan import GRAPH_KINDS
+    from memopt.advisors.registry import STRATEGIES
 
     named = {name: name if (name, variant) in _OWN else f"{name}-{variant}" for name in strategies}
     having = {name for name, full in named.items() if full in STRATEGIES or full in GRAPH_KINDS}

@@ -11,15 +11,9 @@ from memopt.files import read_bytes, refuse_overwrite
 from memopt.trace import Script
 
 
-class _Script(msgspec.Struct):
-    argv: list[str] = []
-    cwd: str = ""
-    as_module: bool = False
-
-
 class _Written(msgspec.Struct):
     schema: str = ""
-    script: _Script = msgspec.field(default_factory=_Script)
+    script: Script = Script(argv=[], cwd="")
     graph: str = ""
 
 
@@ -41,10 +35,10 @@ def _is_ours(path: Path, family: str, script: Script | None, graph: str) -> bool
         return False
     if script is None:
         return bool(graph) and found.graph == graph
-    return bool(found.script.argv) and _identity(found.script) == _identity(script)
+    return bool(found.script.argv) and _identity(found.script.read_from(path)) == _identity(script)
 
 
-def _identity(script: Script | _Script) -> tuple[str, ...]:
+def _identity(script: Script) -> tuple[str, ...]:
     """The script's file; a module by its name and the folder in which it was run."""
     if script.as_module:
         return "-m", script.argv[0], script.cwd

@@ -27,6 +27,7 @@ from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.stepping.gradient_reads import GradientReads, give_back, gradient_of, let_go
 from memopt.instrument.stepping.in_pieces import is_dense, lies_like
 from memopt.instrument.stepping.single_parameter_step import parameters_of, several_processes
+from memopt.instrument.torch_internals import DisableTorchDispatch, storage_use_count
 
 _ALONE_STORAGE = 2
 """References to a storage that nobody else holds: the tensor and who asks."""
@@ -117,7 +118,7 @@ class GradientsElsewhere:
 
     def _whole(self, parameter: Tensor) -> None:
         """The hook: backward has added to the gradient of `parameter` all that it has for it."""
-        guard = torch._C._DisableTorchDispatch()
+        guard = DisableTorchDispatch()
         try:
             with self._lock, torch.no_grad():
                 known = self._known(parameter)
@@ -155,7 +156,7 @@ class GradientsElsewhere:
         del gradient
         if _references(parameter) > _references_alone():
             return
-        if torch._C._storage_Use_Count(storage._cdata) > _ALONE_STORAGE:
+        if storage_use_count(storage._cdata) > _ALONE_STORAGE:
             return
         try:
             ticket = self._tier.write_async(storage)
@@ -214,7 +215,7 @@ class GradientsElsewhere:
         with self._lock:
             known = self._known(tensor)
             if known is not None and not self._hidden:
-                guard = torch._C._DisableTorchDispatch()
+                guard = DisableTorchDispatch()
                 try:
                     self._bring(known)
                 finally:
@@ -228,7 +229,7 @@ class GradientsElsewhere:
         for tensor in tensors:
             known = self._forget(tensor)
             if known is not None and not to_none:
-                guard = torch._C._DisableTorchDispatch()
+                guard = DisableTorchDispatch()
                 try:
                     storage = UntypedStorage(known.ticket.nbytes, device=known.ticket.device)
                     give_back(tensor, _on(storage, known.like).zero_())

@@ -80,7 +80,7 @@ class OptimizerInPieces:
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Send away the state that `optimizers` have made in the steps before this one was told of any; between two steps."""
-        guard = torch._C._DisableTorchDispatch()
+        guard = DisableTorchDispatch()
         try:
             with torch.no_grad():
                 for optimizer in optimizers:

@@ -32,6 +32,7 @@ def _estimate(spelling: str, purpose: str) -> Any:
 
 _F = "torch._subclasses.fake_tensor."
 if TYPE_CHECKING:  # what annotations name, and what is inherited from
+    from torch._C import Generator as Generator
     from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
     from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
     from torch.utils._device import DeviceContext as DeviceContext
@@ -41,6 +42,7 @@ else:
     DeviceContext = _estimate(
         "torch.utils._device.DeviceContext", "`with torch.device(...)` is the script's, not the fake kernels'"
     )
+    Generator = _estimate("torch._C.Generator", "a generator that says it is on a GPU")
 in_kernel = _estimate(
     _F + "in_kernel_invocation_manager", "a fake tensor shows the device that its kernel sees"
 )
@@ -78,7 +80,6 @@ device_constructors = _estimate(
 foreach_types = _estimate(
     "torch.optim.optimizer._foreach_supported_types", "optimizers take fake parameters as lists, as on a GPU"
 )
-Generator = _estimate("torch._C.Generator", "a generator that says it is on a GPU")
 
 
 # --- what a pretended GPU stands in for
@@ -131,7 +132,7 @@ def set_native(name: str, function: Any) -> None:
 
 def set_dtensor_random(function: Any) -> None:
     """Let `function` run DTensor's random ops, which set generators around each (from torch 2.12 on)."""
-    dispatch = sys.modules[DTENSOR_DISPATCH]
+    dispatch: Any = sys.modules[DTENSOR_DISPATCH]
     if hasattr(dispatch, "run_dtensor_rng_op"):
         dispatch.run_dtensor_rng_op = function
 

@@ -92,13 +92,16 @@ class _Loader(importlib.abc.Loader):
         self._action()
 
 
+QUIET = "TORCH_CPP_LOG_LEVEL"
+
+
 @contextlib.contextmanager
 def quiet_allocator() -> Iterator[None]:
     """Import torch in this context: its C++ then keeps warnings about blocks older than a recording off the script's stderr.
 
     It reads the variable when it is loaded, so no child of the script ever inherits it.
     """
-    name = "TORCH_CPP_LOG_LEVEL"
+    name = QUIET
     if name in os.environ:
         yield
         return

@@ -116,7 +116,7 @@ def two_branches(steps: int) -> list[str]:
 
 
 def epochs_in_a_function(steps: int) -> list[str]:
-    """The function with the loop is left and called again; between two calls there is a call with a graph."""
+    """The function with the loop is left and called again; before each call there is a call with a graph."""
     torch.manual_seed(0)
     net = _net(1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -131,14 +131,42 @@ def epochs_in_a_function(steps: int) -> list[str]:
             found.append(digest(loss))
 
     for _ in range(steps // 4):
-        epoch(4)
         found.append(digest(_say("extra", net, torch.randn(64, 16))))
+        epoch(4)
+    return [*found, *state_digests(net)]
+
+
+def phases(steps: int) -> list[str]:
+    """The second loop takes the place of the first at once."""
+    torch.manual_seed(0)
+    net = _net(1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    found = []
+    for _ in range(min(steps, 6)):
+        optimizer.zero_grad()
+        loss = _say("", net, torch.randn(64, 16)).mean()
+        loss.backward()
+        optimizer.step()
+        found.append(digest(loss))
+    for _ in range(steps - 6):
+        optimizer.zero_grad()
+        loss = _say("", net, torch.randn(64, 16)).mean()
+        loss.backward()
+        optimizer.step()
+        found.append(digest(loss))
     return [*found, *state_digests(net)]
 
 
 @pytest.mark.parametrize(
     "loop",
-    [samples_after_the_step, a_copy_after_the_step, a_lazy_penalty, two_branches, epochs_in_a_function],
+    [
+        samples_after_the_step,
+        a_copy_after_the_step,
+        a_lazy_penalty,
+        two_branches,
+        epochs_in_a_function,
+        phases,
+    ],
 )
 def test_a_call_in_some_iterations_shifts_no_other(
     loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

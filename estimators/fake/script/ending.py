@@ -33,12 +33,25 @@ _OUTWARD = ("subprocess.Popen", "os.exec", "os.fork", "os.posix_spawn", "os.syst
             "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.")  # fmt: skip
 
 
+_following: list[Later] = []
+"""What the alarm is for, once it is set."""
+
+
+def _alarm(*_: Any) -> None:
+    for each in _following:
+        each.too_late()
+
+
 class Ending:
     """Stops a run when the optimizer has stepped `steps` times; of several each twice as often, since such scripts may step
     twice in an iteration (lazy penalties), or the first one many times more, since some never step. Without one, counts
     backward calls. `further`: follows on after that."""
 
     def __init__(self, recorder: FakeRecorder, watch: Watch, steps: int, *, further: bool = False) -> None:
+        if hasattr(signal, "setitimer"):
+            signal.signal(
+                signal.SIGALRM, _alarm
+            )  # before the script: Lightning puts back what it found, at its end
         import torch
 
         self.recorder, self.watch, self.steps, self.further = recorder, watch, steps, further
@@ -125,8 +138,9 @@ class Later:
         sys.dont_write_bytecode = True
         self.open = True
         sys.addaudithook(self._audit)
+        _following.append(self)
         if hasattr(signal, "setitimer"):
-            signal.signal(signal.SIGALRM, self._too_late)
+            signal.signal(signal.SIGALRM, _alarm)
             signal.setitimer(signal.ITIMER_REAL, _SECONDS, 1.0)
 
     def limit(self, alike: bool) -> None:
@@ -139,7 +153,7 @@ class Later:
         if self.open and _goes_outward(event, args):
             raise Enough
 
-    def _too_late(self, *_: Any) -> None:
+    def too_late(self) -> None:
         if self.open:
             self.late = True
             raise Enough

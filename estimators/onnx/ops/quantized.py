@@ -1,6 +1,6 @@
 """ONNX operators on quantised numbers. Integers carry no gradient: nothing before one of them is trained through it.
 
-What is quantised and dequantised at once is a fake quantisation, which training does have (`onnx/match/fake_quantize.py`).
+What is quantised and dequantised at once is a fake quantisation, which training does have (`onnx/read/fake_quantize.py`).
 Integer products hold their 32-bit sums beside what they return, as `torch._int_mm` does.
 """
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from memopt.errors import BadFile, UsageError
-from memopt.estimators.onnx.match.fake_quantize import with_fake_quantization
+from memopt.estimators.onnx.read.fake_quantize import with_fake_quantization
 from memopt.estimators.onnx.read.graph import Function, Graph, Model, Node, Port, Reference, Weight, subgraphs
 
 MOST_NODES = 500_000

@@ -75,6 +75,7 @@ def toy(rounds: int) -> dict[str, Any]:
     return {"schema": "memopt.graph/1", "name": "toy", "tensors": tensors, "ops": ops, "keep": [total]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [14, 13, 12, 11])
 def test_rounds_are_planned_as_well_as_exhaustive_search_plans_the_whole(budget: int) -> None:
     plain = toy(4)
@@ -146,6 +147,7 @@ def test_a_class_of_unequal_rounds_is_planned_for_the_largest_bytes_and_the_mean
     assert unplanned_peak(alone) == 2 + 1 + 5 + 4 + 3 + 2  # the total, then the round at its loss
 
 
+@pytest.mark.slow
 def test_a_large_accumulated_step_is_planned() -> None:
     """It was refused: 6,540 ops."""
     plain = accumulation(80, 20)
@@ -171,6 +173,7 @@ def test_each_round_has_a_plan_before_one_is_searched_for() -> None:
     assert problem.replay(folded.answer().steps).peak_bytes <= problem.budget_bytes
 
 
+@pytest.mark.slow
 def test_a_refusal_names_a_peak_for_which_there_is_a_plan() -> None:
     plain = accumulation(8, 8)
     graph = graph_from(plain)

@@ -290,3 +290,20 @@ for _ in range(3):
     assert (
         found.allocated_bytes >= 65536 * (16 + 4) + 3 * MIB
     )  # what it holds; the batch and what is made of it
+
+
+def test_a_trainer_that_puts_signal_handlers_back_does_not_die_of_the_alarm(tmp_path: Path) -> None:
+    """As Lightning's does: what follows the steps has a limit, and its alarm came when nobody listened any more."""
+    script = """
+import signal
+found = signal.getsignal(signal.SIGALRM)
+net = nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(9):
+    net(torch.randn(8 + step, 64, device="cuda")).sum().backward()
+    optimizer.step(); optimizer.zero_grad()
+    if step == 4:
+        signal.signal(signal.SIGALRM, found)
+        signal.raise_signal(signal.SIGALRM)
+"""
+    assert followed(tmp_path, script).allocated_bytes > 0

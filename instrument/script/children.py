@@ -1,0 +1,78 @@
+"""Processes that the script starts itself to train in (Hogwild, `torch.multiprocessing.spawn`): they are watched as the script is.
+
+Their target is wrapped when they are started; fork and spawn both bring the wrapper along. Workers of data loaders and pools are let
+be. A process of a class with a `run` of its own is not followed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Protocol
+
+from memopt.instrument.script.on_import import QUIET, quiet_allocator
+
+_NOT_THESE = ("torch.utils.data", "multiprocessing.", "concurrent.")
+
+
+class Watcher(Protocol):
+    """What watches a child; it is pickled where the child is spawned."""
+
+    def run(self, target: Callable[[], Any]) -> Any:
+        """Call `target` in the child, and watch it."""
+
+
+class Followed:
+    """The target of a process, watched."""
+
+    def __init__(self, target: Callable[..., Any], watcher: Watcher) -> None:
+        self._target = target
+        self._watcher = watcher
+        self._quiet = QUIET not in os.environ
+        """A process that is spawned imports torch before it knows of memopt."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._quiet:
+            os.environ.pop(QUIET, None)
+        return self._watcher.run(lambda: self._target(*args, **kwargs))
+
+
+class Children:
+    """Between `install` and `remove`, processes that are started are followed, for as long as `wanted()`."""
+
+    def __init__(self, watcher: Watcher, wanted: Callable[[], bool]) -> None:
+        self._watcher = watcher
+        self._wanted = wanted
+        self._start: Callable[..., Any] = BaseProcess.start
+
+    def install(self) -> None:
+        original, pid = self._start, os.getpid()
+
+        def start(process: BaseProcess) -> None:
+            target = getattr(process, "_target", None)
+            if target is not None and os.getpid() == pid and self._wanted() and _may_train(target):
+                process._target = Followed(target, self._watcher)  # type: ignore[attr-defined]
+                with quiet_allocator():
+                    original(process)
+            else:
+                original(process)
+
+        BaseProcess.start = start  # type: ignore[method-assign, assignment]
+
+    def remove(self) -> None:
+        BaseProcess.start = self._start  # type: ignore[method-assign]
+
+
+def _may_train(target: Callable[..., Any]) -> bool:
+    return not str(getattr(target, "__module__", "")).startswith(_NOT_THESE)
+
+
+def is_first(claim: Path) -> bool:
+    """Is this process the first of all that ask for `claim`?"""
+    try:
+        os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except OSError:
+        return False
+    return True
