@@ -31,6 +31,10 @@ FORMATS = {
 
 def exported(inputs: Inputs, names: Sequence[str], form: str, *, with_source: bool = True) -> bytes:
     """`inputs`, which came from the files `names`, in the format `form`; the same bytes for the same input."""
+    if not with_source:
+        from memopt.reports.anonymous import without_files
+
+        inputs = without_files(inputs)
     if form == "html":
         from memopt.reports.page.html import page
 

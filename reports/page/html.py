@@ -13,6 +13,7 @@ from importlib.resources import files
 from typing import Any
 
 from memopt.reports import benchmarks, figures, tradeoff
+from memopt.reports.anonymous import without_files
 from memopt.reports.headline import command_of, of_inputs
 from memopt.reports.inputs import Inputs, Run
 from memopt.reports.page import sections
@@ -29,6 +30,8 @@ _PACK_FROM_BYTES = 400_000
 def page(inputs: Inputs, names: Sequence[str], *, with_source: bool = True) -> str:
     """The page for `inputs`, which came from the files `names`. Without source: no line, path or argument of the script is in it."""
     drawn: dict[str, Any] = {}
+    if not with_source:
+        inputs = without_files(inputs)
     headline = of_inputs(inputs, with_source=with_source)
     parts = [sections.hero(headline)]
     parts += [f'<p class="note">{esc(note.rstrip("."), 600)}.</p>' for note in inputs.notes]

@@ -374,6 +374,9 @@ def _change(amount: int) -> Cell:
 HELP = """<details><summary>How to read this</summary><dl class="help">
 <dt>Peak</dt><dd>The most bytes of tensors that are on the device at once during one steady iteration. That is what has to fit, with what the allocator and the CUDA context take besides.</dd>
 <dt>Kinds</dt><dd>Parameters, buffers and optimizer state stay for the whole run. Gradients come in the backward. Activations are what the forward saves for the backward. Temporaries live for an op or two; workspace is what kernels use and no tensor explains.</dd>
+<dt>What a plan does</dt><dd>Swap: the tensor is copied to the host's memory or the disk, and back before it is needed. Recompute: it is let go, and made again from what is kept. Compress: only what the backward reads of it is held, without loss. Drop: nobody reads it again. All others are kept.</dd>
+<dt>Op</dt><dd>One operator of PyTorch's, such as a matrix product; a step is a few hundred to some ten thousand of them, numbered as they run.</dd>
+<dt>Allocated, reserved</dt><dd>Allocated is what tensors have. Reserved is what PyTorch's allocator has taken from the driver for them, in segments: that is what nvidia-smi shows, with the CUDA context. The difference is rounding and free pieces (fragmentation).</dd>
 <dt>Idle</dt><dd>For so long only autograd holds the tensor: it takes room and nobody reads it. That is what swapping, recomputing and compressing win back.</dd>
 <dt>To recompute, to swap</dt><dd>What making the tensor again, or copying it out and back, would take. Copies can hide behind computing; recomputing cannot.</dd>
 <dt>Off the peak</dt><dd>By how much the plan's peak would rise without this one action. Savings do not add up: several tensors may have to go together before the peak falls.</dd>

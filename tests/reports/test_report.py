@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import os
 import pickle
@@ -30,6 +32,7 @@ from memopt.reports.page.source import Source
 from memopt.reports.text import esc, json_in_html, shown, together
 from memopt.trace import Script, Trace, load_trace
 from tests.cli.test_show import OUTCOME, toy_plan
+from tests.estimators.test_snapshot import snapshot_of
 from tests.support.browser import CHROMIUM
 from tests.support.layers_trace import build, chain
 from tests.support.toy_trace import toy_trace
@@ -153,6 +156,19 @@ def test_without_source_nothing_of_the_script_is_in_it(tmp_path: Path, form: str
     assert b"secret" not in data
     assert b"hunter2" not in data
     assert b"secret" in exported(inputs_of(trace), ["toy"], form)
+
+
+@pytest.mark.parametrize("form", HTML_FORMS)
+def test_without_source_a_snapshot_names_no_file_and_no_function(tmp_path: Path, form: str) -> None:
+    """The labels of its tensors are made of the stacks."""
+    inputs = read_inputs([snapshot_of(tmp_path, "medium_512_inference")])
+    data = exported(inputs, ["x"], form, with_source=False)
+    if form == "html":
+        packed = re.search(rb'id="data">gzip:([A-Za-z0-9+/=]+)', data)
+        data += gzip.decompress(base64.b64decode(packed[1])) if packed else b""
+    assert b"train.py" not in data
+    assert b"the script" in data or form == "memory-viz"
+    assert b"train.py" in exported(inputs, ["x"], form) or form == "html"
 
 
 # --- forms for other programs

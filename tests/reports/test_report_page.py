@@ -159,6 +159,7 @@ def test_another_moment_changes_all_that_follows_it(files: Path, browser: Any) -
 
 def test_a_click_into_the_picture_chooses_that_moment(files: Path, browser: Any) -> None:
     with opened(browser, html(files, "gpt.profile.json.gz")) as found:
+        found.page.locator("#area").scroll_into_view_if_needed()
         box = found.page.locator("#area .nsewdrag").first.bounding_box()
         found.page.mouse.move(box["x"] + box["width"] * 0.2, box["y"] + box["height"] * 0.6)
         found.page.mouse.click(box["x"] + box["width"] * 0.2, box["y"] + box["height"] * 0.6)
@@ -168,6 +169,7 @@ def test_a_click_into_the_picture_chooses_that_moment(files: Path, browser: Any)
 
 def test_dragging_zooms_and_the_whole_step_comes_back(files: Path, browser: Any) -> None:
     with opened(browser, html(files, "gpt.profile.json.gz")) as found:
+        found.page.locator("#area").scroll_into_view_if_needed()
         box = found.page.locator("#area .nsewdrag").first.bounding_box()
         y = box["y"] + box["height"] / 2
         found.page.mouse.move(box["x"] + box["width"] * 0.3, y)
