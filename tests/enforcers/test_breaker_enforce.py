@@ -198,7 +198,7 @@ def test_what_a_graph_of_gradients_holds_is_not_counted_as_saved(tmp_path: Path)
     computed, outcome = enforced(_physics_informed, plan, tmp_path, 6, measure=True)
     assert computed == plain
     saved_by = {ref.module for action in plan.actions for ref in action.slots}
-    assert "Sequential.1#1" in saved_by
+    assert "Sequential.1#1:0" in saved_by
     assert "Sequential.1#0" not in saved_by
     assert outcome.actions.done == len(plan.actions)
     assert abs(outcome.measured_peak_bytes / plan.predicted_peak_bytes - 1) < 0.005

@@ -32,7 +32,7 @@ def test_the_script_is_stopped_once_recorded(profile: Profiler) -> None:
         "three iterations, the print of the last never reached, and at most six to time"
     )
     assert (run.trace.partial, run.trace.iteration) == ("", 3)
-    assert run.stderr.splitlines()[0].startswith("memopt: wrote ")
+    assert any(line.startswith("memopt: wrote ") for line in run.stderr.splitlines())
     assert f"({len(run.trace.ops.name)} ops)" not in run.stderr
     assert f", {len(run.trace.ops.name)} ops)" in run.stderr
 
