@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a terminal does not export it
 
 STARTS_PROCESSES = {"Background", "Popen", "check_output", "estimate_script", "fork", "retrace", "run_on_fake", "spawn", "subprocess"}  # fmt: skip
 """Names of the library and of memopt under which a process starts."""

@@ -35,8 +35,8 @@ _stopped: threading.Thread | None = None
 """The thread in which `stop_script` was called, where that was not the main one."""
 _interrupts: int | None = None
 """The signal that ends the main thread when another one has called `stop_script`; None where the system has none to spare."""
-_pytest_was_there = False
-"""pytest runs memopt, not the other way round."""
+_ends_pytest = False
+"""The script may have started pytest: `stop_script` ends that. Where pytest runs memopt, it does not."""
 _UNWINDING_S = 2.0
 """A thread that is still in torch's C++ code when the interpreter ends takes the process down with it."""
 
@@ -52,7 +52,7 @@ def stop_script() -> NoReturn:
         else:
             _thread.interrupt_main()
         raise SystemExit(0)  # of this very type: `threading` shows the traceback of any other
-    if not _pytest_was_there and (pytest := sys.modules.get("pytest")) is not None:
+    if _ends_pytest and (pytest := sys.modules.get("pytest")) is not None:
         pytest.exit(
             "memopt has what it was asked to record", returncode=0
         )  # a mere exit is a test's failure there
@@ -179,9 +179,9 @@ def run(command: Command, *, raised: Callable[[BaseException], object] = lambda 
     `KeyboardInterrupt` is re-raised after its traceback was shown, so that the caller can die of the signal.
     What the script still does once it was stopped is not told: the code is 0 then.
     """
-    global _pytest_was_there
+    global _ends_pytest
     source = find_source(command)
-    _pytest_was_there = "pytest" in sys.modules
+    _ends_pytest = "pytest" not in sys.modules
     _be_interruptible()
     try:
         code = _run_body(command, source, raised)
