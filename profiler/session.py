@@ -381,7 +381,7 @@ class ProfileSession:
         Not one of very many ops: the first is known, and recording another takes long."""
         earlier = self._recordings.earlier if self._recordings is not None else []
         few = not earlier or len(earlier[0].recorder.ops) < _MANY_OPS
-        return not earlier or (count == 1 and few and not _has_peers())
+        return not earlier or (count == 1 and few and not _has_peers() and not _has_buckets())
 
     def _worth_timing(self) -> bool:
         """Shall the script go on, to be timed? Several processes must stop at the same iteration, or one waits for ever."""
@@ -504,6 +504,16 @@ def _only(made: int, iteration: int) -> str:
     times = "1 iteration" if made == 1 else f"{made} iterations"
     first = ": what the optimizer keeps was made in it" if iteration == 1 else ""
     return f"{MADE_ONLY}{times} only, and this is number {iteration}{first}"
+
+
+def _has_buckets() -> bool:
+    """Does DistributedDataParallel train here? A recording shows its buckets to Python, where the next would count them twice."""
+    from torch import distributed, nn
+
+    from memopt.instrument.live_objects import living
+
+    parallel = nn.parallel.DistributedDataParallel
+    return distributed.is_available() and any(isinstance(each, parallel) for each in living(nn.Module)[0])
 
 
 def _has_peers() -> bool:

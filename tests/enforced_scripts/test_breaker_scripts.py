@@ -53,7 +53,7 @@ def test_a_script_that_changes_its_folder(tmp_path):
         "plan.json",
     )
     assert advised.returncode == 0, advised.stderr
-    assert json.loads((tmp_path / "plan.json").read_text())["script"]["cwd"] == str(tmp_path)
+    assert json.loads((tmp_path / "plan.json").read_text())["script"]["cwd"] == "./.", "beside its script"
     applied = _run(tmp_path, "-m", "memopt", "apply", "plan.json", "--outcome", "o.json")
     assert applied.returncode == 0, applied.stderr
     assert applied.stdout == plain.stdout
@@ -98,7 +98,8 @@ def test_a_package_is_imported_when_the_script_runs_and_as_part_of_it(tmp_path):
         assert profiled.returncode == code
         last = profiled.stderr.splitlines()
         if name == "works":
-            assert last[0].startswith("memopt: wrote works.gz"), "torch's C++ says nothing of older blocks"
+            assert last[0].startswith("memopt: running python -m works.train")
+            assert last[1].startswith("memopt: wrote works.gz"), "torch's C++ says nothing of older blocks"
         else:
             assert "RuntimeError: a mistake of the package" in last
             assert not any(

@@ -203,12 +203,12 @@ def test_doctor_says_what_is_off(folder: Path) -> None:
 def test_a_plan_that_fails_half_way_to_be_set_up_leaves_the_script_to_itself(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memopt.enforcers.engine import Engine
+    from memopt.enforcers import session as sessions
 
-    def fails(self: Engine) -> None:
+    def fails(*functions: object) -> None:
         raise RuntimeError("as the test wants it")
 
-    monkeypatch.setattr(Engine, "enter", fails)
+    monkeypatch.setattr(sessions, "call_around_fork", fails)
     session = ApplySession(load_plan(folder / "plan.json"), Options(swap_dir=tmp_path, measure=False))
     session.install()
     backward = torch_internals.engine_run_backward()

@@ -158,7 +158,7 @@ def test_a_hard_exit_after_the_recording_leaves_the_profile(profile: Profiler) -
 def test_a_script_that_trains_nothing(profile: Profiler, args: tuple[str, ...]) -> None:
     run = profile("no_training.py", *args, options=())
     assert run.returncode == 70
-    assert run.stderr.startswith("memopt: no profile was written")
+    assert "\nmemopt: no profile was written" in run.stderr
     assert "\n  try: " in run.stderr
     assert not run.path.exists()
 
@@ -227,7 +227,7 @@ def test_default_name_carries_the_rank(tmp_path: Path) -> None:
         [*command, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
-    following = done.stderr.splitlines()[-1].removeprefix("memopt: next: ").split()
+    following = done.stderr.splitlines()[-1].removeprefix("memopt: rank 3: next: ").split()
     assert following == ["memopt", "advise", "memopt-train-rank3.profile.json.gz", "--budget", "min"]
     planned = subprocess.run(
         [sys.executable, "-m", *following, "--time-limit", "1"],
