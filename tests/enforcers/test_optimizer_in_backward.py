@@ -243,7 +243,7 @@ def test_what_the_simulator_remembers_of_a_moved_trace(tmp_path: Path) -> None:
 def test_auto_moves_the_step_where_that_is_enough(tmp_path: Path) -> None:
     trace = recorded(stepping("language", "adamw-foreach"), tmp_path)
     peak = in_backward(trace).peak_bytes
-    assert peak < 0.91 * trace.peak_bytes
+    assert peak < 0.95 * trace.peak_bytes
     plan = advise(trace, budget_bytes=int(1.01 * peak))
     assert plan.in_backward is not None
     assert plan.actions == []
