@@ -246,7 +246,7 @@ def _one_plan(kind: str, folder: str, printed: str) -> Found:
     moved = re.search(r"the late device moved (\d+) storages", err)
     if moved is not None:
         told["moved"] = int(moved[1])
-    if dry():  # `--verify` starts processes that have no late device: what the script printed is compared instead
+    if dry():  # what `--verify` starts has no late device: what the script printed is compared instead
         told["verify"] = "identical" if out == printed else "on the late device it printed something else"
         return told
     verify = [*MEMOPT, "apply", f"{kind}.plan.json", "--verify", "3", "--deterministic"]

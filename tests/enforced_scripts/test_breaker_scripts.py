@@ -99,7 +99,9 @@ def test_a_package_is_imported_when_the_script_runs_and_as_part_of_it(tmp_path):
         last = profiled.stderr.splitlines()
         if name == "works":
             assert last[0].startswith("memopt: running python -m works.train")
-            assert all(line.startswith("memopt: ") for line in last), "torch's C++ says nothing of older blocks"
+            assert all(line.startswith("memopt: ") for line in last), (
+                "torch's C++ says nothing of older blocks"
+            )
             assert any(line.startswith("memopt: wrote works.gz") for line in last)
         else:
             assert "RuntimeError: a mistake of the package" in last
