@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,16 @@ from memopt.trace import REPLAYABLE
 from tests.support.profiled import ROOT, profiler
 
 
+@pytest.fixture
+def _budget_put_back() -> Iterator[None]:
+    """By torch's own means: what `monkeypatch` puts back is gone for the compiler."""
+    with functorch_config.patch(activation_memory_budget=1.0, activation_memory_budget_solver="dp"):
+        yield
+
+
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
-def test_compiled_with_eager_kernels_learns_the_same_with_batch_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functorch_config, "activation_memory_budget", 1.0)
-    monkeypatch.setattr(functorch_config, "activation_memory_budget_solver", "dp")
+@pytest.mark.usefixtures("_budget_put_back")
+def test_compiled_with_eager_kernels_learns_the_same_with_batch_norm() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 1, 3))
     model = copy.deepcopy(plain)
