@@ -97,32 +97,41 @@ class Recordings:
         """id of a parameter -> its name."""
         self.notes: list[str] = []
 
-    def begin(self, iteration: int, *, with_bytes: bool) -> None:
-        """Record from here on."""
-        from torch import nn
+    def begin(self, iteration: int) -> None:
+        """Record from here on.
 
+        The first recording that was asked for measures bytes; those before it take times only, for scripts that end before it: two of
+        torch's profiles in a row, the first of which has ended in an optimizer's hook, crash now and then (2.13).
+        """
         from memopt.instrument import modes
-        from memopt.instrument.live_objects import living
-        from memopt.instrument.memory.buckets import bucket_sizes
         from memopt.profiler.cache_calls import CacheCalls
         from memopt.profiler.known import device_in_use, tell_all
         from memopt.profiler.updates import watch_updates
 
-        if with_bytes:
+        if self.result is None:
             self.device = self._wanted.device or device_in_use()
-        clock = self._clock(with_bytes)
+        clock = self._clock(with_bytes=iteration > self._wanted.warmup and self.result is None)
         most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
         recorder = self._recorder(clock, most)
         self.names = tell_all(recorder.met.know, self._frames)
-        recorder.met.expect(bucket_sizes(living(nn.Module)[0], self.device))
+        recorder.met.expect(self.buckets())
         recorder.begin()
         clock.start()
         recorder.also_held(clock.base_bytes)
         modes.enter(recorder)
-        watch = watch_updates(recorder, self._iterations) if with_bytes else None
+        watch = watch_updates(recorder, self._iterations) if self.result is None else None
         calls = CacheCalls(recorder.cache_emptied)
         calls.install()
         self.now = Recording(recorder, clock, iteration, watch, calls)
+
+    def buckets(self) -> list[int]:
+        """Bytes of DistributedDataParallel's buckets. A recording shows them to Python, where the next would count them twice."""
+        from torch import nn
+
+        from memopt.instrument.live_objects import living
+        from memopt.instrument.memory.buckets import bucket_sizes
+
+        return bucket_sizes(living(nn.Module)[0], self.device)
 
     def _recorder(self, clock: OpClock, most: int) -> Recorder:
         from memopt.profiler.recorder import Recorder
@@ -137,7 +146,7 @@ class Recordings:
         recorder.tier = self._tier
         return recorder
 
-    def _clock(self, with_bytes: bool) -> OpClock:
+    def _clock(self, *, with_bytes: bool) -> OpClock:
         from memopt.profiler.clock import CpuClock, CudaClock, TimeOnly
 
         if self.device == "cuda" and (with_bytes or self.result is not None):

@@ -172,7 +172,7 @@ class ProfileSession:
         from memopt.profiler.known import device_in_use
 
         self._above_bytes = was_above_now_bytes(self._wanted.device or device_in_use())
-        recordings.begin(iteration=1, with_bytes=False)
+        recordings.begin(iteration=1)
         assert recordings.now is not None
         self._then_bytes = recordings.now.recorder.base_bytes
 
@@ -354,7 +354,6 @@ class ProfileSession:
         assert self._iterations is not None
         recordings = self._recordings
         assert recordings is not None
-        wanted = self._wanted
         iterations = self._iterations
         count = self._plain.number(count, iterations.rounds, came_late=iterations.came_late)
         if recordings.now is not None:
@@ -367,21 +366,28 @@ class ProfileSession:
             recordings.result = None
             recordings.earlier.clear()
         self._frames.new_iteration()
-        if wanted.warmup <= count and (count < wanted.warmup + wanted.steps or recordings.result is None):
-            recordings.begin(iteration=count + 1, with_bytes=recordings.result is None)
-        elif count < wanted.warmup and (wanted.offload is not None or self._may_be_short(count)):
-            # times only: torch's profiler crashes now and then when one of two profiles has ended in an optimizer's hook (2.13)
-            recordings.begin(iteration=count + 1, with_bytes=False)
+        if self._is_next_recorded(count):
+            recordings.begin(iteration=count + 1)
         elif recordings.result is not None and not iterations.waits_for_another:
             self._publish_whole(recordings.result)
+
+    def _is_next_recorded(self, count: int) -> bool:
+        wanted, recordings = self._wanted, self._recordings
+        assert recordings is not None
+        if count < wanted.warmup:
+            return wanted.offload is not None or self._may_be_short(count)
+        return count < wanted.warmup + wanted.steps or recordings.result is None
 
     def _may_be_short(self, count: int) -> bool:
         """The second iteration is recorded for scripts that make no third; where nothing will be timed after the third, it is timed.
 
         Not one of very many ops: the first is known, and recording another takes long."""
-        earlier = self._recordings.earlier if self._recordings is not None else []
-        few = not earlier or len(earlier[0].recorder.ops) < _MANY_OPS
-        return not earlier or (count == 1 and few and not _has_peers() and not _has_buckets())
+        assert self._recordings is not None
+        earlier = self._recordings.earlier
+        if not earlier:
+            return True
+        few = len(earlier[0].recorder.ops) < _MANY_OPS
+        return count == 1 and few and not _has_peers() and not self._recordings.buckets()
 
     def _worth_timing(self) -> bool:
         """Shall the script go on, to be timed? Several processes must stop at the same iteration, or one waits for ever."""
@@ -504,16 +510,6 @@ def _only(made: int, iteration: int) -> str:
     times = "1 iteration" if made == 1 else f"{made} iterations"
     first = ": what the optimizer keeps was made in it" if iteration == 1 else ""
     return f"{MADE_ONLY}{times} only, and this is number {iteration}{first}"
-
-
-def _has_buckets() -> bool:
-    """Does DistributedDataParallel train here? A recording shows its buckets to Python, where the next would count them twice."""
-    from torch import distributed, nn
-
-    from memopt.instrument.live_objects import living
-
-    parallel = nn.parallel.DistributedDataParallel
-    return distributed.is_available() and any(isinstance(each, parallel) for each in living(nn.Module)[0])
 
 
 def _has_peers() -> bool:
