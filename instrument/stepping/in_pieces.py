@@ -19,9 +19,7 @@ from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.stepping.single_parameter_step import (
     PROVED,
     Group,
-    _hooks_of_others,
-    _is_a_schedulers,
-    _is_torchs,
+    not_its_own_step,
     parameters_of,
 )
 
@@ -142,13 +140,8 @@ def why_not(optimizer: torch.optim.Optimizer, *, with_closure: bool = False) -> 
     kind = type(optimizer)
     if kind not in ELEMENTWISE:
         return f"{kind.__name__} is not among the optimizers that update each element by itself"
-    if not _is_torchs(kind.step):
-        return f"somebody has replaced the step of {kind.__name__}"
-    own = vars(optimizer).get("step")
-    if own is not None and not _is_a_schedulers(own, kind):
-        return "the script has replaced the optimizer's step"
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _hooks_of_others():
-        return "somebody hooks the optimizer's step, and may look at gradients there"
+    if why := not_its_own_step(optimizer):
+        return why
     if with_closure:
         return "the step computes the loss itself, in a closure"
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):

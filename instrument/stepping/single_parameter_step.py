@@ -58,6 +58,18 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
     kind = type(optimizer)
     if kind not in PROVED:
         return f"{kind.__name__} is not among the optimizers that are known to give the same bits"
+    if why := not_its_own_step(optimizer):
+        return why
+    if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
+        return "the optimizer is differentiable or capturable"
+    if several_processes():
+        return "several processes train together, and gradients are reduced after backward"
+    return _why_not_these([parameter for _, parameter in parameters_of(optimizer)])
+
+
+def not_its_own_step(optimizer: torch.optim.Optimizer) -> str:
+    """Who else has a hand in the optimizer's step, which then must not be taken in parts; empty where it is torch's own."""
+    kind = type(optimizer)
     if not _is_torchs(kind.step):
         return f"somebody has replaced the step of {kind.__name__}"
     own = vars(optimizer).get("step")
@@ -65,11 +77,7 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
         return "the script has replaced the optimizer's step"
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or _hooks_of_others():
         return "somebody hooks the optimizer's step, and may look at gradients there"
-    if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
-        return "the optimizer is differentiable or capturable"
-    if several_processes():
-        return "several processes train together, and gradients are reduced after backward"
-    return _why_not_these([parameter for _, parameter in parameters_of(optimizer)])
+    return ""
 
 
 def several_processes() -> bool:
