@@ -27,3 +27,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True):
     """Kind and settings, as PYTORCH_ALLOC_CONF writes them."""
     modelled: bool = False
     """Rates and op times come from a table, not from a measurement."""
+
+    def rates_of(self, tier: str | None) -> tuple[float, float]:
+        """Bytes per second out to `host` or `disk`, and back."""
+        if tier == "host":
+            return self.host_out_bytes_per_s, self.host_in_bytes_per_s
+        return self.disk_out_bytes_per_s, self.disk_in_bytes_per_s

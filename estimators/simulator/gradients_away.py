@@ -8,12 +8,13 @@ a piece of small ones, at a time. Storages, slots and ops keep their numbers.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from memopt.device import Device
-from memopt.estimators.simulator.in_pieces import HANDOVER_MS, ONE_CORE
+from memopt.estimators.simulator.timeline import staging_ms
 from memopt.plan import Tier
 from memopt.trace import Trace
 from memopt.updates import Updates
@@ -90,11 +91,12 @@ def _gone(trace: Trace, updates: Updates) -> list[Gone]:
     storages, n = trace.storages, trace.op_count
     rows = sorted(zip(updates.ready_before, updates.gradient, updates.parameter, strict=True))
     rows = [row for row in rows if _may_leave(trace, row[1], row[2])]
+    uses = _uses(trace, (gradient for _, gradient, _ in rows))
     found = []
     for place, (whole, gradient, _) in enumerate(rows):
         leaves = rows[place + 2][0] if place + 2 < len(rows) else rows[-1][0]
         leaves = max(leaves, whole + 1)
-        read = _first_use(trace, gradient, whole, updates)
+        read = _first_use(uses[gradient], whole, updates)
         end = min(storages.death_op[gradient] + 1, n)
         for_good = read is None
         back = end if read is None else read
@@ -109,37 +111,38 @@ def _may_leave(trace: Trace, gradient: int, parameter: int) -> bool:
     return sizes[gradient] >= LEAST_BYTES and sizes[gradient] == sizes[parameter] and births[gradient] >= 0
 
 
-def _first_use(trace: Trace, gradient: int, whole: int, updates: Updates) -> int | None:
+def _first_use(uses: list[int], whole: int, updates: Updates) -> int | None:
     """The first op outside the step that reads or writes it once it is whole."""
-    outside = itertools.chain(range(whole, updates.begin_op), range(updates.end_op, trace.op_count))
-    return next((op for op in outside if _uses(trace, op, gradient)), None)
+    return next((op for op in uses if whole <= op < updates.begin_op or op >= updates.end_op), None)
 
 
-def _uses(trace: Trace, op: int, storage: int) -> bool:
-    values = (*trace.ops.reads.row(op), *trace.ops.writes.row(op))
-    return any(trace.values.storage[value] == storage for value in values)
+def _uses(trace: Trace, storages: Iterable[int]) -> dict[int, list[int]]:
+    """Storage -> ops that read or write it, in order."""
+    found: dict[int, list[int]] = {storage: [] for storage in storages}
+    for op in range(trace.op_count):
+        values = (*trace.ops.reads.row(op), *trace.ops.writes.row(op))
+        for storage in {trace.values.storage[value] for value in values} & found.keys():
+            found[storage].append(op)
+    return found
 
 
 def _old_ones(trace: Trace, updates: Updates) -> list[tuple[int, int]]:
     """(bytes, op before which it is back, or no more there) of each gradient that the iteration before has left behind."""
     storages, found = trace.storages, []
+    uses = _uses(trace, updates.old_gradients)
     for gradient in updates.old_gradients:
         size = storages.size_bytes[gradient]
         if size < LEAST_BYTES or storages.birth_op[gradient] >= 0:
             continue
-        uses = (op for op in range(trace.op_count) if _uses(trace, op, gradient))
-        found.append((size, min(next(uses, trace.op_count), storages.death_op[gradient] + 1)))
+        first = next(iter(uses[gradient]), trace.op_count)
+        found.append((size, min(first, storages.death_op[gradient] + 1)))
     return found
 
 
 def _copies_ms(size_bytes: int, tier: Tier, device: Device) -> tuple[float, float]:
     """Out and back, as if nothing hid them; on a CPU with what the tier's threads take of the cores."""
-    host = tier == "host"
-    out_rate = device.host_out_bytes_per_s if host else device.disk_out_bytes_per_s
-    in_rate = device.host_in_bytes_per_s if host else device.disk_in_bytes_per_s
-    beside = 0.0
-    if device.kind == "cpu" and device.copy_bytes_per_s > 0:
-        beside = HANDOVER_MS + ONE_CORE * 1000 * size_bytes / device.copy_bytes_per_s
+    out_rate, in_rate = device.rates_of(tier)
+    beside = staging_ms(size_bytes, device)
     return (
         max(beside, 1000 * size_bytes / out_rate),
         max(beside, 1000 * size_bytes / in_rate),

@@ -17,6 +17,7 @@ import msgspec
 from memopt.device import Device
 from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.in_backward import groups_of
+from memopt.estimators.simulator.timeline import staging_ms
 from memopt.plan import Tier
 from memopt.trace import CATEGORIES, PHASES, Trace
 
@@ -24,9 +25,6 @@ SEGMENT_MS = 0.03
 """Per part of a parameter: slices, copies of its counters, and the optimizer's own Python."""
 PIECE_MS = 0.1
 """Per piece: one more call of the step."""
-HANDOVER_MS = 0.5
-"""Per copy to or from the disk tier of a CPU, as for swapped tensors (`timeline`)."""
-ONE_CORE = 2.0
 WINDOW = 3
 """Pieces of state that are on the device at once."""
 _LEAST_PIECE, _MOST_PIECE, _PIECES = 64 << 10, 8 << 20, 48
@@ -238,16 +236,14 @@ def _calls_ms(step: _Step) -> float:
 
 def _paging_ms(step: _Step, tier: Tier, device: Device, away_bytes: int) -> float:
     """What the step takes longer: more calls, and copies that nothing hides."""
-    out_rate = device.host_out_bytes_per_s if tier == "host" else device.disk_out_bytes_per_s
-    in_rate = device.host_in_bytes_per_s if tier == "host" else device.disk_in_bytes_per_s
+    out_rate, in_rate = device.rates_of(tier)
     if min(out_rate, in_rate) <= 0:
         return float("inf")
     bundle = step.bundle_bytes
     count = -(-away_bytes // max(1, bundle))
     own_ms = sum(step.trace.ops.time_us[op] for op in step.ops) / 1000
     beside_ms = own_ms * away_bytes / step.state_bytes if step.state_bytes else 0.0
-    if device.kind == "cpu" and device.copy_bytes_per_s > 0:
-        beside_ms += 2 * count * (HANDOVER_MS + ONE_CORE * 1000 * bundle / device.copy_bytes_per_s)
+    beside_ms += 2 * count * staging_ms(bundle, device)
     in_ms, out_ms = 1000 * bundle / in_rate, 1000 * bundle / out_rate
     lanes_ms = count * (in_ms + out_ms) if tier == "disk" else count * max(in_ms, out_ms)
     own_share_ms = own_ms * away_bytes / step.state_bytes if step.state_bytes else 0.0

@@ -35,6 +35,13 @@ ONE_CORE = 2.0
 """Times as long as the kernels' own copy, on all cores, takes a thread of the tier."""
 
 
+def staging_ms(size_bytes: int, device: Device) -> float:
+    """What one copy to or from a tier takes of the cores that compute; 0 but on a CPU."""
+    if device.kind != "cpu" or device.copy_bytes_per_s <= 0:
+        return 0.0
+    return HANDOVER_MS + ONE_CORE * size_bytes / device.copy_bytes_per_s * 1000
+
+
 @dataclass(slots=True)
 class _Deltas:
     """What is added to an array: sparse, summed up once."""
@@ -232,10 +239,7 @@ class Simulator:
 
     def staging_ms(self, saved: Saved) -> float:
         """What swapping `saved` takes of the compute lane: on a CPU the cores that compute copy to and from the tier's buffers."""
-        rate = self.device.copy_bytes_per_s
-        if self.device.kind != "cpu" or rate <= 0:
-            return 0.0
-        return 2 * (HANDOVER_MS + ONE_CORE * saved.size_bytes / rate * 1000)
+        return 2 * staging_ms(saved.size_bytes, self.device)
 
     def _stage(self, state: _State, saved: Saved) -> None:
         half_ms = self.staging_ms(saved) / 2
@@ -349,11 +353,8 @@ class Simulator:
 
     def copy_ms(self, size_bytes: int, decision: Decision, *, out: bool) -> float:
         """Time of one copy on its lane; infinite where the device has no such link."""
-        device = self.device
-        if decision.tier == "host":
-            rate = device.host_out_bytes_per_s if out else device.host_in_bytes_per_s
-        else:
-            rate = device.disk_out_bytes_per_s if out else device.disk_in_bytes_per_s
+        out_rate, in_rate = self.device.rates_of(decision.tier)
+        rate = out_rate if out else in_rate
         return size_bytes / rate * 1000 if rate > 0 else float("inf")
 
     def _replay_lanes(self, state: _State, times: Floats) -> list[Interval]:
