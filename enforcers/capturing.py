@@ -8,6 +8,13 @@ decides by who still holds a tensor what the next graph may write over: there ev
 from __future__ import annotations
 
 
+def on_this_stream() -> bool:
+    """Whatever device there is."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class Capturing:
     """Of `device`'s type, asked before each thing that a graph must not see."""
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from memopt.enforcers import capturing
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.estimators.simulator.gradients_away import LEAST_BYTES
 from memopt.instrument.live_objects import living
@@ -78,7 +79,7 @@ class GradientsElsewhere:
         """Gradients with a graph of their own stay, and what they add to comes back. So do those that processes exchange: DDP's reducer
         writes them from C++, after our hooks."""
         self._hidden = False  # a step that raised has no end
-        self._paused = keep_graph or create_graph or several_processes() or _capturing()
+        self._paused = keep_graph or create_graph or several_processes() or capturing.on_this_stream()
         if self._paused:
             for known in list(self._away.values()):
                 self._bring(known)
@@ -262,11 +263,6 @@ def _on(storage: UntypedStorage, like: Tensor) -> Tensor:
     tensor = torch.empty(0, dtype=like.dtype, device=storage.device)
     with torch.no_grad():
         return tensor.set_(storage, 0, like.shape, like.stride())
-
-
-def _capturing() -> bool:
-    """A CUDA graph holds the addresses of what it was captured with."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _may_leave(parameter: Tensor) -> bool:

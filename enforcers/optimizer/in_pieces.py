@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
+from memopt.enforcers import capturing
 from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
@@ -160,7 +161,7 @@ class OptimizerInPieces:
 
 
 def _odd(optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> str:
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+    if capturing.on_this_stream():
         return "a CUDA graph was being captured"
     for _, parameter in parameters_of(optimizer):
         each = gradients.get(id(parameter))
