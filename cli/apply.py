@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import secrets
 import shlex
 import signal
 import sys
-import tempfile
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -273,9 +271,9 @@ class Told:
 
     def __init__(self, plan: Plan, options: Options, session: ApplySession) -> None:
         from memopt.enforcers.child import EnforcesInChild
-        from memopt.instrument.script.children import Children
+        from memopt.instrument.script.children import Children, unused_name
 
-        name = Path(tempfile.gettempdir(), f"memopt-{os.getpid()}-{secrets.token_hex(8)}")
+        name = unused_name()
         self._outcome, self._claim = name.with_suffix(".outcome"), name.with_suffix(".enforced")
         watcher = EnforcesInChild(plan, options, self._outcome, self._claim)
         self._children = Children(watcher, wanted=lambda: not session.iterations_seen)

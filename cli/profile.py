@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shlex
 import signal
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +171,8 @@ class _Ending:
     """Writes the profile when there is one, and says at the end what became of it."""
 
     def __init__(self, path: Path, quiet: bool, warmup: int) -> None:
+        from memopt.instrument.script.children import unused_name
+
         self._warmup = warmup
         self._raised = ""
         self._path = path
@@ -180,7 +180,7 @@ class _Ending:
         self._pid = os.getpid()
         self._trace: Trace | None = None
         self._failure: MemoptError | None = None
-        self.claim = Path(tempfile.gettempdir(), f"memopt-{os.getpid()}-{secrets.token_hex(8)}.recorded")
+        self.claim = unused_name().with_suffix(".recorded")
         """There once a process that the script has started has left the profile."""
 
     def write(self, trace: Trace) -> None:

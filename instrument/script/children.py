@@ -7,6 +7,8 @@ be. A process of a class with a `run` of its own is not followed.
 from __future__ import annotations
 
 import os
+import secrets
+import tempfile
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -67,6 +69,11 @@ class Children:
 
 def _may_train(target: Callable[..., Any]) -> bool:
     return not str(getattr(target, "__module__", "")).startswith(_NOT_THESE)
+
+
+def unused_name() -> Path:
+    """A file for temporary use that only this process, and those that it tells, know of."""
+    return Path(tempfile.gettempdir(), f"memopt-{os.getpid()}-{secrets.token_hex(8)}")
 
 
 def is_first(claim: Path) -> bool:
