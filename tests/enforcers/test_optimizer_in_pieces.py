@@ -18,8 +18,6 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
 from memopt.device import Device
 from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
-from memopt.enforcers.tiers.disk import DiskStore
-from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.verify import digest
 from memopt.estimators.simulator.in_pieces import why_not
 from memopt.instrument.iterations import Iterations
@@ -27,6 +25,7 @@ from memopt.instrument.stepping.in_pieces import ALIGNED, pieces_of, same_bits_i
 from memopt.outcome import Outcome
 from memopt.plan import OPTIMIZER_IN_PIECES, Plan, ScriptAction, Tier
 from memopt.trace import Script
+from tests.support.disks import Full
 from tests.support.enforced import Loop, enforced, recorded, seeded
 from tests.support.loops import LOOPS
 from tests.support.stepping import OPTIMIZERS, everything, stepping
@@ -543,18 +542,6 @@ def test_the_trial_tells_a_kernel_whose_bits_depend_on_the_slice() -> None:
 
 
 # --- the tier
-
-
-class Full(DiskStore):
-    """A disk that is full after so many writes."""
-
-    left = 5
-
-    def write_async(self, storage: torch.UntypedStorage) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            self.failure = self.failure or SwapFailed("the disk is full")
-        return super().write_async(storage)
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

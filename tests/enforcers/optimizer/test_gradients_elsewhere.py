@@ -16,8 +16,6 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
 from memopt.enforcers.optimizer import gradients_elsewhere
 from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
-from memopt.enforcers.tiers.disk import DiskStore
-from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.verify import digest
 from memopt.estimators.simulator import gradients_away
 from memopt.estimators.simulator.gradients_away import why_not
@@ -26,6 +24,7 @@ from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.profiler import updates
 from tests.enforcers.test_optimizer_in_pieces import EACH, STEPS, net, plan_for, training
+from tests.support.disks import Full
 from tests.support.enforced import Loop, enforced, recorded, seeded
 from tests.support.loops import LOOPS
 from tests.support.stepping import OPTIMIZERS, everything, stepping
@@ -194,18 +193,6 @@ def test_a_gradient_with_a_graph_and_a_hook_of_the_scripts(tmp_path: Path) -> No
         return [*found, *everything(model, optimizer)]
 
     check(loop, tmp_path)
-
-
-class Full(DiskStore):
-    """A disk with room for a few gradients."""
-
-    left = 5
-
-    def write_async(self, storage: torch.UntypedStorage) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            self.failure = self.failure or SwapFailed("the disk is full")
-        return super().write_async(storage)
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
