@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
-from memopt.cli.estimate import _with_flag, estimate
+from memopt.cli.estimate import _with_flag
+from memopt.cli.main import group
 from memopt.devices import find_device
 from memopt.errors import GateFailed, MemoptError, NotPossibleHere, UsageError
 from memopt.estimators import batch_search
@@ -49,7 +50,7 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def run(*args: str) -> str:
-    result = CliRunner().invoke(estimate, list(args), catch_exceptions=True, standalone_mode=False)
+    result = CliRunner().invoke(group, ["estimate", *args], catch_exceptions=True, standalone_mode=False)
     if result.exception is not None:
         raise result.exception
     return result.stdout
@@ -204,7 +205,7 @@ def test_an_option_of_ours_that_went_to_the_script_is_told(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(source)
-    result = CliRunner().invoke(estimate, [str(script), *words], standalone_mode=False)
+    result = CliRunner().invoke(group, ["estimate", str(script), *words], standalone_mode=False)
     assert result.exception is None
     assert canned == [[str(script), *words]]
     assert ("options of memopt come before the script" in result.stderr) == told

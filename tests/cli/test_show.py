@@ -259,9 +259,9 @@ def test_top_limits_the_rows(profile: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_show_help_names_its_options() -> None:
-    from memopt.cli.show import show
+    from memopt.cli.main import group
 
-    text = CliRunner().invoke(show, ["--help"]).output
+    text = CliRunner().invoke(group, ["show", "--help"]).output
     assert "--json" in text
     assert "--top" in text
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from memopt.cli.estimate import estimate as command
+from memopt.cli.main import group
 from memopt.devices import find_device
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.hidden.calibrated import calibration_of, calibration_path
@@ -81,7 +81,9 @@ def test_a_script_is_estimated_with_it(calibration: Path, monkeypatch: pytest.Mo
     def estimate(*options: str) -> dict[str, object]:
         with monkeypatch.context() as patch:
             patch.setenv("MEMOPT_CALIBRATION", "")
-            ran = CliRunner().invoke(command, ["--json", *options, "train.py"], standalone_mode=False)
+            ran = CliRunner().invoke(
+                group, ["estimate", "--json", *options, "train.py"], standalone_mode=False
+            )
         assert ran.exception is None, ran.output
         return json.loads(ran.stdout)  # type: ignore[no-any-return]
 
@@ -107,8 +109,8 @@ def test_an_onnx_model_is_estimated_with_it_and_for_its_device(
     def estimate(*options: str) -> dict[str, object]:
         with monkeypatch.context() as patch:
             patch.setenv("MEMOPT_CALIBRATION", "")
-            words = ["m.onnx", "--batch-size", "8", "--json", *options]
-            ran = CliRunner().invoke(command, words, standalone_mode=False)
+            words = ["estimate", "m.onnx", "--batch-size", "8", "--json", *options]
+            ran = CliRunner().invoke(group, words, standalone_mode=False)
         assert ran.exception is None, ran.output
         return json.loads(ran.stdout)  # type: ignore[no-any-return]
 
