@@ -116,18 +116,7 @@ class ApplySession:
         session, cls._installed = cls._installed, None
         if session is None or session._pid == os.getpid():
             return
-        if session._engine is not None:
-            session._engine.stop()
-        for part in (
-            session._hooks,
-            session._updates,
-            session._pieces,
-            session._iterations,
-            session._frames,
-            session._forms,
-        ):
-            if part is not None:
-                part.remove()
+        session._remove()
 
     def _torch_imported(self) -> None:
         self._try_to_set_up(None)
@@ -271,7 +260,7 @@ class ApplySession:
             self._iterations = self._frames = self._forms = None
 
     def _remove(self) -> None:
-        """Leave the script to itself."""
+        """Leave the script to itself; in a forked child, too."""
         if self._engine is not None:
             self._engine.stop()
         if self._frames is not None:
@@ -280,7 +269,7 @@ class ApplySession:
         for part in (self._hooks, self._updates, self._pieces, self._gradients, *watchers):
             if part is not None:
                 part.remove()
-        if self._swapper is not None:
+        if self._swapper is not None and os.getpid() == self._pid:
             self._swapper.close()
 
     def _outcome(self) -> Outcome:
