@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -176,8 +176,6 @@ class ApplySession:
                 self._frames.install()
                 self._forms = PlainForms()
                 self._forms.install()
-            self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
-            self._hooks.install()
             if "@" in tables.frames or (loop is not None and loop.iterations.count):
                 self._engine.enter()
             if loop is None:
@@ -200,7 +198,16 @@ class ApplySession:
             self._pieces = OptimizerInPieces(
                 self._iterations, pieces.piece_bytes, tier, most, self._gradients
             )
+        if not tables.empty or self._gradients is not None:
+            self._hooks = SavedTensorHooks(self._engine.pack, self._unpack)
+            self._hooks.install()
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
+
+    def _unpack(self, handle: Any) -> torch.Tensor:
+        assert self._engine is not None
+        if self._gradients is not None:
+            self._gradients.asked_for_saved()
+        return self._engine.unpack(handle)
 
     def _training_begins(self) -> None:
         """What prepares the training has run without the mode, which would slow small ops down."""

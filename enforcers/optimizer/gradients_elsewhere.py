@@ -52,7 +52,7 @@ class GradientsElsewhere:
         self._reads = GradientReads(self, everywhere=True)
         self._hooked: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
         self._fresh: deque[weakref.ref[Tensor]] = deque()
-        """Whole, but perhaps still held by the engine: sent when the next one is whole."""
+        """Whole, but perhaps still held by the engine: sent when the next one is whole, or another node begins."""
         self._last: Any = None
         """The ticket of the one that was sent last; at most one is on its way."""
         self._away: dict[int, _Away] = {}
@@ -90,6 +90,20 @@ class GradientsElsewhere:
                 self._bring(known)
         elif not self._hooked:
             self.watch(living(torch.optim.Optimizer)[0])
+
+    def asked_for_saved(self) -> None:
+        """Autograd begins another node: what is whole is the engine's no more, and what is on its way is to be gone."""
+        if self._paused or not (self._fresh or self._last is not None):
+            return
+        guard = DisableTorchDispatch()
+        try:
+            with held(), self._lock, torch.no_grad():
+                if not self._fresh:
+                    self._wait_for_last()
+                while self._fresh:
+                    self._send_next()
+        finally:
+            del guard
 
     def backward_ended(self) -> None:
         with held():
