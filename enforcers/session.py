@@ -314,6 +314,8 @@ class ApplySession:
             notes.append(
                 f"{self._left_plain} iterations began to train in another thread and ran without the plan"
             )
+        swaps = [part for part in (self._swapper, self._pieces) if part is not None]
+        notes += dict.fromkeys(why for part in swaps for why in part.frees_nothing())
         measured = self._measurements
         notes += measured.notes()
         outcome = Outcome(

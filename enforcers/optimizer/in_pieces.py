@@ -158,6 +158,11 @@ class OptimizerInPieces:
             else []
         )
 
+    def frees_nothing(self) -> list[str]:
+        """Why paging has freed nothing, if that is so."""
+        why = getattr(self._tier, "frees_nothing", "")
+        return [why] if why else []
+
     def remove(self) -> None:
         """Page no more. State that is away comes back when somebody asks for it: the tier stays open until the process ends."""
         for optimizer in list(self._hidden):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,6 +152,26 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert guard.over_bytes > 0
 
 
+def test_a_forked_child_trains_plain(tmp_path: Path) -> None:
+    """A worker of a loader has the guard's mode and hooks, and none of the threads of its tier."""
+    children: list[int] = []
+
+    def loop(steps: int) -> list[str]:
+        found = layers()(steps - 1)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            try:
+                os._exit(0 if len(layers()(1)) > 1 else 3)
+            except BaseException:
+                os._exit(4)
+        children.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return [*found, *layers()(1)]
+
+    assert guarded(loop, tmp_path, 1)[0] == seeded(loop, STEPS)
+    assert children == [0, 0]
+
+
 def test_what_is_changed_in_place_is_told_as_by_autograd(tmp_path: Path) -> None:
     def loop(steps: int) -> list[str]:
         weight = nn.Parameter(torch.ones(300, 300))
@@ -203,8 +225,10 @@ def test_a_run_without_a_plan(tmp_path: Path) -> None:
     assert len(held.stderr.splitlines()) == 3
     (guard,) = outcome_of(tmp_path, "held.json")["guards"]
     assert guard["most_bytes"] <= 0.6 * most
-    low = memopt(tmp_path, "run", "--online", "--budget", "100KB", "train.py", "12")
+    shared = ("--swap-dir", "/dev/shm") if Path("/dev/shm").is_dir() else ()
+    low = memopt(tmp_path, "run", "--online", "--budget", "100KB", *shared, "train.py", "12")
     assert low.stdout == wanted
+    assert ("/dev/shm is itself memory" in low.stderr) is bool(shared)
     assert low.stderr.startswith("memopt: NOT held: live bytes reached ")
     assert not list((tmp_path / ".memopt").glob("*.plan.json"))
 

@@ -190,6 +190,16 @@ def test_signals_wait_for_the_end_of_the_block_and_a_second_ctrl_c_does_not(sent
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_swap_folder_that_is_memory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """State and saved tensors that go there free nothing where the device is the host's memory."""
+    _, outcome = enforced(forgiving, plan(), tmp_path, STEPS)
+    assert not [note for note in outcome.notes if "tmpfs" in note]
+    monkeypatch.setattr("memopt.enforcers.tiers.disk.is_in_memory", lambda folder: True)
+    _, outcome = enforced(forgiving, plan(), tmp_path, STEPS)
+    (note,) = [note for note in outcome.notes if "tmpfs" in note]
+    assert note.startswith(str(tmp_path))
+
+
 def test_a_forked_child_is_let_be(tmp_path: Path) -> None:
     """It has gradients, state and hooks of its parent's: what it computes by itself is plain, what is away is told of, nothing hangs."""
     session = ApplySession(plan(late=True), Options(swap_dir=tmp_path, measure=False))
