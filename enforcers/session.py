@@ -198,7 +198,8 @@ class ApplySession:
             self._pieces = OptimizerInPieces(
                 self._iterations, pieces.piece_bytes, tier, most, self._gradients
             )
-        if not tables.empty or self._gradients is not None:
+        falls_back = self._shares_loop and bool(self._plan.script_actions)
+        if not tables.empty or self._gradients is not None or falls_back:
             self._hooks = SavedTensorHooks(self._engine.pack, self._unpack)
             self._hooks.install()
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 from memopt.enforcers.guard import Guard
+from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.per_device import disk_tier
 from memopt.enforcers.tiers.swap import SwapFailed
@@ -23,6 +25,7 @@ from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.loop import Loop
 from tests.cli.test_run import memopt, outcome_of, plain
+from tests.enforcers.test_optimizer_in_pieces import plan_for
 from tests.support.enforced import Loop as TrainingLoop
 from tests.support.enforced import seeded
 from tests.support.loops import LOOPS
@@ -34,7 +37,7 @@ STEPS = 6
 class Relay:
     """The loop is watched before the guard is made, as it is in a run."""
 
-    guard: Guard
+    guard: Guard | ApplySession
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.guard, name)
@@ -48,12 +51,12 @@ def guarded(
     for part in (frames, iterations, forms):
         part.install()
     tier, watched = disk_tier(folder), Loop(frames, iterations, forms)
-    relay.guard = Guard(watched, tier, "cpu", budget_bytes)
-    relay.guard.begin()
+    guard = relay.guard = Guard(watched, tier, "cpu", budget_bytes)
+    guard.begin()
     try:
-        return seeded(loop, steps), relay.guard
+        return seeded(loop, steps), guard
     finally:
-        relay.guard.end()
+        guard.end()
         watched.remove()
         tier.close()
 
@@ -170,6 +173,24 @@ def test_a_forked_child_trains_plain(tmp_path: Path) -> None:
 
     assert guarded(loop, tmp_path, 1)[0] == seeded(loop, STEPS)
     assert children == [0, 0]
+
+
+def test_a_plan_for_the_optimizer_alone_sees_larger_iterations(tmp_path: Path) -> None:
+    """Or the guard would never take over from it."""
+    made = msgspec.structs.replace(plan_for(None), saved_tensors=1, saved_elements=1)
+    relay, frames, forms = Relay(), Frames(), PlainForms()
+    iterations = Iterations(relay, frames.thread)
+    watched = Loop(frames, iterations, forms)
+    for part in (frames, iterations, forms):
+        part.install()
+    session = relay.guard = ApplySession(made, Options(swap_dir=tmp_path, measure=False))
+    session.begin_in(watched)
+    try:
+        assert seeded(layers(growing), STEPS) == seeded(layers(growing), STEPS)
+        assert session.larger_steps >= 3
+    finally:
+        session.finished()
+        watched.remove()
 
 
 def test_what_is_changed_in_place_is_told_as_by_autograd(tmp_path: Path) -> None:
