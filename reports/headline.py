@@ -13,7 +13,7 @@ from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.reports import verdict
 from memopt.reports.inputs import Inputs, Run
-from memopt.reports.page.moment import Moment, end_of, module_path, peak_of, phase_of
+from memopt.reports.page.moment import Moment, end_of, is_one_moment, module_path, peak_of, phase_of
 from memopt.reports.page.source import Source
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
@@ -171,7 +171,7 @@ def _run_figures(trace: Trace) -> list[Figure]:
     device = trace.device
     room = f"of {format_bytes(device.memory_bytes)}" if device.memory_bytes else ""
     where = ("Device", device.kind, device.name if device.name != device.kind else "")
-    if trace.op_count <= 1:
+    if is_one_moment(trace):
         return [("On the device", format_bytes(trace.peak_bytes), room), ("Found", f"{trace.storage_count:,} tensors", ""), where]  # fmt: skip
     return [
         ("Peak", format_bytes(trace.peak_bytes), room),
