@@ -26,6 +26,10 @@ from memopt.instrument.places import Loop, Roles, roles_of_modules
 from memopt.instrument.script.training_thread import TrainingThread
 from memopt.instrument.torch_internals import ask_for_module_hooks, module_hook_tables
 from memopt.instrument.traced import keep_out_of_compiler, unless_compiling
+from memopt.trace import MOST_CHARACTERS, bounded
+
+_MOST_CHARACTERS = MOST_CHARACTERS // 2
+"""Of a module's path: with the call it is a name that a profile keeps as it is."""
 
 
 class Frame:
@@ -212,9 +216,9 @@ class Frames:
         root = place.root() if place is not None else None
         if place is None or root is None:
             if self._stack:
-                return f"{self._stack[-1].path}.<{type(module).__name__}>"
+                return bounded(f"{self._stack[-1].path}.<{type(module).__name__}>", _MOST_CHARACTERS)
             place, root = self._put(module), module
-        return self._root_name(root) + place.path
+        return bounded(self._root_name(root) + place.path, _MOST_CHARACTERS)
 
     def _root_name(self, root: nn.Module) -> str:
         kind = type(root).__name__

@@ -25,7 +25,7 @@ function drawStrip(run) {
     const size = t.bytes[row], name = t.categories[t.category[row]];
     if (!byCategory.has(name)) byCategory.set(name, emptyBars(name, run.colors[name]));
     const start = xOf(run, Math.max(0, t.birth[row])), end = xOf(run, Math.min(run.n, t.death[row] + 1));
-    push(byCategory.get(name), start, end, below, size, row, size * 34 >= total ? inside(`${run.name(row)}  ${bytes(size)}`, ((end - start) / span) * room) : "");
+    push(byCategory.get(name), start, end, below, size, row, size * 36 >= total ? inside(`${run.name(row)}  ${bytes(size)}`, ((end - start) / span) * room) : "");
     const each = run.away.get(row);
     if (each && each.from >= 0) {
       if (!away.has(each.kind)) away.set(each.kind, hatched(each.kind));
@@ -59,7 +59,7 @@ function hidden(run, op, listed) {
 }
 
 function emptyBars(name, color) {
-  return { type: "bar", orientation: "h", name, x: [], base: [], y: [], width: [], customdata: [], text: [], textposition: "inside", insidetextanchor: "start", constraintext: "none", textangle: 0, insidetextfont: { size: 11.5, color: ["parameter"].includes(name) ? "#fff" : "#14171a" }, cliponaxis: true, marker: { color, line: { width: [], color: token("--card") } }, hovertemplate: [] };
+  return { type: "bar", orientation: "h", name, x: [], base: [], y: [], width: [], customdata: [], text: [], textposition: "inside", insidetextanchor: "start", constraintext: "none", textangle: 0, insidetextfont: { size: [], color: ["parameter"].includes(name) ? "#fff" : "#14171a" }, cliponaxis: true, marker: { color, line: { width: [], color: token("--card") } }, hovertemplate: [] };
 }
 
 function hatched(kind) {
@@ -69,7 +69,7 @@ function hatched(kind) {
 let scale = 1;
 function push(trace, start, end, below, size, row, text) {
   const run = current(), t = run.tensors, each = run.away.get(row);
-  trace.base.push(start); trace.x.push(end - start); trace.y.push(below + size / 2); trace.width.push(size); trace.customdata.push(row); trace.text.push(text);
+  trace.base.push(start); trace.x.push(end - start); trace.y.push(below + size / 2); trace.width.push(size); trace.customdata.push(row); trace.text.push(text); trace.insidetextfont.size.push(size * 24 >= scale ? 11.5 : 10.5);
   if (Array.isArray(trace.marker.line.width)) trace.marker.line.width.push(size * 110 >= scale ? 0.7 : 0);
   const facts = [`<b>${escaped(run.name(row))}</b>`, `${bytes(size)} · ${t.categories[t.category[row]]}`, `op ${Math.max(0, t.birth[row])} to ${t.death[row]}`];
   if (each) facts.push(`plan: ${escaped(each.does)}`);

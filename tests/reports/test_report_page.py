@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,6 +235,8 @@ def test_with_the_plan_the_picture_reaches_the_predicted_peak(files: Path, brows
         )
         assert top == plan.predicted_peak_bytes
         kinds = {action.kind for action in plan.actions}
+        hatches = found.page.locator("#strip-card .hatch")
+        assert {each.get_attribute("class") for each in hatches.all()} == {f"hatch {kind}" for kind in kinds}
         drawn = set(found.page.evaluate("document.getElementById('strip').data.map((t) => t.name)"))
         assert kinds & drawn
 
@@ -349,6 +352,9 @@ def test_a_moment_without_ops_is_a_table(tmp_path: Path, browser: Any) -> None:
         assert found.text("h1").startswith("Out of memory, with ")
         assert not found.page.is_visible("#area")
         assert found.text("#moment-what").endswith("when it ended")
+        assert found.text("#tensors-title").endswith("when it ended")
+        assert "op 0" not in found.text("main")
+        assert found.page.locator(".kpis dt").all_inner_texts() == ["On the device", "Found", "Device"]
 
 
 def test_hostile_names_stay_text(tmp_path: Path, browser: Any) -> None:
@@ -370,11 +376,25 @@ def test_hostile_names_stay_text(tmp_path: Path, browser: Any) -> None:
 
 def test_the_longest_name_is_cut(tmp_path: Path, browser: Any) -> None:
     trace = toy_trace()
-    strings = [text.replace("Net.fc", "N" * 60_000) for text in trace.strings]
+    strings = [text.replace("Net.fc", "N" * 2_000_000) for text in trace.strings]
     path = made(tmp_path, msgspec.structs.replace(trace, strings=strings))
-    assert path.stat().st_size < 6_000_000
+    assert path.stat().st_size < 6_000_000, "where 10 MB would do"
     with opened(browser, path) as found:
-        assert "NNN … NNN" in found.text("#rows")
+        assert re.search("NNN(…| … )", found.text("#rows"))
+
+
+@pytest.mark.parametrize("wide", [1280, 390])
+def test_a_very_deep_path_breaks_into_lines(tmp_path: Path, browser: Any, wide: int) -> None:
+    trace, deep = toy_trace(), ".".join(f"m{number}" for number in range(500))
+    strings = [text.replace("Net.fc", deep) for text in trace.strings]
+    path = made(tmp_path, msgspec.structs.replace(trace, strings=strings))
+    with opened(browser, path, viewport={"width": wide, "height": 844}) as found:
+        assert found.page.evaluate("document.documentElement.scrollWidth") == wide
+        left, right = found.page.evaluate(
+            "(() => { const all = [...document.querySelectorAll('#modules .slice')].map((s) => s.getBoundingClientRect());"
+            " return [Math.min(...all.map((s) => s.left)), innerWidth - Math.max(...all.map((s) => s.right))]; })()"
+        )
+        assert abs(left - right) < 20, "the picture of the modules takes the whole width"
 
 
 def test_twenty_thousand_ops_open_at_once(tmp_path: Path, browser: Any) -> None:
