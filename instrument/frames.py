@@ -91,6 +91,8 @@ class Frames:
         self._iteration = 0
         self.before_training: Callable[[], None] | None = None
         """Called once, right before the first call of a module that can be trained, with gradients."""
+        self.without_gradients: Callable[[bool], None] | None = None
+        """Called with true where an outermost module call without gradients begins, and with false where it has ended."""
         self.named: frozenset[str] | None = None
         """Where given: other frames outside modules than these are of no interest, and are none."""
         self._labels = _Labels()
@@ -169,6 +171,8 @@ class Frames:
             if self.before_training is not None and sign == "#":
                 self._may_begin(module)
             self._entered.clear()
+            if self.without_gradients is not None and sign == "~":
+                self.without_gradients(True)
             path, outermost = self._outermost(module, sign)
             key = f"{path}{sign}{outermost}"
         frame = Frame(key, path, outermost)
@@ -243,6 +247,8 @@ class Frames:
             self._take_back()
         elif "~" not in frame.key and not frame.outermost.startswith("+"):
             self._go_outside(f"@{frame.key}")
+        if self.without_gradients is not None and "~" in frame.key:
+            self.without_gradients(False)
         self.current = self._outside
 
     def _go_outside(self, key: str) -> None:

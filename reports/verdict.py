@@ -101,7 +101,7 @@ def of_outcome(outcome: Outcome) -> str:
     )
     outside = outcome.outside_peak_bytes
     elsewhere = (
-        f" Outside the measured iterations about {format_bytes(outside)} were held." if outside else ""
+        f" Elsewhere (loading, evaluation) about {format_bytes(outside)} were held." if outside else ""
     )
     return f"{verdict}; without the plan {format_bytes(outcome.unplanned_peak_bytes)}.{elsewhere}"
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from memopt.reports.page.moment import end_of, peak_of
 from memopt.reports.terminal import render_trace
 from memopt.trace import Script, load_trace
 from tests.cli.test_show import drawn
+from tests.support import warm
 from tests.support.profiled import Profiler, profiler
 
 TRAINS = """
@@ -88,10 +87,7 @@ def test_a_run_under_a_plan_leaves_them_too(run: Profiler) -> None:
 def test_the_variable_is_read_from_the_environment(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS.replace('os.environ["MEMOPT_ON_OOM"] = "left"', ""))
     env = os.environ | {"MEMOPT_ON_OOM": "there", "RANK": "3", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "memopt", "profile", "-q", "train.py", "1"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = warm.python(["-m", "memopt", "profile", "-q", "train.py", "1"], cwd=tmp_path, env=env)
     assert done.returncode == 1
     names = sorted(path.name for path in (tmp_path / "there").iterdir())
     assert names == ["oom_rank3.profile.json.gz", "oom_rank3.report.html"]
