@@ -210,7 +210,8 @@ def actions(plan: Plan, *, with_source: bool = True) -> str:
     rows = [
         [
             Cell(row.label, html=f'<span>{esc(row.label)}</span>{f"<small><code>{esc(row.line)}</code></small>" if row.line and with_source else ""}'),
-            Cell(row.does, html=f'<span class="does">{esc(row.does)}</span>'), size(row.size_bytes), size(row.saved_bytes), time(row.cost_ms), Cell(row.why),
+            Cell(row.does, html=f'<span class="does">{esc(row.does)}</span>'), size(row.size_bytes), size(row.saved_bytes), time(row.cost_ms),
+            Cell(row.why, html=f'<span class="why">{esc(row.why)}</span>'),
         ]
         for row in frame.head(_MOST_ROWS).itertuples()
     ]  # fmt: skip

@@ -119,11 +119,13 @@ function wirePrint() {
   addEventListener("beforeprint", () => {
     before = document.documentElement.dataset.theme;
     document.documentElement.dataset.theme = "light";
+    printing = true;
     repaint();
-    for (const node of drawn.keys()) Plotly.relayout(node, { width: 660, height: Math.min(300, node.clientHeight) });
+    for (const node of drawn.keys()) Plotly.relayout(node, { width: 660, height: Math.min(node.id === "strip" ? 330 : 300, node.clientHeight) });
   });
   addEventListener("afterprint", () => {
     document.documentElement.dataset.theme = before;
+    printing = false;
     for (const node of drawn.keys()) Plotly.relayout(node, { width: null, height: null, autosize: true });
     repaint();
   });

@@ -25,7 +25,7 @@ function drawStrip(run) {
     const size = t.bytes[row], name = t.categories[t.category[row]];
     if (!byCategory.has(name)) byCategory.set(name, emptyBars(name, run.colors[name]));
     const start = xOf(run, Math.max(0, t.birth[row])), end = xOf(run, Math.min(run.n, t.death[row] + 1));
-    push(byCategory.get(name), start, end, below, size, row, size * 36 >= total ? inside(`${run.name(row)}  ${bytes(size)}`, ((end - start) / span) * room) : "");
+    push(byCategory.get(name), start, end, below, size, row, labelled(size, total) && !run.away.has(row) ? inside(`${run.name(row)}  ${bytes(size)}`, ((end - start) / span) * room) : "");
     const each = run.away.get(row);
     if (each && each.from >= 0) {
       if (!away.has(each.kind)) away.set(each.kind, hatched(each.kind));
@@ -43,6 +43,11 @@ function drawStrip(run) {
     node.on("plotly_click", (event) => { const row = event.points[0].customdata; if (row >= 0) select(String(current().tensors.storage[row]), true); });
   }
 }
+
+// Whether a line of text is no higher than its bar.
+function labelled(size, total) { return ((stripHeight() - 48) * size) / (1.1 * total) >= 11; }
+let printing = false;
+function stripHeight() { return printing ? 330 : $("strip").clientWidth < 560 ? 360 : 460; }
 
 // As much of `text` as there is room for; nothing where that would tell nothing.
 function inside(text, pixels) {
@@ -81,11 +86,11 @@ function restBar(run, count, size) {
 }
 
 function stripLayout(run, op, total, marked) {
-  const [from, to] = window_(run), narrow = $("strip").clientWidth < 560;
+  const [from, to] = window_(run);
   const shapes = [{ type: "line", xref: "x", yref: "paper", x0: xOf(run, op), x1: xOf(run, op), y0: 0, y1: 1, line: { width: 1.5, color: token("--ink") } }];
   if (marked) shapes.push({ type: "rect", x0: marked[0], x1: marked[1], y0: marked[2], y1: marked[3], line: { width: 2.5, color: token("--ink") } });
   return {
-    height: narrow ? 360 : 460, margin: { l: 74, r: 18, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, barmode: "overlay", hovermode: "closest", dragmode: "pan", shapes, bargap: 0,
+    height: stripHeight(), margin: { l: 74, r: 18, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, barmode: "overlay", hovermode: "closest", dragmode: "pan", shapes, bargap: 0,
     xaxis: { range: [xOf(run, from), xOf(run, to)], showgrid: false, title: { text: state.x === "time" ? "ms of the step" : "op of the iteration", font: { size: 12 } } },
     yaxis: { ...byteTicks(total), fixedrange: true },
   };
