@@ -167,6 +167,7 @@ class ApplySession:
             hold(self._options.limit_bytes)
         tables = tables_of(self._plan)
         self._frames.named = tables.frames
+        self._frames.without_gradients = self._measurements.without_gradients
         self._swapper = self._tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
         if not tables.empty:
@@ -272,7 +273,7 @@ class ApplySession:
         if self._engine is not None:
             self._engine.stop()
         if self._frames is not None:
-            self._frames.named = self._frames.before_training = None
+            self._frames.named = self._frames.before_training = self._frames.without_gradients = None
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
         for part in (self._hooks, self._updates, self._pieces, self._gradients, *watchers):
             if part is not None:
