@@ -111,7 +111,7 @@ def _departures(trace: Trace, wholes: list[int]) -> list[int]:
         return []
     asked = [(op, len(wholes)) for op in trace.slots.unpacks.items]
     events = sorted([*((op, place) for place, op in enumerate(wholes)), *asked])
-    found = [wholes[-1]] * len(wholes)
+    found = wholes[-1:] * len(wholes)
     fresh: list[int] = []
     under_way = -1
 
