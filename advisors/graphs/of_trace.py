@@ -42,7 +42,7 @@ class Bridge:
         self.over = {}
         """Value of a storage born here -> the version that it wrote over."""
         for storage, versions in self.view.value_times.items():
-            made = [value for op, value in versions if op >= 0]
+            made = [value for op, value in sorted(versions) if op >= 0]
             if not self.before[storage]:
                 self.over.update(zip(made[1:], made, strict=False))
         self.readers: dict[int, list[int]] = defaultdict(list)
@@ -108,7 +108,9 @@ class Bridge:
             until = (
                 saved.gone_after if saved is not None and saved.plain and saved.gone_after < death else death
             )
-            values = [value for op, value in versions if op <= until and (op < 0 or value in self.made)]
+            values = [
+                value for op, value in sorted(versions) if op <= until and (op < 0 or value in self.made)
+            ]
             if (
                 not values
                 or until < 0
