@@ -76,10 +76,10 @@ class Pinned:
     @property
     def address(self) -> int | None:
         """Of the storage that it reads, while that is there; None where a codec or a tier has the bytes alone."""
-        if self.tensor is not None:
-            return self.tensor.untyped_storage()._cdata
         alive = self.swapped.source() if self.swapped is not None else None
-        return alive._cdata if alive is not None else None
+        storage = self.tensor.untyped_storage() if self.tensor is not None else alive
+        found: int | None = storage._cdata if storage is not None else None
+        return found
 
     def read_from(self, held: Encoded | SwappedStorage) -> None:
         """Hold what a codec made of the whole storage, or the copy in a tier, in the version that the op read, in place of the bytes."""

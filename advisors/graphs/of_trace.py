@@ -39,7 +39,7 @@ class Bridge:
         self.first = len(self.storage)
         self.reads, self.writes = self.view.reads, self.view.writes
         self.made = {value for row in self.writes for value in row}
-        self.over = {}
+        self.over: dict[int, int] = {}
         """Value of a storage born here -> the version that it wrote over."""
         for storage, versions in self.view.value_times.items():
             made = [value for op, value in sorted(versions) if op >= 0]
