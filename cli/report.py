@@ -38,6 +38,8 @@ def report(
     path = Path(output) if output and not to_stdout else Path(f"memopt-{_stem(paths[0])}.{ENDINGS[form]}")
     if and_open and (to_stdout or form != "html"):
         raise UsageError("--open opens a page that was written to a file", try_="memopt report --open FILE")
+    if to_stdout and sys.stdout is None:
+        raise UsageError("cannot write to stdout", why="it is closed", try_="-o FILE")
     if not to_stdout:
         _refuse_input(path, paths)
         refuse_overwrite(path, force=force)

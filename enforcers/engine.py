@@ -34,6 +34,7 @@ from memopt.enforcers.values import Values
 from memopt.estimators.simulator.slot_needs import Need
 from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain
+from memopt.instrument.deep_graphs import DEEP, make_room
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.ops import (
@@ -281,6 +282,8 @@ class Engine(modes.Mode):
 
     def settle_all(self) -> None:
         """Forward is over: act on what is left, except where the op had to be seen."""
+        if self.saved_tensors > DEEP:
+            make_room()  # `pack` has looked at the nodes of outputs
         self._settle(None)
 
     def _act(self, handle: Planned, reader: Call | None) -> None:

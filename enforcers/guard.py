@@ -29,6 +29,7 @@ from memopt.instrument.loop import Loop
 from memopt.instrument.memory.meter import living_storages
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, is_tracing, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes
+from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.torch_internals import (
     DisableTorchDispatch,
     storage_use_count,
@@ -150,10 +151,23 @@ class Guard(modes.Mode):
         """Most that was live, as far as it was seen."""
         return self._live.most
 
+    @property
+    def frees_nothing(self) -> str:
+        """Why moving has freed nothing; empty where it has."""
+        return getattr(self._tier, "frees_nothing", "")
+
     def begin(self) -> None:
         """Watch from here on."""
         self._hooks.install()
         self._enter()
+        call_around_fork(self._fork, self._fork, self._forked)
+
+    def _fork(self) -> None:
+        """Nothing: the tier's threads and locks are not ours to stop."""
+
+    def _forked(self) -> None:
+        """A forked child (a loader's worker) has its own memory, and nothing of the tier."""
+        self.active = False
 
     def end(self) -> None:
         """Move nothing from here on; what is away comes back when it is asked for."""

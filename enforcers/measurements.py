@@ -52,6 +52,8 @@ class Measurements:
         """The most that was held before the first measured iteration."""
         self._after_bytes = 0
         """The largest resident set when the last measured iteration was over, all that measuring took included."""
+        self._evaluation_bytes = 0
+        """The most in module calls without gradients inside measured iterations, where it was clearly more than the plan foretold."""
         self._times_ms: list[float] = []
         self._parts = 0
         """Iterations that ended before the last optimizer had joined the round."""
@@ -103,6 +105,11 @@ class Measurements:
                 f"{len(self._others)} iterations saved other tensors than the profiled one, {min(self._others):.2f} to "
                 f"{max(self._others):.2f} times as many elements; the peak moves with them, and was predicted for the profiled one"
             )
+        if self._evaluation_bytes:
+            found.append(
+                f"a module was called without gradients inside a measured iteration (an evaluation), and {format_bytes(self._evaluation_bytes)} "
+                "were held then: a plan changes what trains only; smaller batches there would"
+            )
         plan = self._plan
         more = max(self._peaks)[1] - plan.base_bytes if self._peaks and plan.base_bytes else 0
         if more > _MORE_AT_THE_START * plan.predicted_peak_bytes:
@@ -130,6 +137,10 @@ class Measurements:
         """
         if not self._peaks:
             return 0
+        elsewhere_bytes = self._outside_all_calls(whole_run_bytes)
+        return max(elsewhere_bytes, self._evaluation_bytes)
+
+    def _outside_all_calls(self, whole_run_bytes: int) -> int:
         peak_bytes = max(self._peaks)[0]
         grown = (
             max(0, _resident_peak_bytes() - self._after_bytes)
@@ -171,6 +182,11 @@ class Measurements:
             self._start()
         elif self._wanted:
             self._look_back()
+
+    def without_gradients(self, begins: bool) -> None:
+        """The call of a module without gradients begins, or has ended."""
+        if self._meter is not None:
+            self._meter.without_gradients(begins)
 
     def begin_after(self, ended: int) -> None:
         """The plan is enforced from here on, where `ended` iterations have ended without it: the next one is measured."""
@@ -224,9 +240,14 @@ class Measurements:
         if self._meter is None:
             return False
         peak, base = self._meter.stop(), self._meter.base_bytes
+        evaluation_bytes = self._meter.without_gradients_bytes
         self._meter = None
         self._after_bytes = _resident_peak_bytes()
         if peak is not None:
+            if evaluation_bytes > (1 + _UNLIKE) * self._plan.predicted_peak_bytes:
+                self._evaluation_bytes = max(self._evaluation_bytes, evaluation_bytes)
+            else:  # a teacher, which the profile knows
+                peak = max(peak, evaluation_bytes)
             self._peaks.append((peak, base))
         return peak is not None
 

@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import msgspec
 
@@ -116,18 +116,7 @@ class ApplySession:
         session, cls._installed = cls._installed, None
         if session is None or session._pid == os.getpid():
             return
-        if session._engine is not None:
-            session._engine.stop()
-        for part in (
-            session._hooks,
-            session._updates,
-            session._pieces,
-            session._iterations,
-            session._frames,
-            session._forms,
-        ):
-            if part is not None:
-                part.remove()
+        session._remove()
 
     def _torch_imported(self) -> None:
         self._try_to_set_up(None)
@@ -178,6 +167,7 @@ class ApplySession:
             hold(self._options.limit_bytes)
         tables = tables_of(self._plan)
         self._frames.named = tables.frames
+        self._frames.without_gradients = self._measurements.without_gradients
         self._swapper = self._tiers(tables.actions)
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
         if not tables.empty:
@@ -187,8 +177,6 @@ class ApplySession:
                 self._frames.install()
                 self._forms = PlainForms()
                 self._forms.install()
-            self._hooks = SavedTensorHooks(self._engine.pack, self._engine.unpack)
-            self._hooks.install()
             if "@" in tables.frames or (loop is not None and loop.iterations.count):
                 self._engine.enter()
             if loop is None:
@@ -211,7 +199,17 @@ class ApplySession:
             self._pieces = OptimizerInPieces(
                 self._iterations, pieces.piece_bytes, tier, most, self._gradients
             )
+        falls_back = self._shares_loop and bool(self._plan.script_actions)
+        if not tables.empty or self._gradients is not None or falls_back:
+            self._hooks = SavedTensorHooks(self._engine.pack, self._unpack)
+            self._hooks.install()
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
+
+    def _unpack(self, handle: Any) -> torch.Tensor:
+        assert self._engine is not None
+        if self._gradients is not None:
+            self._gradients.asked_for_saved()
+        return self._engine.unpack(handle)
 
     def _training_begins(self) -> None:
         """What prepares the training has run without the mode, which would slow small ops down."""
@@ -271,16 +269,16 @@ class ApplySession:
             self._iterations = self._frames = self._forms = None
 
     def _remove(self) -> None:
-        """Leave the script to itself."""
+        """Leave the script to itself; in a forked child, too."""
         if self._engine is not None:
             self._engine.stop()
         if self._frames is not None:
-            self._frames.named = self._frames.before_training = None
+            self._frames.named = self._frames.before_training = self._frames.without_gradients = None
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
         for part in (self._hooks, self._updates, self._pieces, self._gradients, *watchers):
             if part is not None:
                 part.remove()
-        if self._swapper is not None:
+        if self._swapper is not None and os.getpid() == self._pid:
             self._swapper.close()
 
     def _outcome(self) -> Outcome:
@@ -318,6 +316,8 @@ class ApplySession:
             notes.append(
                 f"{self._left_plain} iterations began to train in another thread and ran without the plan"
             )
+        swaps = [part for part in (self._swapper, self._pieces) if part is not None]
+        notes += dict.fromkeys(why for part in swaps for why in part.frees_nothing())
         measured = self._measurements
         notes += measured.notes()
         outcome = Outcome(

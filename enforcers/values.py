@@ -14,10 +14,9 @@ from torch import Tensor, UntypedStorage
 from memopt.enforcers.codecs.encoded import Encoded
 from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors
 from memopt.enforcers.tiers.swapped import SwappedStorage
-from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, version_of
+from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, tensors_in, version_of
 from memopt.instrument.saved import Place
 from memopt.instrument.script.training_thread import TrainingThread
-from memopt.instrument.torch_internals import tree_iter
 
 
 class Values:
@@ -160,12 +159,8 @@ class Values:
         storages = []
         for position, name in zip(kind.writes, kind.write_names, strict=True):
             given = args[position] if position < len(args) else kwargs.get(name)
-            for tensor in tree_iter(given):
-                if (
-                    isinstance(tensor, Tensor)
-                    and tensor.layout is torch.strided
-                    and type(tensor) in PLAIN_TYPES
-                ):
+            for tensor in tensors_in((given,)):
+                if tensor.layout is torch.strided and type(tensor) in PLAIN_TYPES:
                     storages.append(tensor.untyped_storage())
         for storage in storages:
             self.source_changes(storage._cdata, but=record)

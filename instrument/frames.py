@@ -26,6 +26,10 @@ from memopt.instrument.places import Loop, Roles, roles_of_modules
 from memopt.instrument.script.training_thread import TrainingThread
 from memopt.instrument.torch_internals import ask_for_module_hooks, module_hook_tables
 from memopt.instrument.traced import keep_out_of_compiler, unless_compiling
+from memopt.trace import MOST_CHARACTERS, bounded
+
+_MOST_CHARACTERS = MOST_CHARACTERS // 2
+"""Of a module's path: with the call it is a name that a profile keeps as it is."""
 
 
 class Frame:
@@ -87,6 +91,8 @@ class Frames:
         self._iteration = 0
         self.before_training: Callable[[], None] | None = None
         """Called once, right before the first call of a module that can be trained, with gradients."""
+        self.without_gradients: Callable[[bool], None] | None = None
+        """Called with true where an outermost module call without gradients begins, and with false where it has ended."""
         self.named: frozenset[str] | None = None
         """Where given: other frames outside modules than these are of no interest, and are none."""
         self._labels = _Labels()
@@ -165,6 +171,8 @@ class Frames:
             if self.before_training is not None and sign == "#":
                 self._may_begin(module)
             self._entered.clear()
+            if self.without_gradients is not None and sign == "~":
+                self.without_gradients(True)
             path, outermost = self._outermost(module, sign)
             key = f"{path}{sign}{outermost}"
         frame = Frame(key, path, outermost)
@@ -208,9 +216,9 @@ class Frames:
         root = place.root() if place is not None else None
         if place is None or root is None:
             if self._stack:
-                return f"{self._stack[-1].path}.<{type(module).__name__}>"
+                return bounded(f"{self._stack[-1].path}.<{type(module).__name__}>", _MOST_CHARACTERS)
             place, root = self._put(module), module
-        return self._root_name(root) + place.path
+        return bounded(self._root_name(root) + place.path, _MOST_CHARACTERS)
 
     def _root_name(self, root: nn.Module) -> str:
         kind = type(root).__name__
@@ -239,6 +247,8 @@ class Frames:
             self._take_back()
         elif "~" not in frame.key and not frame.outermost.startswith("+"):
             self._go_outside(f"@{frame.key}")
+        if self.without_gradients is not None and "~" in frame.key:
+            self.without_gradients(False)
         self.current = self._outside
 
     def _go_outside(self, key: str) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +23,38 @@ _BY_OP = torch.__version__ >= "2.13"
 """Does autograd name the op in its errors (`Tanh`), not the node (`TanhBackward0`)?"""
 
 
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Of what a node has."""
+
+    saved_tensors: tuple[str, ...]
+    """`_raw_saved_result`, ..."""
+    numbers: tuple[str, ...]
+    """`_saved_dim`, ..."""
+    is_function: bool
+    """A script's, or a library's, which has `saved_tensors`."""
+
+
+def _names_of(node: Any) -> _Names:
+    """A node of torch's own has what its type has; to look takes as long as several small ops."""
+    kind: Any = type(node)
+    return _look(dir(node)) if hasattr(node, "__dict__") else _names_of_type(kind)
+
+
+@cache
+def _names_of_type(kind: Any) -> _Names:
+    return _look(dir(kind))
+
+
+def _look(names: list[str]) -> _Names:
+    known = set(names)
+    return _Names(
+        tuple(n for n in names if n.startswith("_raw_saved_")),
+        tuple(n for n in names if n.startswith("_saved_") and f"_raw{n}" not in known),
+        "saved_tensors" in known,
+    )
+
+
 def is_torchs_own(node: Any) -> bool:
     """Is it a node of torch's, not of a script's or another library's `Function`, whose kernels no mode may see?"""
     function = getattr(type(node), "_forward_cls", None)
@@ -31,12 +65,10 @@ def is_torchs_own(node: Any) -> bool:
 
 def saved_by(node: Any) -> Iterator[tuple[str, Any]]:
     """(slot name, what the pack hook gave) for all that `node` saved; the names of a list are numbered."""
-    names = dir(node)
-    for attribute in names:
-        if not attribute.startswith("_raw_saved_"):
-            continue
+    names = _names_of(node)
+    for attribute in names.saved_tensors:
         packed = _packed(node, attribute)
-        name = "saved_tensors" if "saved_tensors" in names else attribute.removeprefix("_raw_saved_")
+        name = "saved_tensors" if names.is_function else attribute.removeprefix("_raw_saved_")
         for place, handle in enumerate(packed):
             yield (name if len(packed) == 1 else f"{name}[{place}]"), handle
 
@@ -52,15 +84,13 @@ def _packed(node: Any, attribute: str) -> list[Any]:
 
 def attributes_of(node: Any) -> dict[str, Any]:
     """Plain numbers that `node` keeps beside its tensors, and which of its inputs need a gradient."""
-    names = dir(node)
     found: dict[str, Any] = {}
-    for attribute in names:
-        if attribute.startswith("_saved_") and f"_raw{attribute}" not in names:
-            with contextlib.suppress(RuntimeError):
-                value = getattr(node, attribute)
-                if _is_simple(value):
-                    name = attribute.removeprefix("_saved_")
-                    found[name] = list(value) if isinstance(value, tuple) else value
+    for attribute in _names_of(node).numbers:
+        with contextlib.suppress(RuntimeError):
+            value = getattr(node, attribute)
+            if _is_simple(value):
+                name = attribute.removeprefix("_saved_")
+                found[name] = list(value) if isinstance(value, tuple) else value
     found["needs_input_grad"] = [edge[0] is not None for edge in node.next_functions]
     return found
 

@@ -112,7 +112,7 @@ def unpack(raw: bytes, path: Path, kind: str) -> bytes:
             data += chunk
             if len(data) > MOST_BYTES or len(data) > max(4 * _CHUNK_BYTES, MOST_RATIO * len(raw)):
                 raise BadFile(
-                    f"{path} is not a {kind}",
+                    f"{path} is no usable {kind}",
                     why=f"its {len(raw)} bytes unpack to more than {len(data)}",
                     try_=f"write the {kind} again",
                 )

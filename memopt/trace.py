@@ -8,6 +8,7 @@ A *value* is one version of a storage: every write makes a new one, so that ops 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import itertools
 import os
 from pathlib import Path
@@ -74,6 +75,14 @@ class Csr(msgspec.Struct, frozen=True, kw_only=True):
 
 MOST_CHARACTERS = 2**16
 """Of a name, or of what a node of autograd's holds; reports that had to wrap more would take minutes."""
+
+
+def bounded(name: str, most: int = MOST_CHARACTERS) -> str:
+    """`name`; of one with more than `most` characters the beginning, a digest of the whole, and the end: the same one for the same name."""
+    if len(name) <= most:
+        return name
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return f"{name[:100]}…{digest}…{name[-100:]}"
 
 
 class Script(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,13 +273,20 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 def load_trace(path: Path) -> Trace:
     """The trace at `path`. Raises `BadFile` for anything that is not a whole, consistent trace of this version."""
     data = read_bytes(path, "profile")
-    trace = decode_versioned(data, Trace, SCHEMA, path, "profile")
+    trace = _with_bounded_names(decode_versioned(data, Trace, SCHEMA, path, "profile"))
     problem = _inconsistency(trace)
     if problem:
         raise BadFile(
             f"{path} is not a usable profile", why=problem, try_="memopt profile SCRIPT, to record it again"
         )
     return msgspec.structs.replace(trace, script=trace.script.read_from(path))
+
+
+def _with_bounded_names(trace: Trace) -> Trace:
+    """`trace`; of a name that no table could show, its ends. What a slot's node holds has to be whole."""
+    kept = set(trace.slots.attributes)
+    strings = [text if number in kept else bounded(text) for number, text in enumerate(trace.strings)]
+    return msgspec.structs.replace(trace, strings=strings)
 
 
 def _inconsistency(trace: Trace) -> str:
@@ -289,10 +305,9 @@ def _inconsistency(trace: Trace) -> str:
 
 
 def _bad_texts(trace: Trace) -> str:
-    for number, text in enumerate(trace.strings):
-        if len(text) > MOST_CHARACTERS:
-            return f"strings[{number}] has {len(text):,} characters, and no name has more than {MOST_CHARACTERS:,}"
     for number in sorted(set(trace.slots.attributes)):
+        if len(trace.strings[number]) > MOST_CHARACTERS:
+            return f"strings[{number}], the attributes of a slot, has {len(trace.strings[number]):,} characters, and none has more than {MOST_CHARACTERS:,}"
         try:
             msgspec.json.decode(trace.strings[number] or "{}", type=dict[str, object])
         except (msgspec.DecodeError, RecursionError) as error:

@@ -25,6 +25,7 @@ from memopt.trace import (
     Storages,
     Trace,
     Values,
+    bounded,
 )
 from memopt.version import VERSION
 
@@ -193,7 +194,8 @@ def _storages(recorder: Recorder, strings: _Strings) -> Storages:
         death_op=[end if row.death is None else row.death for row in rows],
         only_saved_from=[row.only_saved_from for row in rows],
         label=[
-            strings(_label(recorder, row, filled.get(number, row.birth))) for number, row in enumerate(rows)
+            strings(bounded(_label(recorder, row, filled.get(number, row.birth))))
+            for number, row in enumerate(rows)
         ],
         line=[strings(recorder.ops[row.birth].line if 0 <= row.birth < end else "") for row in rows],
     )

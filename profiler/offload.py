@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage
 from memopt.errors import MemoptError
 from memopt.instrument.saved import Place, let_go_of_bytes
 from memopt.instrument.torch_internals import DisableTorchDispatch
-from memopt.profiler.recorder import Handle, Recorder
+from memopt.profiler.recorder import MOST_POLLED, Handle, Recorder
 
 LEAST_BYTES = 64 * 1024
 MOST_UNDER_WAY_BYTES = 256 << 20
@@ -47,9 +47,9 @@ class OffloadingRecorder(Recorder):
         super().__init__(*args, **kwargs)
         self._leaving: deque[weakref.ref[_Away]] = deque()
 
-    def _poll(self, op: int) -> None:
+    def _poll(self, op: int, most: int = MOST_POLLED) -> None:
         self.tier.collect()
-        super()._poll(op)
+        super()._poll(op, most)
 
     def _left_to_autograd(self, number: int, handles: list[Handle]) -> None:
         storage = handles[0].tensor.untyped_storage()

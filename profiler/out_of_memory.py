@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 import msgspec
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from memopt.device import Device
 from memopt.instrument.frames import Frames
@@ -23,6 +24,8 @@ from memopt.trace import CATEGORIES, Csr, Ops, Script, Slots, Storages, Trace, V
 from memopt.version import VERSION
 
 _MOST_NODES = 2_000_000
+_NEAR = 6
+"""Ops between a tensor that autograd holds and the module that it is said to come after."""
 
 
 def trace_of_now(script: Script, partial: str, line: str = "") -> Trace:
@@ -32,9 +35,9 @@ def trace_of_now(script: Script, partial: str, line: str = "") -> Trace:
     if kind == "cpu" and torch.accelerator.is_available() and _bytes_in_use():
         kind = str(torch.accelerator.current_accelerator())
     found = _Found(kind)
-    tell_all(found.tell, Frames())
-    for tensor, by in _saved():
-        found.tell(tensor, "activation", f"saved by {by}")
+    names = tell_all(found.tell, Frames())
+    for tensor, node, slot in _saved():
+        found.tell(tensor, "activation", f"saved by {node.name()} ({slot}){_where(node, names)}")
     return found.trace(script, partial, line)
 
 
@@ -42,7 +45,31 @@ def _bytes_in_use() -> int:
     return int(torch.accelerator.memory_allocated()) if torch.accelerator.is_available() else 0
 
 
-def _saved() -> Iterator[tuple[Tensor, str]]:
+def _where(node: Node | None, names: dict[int, str]) -> str:
+    """` at Net.fc` where the op of `node` reads a parameter of that module, ` after Net.fc` where what it reads comes from there;
+    empty where neither is near."""
+    word = "at"
+    for _ in range(_NEAR):
+        if node is None:
+            break
+        before = [each for each, _ in node.next_functions if each is not None]
+        for leaf in (
+            *before,
+            *(
+                each
+                for turned in before
+                if turned.name() == "TBackward0"
+                for each, _ in turned.next_functions
+            ),
+        ):
+            module = names.get(id(getattr(leaf, "variable", None)), "").rpartition(".")[0]
+            if module:
+                return f" {word} {module}"
+        node, word = before[0] if before else None, "after"
+    return ""
+
+
+def _saved() -> Iterator[tuple[Tensor, Node, str]]:
     """Tensors that autograd holds for a backward that is still to come, and the node and slot that hold each."""
     stack = [tensor.grad_fn for tensor in living(Tensor)[0] if tensor.grad_fn is not None]
     seen = set(stack)
@@ -56,7 +83,7 @@ def _saved() -> Iterator[tuple[Tensor, str]]:
                         held = getattr(each, "data", None)
                         held = getattr(held, "tensor", held)
                         if isinstance(held, Tensor):
-                            yield held, f"{node.name()} ({name.removeprefix('_raw_saved_')})"
+                            yield held, node, name.removeprefix("_raw_saved_")
         fresh = {after for after, _ in node.next_functions if after is not None} - seen
         seen |= fresh
         stack += fresh

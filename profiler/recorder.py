@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first
 from memopt.instrument.as_plain import LOOKING, as_plain, run_as_plain
-from memopt.instrument.frames import Frame, Frames
+from memopt.instrument.deep_graphs import DEEP, make_room
+from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.nodes import attributes_of, is_torchs_own, saved_by
 from memopt.instrument.ops import (
@@ -27,6 +29,7 @@ from memopt.instrument.ops import (
     is_tracing,
     kind_of,
     same_bits_again,
+    tensors_in,
     updated_statistics,
 )
 from memopt.instrument.saved import Kept
@@ -35,11 +38,13 @@ from memopt.instrument.torch_internals import (
     current_node,
     sequence_nr,
     storage_use_count,
-    tree_iter,
 )
 from memopt.profiler.clock import OpClock
 from memopt.profiler.rows import BACKWARD, FORWARD, OPTIMIZER, OTHER, OpRow, SlotRow
 from memopt.profiler.storages import StorageRows, describe
+
+MOST_POLLED = 256
+"""Saved storages that one op asks after."""
 
 
 class Handle(Kept):
@@ -123,6 +128,8 @@ class Recorder(modes.Mode):
                 self.met.row_of(out)  # torch.tensor([...]) shows itself by a view op alone
             return out
         op = len(self.ops)
+        if op == DEEP:
+            make_room()  # backward looks at its nodes
         if op >= self._most_ops:
             self.overflow = True
             self.stop()
@@ -166,16 +173,17 @@ class Recorder(modes.Mode):
         self, func: Any, kind: OpKind, op: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> OpRow:
         frame, forward_op, phase = self._frames.current, -1, self._phase()
+        module = frame.key
         if phase == BACKWARD:
-            frame, forward_op = self._backward_place(frame, op)
+            module, forward_op = self._backward_place(module, op)
         else:
             self._node_ops.setdefault(sequence_nr() - 1, op)
         statistics = {id(t) for t in updated_statistics(kind, args)}
-        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = tensors_in((*args, *kwargs.values()) if kwargs else args)
         reads = [self.met.value_of(t) for t in tensors if id(t) not in statistics]
         row = OpRow(
             kind=kind,
-            module=frame.key,
+            module=module,
             ordinal=frame.next_op(kind.name) if phase in (FORWARD, OTHER) else 0,
             phase=phase,
             line=self.ops[forward_op].line if forward_op >= 0 else user_line(),
@@ -193,14 +201,14 @@ class Recorder(modes.Mode):
             return FORWARD
         return OPTIMIZER if self._iterations.in_step else OTHER
 
-    def _backward_place(self, frame: Frame, op: int) -> tuple[Frame, int]:
+    def _backward_place(self, module: str, op: int) -> tuple[str, int]:
+        """Module call and op of forward whose gradient is computed; those that run now where it is not known."""
         node = current_node()
-        if node is not None:
-            self._node_at[op] = node._sequence_nr()
-        forward_op = self._node_ops.get(node._sequence_nr(), -1) if node is not None else -1
-        if forward_op < 0:
-            return Frame(frame.key), -1
-        return Frame(self.ops[forward_op].module), forward_op
+        if node is None:
+            return module, -1
+        number = self._node_at[op] = node._sequence_nr()
+        forward_op = self._node_ops.get(number, -1)
+        return (module, -1) if forward_op < 0 else (self.ops[forward_op].module, forward_op)
 
     def _maker_of(self, tensor: Tensor) -> int | None:
         number = self.met.row_of(tensor)
@@ -224,7 +232,7 @@ class Recorder(modes.Mode):
         found: list[Tensor] = []
         for position, name in zip(kind.writes, kind.write_names, strict=True):
             given = args[position] if position < len(args) else kwargs.get(name)
-            found.extend(t for t in tree_iter(given) if isinstance(t, Tensor))
+            found += tensors_in((given,))
         return found
 
     # --- saved tensors
@@ -278,11 +286,12 @@ class Recorder(modes.Mode):
     def _name_node(self) -> None:
         """Look at what the running node saved, once, to learn which handle is which slot."""
         node = current_node()
-        if node is None or node._sequence_nr() in self._named_nodes:
+        number = node._sequence_nr() if node is not None else -1
+        if node is None or number in self._named_nodes:
             return
-        self._named_nodes.add(node._sequence_nr())
+        self._named_nodes.add(number)
         attributes = attributes_of(node)
-        called = self._node_ops.get(node._sequence_nr(), -1)
+        called = self._node_ops.get(number, -1)
         named: set[int] = set()
         for name, handle in saved_by(node):
             row = handle.row if isinstance(handle, Handle) and handle.owner is self else -1
@@ -303,13 +312,20 @@ class Recorder(modes.Mode):
         name = self.ops[slot.packed_before].kind.name.split(".")[1].replace("_", "")
         return slot.packed_before if node.partition("Backward")[0].lower() == name else -1
 
-    def _poll(self, op: int) -> None:
-        """Which saved storages does nobody but autograd hold any more, now that op `op` has ended?"""
-        if self._iterations.in_backward:
+    def _poll(self, op: int, most: int = MOST_POLLED) -> None:
+        """Which saved storages does nobody but autograd hold any more, now that op `op` has ended?
+
+        Where a script keeps very many (the states of a recurrent net), each op asks after some in turn: those come to light late."""
+        if self._iterations.in_backward or not self._pending:
             return
         freed = []
-        for number, address in self._pending.items():
-            handles = {id(h.tensor): h for ref in self._saved_by[number] if (h := ref()) is not None}
+        asked = list(islice(self._pending, most))
+        for number in asked:
+            address, saved_by = self._pending[number], self._saved_by[number]
+            lives = any(ref() is not None for ref in saved_by)  # else the address may be another's
+            if lives and storage_use_count(address) > len(saved_by) + 1:
+                continue
+            handles = {id(h.tensor): h for ref in saved_by if (h := ref()) is not None}
             if not handles:
                 freed.append(number)
             elif storage_use_count(address) <= len(handles) + 1:
@@ -318,6 +334,10 @@ class Recorder(modes.Mode):
                 self._left_to_autograd(number, list(handles.values()))
         for number in freed:
             del self._pending[number]
+        if len(asked) == most:
+            for number in asked:
+                if number in self._pending:
+                    self._pending[number] = self._pending.pop(number)
 
     def _left_to_autograd(self, number: int, handles: list[Handle]) -> None:
         """From now on only `handles` hold storage `number`. Recording alone leaves it where it is."""
@@ -334,7 +354,7 @@ class Recorder(modes.Mode):
         self.keep_graph += int(keep_graph)
         self.create_graph += int(create_graph)
         self.grad_calls += int(not self._iterations.accumulates)
-        self._poll(len(self.ops) - 1)
+        self._poll(len(self.ops) - 1, most=len(self._pending) + 1)
         if any(row.kind.name.startswith(tuple(LOOKING.values())) for row in self.ops):
             run_as_plain(roots)
 

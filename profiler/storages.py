@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -267,10 +268,19 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 def describe(tensor: Tensor) -> str:
     """`4×1024 bf16`."""
-    dtype = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
-    name = str(tensor.dtype).removeprefix("torch.")
     try:
-        shape = "×".join(map(str, tensor.shape)) or "scalar"
+        shape = tensor.shape
     except RuntimeError:
-        shape = "shapeless"  # nested tensors have none
-    return f"{shape} {dtype.get(name, name)}"
+        return f"shapeless {_short(tensor.dtype)}"  # nested tensors have none
+    return _in_words(shape, tensor.dtype)
+
+
+@lru_cache(maxsize=10_000)
+def _in_words(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{'×'.join(map(str, shape)) or 'scalar'} {_short(dtype)}"
+
+
+@cache
+def _short(dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}.get(name, name)

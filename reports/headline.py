@@ -13,7 +13,7 @@ from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.reports import verdict
 from memopt.reports.inputs import Inputs, Run
-from memopt.reports.page.moment import Moment, end_of, module_path, peak_of, phase_of
+from memopt.reports.page.moment import Moment, end_of, is_one_moment, module_path, peak_of, phase_of
 from memopt.reports.page.source import Source
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
@@ -125,7 +125,7 @@ def _of_run(trace: Trace) -> Headline:
         top, size = next(iter(peak.by_category.items()), ("nothing", 0))
         part = f", {100 * size / max(1, peak.total_bytes):.0f} % of it {verdict.plural(top)}" if size else ""
         title, tone = f"One step peaks at {format_bytes(peak.total_bytes)}{part}", ""
-        leads = [_where(trace, peak), _biggest(peak)]
+        leads = [_where(trace, peak), _biggest(peak), _waiting(peak)]
     return Headline(
         title, [lead for lead in leads if lead], _run_figures(trace), tone, command_of(trace), trace.notes
     )
@@ -159,30 +159,32 @@ def _biggest(moment: Moment) -> str:
     return f"{100 * size / max(1, moment.total_bytes):.0f} % of it was made by one line, {line}."
 
 
+def _waiting(moment: Moment) -> str:
+    """What a plan has to work on."""
+    size = sum(each.size_bytes for each in moment.held if each.idle_ms)
+    if size * 20 < moment.total_bytes:
+        return ""
+    return f"{format_bytes(size)} of it only wait for the backward; memopt advise --budget 80% makes a plan for them."
+
+
 def _run_figures(trace: Trace) -> list[Figure]:
     device = trace.device
     room = f"of {format_bytes(device.memory_bytes)}" if device.memory_bytes else ""
+    where = ("Device", device.kind, device.name if device.name != device.kind else "")
+    if is_one_moment(trace):
+        return [("On the device", format_bytes(trace.peak_bytes), room), ("Found", f"{trace.storage_count:,} tensors", ""), where]  # fmt: skip
     return [
         ("Peak", format_bytes(trace.peak_bytes), room),
         ("At the start", format_bytes(trace.base_bytes), "parameters, state"),
         ("Step", format_ms(trace.step_ms) if trace.step_ms else "–", f"iteration {trace.iteration}"),
-        ("Recorded", f"{trace.op_count:,} ops", f"{trace.storage_count:,} tensors")
-        if trace.op_count > 1
-        else ("Found", f"{trace.storage_count:,} tensors", ""),
-        ("Device", device.kind, device.name if device.name != device.kind else ""),
+        ("Recorded", f"{trace.op_count:,} ops", f"{trace.storage_count:,} tensors"),
+        where,
     ]
 
 
 def _of_plan(plan: Plan, trace: Trace | None, outcome: Outcome | None) -> Headline:
     peak, before = plan.predicted_peak_bytes, plan.unplanned_peak_bytes
-    fits = peak <= plan.budget_bytes
-    step = verdict.change(plan.predicted_step_ms, plan.plain_step_ms, none="no")
-    slower = (
-        f"for {step.lstrip('+')} more time"
-        if not step.startswith("-")
-        else f"in {step.lstrip('-')} less time"
-    )
-    title = f"{'It fits' if fits else 'It does not fit'}: {format_bytes(peak)} instead of {format_bytes(before)}, {slower}"
+    shown, fits = _title_of_plan(plan, outcome)
     kinds: dict[str, int] = {}
     for action in plan.actions:
         kinds[action.kind] = kinds.get(action.kind, 0) + 1
@@ -216,14 +218,28 @@ def _of_plan(plan: Plan, trace: Trace | None, outcome: Outcome | None) -> Headli
     ]
     if outcome is not None and outcome.measured_peak_bytes is not None:
         off = verdict.change(outcome.measured_peak_bytes, outcome.predicted_peak_bytes, none="as predicted")
-        figures.append(("Measured", format_bytes(outcome.measured_peak_bytes), off))
+        took = f", {format_ms(outcome.measured_step_ms)}" if outcome.measured_step_ms is not None else ""
+        figures.append(("Measured", format_bytes(outcome.measured_peak_bytes), f"{off}{took}"))
     figures += [
         ("Budget", format_bytes(plan.budget_bytes), ""),
         ("Actions", str(len(plan.actions) + len(plan.script_actions)), f"by {plan.strategy}"),
         ("Device", plan.device.kind, plan.device.name if plan.device.name != plan.device.kind else ""),
     ]
     notes = [*(trace.notes if trace else []), *plan.notes]
-    return Headline(title, leads, figures, "good" if fits else "bad", command_of(plan), notes)
+    return Headline(shown, leads, figures, "good" if fits else "bad", command_of(plan), notes)
+
+
+def _title_of_plan(plan: Plan, outcome: Outcome | None) -> tuple[str, bool]:
+    """The verdict, and whether it fits: as it was measured, else as it is predicted."""
+    peak, step_ms = plan.predicted_peak_bytes, plan.predicted_step_ms
+    if outcome is not None and outcome.measured_peak_bytes is not None:
+        peak = outcome.measured_peak_bytes
+        step_ms = outcome.measured_step_ms if outcome.measured_step_ms is not None else step_ms
+    fits = peak <= plan.budget_bytes
+    step = verdict.change(step_ms, plan.plain_step_ms, none="no")
+    slower = f"in {step[1:]} less time" if step.startswith("-") else f"for {step.lstrip('+')} more time"
+    instead = f"{format_bytes(peak)} instead of {format_bytes(plan.unplanned_peak_bytes)}"
+    return f"{'It fits' if fits else 'It does not fit'}: {instead}, {slower}", fits
 
 
 def _of_outcome(outcome: Outcome) -> Headline:

@@ -250,8 +250,9 @@ def with_a_moment(trace: Trace) -> Trace:
 
 
 def short_name(path: Path) -> str:
-    """`before` of `runs/before.profile.json.gz`."""
-    return path.name.removesuffix(".gz").removesuffix(".json").removesuffix(".profile") or path.name
+    """`train` of `runs/memopt-train.profile.json.gz`."""
+    name = path.name.removesuffix(".gz").removesuffix(".json").removesuffix(".profile")
+    return name.removeprefix("memopt-") or path.name
 
 
 def _profile_of(path: Path, plan: Plan) -> Path | None:

@@ -10,7 +10,7 @@ from rich.text import Text
 from memopt.plan import Action, Plan
 from memopt.reports import verdict
 from memopt.reports.area import Area
-from memopt.reports.page.moment import Moment, end_of, open_paths, peak_of
+from memopt.reports.page.moment import Moment, end_of, is_one_moment, open_paths, peak_of
 from memopt.reports.repeated import gather, name_of, path_pattern
 from memopt.reports.tables import Name, biggest_table, pairs_table, plain_table, shares_table, words
 from memopt.trace import Trace
@@ -41,7 +41,7 @@ def render_trace(trace: Trace, *, top: int = 10) -> RenderableType:
     if end is not None and end.op != peak.op:
         parts.append(words(verdict.of_end(trace, end), style="bold"))
     parts += [words(f"Note: {note}.") for note in trace.notes]
-    if trace.op_count:
+    if trace.op_count and not is_one_moment(trace):
         parts += [Text(), Area(trace)]
     return Group(*parts, *_moment(trace, end or peak, top, at="when it ended" if end else "at the peak"))
 
@@ -56,7 +56,7 @@ def _moment(trace: Trace, moment: Moment, top: int, *, at: str) -> list[Renderab
     if moment.by_line:
         parts.append(shares_table(f"By line {at}", "line", moment.by_line, total, top))
     parts.append(_Biggest(moment, top))
-    before = [held for held in moment.held if held.born_op < 0]
+    before = [] if is_one_moment(trace) else [held for held in moment.held if held.born_op < 0]
     if before:
         sizes: dict[str, int] = defaultdict(int)
         for held in before:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memopt.outcome import Outcome
 from memopt.plan import Plan
-from memopt.reports.page.moment import Moment, module_path, phase_of
+from memopt.reports.page.moment import Moment, is_one_moment, module_path, phase_of
 from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
 
@@ -24,6 +24,9 @@ _PLURAL = {
 
 def of_peak(trace: Trace, peak: Moment) -> str:
     """`Peak 21.4 GiB at op 512/1380 (backward of layers.23.mlp, addmm); 68 % activations, 20 % parameters`."""
+    if is_one_moment(trace):
+        line = trace.strings[trace.ops.line[0]]
+        return f"{format_bytes(peak.total_bytes)} on the device when it ended{f' ({line})' if line else ''}; {shares(peak)}."
     return f"Peak {format_bytes(peak.total_bytes)}{place(trace, peak.op)}; {shares(peak)}."
 
 
@@ -98,7 +101,7 @@ def of_outcome(outcome: Outcome) -> str:
     )
     outside = outcome.outside_peak_bytes
     elsewhere = (
-        f" Outside the measured iterations about {format_bytes(outside)} were held." if outside else ""
+        f" Elsewhere (loading, evaluation) about {format_bytes(outside)} were held." if outside else ""
     )
     return f"{verdict}; without the plan {format_bytes(outcome.unplanned_peak_bytes)}.{elsewhere}"
 

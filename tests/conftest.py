@@ -10,10 +10,13 @@ import functools
 import gc
 import os
 import subprocess
+from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import pytest
+
+from tests.support import warm
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a terminal does not export it
@@ -79,11 +82,20 @@ def _no_process_unmarked(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
         monkeypatch.setattr(os, "fork", _refuse)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _warm_fake_runs() -> Iterator[None]:
+    """Runs on fake tensors are spared torch's import, which takes them ten times as long as what they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memopt.estimators.fake.script.run._wait_for", warm.fake_run)
+        yield
+
+
 def _refuse(*args: Any, **kwargs: Any) -> Any:
     pytest.fail("a test that starts a process needs the mark `script`")
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def _imports_are_left_out() -> None:
     """What the tests import, a million objects, is left out where all objects are collected or searched."""
     gc.collect()
     gc.freeze()

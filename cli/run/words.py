@@ -60,6 +60,8 @@ def _guarded(course: Course) -> list[str]:
         if guard.moved
         else f"nothing had to be moved in {course.iterations} iterations"
     )
+    if guard.frees_nothing:
+        moved += f"; {guard.frees_nothing}"
     times = [course.times_ms[each] for each in sorted(course.times_ms) if each > 1]
     return [held, moved, f"step {format_ms(median(times))}" if times else "no whole step was seen"]
 

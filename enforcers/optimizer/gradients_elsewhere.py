@@ -9,6 +9,7 @@ A gradient stays where it is when anybody else holds it, when it is small, or wh
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import threading
 import weakref
@@ -25,6 +26,7 @@ from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.estimators.simulator.gradients_away import LEAST_BYTES
 from memopt.instrument.live_objects import living
 from memopt.instrument.ops import PLAIN_TYPES
+from memopt.instrument.script.signals import held
 from memopt.instrument.stepping.gradient_reads import GradientReads, give_back, gradient_of, let_go
 from memopt.instrument.stepping.in_pieces import is_dense, lies_like
 from memopt.instrument.stepping.single_parameter_step import parameters_of, several_processes
@@ -46,11 +48,11 @@ class GradientsElsewhere:
     """Told of backward calls and steps; between `install` and `remove` it sends gradients away."""
 
     def __init__(self, tier: SwapTier[Any]) -> None:
-        self._tier = tier
+        self._tier, self._pid = tier, os.getpid()
         self._reads = GradientReads(self, everywhere=True)
         self._hooked: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
         self._fresh: deque[weakref.ref[Tensor]] = deque()
-        """Whole, but perhaps still held by the engine: sent when the next one is whole."""
+        """Whole, but perhaps still held by the engine: sent when the next one is whole, or another node begins."""
         self._last: Any = None
         """The ticket of the one that was sent last; at most one is on its way."""
         self._away: dict[int, _Away] = {}
@@ -64,11 +66,14 @@ class GradientsElsewhere:
         self._reads.install()
 
     def remove(self) -> None:
-        """Every gradient is where it belongs again; send no more."""
+        """Every gradient is where it belongs again; send no more. A forked child has none of its parent's: who looks there for one that
+        was away is told so."""
         self._hidden = False
-        for known in list(self._away.values()):
+        ours = os.getpid() == self._pid
+        for known in list(self._away.values()) if ours else ():
             self._bring(known)
-        self._reads.remove()
+        if ours or not self._away:
+            self._reads.remove()
         for _, handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
@@ -86,12 +91,27 @@ class GradientsElsewhere:
         elif not self._hooked:
             self.watch(living(torch.optim.Optimizer)[0])
 
+    def asked_for_saved(self) -> None:
+        """Autograd begins another node: what is whole is the engine's no more, and what is on its way is to be gone."""
+        if self._paused or not (self._fresh or self._last is not None):
+            return
+        guard = DisableTorchDispatch()
+        try:
+            with held(), self._lock, torch.no_grad():
+                if not self._fresh:
+                    self._wait_for_last()
+                while self._fresh:
+                    self._send_next()
+        finally:
+            del guard
+
     def backward_ended(self) -> None:
-        while self._fresh:
-            self._send_next()
-        self._wait_for_last()
-        self._tier.collect()
-        self._paused = False
+        with held():
+            while self._fresh:
+                self._send_next()
+            self._wait_for_last()
+            self._tier.collect()
+            self._paused = False
 
     def watch(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Send gradients of what these train."""
@@ -121,7 +141,7 @@ class GradientsElsewhere:
         """The hook: backward has added to the gradient of `parameter` all that it has for it."""
         guard = DisableTorchDispatch()
         try:
-            with self._lock, torch.no_grad():
+            with held(), self._lock, torch.no_grad():
                 known = self._known(parameter)
                 if known is not None:
                     self._add_to(known, parameter)
@@ -213,7 +233,7 @@ class GradientsElsewhere:
 
     def read(self, tensor: Tensor, where: str) -> None:
         """Whoever looks finds it."""
-        with self._lock:
+        with held(), self._lock:
             known = self._known(tensor)
             if known is not None and not self._hidden:
                 guard = DisableTorchDispatch()

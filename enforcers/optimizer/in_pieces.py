@@ -24,6 +24,7 @@ from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
 from memopt.instrument.iterations import Iterations
+from memopt.instrument.script.signals import held
 from memopt.instrument.stepping.gradient_reads import give_back, gradient_of, kept_gradient, let_go
 from memopt.instrument.stepping.in_pieces import (
     Segment,
@@ -71,11 +72,14 @@ class OptimizerInPieces:
         self.declined: Counter[str] = Counter()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do the step, and leave nothing to do for the script's own."""
+        """Do the step, and leave nothing to do for the script's own. A Ctrl-C comes when the update is whole."""
         guard = DisableTorchDispatch()
         try:
-            with torch.no_grad():
+            with held(), torch.no_grad():
                 self._step(optimizer)
+        except BaseException:  # no word comes of the end of a step that raised
+            self.step_ended(optimizer)
+            raise
         finally:
             del guard
 
@@ -83,7 +87,7 @@ class OptimizerInPieces:
         """Send away the state that `optimizers` have made in the steps before this one was told of any; between two steps."""
         guard = DisableTorchDispatch()
         try:
-            with torch.no_grad():
+            with held(), torch.no_grad():
                 for optimizer in optimizers:
                     if self._tier is not None and not self._reason(optimizer, {}):
                         self._stepped_of(optimizer).leave(optimizer)
@@ -140,7 +144,7 @@ class OptimizerInPieces:
         return self._trusted[optimizer]
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        """The script's own step is over: gradients are where they were."""
+        """The script's own step is over, or was never begun: gradients are where they were."""
         for parameter, gradient in self._hidden.pop(optimizer, []):
             if gradient_of(parameter) is None:
                 give_back(parameter, gradient)
@@ -153,6 +157,11 @@ class OptimizerInPieces:
             if failure is not None
             else []
         )
+
+    def frees_nothing(self) -> list[str]:
+        """Why paging has freed nothing, if that is so."""
+        why = getattr(self._tier, "frees_nothing", "")
+        return [why] if why else []
 
     def remove(self) -> None:
         """Page no more. State that is away comes back when somebody asks for it: the tier stays open until the process ends."""
@@ -489,7 +498,7 @@ class _Stepped:
             return
         guard = DisableTorchDispatch()
         try:
-            with torch.no_grad():
+            with held(), torch.no_grad():
                 for piece in self._pieces:
                     self._unpack(state, piece)
                 for parameter in {

@@ -39,6 +39,15 @@ class PerDevice:
         """Those that are open."""
         return list(self._stores.values())
 
+    @property
+    def frees_nothing(self) -> str:
+        """Why what was moved there has freed nothing; empty where it has."""
+        for device, store in self._stores.items():
+            if device.type == "cpu" and getattr(store, "in_memory", False):
+                folder = getattr(store, "folder", "")
+                return f"{folder} is itself memory (tmpfs): what was swapped there freed nothing; try another --swap-dir, on a disk"
+        return ""
+
     def write_async(self, storage: torch.UntypedStorage) -> Any:
         """As the device's own store; raises `SwapFailed` where that could not be opened."""
         return self._store(storage.device).write_async(storage)

@@ -150,6 +150,10 @@ class Swapper:
         found = [tier.failure for tier in self._tiers.values() if tier.failure is not None]
         return [f"{each.what} ({each.why})" if each.why else each.what for each in found]
 
+    def frees_nothing(self) -> list[str]:
+        """Of which tier that is so, and why."""
+        return [why for tier in self._tiers.values() if (why := getattr(tier, "frees_nothing", ""))]
+
     def new_iteration(self) -> None:
         self.failed.clear()
         self._swapped.clear()

@@ -1,7 +1,7 @@
 """A recorded iteration as it would run with gradients in a tier from the moment they are whole until they are cleared.
 
-As the enforcer does it: a gradient leaves when the next one is whole, and at most one is on its way, so that the last two are on the
-device; an op that reads one outside the step brings it back, and it stays until the step is over; the step in pieces holds one, or
+As the enforcer does it: a gradient leaves when the next one is whole, or sooner, when autograd next asks for a saved tensor; at most one is
+on its way, and is waited for when the next one leaves, or autograd asks again; an op that reads one outside the step brings it back, and it stays until the step is over; the step in pieces holds one, or
 a piece of small ones, at a time. Storages, slots and ops keep their numbers.
 """
 
@@ -62,8 +62,8 @@ def gradients_away(
         change[0] -= size
         change[min(back, n)] += size
     less = list(itertools.accumulate(change))
-    largest = max((each.size_bytes for each in gone if each.for_good), default=0)
-    window = max(largest, min(piece_bytes, sum(each.size_bytes for each in gone if each.for_good)))
+    read_in_step = [each.size_bytes for each in gone if each.for_good and each.leaves < updates.end_op]
+    window = max([0, *read_in_step, min(piece_bytes, sum(read_in_step))])
     ops = trace.ops
     live = [at + less[op] + (window if op in step else 0) for op, at in enumerate(ops.live_bytes)]
     time_us = [*ops.time_us]
@@ -93,9 +93,8 @@ def _gone(trace: Trace, updates: Updates) -> list[Gone]:
     rows = [row for row in rows if _may_leave(trace, row[1], row[2])]
     uses = _uses(trace, (gradient for _, gradient, _ in rows))
     found = []
-    for place, (whole, gradient, _) in enumerate(rows):
-        leaves = rows[place + 2][0] if place + 2 < len(rows) else rows[-1][0]
-        leaves = max(leaves, whole + 1)
+    for (whole, gradient, _), gone_by in zip(rows, _departures(trace, [row[0] for row in rows]), strict=True):
+        leaves = max(gone_by, whole + 1)
         read = _first_use(uses[gradient], whole, updates)
         end = min(storages.death_op[gradient] + 1, n)
         for_good = read is None
@@ -103,6 +102,37 @@ def _gone(trace: Trace, updates: Updates) -> list[Gone]:
         if read is not None and read < updates.begin_op and updates.old_gradients:
             found.append(Gone(storages.size_bytes[gradient], whole, updates.end_op, end, for_good=True))
         found.append(Gone(storages.size_bytes[gradient], whole, leaves, back, for_good))
+    return found
+
+
+def _departures(trace: Trace, wholes: list[int]) -> list[int]:
+    """For each gradient the op before which its bytes are off the device, from those before which they are whole, in order."""
+    asked = [(op, len(wholes)) for op in trace.slots.unpacks.items]
+    events = sorted([*((op, place) for place, op in enumerate(wholes)), *asked])
+    found = [wholes[-1]] * len(wholes)
+    fresh: list[int] = []
+    under_way = -1
+
+    def send(op: int) -> None:
+        nonlocal under_way
+        wait(op)
+        under_way = fresh.pop(0)
+
+    def wait(op: int) -> None:
+        nonlocal under_way
+        if under_way >= 0:
+            found[under_way], under_way = op, -1
+
+    for op, place in events:
+        if place < len(wholes):
+            fresh.append(place)
+            while len(fresh) > 1:
+                send(op)
+        elif fresh:
+            while fresh:
+                send(op)
+        else:
+            wait(op)
     return found
 
 

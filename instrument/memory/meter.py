@@ -26,8 +26,14 @@ class Meter(Protocol):
 
     base_bytes: int
     """What there was at the start."""
+    without_gradients_bytes: int
+    """The most while modules were called without gradients, which is no part of the peak then."""
 
     def start(self) -> None: ...
+    def without_gradients(self, begins: bool) -> None:
+        """The call of a module without gradients begins, or has ended."""
+        ...
+
     def stop(self) -> int | None: ...
 
 
@@ -39,7 +45,9 @@ class CpuMeter:
 
     def __init__(self) -> None:
         self._profile: Started | None = None
-        self.base_bytes = 0
+        self.base_bytes = self.without_gradients_bytes = 0
+        self._calls: list[tuple[int, bool]] = []
+        """(time ns, begins) of module calls without gradients."""
         self._ends: list[tuple[int, int, int]] = []
         """Of blocks that end in another thread, by another clock."""
         self._watch: list[weakref.ref[UntypedStorage]] = []
@@ -54,6 +62,9 @@ class CpuMeter:
             self.base_bytes += size
             self._watch.append(weakref.ref(storage, partial(self._ended, size)))
         self.base_bytes += sum(bucket_sizes(living(nn.Module)[0], "cpu"))
+
+    def without_gradients(self, begins: bool) -> None:
+        self._calls.append((time.time_ns(), begins))
 
     def _ended(self, size_bytes: int, _: weakref.ref[UntypedStorage]) -> None:
         if self._profile is not None and not note_freed(size_bytes):
@@ -73,9 +84,16 @@ class CpuMeter:
         if events is None:
             return None
         held = most = self.base_bytes
-        for _, _, size in sorted([*events, *self._ends]):
+        calls, place, aside = self._calls, 0, False
+        for time_ns, _, size in sorted([*events, *self._ends]):
+            while place < len(calls) and calls[place][0] <= time_ns:
+                aside = calls[place][1]
+                place += 1
             held += size
-            most = max(most, held)
+            if aside:
+                self.without_gradients_bytes = max(self.without_gradients_bytes, held)
+            else:
+                most = max(most, held)
         return most
 
 
@@ -84,13 +102,24 @@ class CudaMeter:
 
     base_bytes = 0
 
+    def __init__(self) -> None:
+        self.without_gradients_bytes = self._most_bytes = 0
+
     def start(self) -> None:
         self._statistics = statistics_of(torch.cuda.current_device())
         self.base_bytes, _ = self._statistics.bytes_now()
         self._statistics.reset()
 
+    def without_gradients(self, begins: bool) -> None:
+        most = self._statistics.bytes_now()[1]
+        self._statistics.reset()
+        if begins:
+            self._most_bytes = max(self._most_bytes, most)
+        else:
+            self.without_gradients_bytes = max(self.without_gradients_bytes, most)
+
     def stop(self) -> int | None:
-        return self._statistics.bytes_now()[1]
+        return max(self._most_bytes, self._statistics.bytes_now()[1])
 
 
 def meter_for(device: str) -> Meter:

@@ -112,7 +112,7 @@ def _of_runs(inputs: Inputs, drawn: dict[str, Any], with_source: bool) -> list[s
     planned = [run for run in runs if run.planned is not None]
     parts = [
         sections.iteration(_all_runs(runs)),
-        sections.strip(bool(planned)),
+        sections.strip({each.kind for run in planned if run.planned for each in run.planned.plan.actions}),
         sections.tensor_table(),
         sections.modules(),
         *_allocator(runs, drawn),

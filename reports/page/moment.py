@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,8 @@ from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import CATEGORIES, PHASES, Trace
 
 WORKSPACE = "workspace"
+_SAVED_AT = re.compile(r"saved by \S+ \(\S+\) (?:at|after) (.+?)(?= · |$)")
+"""How `out_of_memory` names what a node of a module's holds."""
 _OWNED = {"parameter", "gradient", "optimizer state", "buffer"}
 
 
@@ -98,6 +101,11 @@ def end_of(trace: Trace) -> Moment | None:
     return Moment(trace, op, trace.ops.live_bytes[op] + trace.ops.extra_bytes[op])
 
 
+def is_one_moment(trace: Trace) -> bool:
+    """Whether nothing was recorded: `trace` is what was found on the device when the script died."""
+    return trace.op_count == 1 and trace.op_name(0) == "memopt.moment"
+
+
 def phase_of(trace: Trace, op: int) -> str:
     return PHASES[trace.ops.phase[op]] if 0 <= op < trace.op_count else "before the iteration"
 
@@ -147,8 +155,11 @@ def held(trace: Trace, storage: int, idle_ms: float = 0.0) -> Held:
     category = CATEGORIES[storages.category[storage]]
     if category in _OWNED and "." in label.partition(" · ")[0]:
         module = label.partition(" · ")[0].rpartition(" of ")[2].rpartition(".")[0]
+    elif birth < 0:
+        saved = _SAVED_AT.match(label)
+        module = saved[1] if saved else ""
     else:
-        module = module_path(trace.strings[trace.ops.module[birth]]) if birth >= 0 else ""
+        module = module_path(trace.strings[trace.ops.module[birth]])
     return Held(
         storage=storage,
         label=label,

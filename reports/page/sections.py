@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,22 +149,26 @@ def iteration(runs: Sequence[Run]) -> str:
     return card("iteration", "Memory over one iteration", body, sub=sub, tools=tools)
 
 
-def strip(planned: bool) -> str:
-    """Lifetimes of the tensors of the moment."""
-    hatch = {
-        "swap": "away, on the host or the disk",
-        "recompute": "gone, made again",
-        "compress": "held smaller",
-        "drop": "dropped",
-    }
-    key = "".join(f'<li><i class="hatch {kind}"></i>{words}</li>' for kind, words in hatch.items())
+_HATCHED = {
+    "swap": "away, on the host or the disk",
+    "recompute": "gone, made again",
+    "compress": "held smaller",
+    "drop": "dropped",
+}
+
+
+def strip(kinds: Collection[str]) -> str:
+    """Lifetimes of the tensors of the moment; `kinds` of actions are drawn on them."""
+    key = "".join(
+        f'<li><i class="hatch {kind}"></i>{words}</li>' for kind, words in _HATCHED.items() if kind in kinds
+    )
     body = (
         '<div class="fig" id="strip" role="group" aria-label="Lifetimes of the tensors that are alive; the table below lists the same tensors."></div>'
-        f'<p class="sub" id="strip-note"></p>{f"<ul class=key>{key}</ul>" if planned else ""}'
+        f'<p class="sub" id="strip-note"></p>{f"<ul class=key>{key}</ul>" if key else ""}'
     )
     sub = (
         "Each bar is a tensor, from birth to death and as high as it is large. Bars that only wait for the backward are what a plan can move."
-        + (" Hatched: the plan takes it off the device." if planned else "")
+        + (" Hatched: the plan takes it off the device." if key else "")
     )
     return card("strip-card", 'Tensors alive <span data-moment="1"></span>', body, sub=sub)
 
@@ -206,7 +210,8 @@ def actions(plan: Plan, *, with_source: bool = True) -> str:
     rows = [
         [
             Cell(row.label, html=f'<span>{esc(row.label)}</span>{f"<small><code>{esc(row.line)}</code></small>" if row.line and with_source else ""}'),
-            Cell(row.does), size(row.size_bytes), size(row.saved_bytes), time(row.cost_ms), Cell(row.why),
+            Cell(row.does, html=f'<span class="does">{esc(row.does)}</span>'), size(row.size_bytes), size(row.saved_bytes), time(row.cost_ms),
+            Cell(row.why, html=f'<span class="why">{esc(row.why)}</span>'),
         ]
         for row in frame.head(_MOST_ROWS).itertuples()
     ]  # fmt: skip
@@ -339,7 +344,7 @@ def delta(a: Run, b: Run, *, with_source: bool = True) -> str:
     ]
     for title, by in parts:
         rows = [
-            [Cell(name or "(none)"), size(x), size(y), _change(y - x)]
+            [Cell(name or f"no {by}"), size(x), size(y), _change(y - x)]
             for name, x, y in changes(before, after, by)[:14]
         ]
         tables += f"<div><h3>{title}</h3>{table(('What', a.name, b.name, 'Change'), rows, title)}</div>"

@@ -46,7 +46,7 @@ function areaLayout(run, from, to, high) {
   const notes = run.phases.filter(([a, b]) => (xOf(run, b) - xOf(run, a)) / (wide[1] - wide[0]) > (narrow ? 0.24 : 0.09)).map(([a, b, phase]) => ({ xref: "x", yref: "paper", x: (xOf(run, a) + xOf(run, b)) / 2, y: 1, yanchor: "bottom", text: phase, showarrow: false, font: { size: 12 } }));
   if (run.budget_bytes) {
     shapes.push({ type: "line", xref: "paper", yref: "y", x0: 0, x1: 1, y0: run.budget_bytes, y1: run.budget_bytes, line: { dash: "dash", width: 1.5, color: token("--bad") } });
-    notes.push({ xref: "paper", yref: "y", x: 0, y: run.budget_bytes, xanchor: "left", yanchor: "bottom", text: `budget ${bytes(run.budget_bytes)}`, showarrow: false, font: { size: 12, color: token("--bad") } });
+    notes.push({ xref: "paper", yref: "y", x: 0, y: run.budget_bytes, xanchor: "left", yanchor: "bottom", text: `budget ${bytes(run.budget_bytes)}`, showarrow: false, font: { size: 12, color: token("--bad") }, bgcolor: token("--card"), borderpad: 1 });
   }
   notes.push({ xref: "x", yref: "y", x: xOf(run, peak), y: high[peak], text: `peak ${bytes(high[peak])}`, showarrow: true, arrowhead: 0, arrowwidth: 1, arrowcolor: token("--muted"), ax: peak > run.n * 0.8 ? -48 : 48, ay: -14, font: { size: 12.5, color: token("--ink") }, bgcolor: token("--card"), borderpad: 2 });
   const range = [xOf(run, from), xOf(run, to)];

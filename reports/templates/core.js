@@ -76,7 +76,7 @@ function themed(layout) {
 function draw(node, traces, layout, config) {
   drawn.set(node, [traces, layout, config]);
   const narrow = node.clientWidth < 560;
-  const fitted = narrow ? { ...layout, margin: { ...layout.margin, l: 58, r: 8 } } : layout;
+  const { l, r } = layout.margin, fitted = narrow ? { ...layout, margin: { ...layout.margin, l: Math.min(l, 58), r: Math.min(r, 8) } } : layout;
   return Plotly.react(node, traces, themed(fitted), { ...CONFIG, ...(config || {}) });
 }
 

@@ -10,7 +10,7 @@ function drawRun() {
   if ($("dotted")) $("dotted").textContent = run.after ? `Dotted: ${state.view === "plan" ? "without" : "with"} the plan.` : "";
   document.documentElement.toggleAttribute("data-one", run.n < 2);
   drawArea(run); tell(run, momentOp(run)); drawStrip(run); chips(run); drawTable(run); drawModules(run); pressed();
-  const where = run.n ? (momentOp(run) === peakOf(highShown(run)) ? "at the peak" : momentOp(run) === run.at && run.partial ? "when it ended" : `at op ${momentOp(run)}`) : "";
+  const where = run.n === 1 ? "when it ended" : run.n ? (momentOp(run) === peakOf(highShown(run)) ? "at the peak" : momentOp(run) === run.at && run.partial ? "when it ended" : `at op ${momentOp(run)}`) : "";
   for (const node of document.querySelectorAll("[data-moment]")) node.textContent = where;
 }
 
@@ -119,11 +119,13 @@ function wirePrint() {
   addEventListener("beforeprint", () => {
     before = document.documentElement.dataset.theme;
     document.documentElement.dataset.theme = "light";
+    printing = true;
     repaint();
-    for (const node of drawn.keys()) Plotly.relayout(node, { width: 650, height: Math.min(300, node.clientHeight) });
+    for (const node of drawn.keys()) Plotly.relayout(node, { width: 660, height: Math.min(node.id === "strip" ? 330 : 300, node.clientHeight) });
   });
   addEventListener("afterprint", () => {
     document.documentElement.dataset.theme = before;
+    printing = false;
     for (const node of drawn.keys()) Plotly.relayout(node, { width: null, height: null, autosize: true });
     repaint();
   });

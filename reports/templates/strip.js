@@ -25,7 +25,7 @@ function drawStrip(run) {
     const size = t.bytes[row], name = t.categories[t.category[row]];
     if (!byCategory.has(name)) byCategory.set(name, emptyBars(name, run.colors[name]));
     const start = xOf(run, Math.max(0, t.birth[row])), end = xOf(run, Math.min(run.n, t.death[row] + 1));
-    push(byCategory.get(name), start, end, below, size, row, size * 34 >= total ? inside(`${run.name(row)}  ${bytes(size)}`, ((end - start) / span) * room) : "");
+    push(byCategory.get(name), start, end, below, size, row, labelled(size, total) && !run.away.has(row) ? inside(`${run.name(row)}  ${bytes(size)}`, ((end - start) / span) * room) : "");
     const each = run.away.get(row);
     if (each && each.from >= 0) {
       if (!away.has(each.kind)) away.set(each.kind, hatched(each.kind));
@@ -44,6 +44,11 @@ function drawStrip(run) {
   }
 }
 
+// Whether a line of text is no higher than its bar.
+function labelled(size, total) { return ((stripHeight() - 48) * size) / (1.1 * total) >= 11; }
+let printing = false;
+function stripHeight() { return printing ? 330 : $("strip").clientWidth < 560 ? 360 : 460; }
+
 // As much of `text` as there is room for; nothing where that would tell nothing.
 function inside(text, pixels) {
   const most = Math.floor(pixels / 6.4) - 1;
@@ -59,7 +64,7 @@ function hidden(run, op, listed) {
 }
 
 function emptyBars(name, color) {
-  return { type: "bar", orientation: "h", name, x: [], base: [], y: [], width: [], customdata: [], text: [], textposition: "inside", insidetextanchor: "start", constraintext: "none", textangle: 0, insidetextfont: { size: 11.5, color: ["parameter"].includes(name) ? "#fff" : "#14171a" }, cliponaxis: true, marker: { color, line: { width: [], color: token("--card") } }, hovertemplate: [] };
+  return { type: "bar", orientation: "h", name, x: [], base: [], y: [], width: [], customdata: [], text: [], textposition: "inside", insidetextanchor: "start", constraintext: "none", textangle: 0, insidetextfont: { size: [], color: ["parameter"].includes(name) ? "#fff" : "#14171a" }, cliponaxis: true, marker: { color, line: { width: [], color: token("--card") } }, hovertemplate: [] };
 }
 
 function hatched(kind) {
@@ -69,7 +74,7 @@ function hatched(kind) {
 let scale = 1;
 function push(trace, start, end, below, size, row, text) {
   const run = current(), t = run.tensors, each = run.away.get(row);
-  trace.base.push(start); trace.x.push(end - start); trace.y.push(below + size / 2); trace.width.push(size); trace.customdata.push(row); trace.text.push(text);
+  trace.base.push(start); trace.x.push(end - start); trace.y.push(below + size / 2); trace.width.push(size); trace.customdata.push(row); trace.text.push(text); trace.insidetextfont.size.push(size * 24 >= scale ? 11.5 : 10.5);
   if (Array.isArray(trace.marker.line.width)) trace.marker.line.width.push(size * 110 >= scale ? 0.7 : 0);
   const facts = [`<b>${escaped(run.name(row))}</b>`, `${bytes(size)} · ${t.categories[t.category[row]]}`, `op ${Math.max(0, t.birth[row])} to ${t.death[row]}`];
   if (each) facts.push(`plan: ${escaped(each.does)}`);
@@ -81,11 +86,11 @@ function restBar(run, count, size) {
 }
 
 function stripLayout(run, op, total, marked) {
-  const [from, to] = window_(run), narrow = $("strip").clientWidth < 560;
+  const [from, to] = window_(run);
   const shapes = [{ type: "line", xref: "x", yref: "paper", x0: xOf(run, op), x1: xOf(run, op), y0: 0, y1: 1, line: { width: 1.5, color: token("--ink") } }];
   if (marked) shapes.push({ type: "rect", x0: marked[0], x1: marked[1], y0: marked[2], y1: marked[3], line: { width: 2.5, color: token("--ink") } });
   return {
-    height: narrow ? 360 : 460, margin: { l: 74, r: 18, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, barmode: "overlay", hovermode: "closest", dragmode: "pan", shapes, bargap: 0,
+    height: stripHeight(), margin: { l: 74, r: 18, t: 8, b: 40 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", showlegend: false, barmode: "overlay", hovermode: "closest", dragmode: "pan", shapes, bargap: 0,
     xaxis: { range: [xOf(run, from), xOf(run, to)], showgrid: false, title: { text: state.x === "time" ? "ms of the step" : "op of the iteration", font: { size: 12 } } },
     yaxis: { ...byteTicks(total), fixedrange: true },
   };

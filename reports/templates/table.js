@@ -47,7 +47,7 @@ function drawTable(run) {
   const most = Math.max(shownRows, place + 1), biggest = rows.reduce((found, row) => Math.max(found, sizeNow(run, row)), 1);
   body.replaceChildren(...rows.slice(0, most).flatMap((row) => rowOf(run, row, used, total, biggest)));
   const sum = rows.reduce((found, row) => found + sizeNow(run, row), 0);
-  $("table-note").textContent = rows.length ? `${rows.length} tensors, ${bytes(sum)}: ${percent(sum, total)} of what is on the device at op ${op}.` : "No tensor matches.";
+  $("table-note").textContent = rows.length ? `${rows.length} tensors, ${bytes(sum)}: ${percent(sum, total)} of what is on the device ${run.n > 1 ? `at op ${op}` : "when it ended"}.` : "No tensor matches.";
   $("table-more").hidden = rows.length <= most;
   $("table-more").textContent = `Show ${Math.min(200, rows.length - most)} more`;
 }
@@ -61,7 +61,7 @@ function rowOf(run, row, used, total, biggest) {
     category: () => el("td", { class: "after" }, el("span", { class: "kind" }, paint(el("i", { class: "dot" }), color), t.categories[t.category[row]])),
     bytes: () => el("td", { class: "n" }, bytes(size), el("span", { class: "share" }, percent(size, total)), bar),
     line: () => el("td", { class: "after" }, el("code", {}, run.text(t.line[row]))),
-    plan: () => el("td", { class: "after" }, run.away.has(row) ? run.away.get(row).does : el("span", { class: "quiet" }, "keep")),
+    plan: () => el("td", { class: "after does" }, run.away.has(row) ? run.away.get(row).does : el("span", { class: "quiet" }, "keep")),
   };
   const tr = el("tr", { class: on ? "row on" : "row", onclick: () => select(on ? "" : id, false) }, ...used.map(([name, , , value]) => (cells[name] ? cells[name]() : el("td", { class: "n" }, ms(value(run, row))))));
   return on ? [tr, el("tr", { class: "detail" }, el("td", { colspan: String(used.length) }, detail(run, row)))] : [tr];

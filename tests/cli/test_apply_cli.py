@@ -6,10 +6,11 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,16 +30,9 @@ print(loss.item().hex())
 """
 
 
-def memopt(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def memopt(folder: Path, *args: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "memopt", *args],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    return warm.python(["-m", "memopt", *args], cwd=folder, env=env, timeout=120, cold=cold)
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +115,9 @@ def test_torch_that_was_searched_for_before_is_watched(folder: Path) -> None:
     first = "import importlib.util\nassert importlib.util.find_spec('torch') is not None\n"
     (folder / "finds.py").write_text(first + SCRIPT)
     for args in (["profile", "-o", "f.json.gz", "finds.py"], ["advise", "f.json.gz", "--budget", "75%", "-o", "f.plan.json"]):  # fmt: skip
-        done = memopt(folder, *args)
+        done = memopt(folder, *args, cold=args[0] == "profile")
         assert done.returncode == 0, done.stderr
-    done = memopt(folder, "apply", "f.plan.json", "--outcome", "found.json")
+    done = memopt(folder, "apply", "f.plan.json", "--outcome", "found.json", cold=True)
     assert done.returncode == 0, done.stderr
     outcome = json.loads((folder / "found.json").read_text())
     assert outcome["actions"]["done"] == outcome["actions"]["planned"] > 0

@@ -11,6 +11,7 @@ import pytest
 
 from memopt.cli.profile import Progress
 from memopt.cli.shared.console import progress, wrapped
+from tests.support import warm
 from tests.support.profiled import ROOT
 
 TRAIN = """
@@ -27,7 +28,9 @@ for _ in range(int(sys.argv[1])):
 def memopt(folder: Path, *args: str, program: tuple[str, ...] = (), **more: str) -> subprocess.CompletedProcess[str]:  # fmt: skip
     env = {k: v for k, v in os.environ.items() if not k.startswith(("MEMOPT_", "RANK", "WORLD_SIZE", "COLUMNS"))}  # fmt: skip
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"} | more
-    words = [*(program or (sys.executable,)), "-m", "memopt", *args]
+    if not program:
+        return warm.python(["-m", "memopt", *args], cwd=folder, env=env)
+    words = [*program, "-m", "memopt", *args]
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,8 +15,11 @@ from memopt.plan import load_plan
 from memopt.profiler.out_of_memory import trace_of_now
 from memopt.reports.inputs import read_inputs
 from memopt.reports.page.html import page
-from memopt.reports.page.moment import end_of
+from memopt.reports.page.moment import end_of, peak_of
+from memopt.reports.terminal import render_trace
 from memopt.trace import Script, load_trace
+from tests.cli.test_show import drawn
+from tests.support import warm
 from tests.support.profiled import Profiler, profiler
 
 TRAINS = """
@@ -86,10 +87,7 @@ def test_a_run_under_a_plan_leaves_them_too(run: Profiler) -> None:
 def test_the_variable_is_read_from_the_environment(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINS.replace('os.environ["MEMOPT_ON_OOM"] = "left"', ""))
     env = os.environ | {"MEMOPT_ON_OOM": "there", "RANK": "3", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "memopt", "profile", "-q", "train.py", "1"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = warm.python(["-m", "memopt", "profile", "-q", "train.py", "1"], cwd=tmp_path, env=env)
     assert done.returncode == 1
     names = sorted(path.name for path in (tmp_path / "there").iterdir())
     assert names == ["oom_rank3.profile.json.gz", "oom_rank3.report.html"]
@@ -129,8 +127,15 @@ def test_what_is_there_now_is_found_without_a_recording() -> None:
     labels = {trace.storage_label(s): trace.storages.size_bytes[s] for s in range(trace.storage_count)}
     assert labels["Linear.weight · 128×64 fp32"] == 64 * 128 * 4
     assert labels["gradient of Linear.weight · 128×64 fp32"] == 64 * 128 * 4
-    assert labels["saved by SinBackward0 (self) · 32×128 fp32"] == 32 * 128 * 4
+    assert labels["saved by SinBackward0 (self) after Linear · 32×128 fp32"] == 32 * 128 * 4
+    assert labels["saved by AddmmBackward0 (mat1) at Linear · 32×64 fp32"] == 32 * 64 * 4
     assert trace.strings[trace.ops.line[0]] == "x.py:3"
+    saved = [each for each in peak_of(trace).held if each.label.startswith("saved by SinBackward0")]
+    assert [each.module for each in saved] == ["Linear"]
+    shown = drawn(render_trace(trace))
+    assert "on the device when it ended (x.py:3)" in shown
+    assert "op 0" not in shown
+    assert "┤" not in shown, "one moment has no course to draw"
     assert hidden.grad_fn is not None
 
 

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support import warm
+
 ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
@@ -45,25 +47,12 @@ while time.time() < ends and late < 12:
 
 
 def memopt(folder: Path, *args: str, **more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "memopt", *args],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
+    return warm.python(["-m", "memopt", *args], cwd=folder, env=env, timeout=180)
 
 
 def plain(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "train.py", *args],
-        cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    return warm.python(["train.py", *args], cwd=folder, timeout=180)
 
 
 def outcome_of(folder: Path, name: str = "o.json") -> dict[str, Any]:

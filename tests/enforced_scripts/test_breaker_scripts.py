@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from tests.support import warm
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -27,11 +28,9 @@ for step in range(5):
 """
 
 
-def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _run(folder: Path, *words: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
+    return warm.python(list(words), cwd=folder, env=environment, cold=cold)
 
 
 def test_a_script_that_changes_its_folder(tmp_path):
@@ -93,7 +92,7 @@ def test_a_package_is_imported_when_the_script_runs_and_as_part_of_it(tmp_path):
     for name, code in (("works", 0), ("fails", 1)):
         plain = _run(tmp_path, "-m", f"{name}.train", "--lr", "1")
         words = "profile", "--keep-running", "-o", f"{name}.gz", "-m", f"{name}.train", "--lr", "1"
-        profiled = _run(tmp_path, "-m", "memopt", *words)
+        profiled = _run(tmp_path, "-m", "memopt", *words, cold=True)
         assert (profiled.returncode, profiled.stdout) == (plain.returncode, plain.stdout)
         assert profiled.returncode == code
         last = profiled.stderr.splitlines()
@@ -136,10 +135,10 @@ else:
 def test_a_script_that_closes_or_replaces_its_streams_ends_as_ever(tmp_path):
     (tmp_path / "train.py").write_text(STREAMS)
     for how in ("closed", "replaced"):
-        plain = _run(tmp_path, "train.py", how)
+        plain = _run(tmp_path, "train.py", how, cold=True)
         words = "profile", "--keep-running", "-o", f"{how}.gz", "train.py", how
-        profiled = _run(tmp_path, "-m", "memopt", *words)
+        profiled = _run(tmp_path, "-m", "memopt", *words, cold=True)
         assert (profiled.returncode, profiled.stdout) == (plain.returncode, plain.stdout), profiled.stderr
         _run(tmp_path, "-m", "memopt", "advise", f"{how}.gz", "--budget", "200%", "-o", f"{how}.json")
-        applied = _run(tmp_path, "-m", "memopt", "apply", f"{how}.json")
+        applied = _run(tmp_path, "-m", "memopt", "apply", f"{how}.json", cold=True)
         assert (applied.returncode, applied.stdout) == (plain.returncode, plain.stdout), applied.stderr

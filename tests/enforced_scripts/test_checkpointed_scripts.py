@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from memopt.trace import load_trace
+from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "benchmarks" / "train.py"
@@ -22,13 +20,7 @@ def test_checkpointed_model_is_profiled(model: str, tmp_path: Path) -> None:
     profile = tmp_path / "p.json.gz"
     runs = []
     for prefix in ([], ["-m", "memopt", "profile", "--keep-running", "-o", str(profile)]):
-        done = subprocess.run(
-            [sys.executable, *prefix, *script],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            timeout=120,
-        )
+        done = warm.python([*prefix, *script], cwd=ROOT)
         assert done.returncode == 0, done.stderr
         runs.append(re.findall(r"loss \S+ (\S+)", done.stdout))
     assert len(runs[0]) == 5

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import allowed
 from memopt.enforcers.verify import digest
 from memopt.errors import BudgetInfeasible
+from tests.support import warm
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded
 
 ROOT = Path(__file__).parents[2]
@@ -158,8 +157,7 @@ print("main is over", flush=True)
 def test_a_thread_that_nobody_joins_is_waited_for(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(UNJOINED)
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "memopt", "profile", "--keep-running", "train.py"]
-    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    done = warm.python(["-m", "memopt", "profile", "--keep-running", "train.py"], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.split("\n")) == ["", "0", "1", "2", "3", "main is over"]
     assert "memopt: wrote memopt-train.profile.json.gz" in done.stderr

@@ -6,13 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support import warm
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,8 +116,7 @@ for step in range(6):
 
 def _memopt(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "memopt", *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+    return warm.python(["-m", "memopt", *words], cwd=folder, env=env)
 
 
 @pytest.fixture(scope="module")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 from memopt.enforcers.guard import Guard
+from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.per_device import disk_tier
 from memopt.enforcers.tiers.swap import SwapFailed
@@ -21,6 +25,7 @@ from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.loop import Loop
 from tests.cli.test_run import memopt, outcome_of, plain
+from tests.enforcers.test_optimizer_in_pieces import plan_for
 from tests.support.enforced import Loop as TrainingLoop
 from tests.support.enforced import seeded
 from tests.support.loops import LOOPS
@@ -32,7 +37,7 @@ STEPS = 6
 class Relay:
     """The loop is watched before the guard is made, as it is in a run."""
 
-    guard: Guard
+    guard: Guard | ApplySession
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.guard, name)
@@ -46,12 +51,12 @@ def guarded(
     for part in (frames, iterations, forms):
         part.install()
     tier, watched = disk_tier(folder), Loop(frames, iterations, forms)
-    relay.guard = Guard(watched, tier, "cpu", budget_bytes)
-    relay.guard.begin()
+    guard = relay.guard = Guard(watched, tier, "cpu", budget_bytes)
+    guard.begin()
     try:
-        return seeded(loop, steps), relay.guard
+        return seeded(loop, steps), guard
     finally:
-        relay.guard.end()
+        guard.end()
         watched.remove()
         tier.close()
 
@@ -150,6 +155,44 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert guard.over_bytes > 0
 
 
+def test_a_forked_child_trains_plain(tmp_path: Path) -> None:
+    """A worker of a loader has the guard's mode and hooks, and none of the threads of its tier."""
+    children: list[int] = []
+
+    def loop(steps: int) -> list[str]:
+        found = layers()(steps - 1)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            try:
+                os._exit(0 if len(layers()(1)) > 1 else 3)
+            except BaseException:
+                os._exit(4)
+        children.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        return [*found, *layers()(1)]
+
+    assert guarded(loop, tmp_path, 1)[0] == seeded(loop, STEPS)
+    assert children == [0, 0]
+
+
+def test_a_plan_for_the_optimizer_alone_sees_larger_iterations(tmp_path: Path) -> None:
+    """Or the guard would never take over from it."""
+    made = msgspec.structs.replace(plan_for(None), saved_tensors=1, saved_elements=1)
+    relay, frames, forms = Relay(), Frames(), PlainForms()
+    iterations = Iterations(relay, frames.thread)
+    watched = Loop(frames, iterations, forms)
+    for part in (frames, iterations, forms):
+        part.install()
+    session = relay.guard = ApplySession(made, Options(swap_dir=tmp_path, measure=False))
+    session.begin_in(watched)
+    try:
+        assert seeded(layers(growing), STEPS) == seeded(layers(growing), STEPS)
+        assert session.larger_steps >= 3
+    finally:
+        session.finished()
+        watched.remove()
+
+
 def test_what_is_changed_in_place_is_told_as_by_autograd(tmp_path: Path) -> None:
     def loop(steps: int) -> list[str]:
         weight = nn.Parameter(torch.ones(300, 300))
@@ -203,8 +246,10 @@ def test_a_run_without_a_plan(tmp_path: Path) -> None:
     assert len(held.stderr.splitlines()) == 3
     (guard,) = outcome_of(tmp_path, "held.json")["guards"]
     assert guard["most_bytes"] <= 0.6 * most
-    low = memopt(tmp_path, "run", "--online", "--budget", "100KB", "train.py", "12")
+    shared = ("--swap-dir", "/dev/shm") if Path("/dev/shm").is_dir() else ()
+    low = memopt(tmp_path, "run", "--online", "--budget", "100KB", *shared, "train.py", "12")
     assert low.stdout == wanted
+    assert ("/dev/shm is itself memory" in low.stderr) is bool(shared)
     assert low.stderr.startswith("memopt: NOT held: live bytes reached ")
     assert not list((tmp_path / ".memopt").glob("*.plan.json"))
 

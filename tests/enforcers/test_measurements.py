@@ -19,8 +19,13 @@ class Meter:
     def __init__(self, peaks):
         self._peaks = peaks
 
+    without_gradients_bytes = 0
+
     def start(self):
         pass
+
+    def without_gradients(self, begins):
+        self.without_gradients_bytes = 50
 
     def stop(self):
         return self._peaks.pop(0)
@@ -110,3 +115,17 @@ def test_what_was_held_outside_the_measured_iterations_is_told(measured, monkeyp
         small.iteration_ended(count, 1.0, None, plain=False)
         small.iteration_begins(count, LOOP)
     assert small.outside_bytes(whole_run_bytes=101 * megabytes) == 0
+
+
+def test_an_evaluation_inside_an_iteration_is_told_apart(measured, monkeypatch):
+    """It is no part of the peak that the plan foretold (1 byte), unless the plan foretold as much: a teacher's calls."""
+    monkeypatch.setattr(measurements.Measurements, "_outside_all_calls", lambda self, whole: 0)
+    for foretold, peak, outside in ((1, 30, 50), (50, 50, 0)):
+        found = measured([30])
+        found._plan = msgspec.structs.replace(found._plan, predicted_peak_bytes=foretold)
+        found.begin_after(7)
+        found.without_gradients(True)
+        found.without_gradients(False)
+        found.iteration_ended(8, 1.0, None, plain=False)
+        assert (found.peak_bytes, found.outside_bytes()) == (peak, outside)
+        assert any("an evaluation" in note for note in found.notes()) == (outside > 0)

@@ -138,3 +138,15 @@ def test_a_parameter_that_is_no_leaf_is_looked_at_without_a_warning(tmp_path: Pa
     trace = recorded(loop, tmp_path)
     gradients = list(map(trace.storage_label, range(len(trace.storages.size_bytes))))
     assert any("gradient of" in label for label in gradients), gradients
+
+
+def test_what_is_held_in_calls_without_gradients_is_told_apart() -> None:
+    meter, base = CpuMeter(), _bytes_alive()
+    meter.start()
+    torch.empty(1_000_000)
+    meter.without_gradients(True)
+    torch.empty(3_000_000)
+    meter.without_gradients(False)
+    torch.empty(2_000_000)
+    assert meter.stop() == base + 8_000_000
+    assert meter.without_gradients_bytes == base + 12_000_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -104,15 +105,13 @@ def test_estimate_takes_arguments_of_scripts_only(tmp_path: Path) -> None:
 # --- profile and enforce
 
 
-def train(steps: int) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses and parameters of a small net after so many steps."""
+def train(steps: int, name: str = "") -> tuple[list[float], list[torch.Tensor]]:
+    """Losses and parameters of a small net, whose parts are called `name` and a number, after so many steps."""
     torch.manual_seed(0)
-    net = torch.nn.Sequential(
-        *[
-            torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-            for _ in range(4)
-        ]
-    )
+    net = torch.nn.Sequential()
+    for number in range(4):
+        part = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        net.add_module(f"{name}{number}", part)
     optimizer = torch.optim.AdamW(net.parameters())
     losses = []
     for _ in range(steps):
@@ -145,6 +144,23 @@ def test_a_block_is_profiled_planned_and_enforced_to_the_same_bits(tmp_path: Pat
         train(4)
     with pytest.raises(UsageError, match="exists already"), memopt.profile(tmp_path / "run.profile.json.gz"):
         train(4)
+
+
+def test_a_name_of_two_million_characters_is_cut_alike_in_every_run(tmp_path: Path) -> None:
+    """Of modules that differ in their last character only."""
+    name, path = "N" * 2_000_000, tmp_path / "run.profile.json.gz"
+    with memopt.profile(path):
+        recorded = train(4, name)
+    trace = load_trace(path)
+    assert max(map(len, trace.strings)) < 1000
+    assert len({text for text in trace.strings if re.fullmatch(r"Sequential\.N+….*…N+\d\.0#0", text)}) == 4
+    plan = advise(trace, budget_bytes=int(trace.peak_bytes * 0.75))
+    plan.save(tmp_path / "plan.json")
+    with memopt.enforce(tmp_path / "plan.json") as under:
+        enforced = train(4, name)
+    assert under.outcome is not None
+    assert under.outcome.actions.done == len(plan.actions) > 0
+    assert enforced[0] == recorded[0]
 
 
 @pytest.mark.parametrize("share", [0.95, 0.9, 0.75])

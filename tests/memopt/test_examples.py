@@ -3,13 +3,12 @@
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.test_apply_cli import ROOT, memopt
+from tests.support import warm
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -33,8 +32,7 @@ for _ in range(2):
 
 
 def run_twice(script: Path, *args: str) -> list[str]:
-    command = [sys.executable, "-c", TWICE, str(script), *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = warm.python(["-c", TWICE, str(script), *args], timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.split("== end of run ==\n")[:2]
 

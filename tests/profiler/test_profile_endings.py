@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from memopt.reports.page.moment import end_of, peak_of
+from tests.support import warm
 from tests.support.profiled import ROOT, SCRIPTS, Profiler, largest, profiler
 
 PARAMETERS = 4 * (64 * 512 + 512 + 512 * 8 + 8)
@@ -229,20 +230,10 @@ def test_default_name_carries_the_rank(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     following = done.stderr.splitlines()[-1].removeprefix("memopt: rank 3: next: ").split()
     assert following == ["memopt", "advise", "memopt-train-rank3.profile.json.gz", "--budget", "min"]
-    planned = subprocess.run(
-        [sys.executable, "-m", *following, "--time-limit", "1"],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+    planned = warm.python(["-m", *following, "--time-limit", "1"], cwd=tmp_path, env=env)
     assert planned.returncode == 0, "gradients and their sums are nearly all there is, but the command works"
     assert (tmp_path / "memopt-train-rank3.profile.json.gz").exists()
-    clash = subprocess.run(
-        [*command, "-o", "x.json.gz", "train.py"],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    clash = warm.python(["-m", "memopt", "profile", "-o", "x.json.gz", "train.py"], cwd=tmp_path, env=env)
     assert clash.returncode == 2
     assert "%r" in clash.stderr
 
@@ -269,13 +260,6 @@ def test_one_step_is_enough_without_warmup(profile: Profiler) -> None:
 
 def test_a_name_that_no_file_can_have_is_no_script(tmp_path: Path) -> None:
     for name in ("a" * 300 + ".py", "a/" * 3000):
-        done = subprocess.run(
-            [sys.executable, "-m", "memopt", "profile", name],
-            cwd=tmp_path,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        done = warm.python(["-m", "memopt", "profile", name], cwd=tmp_path)
         assert (done.returncode, done.stdout) == (2, "")
         assert "Traceback" not in done.stderr

@@ -323,6 +323,38 @@ def test_files_are_told_apart_by_what_is_in_them(tmp_path: Path) -> None:
     assert "81.1" not in page(found, ["a", "b", "c"])
 
 
+def test_what_was_measured_goes_before_what_was_predicted(tmp_path: Path) -> None:
+    toy_plan().save(tmp_path / "plan.json")
+    msgspec.convert(OUTCOME, Outcome).save(tmp_path / "outcome.json")
+    predicted = of_inputs(read_inputs([tmp_path / "plan.json"]))
+    assert predicted.title == "It fits: 6.64 KiB instead of 8.69 KiB, for 10 % more time"
+    measured = of_inputs(read_inputs([tmp_path / "plan.json", tmp_path / "outcome.json"]))
+    assert measured.title == "It fits: 6.74 KiB instead of 8.69 KiB, for 22 % more time"
+    assert ("Measured", "6.74 KiB", "+1.5 %, 12.2 ms") in measured.figures
+    over = msgspec.convert({**OUTCOME, "measured_peak_bytes": 7100}, Outcome)
+    over.save(tmp_path / "over.json")
+    found = of_inputs(read_inputs([tmp_path / "plan.json", tmp_path / "over.json"]))
+    assert found.title.startswith("It does not fit: 6.93 KiB")
+    assert found.tone == "bad"
+
+
+def test_a_profile_says_what_a_plan_would_work_on() -> None:
+    leads = of_inputs(inputs_of(toy_trace())).leads
+    assert (
+        "3.91 KiB of it only wait for the backward; memopt advise --budget 80% makes a plan for them."
+        in leads
+    )
+
+
+def test_a_report_for_a_stdout_that_is_closed_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path, toy_trace())
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run_memopt(["report", "--format", "json", str(path), "-o", "-"]) == 2
+    assert "cannot write to stdout\n  it is closed" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "text",
     ["{", "[]", "null", '{"schema": "memopt.graph/1"}', '{"schema": 3}', '{"kind": "pareto"}', '{"schema": "memopt.estimate/1"}',

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from memopt.trace import CATEGORIES, PHASES, Trace, load_trace
+from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -37,12 +36,9 @@ class Profiler:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("MEMOPT_", "RANK", "WORLD_SIZE"))}
-        self._server = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "forkserver.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder,
-            env=env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"},
-        )  # fmt: skip
+        self._env = {
+            k: v for k, v in os.environ.items() if not k.startswith(("MEMOPT_", "RANK", "WORLD_SIZE"))
+        }
 
     def __call__(self, script: str, *args: str, options: tuple[str, ...] = ("--keep-running",)) -> Run:
         self._count += 1
@@ -51,25 +47,13 @@ class Profiler:
         return Run(done["returncode"], done["stdout"], done["stderr"], path)
 
     def memopt(self, *args: str) -> dict:
-        assert self._server.stdin is not None
-        assert self._server.stdout is not None
-        self._server.stdin.write(json.dumps({"args": args, "cwd": str(self._folder)}) + "\n")
-        self._server.stdin.flush()
-        return json.loads(self._server.stdout.readline())
-
-    def close(self) -> None:
-        self._server.stdin.close()
-        self._server.stdout.close()
-        self._server.wait(timeout=30)
+        done = warm.python(["-m", "memopt", *args], cwd=self._folder, env=self._env)
+        return {"returncode": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
 
 
 @contextmanager
 def profiler(folder: Path) -> Iterator[Profiler]:
-    server = Profiler(folder)
-    try:
-        yield server
-    finally:
-        server.close()
+    yield Profiler(folder)
 
 
 def unexplained(trace: Trace) -> list[int]:
@@ -117,7 +101,4 @@ def ops_of(trace: Trace, phase: str) -> list[str]:
 
 def plain(script: str, *args: str) -> subprocess.CompletedProcess:
     """The script under plain python."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(SCRIPTS / script), *args], capture_output=True, text=True, env=env, timeout=100
-    )
+    return warm.python([str(SCRIPTS / script), *args])

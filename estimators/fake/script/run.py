@@ -8,6 +8,7 @@ import tempfile
 import textwrap
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -75,21 +76,12 @@ def _noted(result: Result, flipped: list[str]) -> Recording:
 
 
 def _run(request: Request, timeout_s: float) -> tuple[Result, str]:
-    root = IMPORT_ROOT
     with tempfile.TemporaryDirectory(prefix="memopt-fake-") as folder:
         asked, told, log = Path(folder, "request.json"), Path(folder, "result.json"), Path(folder, "log")
         asked.write_bytes(msgspec.json.encode(request))
-        command = [sys.executable, "-c", _START.format(root=root), str(asked), str(told)]
         with log.open("wb") as output:
             try:
-                code = subprocess.run(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    timeout=timeout_s,
-                    check=False,
-                ).returncode
+                code = _wait_for([str(asked), str(told)], output, timeout_s)
             except subprocess.TimeoutExpired:
                 raise NotPossibleHere(
                     f"{request.argv[0]} did not finish {request.steps} training steps on fake tensors in {timeout_s:.0f} s",
@@ -103,6 +95,14 @@ def _run(request: Request, timeout_s: float) -> tuple[Result, str]:
             why=f"the process ended with {_ending(code)}: {_tail(log) or 'it printed nothing'}",
             try_="memopt profile, which runs the script for real",
         )
+
+
+def _wait_for(arguments: list[str], output: BinaryIO, timeout_s: float) -> int:
+    """The exit code of the process that runs the script; raises `subprocess.TimeoutExpired`."""
+    command = [sys.executable, "-c", _START.format(root=IMPORT_ROOT), *arguments]
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=timeout_s, check=False
+    ).returncode
 
 
 def _ending(code: int) -> str:

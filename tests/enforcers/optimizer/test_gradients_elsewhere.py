@@ -259,6 +259,38 @@ def test_the_peak_is_as_predicted(optimizer: str, late: bool, clip: bool, tmp_pa
     assert outcome.measured_peak_bytes == pytest.approx(written.predicted_peak_bytes, rel=0.02)
 
 
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_gradient_leaves_before_the_next_one_is_made(clip: bool, tmp_path: Path) -> None:
+    """A large one behind a layer without parameters; what clipping reads all of is on the device once, in the step as well."""
+    sizes = [512 * 1024 * 4, 1024 * 1024 * 4]
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Sequential(
+            nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 4)
+        )
+        stepped = OPTIMIZERS["sgd-momentum"](model.parameters())
+        for _ in range(steps):
+            loss = model(torch.randn(256 if clip else 2, 512)).square().mean()
+            stepped.zero_grad()
+            loss.backward()
+            if clip:
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            stepped.step()
+        return everything(model, stepped)
+
+    plain = seeded(loop, STEPS)
+    adviser = Adviser(recorded(loop, tmp_path), DEFAULT_ALLOW)
+    (chosen,) = [
+        p for p in adviser.in_pieces(adviser.problem(1)) if p.pieces is not None and p.pieces.gradient_bytes
+    ]
+    written = adviser.write(chosen, Decisions(), "chosen by a test")
+    computed, outcome = enforced(loop, written, tmp_path, STEPS, measure=True)
+    assert computed == plain
+    most = sum(sizes) if clip else max(sizes)
+    assert written.predicted_peak_bytes < (1.25 if clip else 1.1) * (sum(sizes) + most)
+    assert outcome.measured_peak_bytes == pytest.approx(written.predicted_peak_bytes, rel=0.02)
+
+
 def test_gradients_that_processes_exchange_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: list[int]
 ) -> None:

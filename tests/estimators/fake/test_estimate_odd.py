@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from memopt.estimators.estimate import estimate_script
+from tests.support import warm
 
 TRUTH = Path(__file__).resolve().parents[3] / "benchmarks" / "cpu_truth.py"
 START = "import math, torch, torch.nn as nn, torch.nn.functional as F\ntorch.manual_seed(0)\n"
@@ -257,7 +256,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
 def test_the_cpu_run_needs_what_was_predicted(script: str, within: float) -> None:
     predicted = estimate_script([script], device="cpu")
     assert [path.name for path in Path().iterdir()] == ["train.py"]
-    ran = subprocess.run([sys.executable, str(TRUTH), script], capture_output=True, text=True, check=True)
+    ran = warm.python([str(TRUTH), script])
     assert predicted.allocated_bytes == pytest.approx(json.loads(ran.stdout)["peak_bytes"], rel=within)
     assert not predicted.partial
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.estimate import estimate_script
 from memopt.estimators.fake.script.request import Request
 from memopt.estimators.fake.script.run import record_script
+from tests.support import warm
 
 TRUTH = Path(__file__).resolve().parents[3] / "benchmarks" / "cpu_truth.py"
 
@@ -139,7 +138,7 @@ def test_the_cpu_run_needs_what_was_predicted(folder: Path, text: str) -> None:
     script = write(folder, text)
     predicted = estimate_script([script], device="cpu")
     assert not list(folder.glob("*.pt"))
-    ran = subprocess.run([sys.executable, str(TRUTH), script], capture_output=True, text=True, check=True)
+    ran = warm.python([str(TRUTH), script])
     measured = json.loads(ran.stdout)["peak_bytes"]
     assert predicted.allocated_bytes == pytest.approx(measured, rel=0.01)
     assert sum(predicted.by_category.values()) == predicted.allocated_bytes
