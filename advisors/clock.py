@@ -10,6 +10,8 @@ _MOST_STRETCH = 3.0
 """However busy the machine is, a limit lasts at most this many times as long by the wall."""
 _WINDOW_S = 2.0
 """By the wall, over which the stretch is measured."""
+_FINE_S = 0.001
+"""By the wall: the processor is asked no more often, since that is a system call, and a search looks thousands of times a second."""
 
 
 class SearchClock:
@@ -23,7 +25,10 @@ class SearchClock:
 
     def __call__(self) -> float:
         """A moment; only differences mean something."""
-        wall, processor = time.monotonic(), time.process_time()
+        wall = time.monotonic()
+        if wall - self._wall < _FINE_S:
+            return self._had
+        processor = time.process_time()
         passed, worked = wall - self._wall, processor - self._processor
         self._wall, self._processor = wall, processor
         self._had += max(0.0, min(passed, max(worked, passed / _MOST_STRETCH)))

@@ -336,6 +336,7 @@ class Engine(modes.Mode):
         if content is None:
             self._decline(handle.slot, self._swapper.reason)
             return
+        self.values.is_swapped(tensor, content)
         self._take(handle, content)
 
     def _compress(self, handle: Planned, tensor: Tensor) -> None:

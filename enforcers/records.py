@@ -1,8 +1,9 @@
 """Ops remembered in forward so that what they made can be made again in backward: tensor-granular recomputation.
 
 A record holds the overload, its arguments and the generator's state. A tensor argument is a *view of a value* when its
-producer was recorded too, and is pinned (held) otherwise, as it is or as a codec holds it for others. A value is one version
-of a storage; it is *there* while its storage lives in that version, or while a replay's result waits for its last consumer.
+producer was recorded too, and is pinned (held) otherwise, as it is or as a codec or a tier holds it for others. A value is one version
+of a storage; it is *there* while its storage lives in that version, while a replay's result waits for its last consumer, or while a
+tier holds it for somebody who will still ask: it is brought back then.
 
 Making a value walks its records depth first, runs each once, frees what nobody waits for as soon as it was read
 (`estimators.chains` and `estimators.timeline` do the same walk on the trace). In-place ops write on private copies.
@@ -21,8 +22,9 @@ from torch import Tensor, UntypedStorage
 from memopt.enforcers.codecs.encoded import Encoded
 from memopt.enforcers.codecs.table import decode
 from memopt.enforcers.flat_call import CallForm
+from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.ops import OpKind
-from memopt.instrument.saved import Place
+from memopt.instrument.saved import Place, let_go_of_bytes
 from memopt.instrument.torch_internals import (
     BelowAutograd,
     DisableAutocast,
@@ -48,33 +50,53 @@ class View:
 
 
 class Pinned:
-    """An argument that is held: an alias and the version that the op read, or the encoded bytes of its storage."""
+    """An argument that is held: an alias and the version that the op read, or its storage as a codec or a tier has it."""
 
-    __slots__ = ("encoded", "place", "tensor", "version")
+    __slots__ = ("encoded", "place", "swapped", "tensor", "version", "witness")
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = tensor._version
         with ExcludeKey(_KEEPS_VERSION, False):
             self.tensor: Tensor | None = tensor.detach()
         self.encoded: Encoded | None = None
+        self.swapped: SwappedStorage | None = None
+        self.witness: Tensor | None = None
+        """Shares the version counter of what a tier holds, but none of its bytes."""
         self.place = Place.of(tensor)
 
     @property
     def is_changed(self) -> bool:
         """Was it changed in place since the op read it?"""
-        return self.tensor is not None and self.tensor._version != self.version
+        seen = self.tensor if self.tensor is not None else self.witness
+        return seen is not None and seen._version != self.version
 
     def holds(self, storage: UntypedStorage) -> bool:
         return self.tensor is not None and self.tensor.untyped_storage()._cdata == storage._cdata
 
-    def read_from(self, encoded: Encoded) -> None:
-        """Hold what a codec made of the whole storage, in the version that the op read, in place of the bytes."""
-        self.tensor, self.encoded = None, encoded
+    @property
+    def address(self) -> int | None:
+        """Of the storage that it reads, while that is there; None where a codec or a tier has the bytes alone."""
+        alive = self.swapped.source() if self.swapped is not None else None
+        storage = self.tensor.untyped_storage() if self.tensor is not None else alive
+        found: int | None = storage._cdata if storage is not None else None
+        return found
+
+    def read_from(self, held: Encoded | SwappedStorage) -> None:
+        """Hold what a codec made of the whole storage, or the copy in a tier, in the version that the op read, in place of the bytes."""
+        alias, self.tensor = self.tensor, None
+        if isinstance(held, Encoded):
+            self.encoded = held
+            return
+        self.swapped, self.witness = held, alias
+        if alias is not None:
+            let_go_of_bytes(alias)
 
     def get(self) -> Tensor:
         """The tensor; decoded, it is the caller's own."""
         if self.tensor is not None:
             return self.tensor
+        if self.swapped is not None:
+            return self.place.on(self.swapped.get())
         assert self.encoded is not None
         return self.place.on(decode(self.encoded).untyped_storage())
 
@@ -86,6 +108,7 @@ class Value:
         "__weakref__",
         "again",
         "cached",
+        "elsewhere",
         "given",
         "place",
         "record",
@@ -106,6 +129,8 @@ class Value:
         """Made again, and held for those who still wait."""
         self.given: weakref.ref[UntypedStorage] | None = None
         """What the last handle was served with: backward holds it for a while, and only reads it."""
+        self.elsewhere: weakref.ref[SwappedStorage] | None = None
+        """A tier holds it for others."""
         self.waiting = 0
         """Handles that have not been served."""
         self.again = False
@@ -117,7 +142,11 @@ class Value:
         given = self.given() if self.given is not None else None
         if given is not None:
             return given
-        return self.storage() if self.storage is not None else None
+        here = self.storage() if self.storage is not None else None
+        if here is not None:
+            return here
+        swapped = self.elsewhere() if self.elsewhere is not None else None
+        return swapped.get() if swapped is not None and swapped.waiting > 0 else None
 
     def serve(self, storage: UntypedStorage, *, only_read: bool) -> None:
         """One more handle has been served, with `storage`. After the last, what was made again lives as long as backward holds it."""
@@ -151,6 +180,10 @@ class Record:
     def writes_unrecorded(self) -> bool:
         """Does it write in place what no record can make again? Then it cannot be replayed."""
         return any(not isinstance(self.args[position], View) for position in self.written - self.updated)
+
+    def stands_on(self, address: int) -> bool:
+        """Is what lies at `address` an argument that it reads from there?"""
+        return any(isinstance(each, Pinned) and each.address == address for each in self.args)
 
     def sources(self) -> Iterator[Value]:
         for argument in self.args:

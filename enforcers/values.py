@@ -13,6 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.codecs.encoded import Encoded
 from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors
+from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, tensors_in, version_of
 from memopt.instrument.saved import Place
 from memopt.instrument.script.training_thread import TrainingThread
@@ -32,6 +33,8 @@ class Values:
         """Storage address -> records that hold it as a source."""
         self._encoded: dict[int, tuple[weakref.ref[UntypedStorage], int, weakref.ref[Encoded]]] = {}
         """Storage address -> the storage, the version that a codec holds of it, and what it holds."""
+        self._swapped: dict[int, tuple[weakref.ref[UntypedStorage], int, weakref.ref[SwappedStorage]]] = {}
+        """The same of tiers."""
 
     @property
     def holds_sources(self) -> bool:
@@ -46,8 +49,9 @@ class Values:
             return View(value, Place.of(tensor))
         pinned = Pinned(tensor)
         encoded = self.encoded_form(storage, pinned.version)
-        if encoded is not None:
-            pinned.read_from(encoded)
+        held = encoded if encoded is not None else self._copy_of(storage, pinned.version)
+        if held is not None:
+            pinned.read_from(held)
         return pinned
 
     def encoded_form(self, storage: UntypedStorage, version: int) -> Encoded | None:
@@ -69,6 +73,29 @@ class Values:
                     argument.read_from(encoded)
                 else:
                     self._pins.setdefault(storage._cdata, []).append(reference)
+
+    def is_swapped(self, tensor: Tensor, swapped: SwappedStorage) -> None:
+        """A tier copies the storage of `tensor`: what is to be made from it reads it from there, and lets go of the bytes.
+
+        Until it has left, the copy is the storage itself, so that records still count as standing on it when it is written.
+        """
+        storage, version = tensor.untyped_storage(), version_of(tensor)
+        self._swapped[storage._cdata] = (weakref.ref(storage), version, weakref.ref(swapped))
+        value = self.value_in(tensor, storage)
+        if value is not None:
+            value.elsewhere = weakref.ref(swapped)
+        for reference in self._pins.get(storage._cdata, ()):
+            record = reference()
+            for argument in record.args if record is not None else ():
+                if isinstance(argument, Pinned) and argument.holds(storage) and argument.version == version:
+                    argument.read_from(swapped)
+
+    def _copy_of(self, storage: UntypedStorage, version: int) -> SwappedStorage | None:
+        """The swap of `storage` in this version that somebody will ask for."""
+        known = self._swapped.get(storage._cdata)
+        if known is None or known[0]() is not storage or known[1] != version:
+            return None
+        return known[2]()
 
     def value_in(self, tensor: Tensor, storage: UntypedStorage) -> Value | None:
         """The recorded value that `tensor` shows; None when no op was seen that made it as it is now."""
@@ -104,14 +131,9 @@ class Values:
                     taken.add(storage._cdata)
                     self._new_value(record, place, storage, version_of(tensor))
         for position, argument in enumerate(record.args):
-            if (
-                isinstance(argument, Pinned)
-                and argument.tensor is not None
-                and position not in record.updated
-            ):
-                self._pins.setdefault(argument.tensor.untyped_storage()._cdata, []).append(
-                    weakref.ref(record)
-                )
+            address = argument.address if isinstance(argument, Pinned) else None
+            if address is not None and position not in record.updated:
+                self._pins.setdefault(address, []).append(weakref.ref(record))
 
     def _new_value(self, record: Record, place: int, storage: UntypedStorage, version: int) -> None:
         address = storage._cdata
@@ -148,7 +170,7 @@ class Values:
         """The bytes at `address` are about to change: records that hold them as a source run now and keep their results."""
         for reference in self._pins.pop(address, ()):
             record = reference()
-            if record is None or record is but:
+            if record is None or record is but or not record.stands_on(address):
                 continue
             for value in (v for ref in record.values if (v := ref()) is not None):
                 if value.there() is None or value.cached is None:
@@ -160,7 +182,7 @@ class Values:
             older = self._older.pop(storage._cdata, None)
             for value in (self._values.pop(storage._cdata, None), older() if older is not None else None):
                 if value is not None:
-                    value.storage = None
+                    value.storage = value.elsewhere = None
 
     def will_be_rewritten(self, tensor: Tensor) -> None:
         """A kernel that nobody sees into gets `tensor` and may write it: what needs its present bytes is made now."""
@@ -181,6 +203,7 @@ class Values:
     def new_iteration(self) -> None:
         """Forget what ended with the iteration."""
         self._encoded.clear()
+        self._swapped.clear()
         older = self._older | {address: weakref.ref(value) for address, value in self._values.items()}
         self._values.clear()
         self._older = {a: ref for a, ref in older.items() if ref() is not None}

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from memopt.advisors.clock import now
 from memopt.advisors.profiles.blockers import infeasible
 from memopt.advisors.profiles.by_rounds import ByRounds
+from memopt.advisors.profiles.from_graph import graph_plans
 from memopt.advisors.profiles.lower_bound import least_step_ms
 from memopt.advisors.profiles.problem import TIME_LIMIT_S, Candidate, Decisions, OutOfTime, Problem
 from memopt.advisors.profiles.rounds import Round, find_kinds
@@ -51,6 +52,8 @@ _SHARE_WITHOUT_A_PLAN = 0.4
 """Of the time limit, after which another search begins where no plan fits yet (`_going_on`)."""
 _SHARE_FOR_NOTHING = 0.7
 """Of the time limit, how long that one takes."""
+_SHARE_AFTER_QUICK = 0.7
+_SHARE_AFTER_GRAPHS = 0.4
 _SHARE_AFTER_GENETIC = 0.55
 _SHARE_FOR_STARTS = 0.45
 _SHARE_FOR_SEARCH = 0.35
@@ -58,6 +61,7 @@ _SHARE_AFTER_THOROUGH = 0.25
 """What is left of the time limit when each of these phases ends at the latest."""
 _SHARE_FOR_PROGRAMS = 0.08
 _SHARE_FOR_BOUND = 0.12
+_SHARE_FOR_GRAPHS = 0.25
 """What these may take of it."""
 _LARGE = 8000
 """With more ops than this, an iteration that has rounds is not searched as a whole."""
@@ -240,7 +244,8 @@ class Auto:
             limited = problem.limited(search.moment(_SHARE_FOR_STARTS))
             yield from _judged(search, _in_time(alike_plans(limited)), judged)
         quick = _QUICK if len(problem.candidates) <= _MOST_FOR_SQUARES else _QUICK[1:]
-        yield from _judged(search, portfolio(search, quick, until=_SHARE_FOR_SEARCH), judged)
+        yield from _judged(search, portfolio(search, quick, until=_SHARE_AFTER_QUICK), judged)
+        yield from self._from_graph(search, judged)
         if few:
             yield from _judged(search, portfolio(search, _GENETIC, until=_SHARE_AFTER_GENETIC), judged)
         met = any(search.fits(plan) for plan in judged.values())
@@ -261,6 +266,16 @@ class Auto:
                     cheapest = min(cheapest, polished.cost_ms) if search.fits(polished) else cheapest
         if few:
             yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_AFTER_THOROUGH), judged)
+
+    def _from_graph(self, search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
+        """What the planner of graphs makes of it, and what fits of that after mending."""
+        until = min(search.moment(_SHARE_AFTER_GRAPHS), now() + _SHARE_FOR_GRAPHS * search.seconds)
+        for plan in _judged(search, _in_time(graph_plans(search.problem, until)), judged):
+            yield plan
+            if not search.fits(plan):
+                mended = search.mend(plan)
+                judged.setdefault(frozenset(mended.decisions), mended)
+                yield mended
 
 
 def _is_optimal(search: Search, plan: Plan) -> bool:

@@ -30,16 +30,18 @@ def place_prefetches(problem: Problem, decisions: Decisions, *, earliest: bool =
     triggers = problem.triggers
     fitting = _Fitting(problem.target_bytes, triggers.tolist(), times[triggers].tolist(), high)
     lane_ms = float("inf")
-    for storage in sorted(swaps, key=lambda s: -view.saved[s].first_use):
-        saved, decision = view.saved[storage], placed[storage]
+    back_by = problem.simulator.back_by(placed)
+    uses = {s: back_by.get(s, view.saved[s].first_use) for s in swaps}
+    for storage in sorted(swaps, key=lambda s: -uses[s]):
+        saved, decision, use = view.saved[storage], placed[storage], uses[storage]
         copy_ms = problem.simulator.copy_ms(saved.size_bytes, decision, out=False)
-        end_ms = min(lane_ms, float(times[saved.first_use]))
+        end_ms = min(lane_ms, float(times[use]))
         wanted = -1.0 if earliest else end_ms - _SLACK * copy_ms
-        trigger = fitting.trigger(saved, wanted)
+        trigger = fitting.trigger(saved, use, wanted)
         lane_ms = min(end_ms - copy_ms, float(times[trigger]) if trigger >= 0 else end_ms)
         if trigger >= 0:
             placed[storage] = replace(decision, prefetch_op=trigger)
-            high[trigger : saved.first_use] += saved.size_bytes
+            high[trigger:use] += saved.size_bytes
     return placed
 
 
@@ -52,9 +54,8 @@ class _Fitting:
     times: list[float]
     high: Ints
 
-    def trigger(self, saved: Saved, wanted_ms: float) -> int:
+    def trigger(self, saved: Saved, use: int, wanted_ms: float) -> int:
         """The latest at or before `wanted_ms` from which the bytes fit until the use, else the first later one; -1: on demand."""
-        use = saved.first_use
         first = bisect_left(self.triggers, saved.gone_after + 1)
         last = bisect_left(self.triggers, use)
         if first >= last:

@@ -16,10 +16,10 @@ from memopt.estimators.simulator.trace_view import Saved, TraceView
 
 REPLAY_MS = 0.09
 """Per replayed op, on top of the op itself: remembering it in forward and calling it again."""
-_AWAY, _ASKED, _AGAIN, _MADE, _THERE, _CODED = (1 << bit for bit in range(6))
+_AWAY, _ASKED, _AGAIN, _MADE, _THERE, _CODED, _COPIED = (1 << bit for bit in range(7))
 """Of a storage: it leaves the device; it is to be made again; `Decision.again`; it was made; that one is still there; a codec
-holds its values."""
-_WIDTH = 6
+holds its values; a tier does."""
+_WIDTH = 7
 _ALL = (1 << _WIDTH) - 1
 _REMEMBERED = 16
 """Outcomes for each storage."""
@@ -45,6 +45,8 @@ class Replay:
     """(op that made a source, its storage, op until which the records hold it)."""
     decoded: tuple[int, ...]
     """Storages that it reads from what a codec holds."""
+    brought: tuple[int, ...]
+    """Storages that it reads from a tier, and that stay for their own readers."""
     made: int
     """The bits that it sets."""
 
@@ -59,6 +61,7 @@ class Replays:
         self._size: list[int] = view.size.tolist()
         self._death: list[int] = view.death.tolist()
         self._op_ms = [float(ms) + REPLAY_MS for ms in view.op_ms]
+        self._asked_until: dict[int, tuple[int, int]] = {}
         self._codecs: dict[int, Decision] = {}
         """Storage -> how a codec holds its values."""
 
@@ -69,6 +72,8 @@ class Replays:
             flags = _AWAY
             if decision.kind == "recompute":
                 flags = _AWAY | _ASKED | _AGAIN if decision.again else _AWAY | _ASKED
+            elif decision.kind == "swap":
+                flags = _AWAY | _COPIED
             elif decision.is_source:
                 flags = _AWAY | _CODED
                 if self._codecs.setdefault(storage, decision) != decision:
@@ -114,12 +119,14 @@ class Replays:
                 return is_intact(view, value, use)
             if stands & _CODED:
                 return saved.value == value
+            if stands & _COPIED:
+                return self._may_bring(saved, value, target)
             return bool(stands & _THERE) and saved.value == value
 
         chain = find_chain(view, [target.value], is_there, view.replayable.__getitem__)
         mask = 0
         for storage in met:
-            mask |= (_AWAY | _THERE | _CODED) << shift[storage]
+            mask |= (_AWAY | _THERE | _CODED | _COPIED) << shift[storage]
         if chain is None:
             return mask, None
         for op in chain.ops:
@@ -128,6 +135,16 @@ class Replays:
                 if storage in shift:
                     mask |= (_ASKED | _AGAIN | _MADE) << shift[storage]
         return mask, self._run(chain, target, bits)
+
+    def _may_bring(self, saved: Saved, value: int, target: Saved) -> bool:
+        """Does a tier hold `value`, and will somebody else still ask for it? Afterwards the enforcer has let go of what came back."""
+        if saved.value != value or not is_intact(self.view, value, target.first_use):
+            return False
+        if saved.storage not in self._asked_until:
+            rows = [self.view.trace.slots.unpacks.row(slot) for slot in saved.slots]
+            last = max(row[0] for row in rows if row) if any(rows) else -1
+            self._asked_until[saved.storage] = last, saved.order if last == saved.first_use else -1
+        return (target.first_use, target.order) < self._asked_until[saved.storage]
 
     def _run(self, chain: Chain, target: Saved, bits: int) -> Replay:
         view, use, until = self.view, target.first_use, target.release
@@ -140,7 +157,14 @@ class Replays:
         made = 0
         for saved in stays:
             made |= (_MADE | _THERE) << self._shift[saved.storage]
-        sources = [(view.value_producer[v], view.value_storage[v]) for v in chain.sources if v not in coded]
+        brought = {
+            value for value in chain.sources if self._stands(view.value_storage[value], bits) & _COPIED
+        }
+        sources = [
+            (view.value_producer[v], view.value_storage[v])
+            for v in chain.sources
+            if v not in coded and v not in brought
+        ]
         return Replay(
             chain=chain,
             most_bytes=most,
@@ -153,6 +177,7 @@ class Replays:
             random=tuple(op for op in chain.ops if view.random[op]),
             pins=tuple((op, storage, until) for op, storage in sources if self._death[storage] < until),
             decoded=tuple(view.value_storage[value] for value in coded),
+            brought=tuple(view.value_storage[value] for value in brought),
             made=made,
         )
 

@@ -2,7 +2,8 @@
 
 It does what the enforcer does: a dropped storage is gone once nobody but autograd holds it; it comes back when the first
 consumer asks, through replays that hold their inputs and outputs like the real ones, and stays until its last consumer is
-served (made on the way to another, only if it is not to be made `again`); records pin their sources; encoded forms, decode buffers and copies in flight count. Lanes: compute, swap-out, swap-in.
+served (made on the way to another, only if it is not to be made `again`); a replay that reads a swapped storage brings it back, and it stays;
+records pin their sources; encoded forms, decode buffers and copies in flight count. Lanes: compute, swap-out, swap-in.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class _State:
     """(op that made what a replay reads, its storage, op until which its record lives)."""
     decoded: dict[int, int] = field(default_factory=dict)
     """Storage that replays read from a codec -> op until which their records hold the encoded form."""
+    back_by: dict[int, int] = field(default_factory=dict)
+    """Swapped storage -> op before which a replay reads it, ahead of its first consumer."""
     staging_ms: float = 0.0
     """Part of `added_ms`: copies that the compute lane has to make for the disk tier."""
 
@@ -139,7 +142,7 @@ class Simulator:
         view, state, added_ms = self.view, summed.state, summed.added_ms
         live = summed.live
         swaps = _Swaps()
-        self._swap(swaps, decisions, summed.times, lanes)
+        self._swap(swaps, decisions, summed, lanes)
         if swaps.change.where:
             live = live + np.cumsum(swaps.change.summed(view.n + 2))[: view.n]
         high = live + summed.over
@@ -166,8 +169,12 @@ class Simulator:
     def away_from(self, decisions: Mapping[int, Decision]) -> dict[int, int]:
         """For each swapped storage that leaves the device, the first op before which it has left."""
         swaps = _Swaps()
-        self._swap(swaps, decisions, self._evaluate(decisions).times, lanes=False)
+        self._swap(swaps, decisions, self._evaluate(decisions), lanes=False)
         return swaps.away_from
+
+    def back_by(self, decisions: Mapping[int, Decision]) -> dict[int, int]:
+        """For each swapped storage that a replay reads ahead of its first consumer, the op before which it does."""
+        return self._evaluate(decisions).state.back_by
 
     # --- recompute and compress
 
@@ -191,15 +198,16 @@ class Simulator:
             saved = self.view.saved[storage]
             if decision.kind == "recompute":
                 asked.append(saved)
-            elif decision.kind == "swap":
-                self._stage(state, saved)
-            else:
+            elif decision.kind != "swap":
                 self._compress(state, saved, decision)
         if asked:
             asked.sort(key=lambda saved: (saved.first_use, saved.order))
             self._recompute(state, asked, self._replays.standing(decisions), still_wanted)
             self._pin(state)
             self._hold_encoded(state, decisions)
+        for storage, decision in decisions.items():
+            if decision.kind == "swap":
+                self._stage(state, self.view.saved[storage])
         return state
 
     def _summed(self, state: _State) -> _Summed:
@@ -243,7 +251,7 @@ class Simulator:
 
     def _stage(self, state: _State, saved: Saved) -> None:
         half_ms = self.staging_ms(saved) / 2
-        for op in (saved.packed_op + 1, saved.first_use):
+        for op in (saved.packed_op + 1, state.back_by.get(saved.storage, saved.first_use)):
             state.added_ms.add(min(op, self.view.n), half_ms)
             state.staging_ms += half_ms
 
@@ -291,6 +299,9 @@ class Simulator:
                 state.change.add(target.release + 1, -self.view.record_bytes(op))
         state.recorded.update(replay.chain.ops)
         state.pins += replay.pins
+        for storage in replay.brought:
+            if use < self.view.saved[storage].first_use:
+                state.back_by.setdefault(storage, use)
         for storage in replay.decoded:
             state.decoded[storage] = max(target.release, state.decoded.get(storage, 0))
 
@@ -315,12 +326,13 @@ class Simulator:
 
     # --- swaps
 
-    def _swap(self, swaps: _Swaps, decisions: Mapping[int, Decision], starts: Floats, lanes: bool) -> None:
+    def _swap(self, swaps: _Swaps, decisions: Mapping[int, Decision], summed: _Summed, lanes: bool) -> None:
         """Copies out in the order of packing, on one lane, then copies in by trigger, on another."""
         swapped = [(self.view.saved[s], d) for s, d in decisions.items() if d.kind == "swap"]
         if not swapped:
             return
-        times, last = starts.tolist(), self.view.n - 1
+        times, last = summed.times.tolist(), self.view.n - 1
+        back_by = summed.state.back_by
         out_end: dict[int, float] = {}
         lane = 0.0
         for saved, decision in sorted(swapped, key=lambda pair: pair[0].packed_op):
@@ -329,8 +341,13 @@ class Simulator:
             if lanes:
                 swaps.intervals.append(self._interval("swap_out", saved, begin, lane))
         lane = 0.0
-        for saved, decision in sorted(swapped, key=lambda pair: _trigger(*pair)):
-            trigger, use, end_ms = _trigger(saved, decision), saved.first_use, out_end[saved.storage]
+        triggered = [
+            (_trigger(use, decision), use, saved, decision)
+            for saved, decision in swapped
+            for use in (back_by.get(saved.storage, saved.first_use),)
+        ]
+        for trigger, use, saved, decision in sorted(triggered, key=lambda row: row[0]):
+            end_ms = out_end[saved.storage]
             self._leave(swaps, saved, trigger, bisect_left(times, end_ms))
             if use > last:
                 continue
@@ -368,5 +385,5 @@ class Simulator:
         return lanes
 
 
-def _trigger(saved: Saved, decision: Decision) -> int:
-    return min(decision.prefetch_op if decision.prefetch_op >= 0 else saved.first_use, saved.first_use)
+def _trigger(use: int, decision: Decision) -> int:
+    return min(decision.prefetch_op if decision.prefetch_op >= 0 else use, use)
