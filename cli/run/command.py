@@ -119,7 +119,8 @@ class _Run:
         from memopt.cli.run.phases import Phases
 
         self._command, self._cache, self._outcome_path, self._quiet = command, cache, outcome_path, quiet
-        self._phases: Phases = Phases(command, wishes, cache, warned=self._end)
+        self._budget = wishes.budget or "what the device has free"
+        self._phases: Phases = Phases(command, wishes, cache, warned=self._end, tell=self._tell)
         self._unwritten = False
         self._ended = False
 
@@ -127,6 +128,7 @@ class _Run:
         """The exit code; dies of the signal that the script died of."""
         from memopt.instrument.script import runner
 
+        self._tell(f"running {self._command.in_words} within {self._budget}")
         self._phases.install()
         pid = os.getpid()
         try:
@@ -138,6 +140,13 @@ class _Run:
             runner.leave_child(code)
         self._end()
         return code or (RunFailed.exit_code if self._unwritten else 0)
+
+    def _tell(self, words: str) -> None:
+        from memopt.cli.shared.console import say
+        from memopt.cli.shared.ranks import rank_here
+
+        if not self._quiet and not rank_here():
+            say(words)
 
     def _end(self) -> None:
         from memopt.cli.shared.console import outlive_the_scripts_stderr, say

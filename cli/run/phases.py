@@ -21,6 +21,7 @@ from memopt.errors import MemoptError
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.instrument.script.runner import Command
 from memopt.instrument.script.signals import before_terminating
+from memopt.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -112,9 +113,22 @@ class Course:
 class Phases:
     """Listens to the training loop and hands it to the session of the phase."""
 
-    def __init__(self, command: Command, wishes: Wishes, cache: Cache, warned: Callable[[], None]) -> None:
-        """`warned` is called when SIGTERM is about to end the process."""
-        self._command, self._wishes, self._cache, self._warned = command, wishes, cache, warned
+    def __init__(
+        self,
+        command: Command,
+        wishes: Wishes,
+        cache: Cache,
+        warned: Callable[[], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        """`warned` is called when SIGTERM is about to end the process, `tell` as a phase begins."""
+        self._command, self._wishes, self._cache, self._warned, self._tell = (
+            command,
+            wishes,
+            cache,
+            warned,
+            tell,
+        )
         self._pid = os.getpid()
         self._loop: Loop | None = None
         self._session: ProfileSession | ApplySession | Guard | None = None
@@ -274,6 +288,7 @@ class Phases:
             from memopt.units import parse_bytes
 
             course.budget_bytes = parse_bytes(budget, of_bytes=trace.peak_bytes)
+        self._tell(f"recorded iteration {trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script goes on")  # fmt: skip
         if self._is_near() or trace.peak_bytes > _MAY_GROW * course.budget_bytes:
             self._watch_over()
         self._background = Background(
@@ -337,6 +352,7 @@ class Phases:
         self.course.plan = plan
         self.course.budget_bytes = plan.budget_bytes
         self.course.enforced_after = self._base
+        self._tell(f"under {'its' if self._base else 'the kept'} plan from iteration {self._base + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
         prepare_run(plan, os.environ)
         self._apply = ApplySession(
             plan, Options(swap_dir=self._wishes.swap_dir, measure=self._wishes.measure)

@@ -91,12 +91,13 @@ def test_no_step_is_run_twice(ran: Any) -> None:
 
 
 def test_three_lines_tell_held_predicted_and_cost(ran: Any) -> None:
-    lines = ran[1].stderr.splitlines()
-    assert len(lines) == 3, lines
-    assert lines[0].startswith("memopt: held: peak ")
-    assert lines[1].startswith("memopt: predicted peak ")
-    assert " measured peak " in lines[1]
-    assert lines[2].startswith("memopt: cost ")
+    *phases, held, beside, cost = ran[1].stderr.splitlines()
+    assert [line.split(maxsplit=2)[1] for line in phases] == ["running", "recorded", "under"]
+    assert held.startswith("memopt: held: peak ")
+    assert beside.startswith("memopt: predicted peak ")
+    assert " measured peak " in beside
+    assert cost.startswith("memopt: cost ")
+    assert [line.split(maxsplit=2)[1] for line in ran[2].stderr.splitlines()[:-3]] == ["running", "under"]
 
 
 def test_the_second_run_starts_enforced(ran: Any) -> None:
@@ -159,7 +160,7 @@ def test_a_budget_that_cannot_be_met_is_neared_and_what_holds_the_floor_is_said(
     done = memopt(folder, "run", "--budget", "50KB", "--time-limit", "2", "--outcome", "low.json", "train.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == ran[1].stdout
-    first = done.stderr.splitlines()[0]
+    first = next(line for line in done.stderr.splitlines() if "held: peak " in line)
     assert first.startswith("memopt: NOT held: peak ")
     assert "no plan can go below" in first
     outcome = outcome_of(folder, "low.json")["outcome"]
@@ -170,7 +171,7 @@ def test_without_a_budget_it_is_what_is_free(ran: Any) -> None:
     folder = ran[0]
     done = memopt(folder, "run", "--outcome", "free.json", "train.py")
     assert done.returncode == 0, done.stderr
-    assert done.stderr.startswith("memopt: held: the plain run peaks at ")
+    assert "\nmemopt: held: the plain run peaks at " in done.stderr
     assert outcome_of(folder, "free.json")["budget_bytes"] > 2**28
 
 
