@@ -7,6 +7,7 @@
 Each script runs three times in processes of its own: plain; under `memopt run`, where it is recorded and its plan is made; and again,
 enforced from the first iteration on. `held`: the measured peak of every enforced iteration, of both runs, is within the budget. `same`: both runs print what the
 plain one does, losses, parameters, buffers and optimizer state to the last bit. Where the budget is not met, what holds the floor.
+What was found last: `run_results.json`.
 """
 
 from __future__ import annotations

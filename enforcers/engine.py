@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from functools import cache
 from typing import Any
 
 import torch
@@ -55,7 +56,17 @@ log = logging.getLogger(__name__)
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
 _OWN_NODE = re.compile(r"Backward\d+$")
-"""Nodes of torch's own, whose backward writes over nothing that it has saved; a script's `Function` might."""
+
+
+@cache
+def _only_reads(node: str) -> bool:
+    """Is it a node of torch's own, whose backward writes over nothing that it has saved? A script's `Function` might."""
+    return _OWN_NODE.search(node) is not None
+
+
+@cache
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class Engine(modes.Mode):
@@ -226,7 +237,7 @@ class Engine(modes.Mode):
 
     @staticmethod
     def _fits(tensor: Tensor, slot: PlannedSlot) -> bool:
-        return tensor.dim() == slot.ref.dims and str(tensor.dtype) == f"torch.{slot.ref.dtype}"
+        return tensor.dim() == slot.ref.dims and _dtype_name(tensor.dtype) == slot.ref.dtype
 
     def unpack(self, handle: Kept | Planned) -> Tensor:
         """The hook: the tensor, made again, read back or decoded. May be called again (`retain_graph`)."""
@@ -260,7 +271,7 @@ class Engine(modes.Mode):
             storage = make(content)
             if not handle.served:
                 handle.served = True
-                content.serve(storage, only_read=bool(_OWN_NODE.search(handle.slot.ref.node)))
+                content.serve(storage, only_read=_only_reads(handle.slot.ref.node))
             return handle.on(storage)
         if isinstance(content, SwappedStorage):
             tensor = handle.on(content.get())

@@ -10,7 +10,7 @@ from torch import Tensor
 from memopt.instrument.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CallForm:
     """How a flat list becomes positional and named arguments again."""
 

@@ -28,7 +28,7 @@ from memopt.instrument.as_plain import as_plain
 from memopt.instrument.loop import Loop
 from memopt.instrument.memory.meter import living_storages
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, is_tracing, kind_of
-from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes
+from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes, share
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.torch_internals import (
     DisableTorchDispatch,
@@ -231,8 +231,10 @@ class Guard(modes.Mode):
         """The hook: the tensor, wherever it was."""
         guard = DisableTorchDispatch()
         try:
-            if not isinstance(handle, Watched) or handle.away is None:
+            if not isinstance(handle, Watched):
                 return handle.get()
+            if handle.away is None:
+                return share(handle.get())  # what the node uses from now on must not leave before its op
             if self.active:
                 self._make_room(handle.size_bytes, "a saved tensor")
             tensor = handle.get()

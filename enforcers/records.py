@@ -41,7 +41,7 @@ class CannotReplay(RuntimeError):
     """A source of a replay was changed behind memopt's back: the value is lost, and a wrong one is never handed out."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class View:
     """A tensor that shows a value, and where it lies in it."""
 

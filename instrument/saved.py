@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ def view_of(
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for each tensor of a run: frozen ones take twice as long
 class Place:
     """Where a tensor lies in its storage, and whether it shows what is there conjugated or negated."""
 
@@ -162,9 +163,15 @@ def let_go_of_bytes(alias: Tensor) -> None:
     """Leave `alias` without its bytes; it still shares the version counter of the tensor that it was an alias of."""
     guard = DisableTorchDispatch()
     try:
-        alias.data = torch.empty(0, dtype=alias.dtype, device=alias.device)
+        alias.data = _nothing(alias.dtype, alias.device)
     finally:
         del guard
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without bytes, which many may show."""
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def _type_of(tensor: Tensor) -> str:

@@ -107,9 +107,11 @@ def _gone(trace: Trace, updates: Updates) -> list[Gone]:
 
 def _departures(trace: Trace, wholes: list[int]) -> list[int]:
     """For each gradient the op before which its bytes are off the device, from those before which they are whole, in order."""
+    if not wholes:
+        return []
     asked = [(op, len(wholes)) for op in trace.slots.unpacks.items]
     events = sorted([*((op, place) for place, op in enumerate(wholes)), *asked])
-    found = [wholes[-1]] * len(wholes)
+    found = wholes[-1:] * len(wholes)
     fresh: list[int] = []
     under_way = -1
 

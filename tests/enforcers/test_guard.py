@@ -155,6 +155,27 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert guard.over_bytes > 0
 
 
+def test_what_a_node_of_backward_uses_stays(tmp_path: Path) -> None:
+    """The op for which room is made reads a saved tensor that was still there."""
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Linear(512, 2048)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        found = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(64, 512)).sum()
+            loss.backward()
+            optimizer.step()
+            found.append(digest(loss))
+        return [*found, *everything(model, optimizer)]
+
+    plain, watched = guarded(loop, tmp_path, 2**40)
+    computed, guard = guarded(loop, tmp_path, int(0.7 * watched.most_bytes))
+    assert computed == plain
+    assert guard.over_bytes > 0
+
+
 def test_a_forked_child_trains_plain(tmp_path: Path) -> None:
     """A worker of a loader has the guard's mode and hooks, and none of the threads of its tier."""
     children: list[int] = []

@@ -259,6 +259,15 @@ def test_the_peak_is_as_predicted(optimizer: str, late: bool, clip: bool, tmp_pa
     assert outcome.measured_peak_bytes == pytest.approx(written.predicted_peak_bytes, rel=0.02)
 
 
+def test_where_all_gradients_are_small_none_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = recorded(stepping("language", "adamw"), tmp_path)
+    monkeypatch.setattr(gradients_away, "LEAST_BYTES", 2**40)
+    adviser = Adviser(trace, DEFAULT_ALLOW)
+    assert not any(
+        p.pieces is not None and p.pieces.gradient_bytes for p in adviser.in_pieces(adviser.problem(1))
+    )
+
+
 @pytest.mark.parametrize("clip", [False, True])
 def test_a_gradient_leaves_before_the_next_one_is_made(clip: bool, tmp_path: Path) -> None:
     """A large one behind a layer without parameters; what clipping reads all of is on the device once, in the step as well."""

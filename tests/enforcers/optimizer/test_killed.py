@@ -96,7 +96,9 @@ def test_nothing_is_left_and_checkpoints_are_whole(tmp_path: Path, monkeypatch: 
                 _train_until_killed(loop, both, swaps)
             finally:
                 os._exit(3)
+        ends = time.monotonic() + 60
         while not checkpoint.exists():
+            assert time.monotonic() < ends, "the child hangs"
             assert os.waitpid(child, os.WNOHANG) == (0, 0)
             time.sleep(0.001)
         time.sleep(took * draw.random())
