@@ -52,8 +52,7 @@ _SHARE_WITHOUT_A_PLAN = 0.4
 """Of the time limit, after which another search begins where no plan fits yet (`_going_on`)."""
 _SHARE_FOR_NOTHING = 0.7
 """Of the time limit, how long that one takes."""
-_SHARE_AFTER_QUICK = 0.7
-_SHARE_AFTER_GRAPHS = 0.4
+_SHARE_AFTER_GRAPHS = 0.3
 _SHARE_AFTER_GENETIC = 0.55
 _SHARE_FOR_STARTS = 0.45
 _SHARE_FOR_SEARCH = 0.35
@@ -244,8 +243,9 @@ class Auto:
             limited = problem.limited(search.moment(_SHARE_FOR_STARTS))
             yield from _judged(search, _in_time(alike_plans(limited)), judged)
         quick = _QUICK if len(problem.candidates) <= _MOST_FOR_SQUARES else _QUICK[1:]
-        yield from _judged(search, portfolio(search, quick, until=_SHARE_AFTER_QUICK), judged)
-        yield from self._from_graph(search, judged)
+        yield from _judged(search, portfolio(search, quick, until=_SHARE_FOR_SEARCH), judged)
+        if not any(search.fits(plan) for plan in judged.values()):
+            yield from self._from_graph(search, judged)
         if few:
             yield from _judged(search, portfolio(search, _GENETIC, until=_SHARE_AFTER_GENETIC), judged)
         met = any(search.fits(plan) for plan in judged.values())
@@ -268,7 +268,7 @@ class Auto:
             yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_AFTER_THOROUGH), judged)
 
     def _from_graph(self, search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
-        """What the planner of graphs makes of it, and what fits of that after mending."""
+        """Where no quick start fits: what the planner of graphs makes of it, and that mended. Elsewhere the search makes more of the time."""
         until = min(search.moment(_SHARE_AFTER_GRAPHS), now() + _SHARE_FOR_GRAPHS * search.seconds)
         for plan in _judged(search, _in_time(graph_plans(search.problem, until)), judged):
             yield plan

@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 from memopt.advisors.clock import reading
-from memopt.advisors.profiles.auto import Auto
 from memopt.advisors.profiles.from_graph import Absence, graph_plans, told
 from memopt.advisors.profiles.problem import Problem
 from memopt.device import Device
@@ -58,14 +57,3 @@ def test_what_is_away_is_told_by_how_it_comes_back() -> None:
         third.storage: RECOMPUTE_AGAIN,
     }, "what leaves after it was asked for is no absence of a profile's"
     assert held[third.storage] == RECOMPUTE
-
-
-def test_auto_is_not_worse_than_what_is_told() -> None:
-    asked = problem(0.5, link=1e8)
-    looks = itertools.count()
-    with reading(lambda: next(looks) / 512):
-        told_ms = min(asked.run(p).step_ms for p in graph_plans(asked, 0.4) if asked.fits(asked.run(p)))
-    looks = itertools.count()
-    with reading(lambda: next(looks) / 512):
-        found = Auto(2.0).plan(asked)
-    assert asked.run(found).step_ms <= told_ms + 1e-6
