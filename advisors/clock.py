@@ -14,6 +14,10 @@ _FINE_S = 0.001
 """By the wall: the processor is asked no more often, since that is a system call, and a search looks thousands of times a second."""
 
 
+class OutOfTime(Exception):
+    """A strategy that runs inside a time limit has to stop."""
+
+
 class SearchClock:
     """Seconds of the processor, never more than have passed by the wall (threads), nor less than a third of them."""
 

@@ -16,12 +16,12 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 
-from memopt.advisors.clock import now
+from memopt.advisors.clock import OutOfTime, now
 from memopt.advisors.profiles.blockers import infeasible
 from memopt.advisors.profiles.by_rounds import ByRounds
 from memopt.advisors.profiles.from_graph import graph_plans
 from memopt.advisors.profiles.lower_bound import least_step_ms
-from memopt.advisors.profiles.problem import TIME_LIMIT_S, Candidate, Decisions, OutOfTime, Problem
+from memopt.advisors.profiles.problem import TIME_LIMIT_S, Candidate, Decisions, Problem
 from memopt.advisors.profiles.rounds import Round, find_kinds
 from memopt.advisors.profiles.same_kind import alike_plans
 from memopt.advisors.profiles.search import Plan, Search

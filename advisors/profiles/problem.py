@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from memopt.advisors.clock import now
+from memopt.advisors.clock import OutOfTime, now
 from memopt.advisors.profiles.codec_options import CodecChoice, codec_choice
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
@@ -91,10 +91,6 @@ class Candidate:
 
     def option(self, kind: str) -> Decision | None:
         return next((option for option in self.options if option.kind == kind), None)
-
-
-class OutOfTime(Exception):
-    """A strategy that runs inside a time limit has to stop."""
 
 
 class Problem:

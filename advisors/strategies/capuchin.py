@@ -10,8 +10,9 @@ to fit (Capuchin stops by its own count of bytes), and the run-time feedback on 
 
 from __future__ import annotations
 
+from memopt.advisors.clock import OutOfTime
 from memopt.advisors.profiles.picking import prefix_that_fits
-from memopt.advisors.profiles.problem import Candidate, Decisions, OutOfTime, Problem
+from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
 from memopt.estimators.simulator.decision import RECOMPUTE, Decision
 from memopt.estimators.simulator.timeline import REPLAY_MS

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from memopt.advisors.profiles.problem import OutOfTime
+from memopt.advisors.clock import OutOfTime
 from memopt.errors import NotPossibleHere
 
 _POPULATION = 12

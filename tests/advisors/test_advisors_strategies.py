@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from memopt.advisors.advise import advise
+from memopt.advisors.clock import OutOfTime
 from memopt.advisors.profiles.picking import swap_of, swappable
 from memopt.advisors.profiles.prefetch import place_prefetches
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, OutOfTime, Problem
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.advisors.registry import STRATEGIES
 from memopt.advisors.strategies.capuchin import capuchin_picks
 from memopt.advisors.strategies.dtr import Dtr, Evictions

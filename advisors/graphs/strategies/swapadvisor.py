@@ -8,7 +8,7 @@ chromosome is the classes and their slots alone; the form has no addresses, so a
 
 from __future__ import annotations
 
-from memopt.advisors.clock import now
+from memopt.advisors.clock import OutOfTime, now
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import lifetimes, plain_runs
 from memopt.advisors.graphs.strategies.swap_executor import (
@@ -21,7 +21,6 @@ from memopt.advisors.graphs.strategies.swap_executor import (
     idle_trips,
     just_in_time,
 )
-from memopt.advisors.profiles.problem import OutOfTime
 from memopt.advisors.strategies.size_classes import Pool, Tensor
 
 
