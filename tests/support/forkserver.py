@@ -5,6 +5,7 @@ with two lines: the child's process id, then its exit code, as `subprocess` give
 """
 
 import gc
+import importlib
 import json
 import os
 import sys
@@ -12,12 +13,14 @@ import traceback
 from types import ModuleType
 
 import memopt.cli.main
-import memopt.cli.profile
-import memopt.enforcers.session
-import memopt.estimators.fake.gpu.cuda
-import memopt.estimators.fake.recorder
 import memopt.estimators.fake.script.child
-import memopt.profiler.session
+
+IMPORTED = (
+    "torch._dynamo", "torch._inductor.async_compile", "torch._inductor.codegen.cpp", "torch._inductor.compile_fx", "torch._inductor.graph",
+    "memopt.cli.apply", "memopt.cli.profile", "memopt.enforcers.session", "memopt.estimators.fake.gpu.cuda",
+    "memopt.estimators.fake.recorder", "memopt.profiler.session",
+)  # fmt: skip
+"""What children find there: torch, what torch itself imports in most of them, and what of memopt imports torch."""
 
 
 def child(request: dict) -> None:
@@ -82,5 +85,8 @@ def serve() -> None:
 
 if __name__ == "__main__":
     sys.path[0] = os.getcwd()  # not this folder, as in the processes that it stands for
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
     gc.freeze()
     serve()
