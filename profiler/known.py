@@ -7,6 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,29 @@ Tell = Callable[[Tensor, str, str], None]
 LEFT_OVER = "left over from before"
 
 
-def tell_all(tell: Tell, frames: Frames) -> dict[int, str]:
-    """Call `tell` for every tensor that lives now, the surest name first. Returns id of a parameter -> its name."""
+class There(NamedTuple):
+    """What lives now. Finding it means looking at each object of the process, a million in some scripts: look once, and let go soon."""
+
+    modules: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+    tensors: list[Tensor]
+
+
+def there_now() -> There:
+    """What lives now."""
+    return There(*living(nn.Module, torch.optim.Optimizer, Tensor))
+
+
+def tell_all(tell: Tell, frames: Frames, there: There) -> dict[int, str]:
+    """Call `tell` for every tensor that is `there`, the surest name first. Returns id of a parameter -> its name."""
     names: dict[int, str] = {}
     with DisableTorchFunction():  # looking at a tensor must not run the script's own code
-        _tell_all(tell, frames, names)
+        _tell_all(tell, frames, names, there)
     return names
 
 
-def _tell_all(tell: Tell, frames: Frames, names: dict[int, str]) -> None:
-    modules, optimizers, tensors = living(nn.Module, torch.optim.Optimizer, Tensor)
+def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There) -> None:
+    modules, optimizers, tensors = there
     for root in _roots(modules):
         top = frames.name_of_root(root)
         for name, parameter in root.named_parameters():
@@ -138,10 +152,10 @@ def _variables() -> dict[int, str]:
     return found
 
 
-def device_in_use() -> str:
-    """Type of the device that holds most parameter bytes; `cpu` when there are none yet."""
+def device_in_use(modules: list[nn.Module] | None = None) -> str:
+    """Type of the device that holds most parameter bytes, of `modules` or of all; `cpu` when there are none yet."""
     sizes: dict[str, int] = {}
-    for module in living(nn.Module, torch.optim.Optimizer, Tensor)[0]:
+    for module in living(nn.Module)[0] if modules is None else modules:
         for parameter in getattr(module, "_parameters", {}).values():
             if isinstance(parameter, Tensor) and not isinstance(
                 parameter, (UninitializedParameter, UninitializedBuffer)

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from memopt.device import Device
 from memopt.instrument.frames import Frames
 from memopt.instrument.live_objects import living
-from memopt.profiler.known import LEFT_OVER, device_in_use, tell_all
+from memopt.profiler.known import LEFT_OVER, device_in_use, tell_all, there_now
 from memopt.profiler.storages import describe
 from memopt.trace import CATEGORIES, Csr, Ops, Script, Slots, Storages, Trace, Values
 from memopt.version import VERSION
@@ -31,11 +31,12 @@ _NEAR = 6
 def trace_of_now(script: Script, partial: str, line: str = "") -> Trace:
     """A profile of this moment, of one row that is no op: every storage on the device that the script's parameters are on, or that is
     in use. `partial` says why there is no more, `line` where the script is."""
-    kind = device_in_use()
+    there = there_now()
+    kind = device_in_use(there.modules)
     if kind == "cpu" and torch.accelerator.is_available() and _bytes_in_use():
         kind = str(torch.accelerator.current_accelerator())
     found = _Found(kind)
-    names = tell_all(found.tell, Frames())
+    names = tell_all(found.tell, Frames(), there)
     for tensor, node, slot in _saved():
         found.tell(tensor, "activation", f"saved by {node.name()} ({slot}){_where(node, names)}")
     return found.trace(script, partial, line)

@@ -105,15 +105,17 @@ class Recordings:
         """
         from memopt.instrument import modes
         from memopt.profiler.cache_calls import CacheCalls
-        from memopt.profiler.known import device_in_use, tell_all
+        from memopt.profiler.known import device_in_use, tell_all, there_now
         from memopt.profiler.updates import watch_updates
 
+        there = there_now()
         if self.result is None:
-            self.device = self._wanted.device or device_in_use()
+            self.device = self._wanted.device or device_in_use(there.modules)
         clock = self._clock(with_bytes=iteration > self._wanted.warmup and self.result is None)
         most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
         recorder = self._recorder(clock, most)
-        self.names = tell_all(recorder.met.know, self._frames)
+        self.names = tell_all(recorder.met.know, self._frames, there)
+        del there  # or it keeps tensors alive
         recorder.met.expect(self.buckets())
         recorder.begin()
         clock.start()
@@ -126,12 +128,9 @@ class Recordings:
 
     def buckets(self) -> list[int]:
         """Bytes of DistributedDataParallel's buckets. A recording shows them to Python, where the next would count them twice."""
-        from torch import nn
+        from memopt.instrument.memory.buckets import living_buckets
 
-        from memopt.instrument.live_objects import living
-        from memopt.instrument.memory.buckets import bucket_sizes
-
-        return bucket_sizes(living(nn.Module)[0], self.device)
+        return living_buckets(self.device)
 
     def _recorder(self, clock: OpClock, most: int) -> Recorder:
         from memopt.profiler.recorder import Recorder
@@ -158,14 +157,13 @@ class Recordings:
     def end(self, *, out_of_memory: bool = False, whole: bool = True) -> None:
         """The iteration has ended, or, if it is not `whole`, the script."""
         from memopt.instrument import modes
-        from memopt.profiler.known import device_in_use, tell_all
+        from memopt.profiler.known import device_in_use, tell_all, there_now
 
         now = self.now
         assert now is not None
         self.now = None
-        tell_all(
-            now.recorder.met.know_again, self._frames
-        )  # parameters and states that this very iteration made
+        # parameters and states that this very iteration made
+        tell_all(now.recorder.met.know_again, self._frames, there_now())
         updates = now.watch_no_more()
         if not self.device:
             self.device = "cuda" if out_of_memory and _uses_cuda() else device_in_use()
@@ -201,12 +199,14 @@ class Recordings:
     def snapshot(self) -> Result:
         """What is on the device now, as a recording without ops."""
         from memopt.profiler.clock import TimeOnly
-        from memopt.profiler.known import device_in_use, tell_all
+        from memopt.profiler.known import device_in_use, tell_all, there_now
         from memopt.profiler.recorder import Recorder
 
-        self.device = self._wanted.device or device_in_use()
+        there = there_now()
+        self.device = self._wanted.device or device_in_use(there.modules)
         recorder = Recorder(self._frames, self._iterations, TimeOnly(), self.device)
-        tell_all(recorder.met.know, self._frames)
+        tell_all(recorder.met.know, self._frames, there)
+        del there
         know_what_is_saved(recorder)
         recorder.begin()
         recorder.stop()

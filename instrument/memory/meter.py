@@ -9,11 +9,11 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 
 from memopt.instrument.live_objects import living
 from memopt.instrument.memory.allocator_events import Started, note_freed, started_profile, stop_profile
-from memopt.instrument.memory.buckets import bucket_sizes
+from memopt.instrument.memory.buckets import living_buckets
 from memopt.instrument.memory.cuda_statistics import statistics_of
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script.script_profiler import on_script
@@ -61,7 +61,7 @@ class CpuMeter:
             size = storage.nbytes()
             self.base_bytes += size
             self._watch.append(weakref.ref(storage, partial(self._ended, size)))
-        self.base_bytes += sum(bucket_sizes(living(nn.Module)[0], "cpu"))
+        self.base_bytes += sum(living_buckets("cpu"))
 
     def without_gradients(self, begins: bool) -> None:
         self._calls.append((time.time_ns(), begins))
