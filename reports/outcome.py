@@ -43,6 +43,9 @@ def render_ranks(outcomes: dict[int, Outcome], world: int) -> RenderableType:
     over = [rank for rank, each in ranked if (each.measured_peak_bytes or 0) > each.budget_bytes]
     unmeasured = [rank for rank, each in ranked if each.measured_peak_bytes is None]
     said = f"{_ranks(over)} ABOVE the budget" if over else f"{_ranks([rank for rank, _ in ranked if rank not in unmeasured])} within the budget"  # fmt: skip
+    elsewhere = max((each.outside_peak_bytes for _, each in ranked), default=0)
+    if elsewhere:
+        said += f" in the measured iterations; elsewhere (loading, evaluation) a rank held about {format_bytes(elsewhere)}"
     if unmeasured:
         said = f"{f'{said}; ' if len(unmeasured) < len(ranked) else ''}{_ranks(unmeasured)}: nothing was measured"
     if len(ranked) < world:

@@ -23,7 +23,7 @@ from memopt.outcome import Outcome
 from memopt.plan import Action, OpRef, Plan
 from memopt.reports.area import slices_of
 from memopt.reports.formats.summary import summarize_plan, summarize_trace
-from memopt.reports.outcome import render_outcome
+from memopt.reports.outcome import render_outcome, render_ranks
 from memopt.reports.page.moment import Moment, end_of, open_paths, peak_of
 from memopt.reports.tables import shorten, shorten_label, words
 from memopt.reports.terminal import render_plan, render_trace
@@ -215,6 +215,17 @@ def test_outcome_report_of_a_dict_and_of_a_struct() -> None:
     assert ["peak", "8.69", "KiB", "6.64", "KiB", "6.74", "KiB", "+1.5", "%"] in rows
     assert ["step", "10.0", "ms", "11.0", "ms", "12.2", "ms", "+11", "%"] in rows
     assert "3 planned, 2 done, 1 skipped" in text
+
+
+def test_ranks_within_the_budget_say_of_what() -> None:
+    plain = msgspec.convert(OUTCOME, Outcome)
+    outside = msgspec.structs.replace(plain, outside_peak_bytes=9000)
+    assert drawn(render_ranks({0: plain, 1: plain}, 2)).startswith("Ranks 0, 1 within the budget.")
+    said = " ".join(drawn(render_ranks({0: plain, 1: outside}, 2)).split())
+    assert (
+        "within the budget in the measured iterations; elsewhere (loading, evaluation) a rank held about 8.79 KiB."
+        in said
+    )
 
 
 def test_outcome_above_the_budget_says_so() -> None:
