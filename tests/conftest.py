@@ -21,8 +21,11 @@ from tests.support import warm
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a terminal does not export it
 
-STARTS_PROCESSES = {"Background", "Popen", "check_output", "estimate_script", "fork", "retrace", "run_on_fake", "spawn", "subprocess"}  # fmt: skip
-"""Names of the library and of memopt under which a process starts."""
+STARTS_PROCESSES = {
+    "Background", "Popen", "Profiler", "check_output", "chromium", "estimate_script", "fork", "profiler", "record_script", "retrace",
+    "run_alone", "run_on_fake", "spawn", "subprocess", "warm",
+}  # fmt: skip
+"""Names of the library, of memopt and of the tests' support under which a process starts."""
 ASKS_SOLVER = {"highspy", "least_step_ms", "new_highs"}
 TRAINS = {"ApplySession", "ProfileSession", "run_late"}
 

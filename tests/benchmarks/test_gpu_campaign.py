@@ -60,6 +60,7 @@ def test_a_campaign_goes_on_where_it_ended_and_tells_what_failed(tmp_path, monke
     assert "1 of 2 failed: links" in capsys.readouterr().out
 
 
+@pytest.mark.script
 def test_every_kind_of_plan_runs_on_the_late_device(monkeypatch):
     """In small: one example, the kinds that copy. `--dry-run` does all of them."""
     monkeypatch.setattr(jobs, "KINDS", ("swap-host", "mixed"))

@@ -197,6 +197,7 @@ def test_comparison_counts_runs_whose_events_do_not_replay(tmp_path, monkeypatch
     assert "EVENTS DIFFER" in capsys.readouterr().out
 
 
+@pytest.mark.script
 def test_a_configuration_is_estimated_for_the_device_of_the_run(monkeypatch):
     tiny = SimpleNamespace(argv=["gpt2", "2", "fp32", "adamw-fused", "--tiny"])
     monkeypatch.setitem(compare.CONFIGURATIONS, NAME, tiny)

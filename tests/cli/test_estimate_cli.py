@@ -321,6 +321,7 @@ def test_possible_workspaces_keep_the_order_of_marks() -> None:
     assert most.peak()[0] == 200 * MIB
 
 
+@pytest.mark.script
 def test_a_script_that_trains_on_the_cpu_is_refused_before_any_figure(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

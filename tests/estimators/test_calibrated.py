@@ -75,6 +75,7 @@ def test_a_named_file_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPatch)
         calibration_of(find_device("h200"))
 
 
+@pytest.mark.script
 def test_a_script_is_estimated_with_it(calibration: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("train.py").write_text(SCRIPT)
 

@@ -63,6 +63,7 @@ def test_nothing_recorded_is_no_point() -> None:
     assert (curve.at, curve.by_category, curve.events) == ([], {}, 0)
 
 
+@pytest.mark.script
 def test_the_command_writes_it_and_the_page_draws_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -246,6 +246,7 @@ shell.run_cell_magic("memopt", "--nonsense", cell)
     assert "is not understood" in done.stdout
 
 
+@pytest.mark.script
 def test_a_notebook_runs(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient")
     nbformat = pytest.importorskip("nbformat")

@@ -175,6 +175,7 @@ def test_a_backward_that_is_stopped_half_way(stop: Callable[[], None], tmp_path:
 
 
 @pytest.mark.parametrize(("sent", "reached"), [(1, True), (2, False)])
+@pytest.mark.script
 def test_signals_wait_for_the_end_of_the_block_and_a_second_ctrl_c_does_not(sent: int, reached: bool) -> None:
     done = []
 
