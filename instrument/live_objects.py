@@ -11,19 +11,16 @@ def living(*kinds: type) -> tuple[list[Any], ...]:
     """For each kind its objects, those of subclasses too; each under the first that it is of. A script has a million objects
     and a few thousand types, so a type is asked once. Objects are not: a proxy may run the script's code when asked for its class."""
     found: tuple[list[Any], ...] = tuple([] for _ in kinds)
+    where: dict[int, list[Any] | None] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        things = gc.get_objects()
-        types = list(map(type, things))
-        marks = list(map(id, types))  # a metaclass may compare its classes as it likes
-        where: dict[int, list[Any]] = {}
-        for mark, kind in dict(zip(marks, types, strict=True)).items():
-            into = next((into for each, into in zip(kinds, found, strict=True) if _is(kind, each)), None)
+        for thing in gc.get_objects():
+            kind = type(thing)
+            if id(kind) not in where:
+                where[id(kind)] = next((into for each, into in zip(kinds, found, strict=True) if _is(kind, each)), None)  # fmt: skip
+            into = where[id(kind)]
             if into is not None:
-                where[mark] = into
-        for thing, mark in zip(things, marks, strict=True):
-            if mark in where:
-                where[mark].append(thing)
+                into.append(thing)
     return found
 
 
