@@ -122,13 +122,8 @@ class Phases:
         tell: Callable[[str], None],
     ) -> None:
         """`warned` is called when SIGTERM is about to end the process, `tell` as a phase begins."""
-        self._command, self._wishes, self._cache, self._warned, self._tell = (
-            command,
-            wishes,
-            cache,
-            warned,
-            tell,
-        )
+        self._command, self._wishes, self._cache = command, wishes, cache
+        self._warned, self._tell = warned, tell
         self._pid = os.getpid()
         self._loop: Loop | None = None
         self._session: ProfileSession | ApplySession | Guard | None = None

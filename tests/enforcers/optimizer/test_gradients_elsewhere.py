@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.enforcers.optimizer import gradients_elsewhere
 from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.verify import digest
@@ -223,6 +223,12 @@ def test_they_are_away_after_backward(tmp_path: Path) -> None:
     assert [a - b for a, b in zip(before, seen, strict=True)] == pytest.approx([2 << 20] * 6, rel=0.01)
 
 
+def with_gradients_away(adviser: Adviser) -> list[Problem]:
+    """The ways to step in pieces in which gradients leave too."""
+    ways = adviser.in_pieces(adviser.problem(1))
+    return [each for each in ways if each.pieces is not None and each.pieces.gradient_bytes]
+
+
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "sgd"])
@@ -246,9 +252,7 @@ def test_the_peak_is_as_predicted(optimizer: str, late: bool, clip: bool, tmp_pa
     trace = recorded(loop, tmp_path)
     assert why_not(trace) == ""
     adviser = Adviser(trace, DEFAULT_ALLOW)
-    chosen = [
-        p for p in adviser.in_pieces(adviser.problem(1)) if p.pieces is not None and p.pieces.gradient_bytes
-    ]
+    chosen = with_gradients_away(adviser)
     if not chosen:
         assert clip
         return
@@ -262,10 +266,7 @@ def test_the_peak_is_as_predicted(optimizer: str, late: bool, clip: bool, tmp_pa
 def test_where_all_gradients_are_small_none_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = recorded(stepping("language", "adamw"), tmp_path)
     monkeypatch.setattr(gradients_away, "LEAST_BYTES", 2**40)
-    adviser = Adviser(trace, DEFAULT_ALLOW)
-    assert not any(
-        p.pieces is not None and p.pieces.gradient_bytes for p in adviser.in_pieces(adviser.problem(1))
-    )
+    assert not with_gradients_away(Adviser(trace, DEFAULT_ALLOW))
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -289,9 +290,7 @@ def test_a_gradient_leaves_before_the_next_one_is_made(clip: bool, tmp_path: Pat
 
     plain = seeded(loop, STEPS)
     adviser = Adviser(recorded(loop, tmp_path), DEFAULT_ALLOW)
-    (chosen,) = [
-        p for p in adviser.in_pieces(adviser.problem(1)) if p.pieces is not None and p.pieces.gradient_bytes
-    ]
+    (chosen,) = with_gradients_away(adviser)
     written = adviser.write(chosen, Decisions(), "chosen by a test")
     computed, outcome = enforced(loop, written, tmp_path, STEPS, measure=True)
     assert computed == plain
