@@ -172,17 +172,19 @@ def _is_only_holder(gradient: Tensor) -> bool:
 
 
 def _holders(gradient: Tensor) -> Holders:
-    base = gradient._base
+    base: Any = gradient._base
+    uses: Any = gradient
     of_base = (base._use_count(), sys.getrefcount(base)) if base is not None else (0, 0)
     there = storage_use_count(gradient.untyped_storage()._cdata)
-    return gradient._use_count(), sys.getrefcount(gradient), there, *of_base
+    return uses._use_count(), sys.getrefcount(gradient), there, *of_base
 
 
 @cache
 def _usual() -> frozenset[Holders]:
     """What `_holders` gives where only the engine holds a gradient, found by looking: versions of Python and torch count differently.
     Empty where it would not show that somebody else holds it."""
-    alone, held = _look(lambda gradient: None), _look([].append)
+    kept: list[Tensor] = []
+    alone, held = _look(lambda gradient: None), _look(kept.append)
     return alone if alone and not alone & held else frozenset()
 
 
@@ -211,7 +213,7 @@ def _look(hook: Callable[[Tensor], object]) -> frozenset[Holders]:
         each.register_hook(hook)
     begin = torch.ones(2, 2, dtype=torch.float32, device="cpu")
     try:
-        with _Looking():
+        with _Looking():  # type: ignore[no-untyped-call]
             autograd_engine.run_backward((result,), (begin,), False, False, (weight,), allow_unreachable=True, accumulate_grad=False)  # fmt: skip
         return frozenset(_seen)
     finally:

@@ -125,7 +125,7 @@ class Problem:
         self.device = simulator.device
         self.plain = simulator.run({})
         self.instead_of, self.pieces = instead_of, pieces
-        self.in_place = in_place if instead_of is None else instead_of.in_place
+        self.in_place: InPlace | None = in_place if instead_of is None else instead_of.in_place
         self.unplanned_peak_bytes: int = max(self.plain.peak_bytes, view.trace.peak_bytes)
         if instead_of is not None:
             self.unplanned_peak_bytes = instead_of.unplanned_peak_bytes
