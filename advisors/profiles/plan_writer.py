@@ -13,7 +13,6 @@ from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.codecs import CODECS
 from memopt.estimators.simulator.chains import Chain
 from memopt.estimators.simulator.decision import Decision
-from memopt.estimators.simulator.gradients_in_place import MODE_MS
 from memopt.estimators.simulator.in_pieces import Pieces
 from memopt.estimators.simulator.slot_needs import VALUES, Need, Value
 from memopt.estimators.simulator.trace_view import Saved
@@ -29,11 +28,9 @@ from memopt.plan import (
     SlotRef,
 )
 from memopt.timeline import Timeline
-from memopt.trace import PHASES
 from memopt.units import format_bytes, format_ms
 from memopt.version import VERSION
 
-_BACKWARD = PHASES.index("backward")
 _MARGINS_S = 1.5
 """For so long savings are found by taking actions away one by one; after that they are the bytes at the plain peak."""
 
@@ -109,7 +106,7 @@ def _of_backward(problem: Problem, timeline: Timeline) -> list[ScriptAction]:
             saved_bytes=max(0, without - timeline.peak_bytes),
             ops=count,
             least_bytes=over.least_bytes,
-            cost_ms=round(MODE_MS * int((problem.view.phase == _BACKWARD).sum()), 4),
+            cost_ms=round(over.cost_ms, 4),
         )
     ]
 
