@@ -12,7 +12,7 @@ VALUE_CODECS = frozenset(codec.name for codec in CODECS.values() if codec.of_val
 """They hold a whole storage, for any reader; the others serve one backward formula."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class Decision(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """One storage's fate between forward and backward. `keep` is the absence of a decision."""
 
     kind: Literal["swap", "recompute", "compress", "drop"]
