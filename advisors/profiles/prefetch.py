@@ -21,9 +21,9 @@ def place_prefetches(problem: Problem, decisions: Decisions, *, earliest: bool =
     `earliest`: as far ahead as the bytes fit, however short the copy is.
     """
     view = problem.view
-    swaps = [storage for storage, decision in decisions.items() if decision.kind == "swap"]
-    if not swaps:
+    if all(decision.kind != "swap" for decision in set(decisions.values())):
         return decisions
+    swaps = [storage for storage, decision in decisions.items() if decision.kind == "swap"]
     placed = {s: replace(d, prefetch_op=-1) if d.kind == "swap" else d for s, d in decisions.items()}
     timeline = problem.run(placed)
     times, high = timeline.start_ms, timeline.high_bytes.copy()

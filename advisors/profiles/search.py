@@ -316,4 +316,6 @@ class Search:
 
 
 def _without(plan: Plan, storage: int) -> Decisions:
-    return {s: d for s, d in plan.decisions.items() if s != storage}
+    rest = dict(plan.decisions)
+    rest.pop(storage, None)
+    return rest

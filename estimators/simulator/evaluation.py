@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Literal
 
 from memopt.device import Device
@@ -30,9 +30,9 @@ class Evaluation:
         self.replays, self.view = replays, replays.view
         self.decisions: dict[int, Decision] = {}
         self.ledger = Ledger(self.view, device)
-        self._flags: dict[int, int] = {}
-        self._outcome: dict[int, Outcome] = {}
-        self._maker: dict[int, int] = {}
+        self.flags: dict[int, int] = {}
+        self.outcome: dict[int, Outcome] = {}
+        self.maker: dict[int, int] = {}
         """Storage -> place of the replay that makes it."""
         self._readers: dict[int, set[int]] = defaultdict(set)
         """Storage -> places of the replays that depend on how it stands."""
@@ -42,15 +42,14 @@ class Evaluation:
     def go_to(self, decisions: Mapping[int, Decision], still_wanted: Callable[[], None]) -> None:
         """Evaluate `decisions`. `still_wanted` is called before each replay is looked for, and may raise: then this is of no use any more."""
         now = self.decisions
-        gone = [storage for storage in now if storage not in decisions]
-        for storage in gone:
+        for storage in now.keys() - decisions.keys():
             self._decide(storage, now.pop(storage), None)
-        for storage, decision in decisions.items():
-            before = now.get(storage)
-            if before is not decision and not _is_same(before, decision):
+        differ = [storage for storage, decision in decisions.items() if now.get(storage) is not decision]
+        for storage in differ:
+            before, decision = now.get(storage), decisions[storage]
+            if not _is_same(before, decision):
                 self._decide(storage, before, decision)
                 now[storage] = decision
-        heapify(self._due)
         while self._due:
             still_wanted()
             self._ask(heappop(self._due))
@@ -69,7 +68,7 @@ class Evaluation:
 
     def _ordered(self) -> list[tuple[int, Outcome]]:
         place = self.replays.place
-        return sorted(self._outcome.items(), key=lambda item: place[item[0]])
+        return sorted(self.outcome.items(), key=lambda item: place[item[0]])
 
     def _decide(self, storage: int, before: Decision | None, after: Decision | None) -> None:
         saved = self.view.saved[storage]
@@ -78,8 +77,8 @@ class Evaluation:
         if after is not None:
             self.ledger.decide(saved, after)
         flags = 0 if after is None else self.replays.flags(after)
-        if flags != self._flags.get(storage, 0):
-            self._flags[storage] = flags
+        if flags != self.flags.get(storage, 0):
+            self.flags[storage] = flags
             self._await(self._readers.get(storage, ()), after=-1)
             self._await((self.replays.place[storage],), after=-1)
 
@@ -93,18 +92,18 @@ class Evaluation:
     def _ask(self, place: int) -> None:
         """What happens when the storage at `place` is asked for, all before it being settled."""
         saved = self.replays.asked[place]
-        before, now = self._outcome.get(saved.storage), self._outcome_of(saved, place)
+        before, now = self.outcome.get(saved.storage), self._outcome_of(saved, place)
         if before == now:
             return
         made: dict[int, int] = {}
         if before is not None:
-            del self._outcome[saved.storage]
+            del self.outcome[saved.storage]
             self._undo(saved, place, before, made)
         if now is not None:
-            self._outcome[saved.storage] = now
+            self.outcome[saved.storage] = now
             self._do(saved, place, now, made)
         for storage, maker in made.items():
-            if maker != self._maker.get(storage, -1):
+            if maker != self.maker.get(storage, -1):
                 self._await(self._readers.get(storage, ()), after=place)
                 self._await((self.replays.place[storage],), after=place)
         if _is_kept(before) != _is_kept(now):
@@ -116,22 +115,11 @@ class Evaluation:
             return None
         if saved.gone_after + 1 >= use:
             return "kept"
-        if self._maker.get(saved.storage, place) < place:
+        if self.maker.get(saved.storage, place) < place:
             return "made before"
         if use >= self.view.n:
             return "asked by nobody"
-        return self.replays.replay(saved, lambda storage: self._standing(storage, place, use))
-
-    def _standing(self, storage: int, place: int, use: int) -> int:
-        """How `storage` stands when the one at `place` is asked for before the op `use`."""
-        flags = self._flags.get(storage, 0)
-        if not flags:
-            return 0
-        if self.replays.place[storage] < place and _is_kept(self._outcome.get(storage)):
-            return 0
-        if self._maker.get(storage, place) < place:
-            flags |= MADE | THERE if self.view.saved[storage].release >= use else MADE
-        return flags
+        return self.replays.replay(saved, _Standing(self, place, use).__getitem__)
 
     def _do(self, saved: Saved, place: int, outcome: Outcome, made: dict[int, int]) -> None:
         if outcome == "asked by nobody":
@@ -143,8 +131,8 @@ class Evaluation:
         if outcome.replay is not None:
             self.ledger.replay(saved, place, outcome.replay)
             for stays in outcome.replay.stays:
-                made.setdefault(stays.storage, self._maker.get(stays.storage, -1))
-                self._maker[stays.storage] = place
+                made.setdefault(stays.storage, self.maker.get(stays.storage, -1))
+                self.maker[stays.storage] = place
 
     def _undo(self, saved: Saved, place: int, outcome: Outcome, made: dict[int, int]) -> None:
         if outcome == "asked by nobody":
@@ -156,9 +144,31 @@ class Evaluation:
         if outcome.replay is not None:
             self.ledger.replay(saved, place, outcome.replay, back=True)
             for stays in outcome.replay.stays:
-                if self._maker.get(stays.storage) == place:
+                if self.maker.get(stays.storage) == place:
                     made[stays.storage] = place
-                    del self._maker[stays.storage]
+                    del self.maker[stays.storage]
+
+
+class _Standing(dict[int, int]):
+    """How a storage stands when the one at `place` is asked for before the op `use`; 0 where it is on the device."""
+
+    def __init__(self, evaluation: Evaluation, place: int, use: int) -> None:
+        self._evaluation, self._at, self._use = evaluation, place, use
+
+    def __missing__(self, storage: int) -> int:
+        self[storage] = flags = self._found(storage)
+        return flags
+
+    def _found(self, storage: int) -> int:
+        plan = self._evaluation
+        flags = plan.flags.get(storage, 0)
+        if not flags:
+            return 0
+        if plan.replays.place[storage] < self._at and _is_kept(plan.outcome.get(storage)):
+            return 0
+        if plan.maker.get(storage, self._at) < self._at:
+            flags |= MADE | THERE if plan.view.saved[storage].release >= self._use else MADE
+        return flags
 
 
 def _is_same(one: Decision | None, other: Decision) -> bool:

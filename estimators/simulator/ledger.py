@@ -70,7 +70,8 @@ class Ledger:
         self._brought: dict[int, dict[int, int]] = defaultdict(dict)
         """Swapped storage -> place -> op before which a replay reads it, ahead of its first consumer."""
         self._coded: dict[int, Decision] = {}
-        self._swapped: set[int] = set()
+        self.swapped: set[int] = set()
+        """Storages that are copied to a tier."""
         self._entries: dict[tuple[str, int], _Entry] = {}
         """What was entered for that which is no sum."""
         self._staged: dict[int, tuple[int, int]] = {}
@@ -84,7 +85,7 @@ class Ledger:
         if decision.kind == "recompute":
             return
         if decision.kind == "swap":
-            (self._swapped.discard if back else self._swapped.add)(saved.storage)
+            (self.swapped.discard if back else self.swapped.add)(saved.storage)
             self._touched["staged", saved.storage] = None
             return
         if back:
@@ -247,7 +248,7 @@ class Ledger:
         for op in self._staged.pop(storage, ()):
             self._added_ms.add(op, -half_ms)
             self._staging_ms -= half_ms
-        if storage in self._swapped:
+        if storage in self.swapped:
             use = min(self._brought.get(storage, {}).values(), default=saved.first_use)
             self._staged[storage] = min(saved.packed_op + 1, n), min(use, n)
             for op in self._staged[storage]:

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import cached_property
 
-import numpy as np
-
 from memopt.device import Device
 from memopt.estimators.simulator.chains import Chain
 from memopt.estimators.simulator.decision import Decision
@@ -20,7 +18,7 @@ from memopt.estimators.simulator.evaluation import Evaluation
 from memopt.estimators.simulator.replays import REPLAY_MS as REPLAY_MS
 from memopt.estimators.simulator.replays import Replays
 from memopt.estimators.simulator.staging import staging_ms as staging_ms
-from memopt.estimators.simulator.swap_lanes import SwapLanes, Swaps
+from memopt.estimators.simulator.swap_lanes import NO_SWAPS, SwapLanes, Swaps
 from memopt.estimators.simulator.trace_view import Floats, Saved, TraceView
 from memopt.timeline import Interval, Timeline
 
@@ -53,10 +51,10 @@ class Simulator:
             self._evaluation = None
         evaluation = self._evaluate(decisions, still_wanted)
         summed = evaluation.ledger.summed()
-        swaps = self._swap(decisions, evaluation, lanes)
+        swaps = self._swap(decisions, evaluation)
         view, live = self.view, summed.live
-        if swaps.change.take():
-            live = live + np.cumsum(swaps.change.total)[: view.n]
+        if swaps is not NO_SWAPS:
+            live = live + swaps.change(view.n)
         high = live + summed.over
         peak_op = int(high.argmax()) if view.n else 0
         watching_ms = self._watching_ms if decisions else 0.0
@@ -69,7 +67,12 @@ class Simulator:
             step_ms=view.trace.step_ms + summed.added_ms + swaps.stall_ms + watching_ms,
             replay_ms=summed.added_ms - summed.staging_ms,
             stall_ms=swaps.stall_ms + summed.staging_ms,
-            lanes=(*self._replay_lanes(evaluation.chains(), summed.times), *swaps.intervals) if lanes else (),
+            lanes=(
+                *self._replay_lanes(evaluation.chains(), summed.times),
+                *self._lanes.intervals(swaps),
+            )
+            if lanes
+            else (),
         )
 
     def chains(self, decisions: Mapping[int, Decision]) -> tuple[dict[int, Chain], list[int]]:
@@ -79,7 +82,7 @@ class Simulator:
 
     def away_from(self, decisions: Mapping[int, Decision]) -> dict[int, int]:
         """For each swapped storage that leaves the device, the first op before which it has left."""
-        return self._swap(decisions, self._evaluate(decisions), lanes=False).away_from
+        return self._swap(decisions, self._evaluate(decisions)).away_from()
 
     def back_by(self, decisions: Mapping[int, Decision]) -> dict[int, int]:
         """For each swapped storage that a replay reads ahead of its first consumer, the op before which it does."""
@@ -110,9 +113,12 @@ class Simulator:
         self._evaluation = found  # not when `still_wanted` raised
         return found
 
-    def _swap(self, decisions: Mapping[int, Decision], evaluation: Evaluation, lanes: bool) -> Swaps:
+    def _swap(self, decisions: Mapping[int, Decision], evaluation: Evaluation) -> Swaps:
         ledger = evaluation.ledger
-        return self._lanes.swap(decisions, ledger.summed().times, ledger.back_by(), lanes=lanes)
+        if not ledger.swapped:
+            return NO_SWAPS
+        swapped = {storage: decisions[storage] for storage in sorted(ledger.swapped)}
+        return self._lanes.swap(swapped, ledger.summed().times, ledger.back_by())
 
     def _replay_lanes(self, chains: Mapping[int, Chain], times: Floats) -> list[Interval]:
         lanes = []
