@@ -23,6 +23,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """The swap-in starts when this op starts; -1: when the storage is asked for."""
     codec: str = ""
     encoded_bytes: int = 0
+    """What a codec holds; of a swap (only of `cdma`'s what-if): what passes the link, where that is not the whole storage."""
     transient_bytes: int = 0
     """Most that encoding holds besides the tensor and the encoded form."""
     decoded_bytes: int = 0

@@ -93,7 +93,9 @@ class SwapLanes:
         on_disk = np.array([each.tier == "disk" for each in swapped.values()])
         prefetch = np.array([each.prefetch_op for each in swapped.values()], dtype=np.int64)
         trigger = np.where(prefetch >= 0, np.minimum(prefetch, use), use)
-        out_took, in_took = (self._took_ms(size, on_disk, out=out) for out in (True, False))
+        encoded = np.array([each.encoded_bytes for each in swapped.values()], dtype=np.int64)
+        moved = np.where(encoded > 0, encoded, size)
+        out_took, in_took = (self._took_ms(moved, on_disk, out=out) for out in (True, False))
         n = self.view.n
         out_ms = np.empty(len(rows))
         first_out = np.lexsort((storage, packed))
@@ -138,7 +140,7 @@ class SwapLanes:
         """Time of one copy on its lane; infinite where the device has no such link."""
         out_rate, in_rate = self.device.rates_of(decision.tier)
         rate = out_rate if out else in_rate
-        return size_bytes / rate * 1000 if rate > 0 else float("inf")
+        return (decision.encoded_bytes or size_bytes) / rate * 1000 if rate > 0 else float("inf")
 
     def _took_ms(self, sizes: Ints, on_disk: Ints, *, out: bool) -> Floats:
         rates = [self.device.rates_of(tier)[0 if out else 1] for tier in ("host", "disk")]

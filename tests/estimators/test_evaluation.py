@@ -72,3 +72,12 @@ def test_prefetches_alone_change_the_copies_alone() -> None:
     early = {s: replace(d, prefetch_op=view.saved[s].first_use - 1) for s, d in late.items()}
     assert simulator.run(late).stall_ms > simulator.run(early).stall_ms
     assert_same(simulator.run(early), Simulator(view).run(early))
+
+
+def test_a_swap_passes_the_link_in_the_bytes_that_it_says() -> None:
+    view = TraceView(build([Layer(1000, 1.0, (i - 1,)) for i in range(8)], device=GPU))
+    simulator = Simulator(view)
+    whole = {storage: Decision(kind="swap", tier="host") for storage in view.saved}
+    half = {storage: replace(decision, encoded_bytes=500) for storage, decision in whole.items()}
+    assert 0 < simulator.run(half).stall_ms < simulator.run(whole).stall_ms
+    assert simulator.copy_ms(1000, half[2], out=True) == simulator.copy_ms(1000, whole[2], out=True) / 2
