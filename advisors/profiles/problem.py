@@ -38,6 +38,7 @@ TIME_LIMIT_S = 8.0
 _REMEMBERED_OPS = 40_000_000
 """Timelines together; an op takes 24 bytes of each."""
 _COVERED = 0.998
+"""Of all bytes with an option; what is left out beyond it is each smaller than a thousandth of the peak, too."""
 _MOST_CANDIDATES = 40_000
 
 
