@@ -24,8 +24,8 @@ from memopt.advisors.graphs.runs import floor_bytes
 from memopt.advisors.graphs.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from tests.advisors.graphs.schedule_checker import check
-from tests.support.graph_families import accumulation, branches, chain, experts, random_dag
-from tests.support.graph_shapes import lstm, mobilenet, transformer, unet, vgg
+from tests.support.training_graphs.families import accumulation, branches, chain, experts, random_dag
+from tests.support.training_graphs.shapes import lstm, mobilenet, transformer, unet, vgg
 
 GAP = 0.01
 SMALL: dict[str, Callable[[], GraphFile]] = {

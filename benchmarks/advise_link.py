@@ -21,7 +21,7 @@ from memopt.advisors.graphs.bounds.moments import overhead_bound
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import unplanned_peak
 from memopt.advisors.graphs.problem import GraphProblem
-from tests.support.graph_shapes import GRAPHS
+from tests.support.training_graphs.shapes import GRAPHS
 
 Row = tuple[float, float, float]
 """Overhead without the link and with it, and the bound."""

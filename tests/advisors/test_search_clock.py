@@ -16,8 +16,8 @@ from memopt.advisors.profiles.problem import Problem
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
-from tests.support.graph_families import FAMILIES, chain
 from tests.support.layers_trace import Layer, build
+from tests.support.training_graphs.families import FAMILIES, chain
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from memopt.advisors.graphs.strategies.segments import Forward, cheapest_dropped
 from memopt.errors import BudgetInfeasible, UsageError
 from tests.advisors.graphs import schedule_checker as checker
 from tests.advisors.graphs.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
-from tests.support import graph_shapes as shapes
+from tests.support.training_graphs import shapes
 
 
 @st.composite

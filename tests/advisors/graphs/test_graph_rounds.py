@@ -20,8 +20,7 @@ from memopt.advisors.graphs.search.folded import fold
 from memopt.advisors.graphs.search.rounds import Outline, classes, graph_of
 from memopt.errors import BudgetInfeasible
 from tests.advisors.graphs import schedule_checker as checker
-from tests.support import graph_families as families
-from tests.support import graph_shapes as shapes
+from tests.support.training_graphs import families, shapes
 
 
 def accumulation(rounds: int, layers: int) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from memopt.advisors.graphs.strategies.segments import Forward
 from memopt.advisors.graphs.strategies.swap_executor import Walk
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from tests.advisors.graphs.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
-from tests.support.graph_families import branches
+from tests.support.training_graphs.families import branches
 
 
 def test_checkmate_and_auto_agree_on_a_small_graph() -> None:

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 from memopt.advisors.graphs.graph import SCHEMA, GraphFile, OpRow, TensorRow
-from tests.support.graph_tape import LAUNCH_MS, Tape, loss
+from tests.support.training_graphs.tape import LAUNCH_MS, Tape, loss
 
 MB = 2**20
 

@@ -1,6 +1,6 @@
-"""Training graphs of known shapes for the planner benchmark, from `tests.support.graph_tape`.
+"""Training graphs of known shapes for the planner benchmark, from `tests.support.training_graphs.tape`.
 
-`python -m tests.support.graph_shapes NAME > graph.json` writes one.
+`python -m tests.support.training_graphs.shapes NAME > graph.json` writes one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable
 import msgspec
 
 from memopt.advisors.graphs.graph import GraphFile
-from tests.support.graph_families import FAMILIES
-from tests.support.graph_tape import LAUNCH_MS, Images, Tape, loss
+from tests.support.training_graphs.families import FAMILIES
+from tests.support.training_graphs.tape import LAUNCH_MS, Images, Tape, loss
 
 
 def vgg(batch: int = 64) -> GraphFile:
