@@ -11,6 +11,7 @@ from memopt.estimators.simulator.decision import Decision
 from memopt.trace import CATEGORIES
 
 _MOST_OTHERS = 6
+"""Numbers that are named one by one: a line for a screen."""
 
 
 @dataclass(frozen=True, slots=True)

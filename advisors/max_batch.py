@@ -21,7 +21,9 @@ from memopt.trace import Trace
 from memopt.units import format_bytes
 
 _MOST = 1 << 20
+"""Batches beyond a million are taken for no limit at all."""
 _PLANNED_WITHIN = 1 / 64
+"""Of the batch: each further halving asks for a whole plan."""
 _SHARE_OF_A_PROBE = 0.25
 _MOST_RETRACES = 4
 

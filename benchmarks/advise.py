@@ -1,6 +1,6 @@
 """`python -m benchmarks.advise`: every graph strategy x graph x budget in one run, and the figures of the planner.
 
-Every plan is judged by `tests/advisors/graphs/schedule_checker.py`, which shares no code with memopt. Options: `--graphs a,b` (of `benchmarks.graphs`),
+Every plan is judged by `tests/advisors/graphs/schedule_checker.py`, which shares no code with memopt. Options: `--graphs a,b` (of `tests.support.training_graphs.shapes`),
 `--budgets 90,80,...,20`, `--strategies x,y`, `--gbps 25`, `--time-limit 20`, `--files graph.json profile.json.gz ...` for graphs and recorded
 iterations of your own, such as those of `memopt profile benchmarks/train.py resnet50 --scale bench`. `bound` is the overhead that no plan
 with the same link, or without one, can undercut. `benchmarks.advise_link` compares links, `benchmarks.advise_exact` optima, `benchmarks.advise_speed` sizes.
@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.graphs import GRAPHS
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.of_trace import graph_of
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
@@ -25,6 +24,7 @@ from memopt.advisors.graphs.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.trace import load_trace
 from tests.advisors.graphs.schedule_checker import check
+from tests.support.training_graphs.shapes import GRAPHS
 
 DEFAULT_GRAPHS = ("vgg16", "resnet50", "mobilenet", "unet", "densenet121", "transformer12", "lstm60")
 Point = tuple[str, int]

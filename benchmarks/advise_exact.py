@@ -16,8 +16,6 @@ from collections.abc import Callable
 import msgspec
 
 from benchmarks.advise import parse_planning
-from benchmarks.graph_families import accumulation, branches, chain, experts, random_dag
-from benchmarks.graphs import lstm, mobilenet, transformer, unet, vgg
 from memopt.advisors.graphs.bounds.exact import Relaxed, prove
 from memopt.advisors.graphs.graph import GraphFile, decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
@@ -26,6 +24,8 @@ from memopt.advisors.graphs.runs import floor_bytes
 from memopt.advisors.graphs.schedule import encode_schedule
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from tests.advisors.graphs.schedule_checker import check
+from tests.support.training_graphs.families import accumulation, branches, chain, experts, random_dag
+from tests.support.training_graphs.shapes import lstm, mobilenet, transformer, unet, vgg
 
 GAP = 0.01
 SMALL: dict[str, Callable[[], GraphFile]] = {

@@ -15,13 +15,13 @@ import math
 import msgspec
 
 from benchmarks.advise import DEFAULT_GRAPHS, mean, outcome, parse_planning
-from benchmarks.graphs import GRAPHS
 from memopt.advisors.graphs.bounds.bound_with_copies import Linked
 from memopt.advisors.graphs.bounds.exact import prove
 from memopt.advisors.graphs.bounds.moments import overhead_bound
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import unplanned_peak
 from memopt.advisors.graphs.problem import GraphProblem
+from tests.support.training_graphs.shapes import GRAPHS
 
 Row = tuple[float, float, float]
 """Overhead without the link and with it, and the bound."""

@@ -1,7 +1,7 @@
 """`python -m benchmarks.advise_speed`: how long `auto` takes to its first and its final plan by the number of ops, and static arenas.
 
 Plans at half the unplanned peak within the default time: at most 1 s to the first plan, 5 s to the final one on 3,000 ops, 20 s on 8,000,
-120 s on 100,000. Then, for every graph of `benchmarks.graphs`, the arena that holds all its tensors at fixed offsets against the largest sum of those
+120 s on 100,000. Then, for every graph of `tests.support.training_graphs.shapes`, the arena that holds all its tensors at fixed offsets against the largest sum of those
 that live at the same time: at most 2 % more, within 2 s. Plans are judged by `tests/advisors/graphs/schedule_checker.py`. Option: `--no-large`.
 """
 
@@ -14,14 +14,14 @@ import time
 import msgspec
 import numpy as np
 
-from benchmarks.graph_families import accumulation
-from benchmarks.graphs import GRAPHS, lstm
 from memopt.advisors.counsel.static_offsets import StaticOffsets, plan_offsets
 from memopt.advisors.graphs.graph import Graph, GraphFile, decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.runs import lifetimes
 from memopt.advisors.graphs.schedule import encode_schedule
 from tests.advisors.graphs.schedule_checker import check
+from tests.support.training_graphs.families import accumulation
+from tests.support.training_graphs.shapes import GRAPHS, lstm
 
 CHECKED = 20_000
 """The checker adds up all that is there at each step: too slow for more ops."""

@@ -26,6 +26,7 @@ from memopt.units import format_bytes
 
 RANK = 0.25
 _MOST_ROWS = 8
+"""Layers that are named one by one: a table for a screen."""
 _PRODUCTS = ("addmm", "mm", "bmm", "linear", "_addmm_activation", "matmul")
 
 

@@ -20,6 +20,7 @@ STATE = ("parameter", "gradient", "optimizer state", "buffer")
 _SHARE = 0.1
 """Of the peak, from which a kind of memory is worth a word."""
 _NAMED = 3
+"""Parts that are named one by one: a line for a screen."""
 LESS = "less with "
 
 

@@ -11,6 +11,7 @@ from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.trace_view import Saved
 
 _PROBES = 48
+"""Prefixes that are judged one by one; of more picks, those that halving leads to."""
 _HEAVY = (
     "convolution",
     "conv",

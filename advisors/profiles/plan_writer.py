@@ -41,7 +41,7 @@ def write_plan(
     """The plan for `decisions`, the actions that save most first."""
     chains, kept = problem.simulator.chains(decisions)
     decisions = {storage: decision for storage, decision in decisions.items() if storage not in kept}
-    timeline = problem.run(decisions)
+    timeline = problem.simulator.run(decisions, whole=True)
     writer = _Writer(problem, decisions, timeline, chains)
     actions = [
         writer.action(candidate, decision)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from msgspec.structs import replace
 
 from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.trace_view import Ints, Saved
 
 _SLACK = 1.25
@@ -20,29 +22,39 @@ def place_prefetches(problem: Problem, decisions: Decisions, *, earliest: bool =
 
     `earliest`: as far ahead as the bytes fit, however short the copy is.
     """
-    view = problem.view
-    swaps = [storage for storage, decision in decisions.items() if decision.kind == "swap"]
-    if not swaps:
+    if all(decision.kind != "swap" for decision in set(decisions.values())):
         return decisions
-    placed = {s: replace(d, prefetch_op=-1) if d.kind == "swap" else d for s, d in decisions.items()}
+    view, copy_ms = problem.view, problem.simulator.copy_ms
+    placed = {s: _started_at(d, -1) if d.kind == "swap" else d for s, d in decisions.items()}
     timeline = problem.run(placed)
-    times, high = timeline.start_ms, timeline.high_bytes.copy()
+    times, high = timeline.start_ms.tolist(), timeline.high_bytes.copy()
     triggers = problem.triggers
-    fitting = _Fitting(problem.target_bytes, triggers.tolist(), times[triggers].tolist(), high)
+    fitting = _Fitting(problem.target_bytes, triggers.tolist(), timeline.start_ms[triggers].tolist(), high)
     lane_ms = float("inf")
     back_by = problem.simulator.back_by(placed)
-    uses = {s: back_by.get(s, view.saved[s].first_use) for s in swaps}
-    for storage in sorted(swaps, key=lambda s: -uses[s]):
-        saved, decision, use = view.saved[storage], placed[storage], uses[storage]
-        copy_ms = problem.simulator.copy_ms(saved.size_bytes, decision, out=False)
-        end_ms = min(lane_ms, float(times[use]))
-        wanted = -1.0 if earliest else end_ms - _SLACK * copy_ms
+    uses = [
+        (back_by.get(s, view.saved[s].first_use), view.saved[s].order, s)
+        for s, d in placed.items()
+        if d.kind == "swap"
+    ]
+    for use, _, storage in sorted(uses, key=lambda row: (-row[0], *row[1:])):
+        saved, decision = view.saved[storage], placed[storage]
+        took_ms = copy_ms(saved.size_bytes, decision, out=False)
+        end_ms = min(lane_ms, times[use])
+        wanted = -1.0 if earliest else end_ms - _SLACK * took_ms
         trigger = fitting.trigger(saved, use, wanted)
-        lane_ms = min(end_ms - copy_ms, float(times[trigger]) if trigger >= 0 else end_ms)
+        lane_ms = end_ms - took_ms
         if trigger >= 0:
-            placed[storage] = replace(decision, prefetch_op=trigger)
+            lane_ms = min(lane_ms, times[trigger])
+            placed[storage] = _started_at(decision, trigger)
             high[trigger:use] += saved.size_bytes
     return placed
+
+
+@lru_cache(1 << 16)
+def _started_at(decision: Decision, trigger: int) -> Decision:
+    """The same object each time: a search places the same copies again and again, and what is identical is soon compared."""
+    return replace(decision, prefetch_op=trigger)
 
 
 @dataclass(slots=True)
@@ -63,7 +75,7 @@ class _Fitting:
         room = self.target_bytes - saved.size_bytes
         best = self.triggers[max(first, bisect_right(self.times, wanted_ms, first, last) - 1)]
         window = self.high[best:use]
-        if int(window.max()) <= room:
+        if int(np.maximum.reduce(window)) <= room:
             return best
         earliest = best + int(np.flatnonzero(window > room)[-1]) + 1
         at = bisect_left(self.triggers, earliest, first, last)

@@ -18,6 +18,7 @@ _LEAST_SHARE = 0.01
 _EVERY = (16, 4, 2)
 """Of a kind whose replays need one another: one in so many is kept."""
 _HALVINGS = 8
+"""The number of those taken is found to a 256th of the kind."""
 
 Choice = tuple[Candidate, Decision]
 

@@ -143,9 +143,12 @@ class Search:
     ) -> Plan:
         """`plan` with decisions added (and, at a replay's own peak, taken away) until it fits, nothing helps or it costs too much."""
         dead: set[int] = set()
+        seen: set[tuple[int, float, float]] = set()
         for _ in range(most):
-            if self.fits(plan) or self.is_over or plan.cost_ms > below_ms:
-                return plan
+            state = plan.peak_bytes, self.area(plan), plan.cost_ms
+            if self.fits(plan) or self.is_over or plan.cost_ms > below_ms or state in seen:
+                return plan  # what lowers the area may raise the peak, and the other way round: in a circle
+            seen.add(state)
             step = self._add(plan, dead, noise, power) or self._unblock(plan)
             if step is None:
                 return plan
@@ -316,4 +319,6 @@ class Search:
 
 
 def _without(plan: Plan, storage: int) -> Decisions:
-    return {s: d for s, d in plan.decisions.items() if s != storage}
+    rest = dict(plan.decisions)
+    rest.pop(storage, None)
+    return rest

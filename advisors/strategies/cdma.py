@@ -16,21 +16,14 @@ from memopt.advisors.profiles.picking import made_by, swap_of, swappable
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.errors import NotPossibleHere
-from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.units import format_bytes, format_ms
 
 RATIOS = (1.0, 2.6, 13.8)
 """None, the paper's mean, the paper's best."""
 _MASK = 1 / 32
+"""The least that a tensor takes: the paper's code keeps a bit for each value of 32."""
 _ZEROS = ("relu", "relu_", "threshold", "native_dropout", "max_pool2d_with_indices", "clamp_min", "hardtanh")
-
-
-class LinkSimulator(Simulator):
-    """The judge, where a swap that has `encoded_bytes` passes the link in that many bytes."""
-
-    def copy_ms(self, size_bytes: int, decision: Decision, *, out: bool) -> float:
-        return super().copy_ms(decision.encoded_bytes or size_bytes, decision, out=out)
 
 
 class Cdma:
@@ -45,7 +38,7 @@ class Cdma:
                 "there is nothing that could be swapped",
                 why="no link is known, or no saved tensor is large enough",
             )
-        judge = LinkSimulator(problem.view, problem.device)
+        judge = Simulator(problem.view, problem.device)
         rows, figures, steps = [], dict[str, float | int | str](), []
         peak = problem.unplanned_peak_bytes
         for ratio in RATIOS:

@@ -17,6 +17,7 @@ from memopt.errors import NotPossibleHere
 from memopt.units import format_bytes, format_ms
 
 _MOST_TRIALS = 400
+"""Steps of a larger net take several storages at once: each trial is a judgement."""
 
 
 class Modnn:

@@ -25,8 +25,10 @@ from memopt.estimators.simulator.timeline import REPLAY_MS
 from memopt.estimators.simulator.trace_view import Floats, Ints
 
 _MOST_STAGES = 80
+"""Longer chains are cut into so many stages: the table takes the square of their number for each slot."""
 _SLOTS = 240
 _MOST_PLANS = 60
+"""Amounts of memory, of all the table knows, whose plans are judged."""
 
 Stretch = tuple[int, int]
 """Stages from the first up to, not including, the second."""

@@ -18,6 +18,7 @@ from memopt.advisors.profiles.picking import cheapest_fitting, swap_of, swappabl
 from memopt.advisors.profiles.problem import Decisions, Problem
 
 _LENGTHS = 24
+"""Lengths of an interval that are tried, from two to half of all: each is a judgement."""
 
 
 class Sentinel:

@@ -25,6 +25,7 @@ from memopt.errors import NotPossibleHere
 _POPULATION = 12
 _GENERATIONS = 12
 _SEED = 0
+"""The same problem gives the same plan."""
 
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]

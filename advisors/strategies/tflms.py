@@ -18,6 +18,7 @@ from memopt.advisors.profiles.problem import Decisions, Problem
 
 _WINDOWS = (2, 8, 24)
 _THRESHOLDS = 16
+"""Quantiles of how far apart the uses of a tensor lie: each is tried with each window."""
 
 
 class Tflms:

@@ -27,28 +27,31 @@ class Chain:
 def find_chain(
     view: TraceView, values: list[int], is_there: Callable[[int], bool], may_replay: Callable[[int], bool]
 ) -> Chain | None:
-    """The replays that make `values`; None when some op on the way may not run again, or the chain is too long."""
+    """The replays that make `values`; None when some op on the way may not run again, or the chain is too long.
+
+    What waits on the stack is a value, or ~op: what that op reads has been made."""
+    producer, reads = view.value_producer, view.reads_reversed
     order: list[int] = []
     sources: dict[int, None] = {}
     done: set[int] = set()
-    stack: list[tuple[int, bool]] = [(value, False) for value in reversed(values)]
+    stack = list(reversed(values))
     while stack:
-        value, expanded = stack.pop()
-        op = view.value_producer[value]
-        if expanded:
-            if op not in done:
-                done.add(op)
-                order.append(op)
+        value = stack.pop()
+        if value < 0:
+            if ~value not in done:
+                done.add(~value)
+                order.append(~value)
             continue
         if is_there(value):
             sources[value] = None
             continue
+        op = producer[value]
         if op < 0 or not may_replay(op):
             return None
         if op in done:
             continue
-        stack.append((value, True))
-        stack.extend((read, False) for read in reversed(view.reads[op]))
+        stack.append(~op)
+        stack += reads[op]
         if len(stack) > 8 * MOST_OPS or len(order) > MOST_OPS:
             return None
     return Chain(tuple(order), tuple(sources))

@@ -12,7 +12,7 @@ VALUE_CODECS = frozenset(codec.name for codec in CODECS.values() if codec.of_val
 """They hold a whole storage, for any reader; the others serve one backward formula."""
 
 
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
+class Decision(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """One storage's fate between forward and backward. `keep` is the absence of a decision."""
 
     kind: Literal["swap", "recompute", "compress", "drop"]
@@ -23,6 +23,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """The swap-in starts when this op starts; -1: when the storage is asked for."""
     codec: str = ""
     encoded_bytes: int = 0
+    """What a codec holds; of a swap (only of `cdma`'s what-if): what passes the link, where that is not the whole storage."""
     transient_bytes: int = 0
     """Most that encoding holds besides the tensor and the encoded form."""
     decoded_bytes: int = 0

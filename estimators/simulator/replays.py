@@ -1,28 +1,34 @@
 """What one replay does: which ops run again, what they hold meanwhile, what stays, what their records pin.
 
 The outcome depends on few storages only: those that the walk met and those that its ops write. It is remembered together with
-what was decided about these, as bits, and taken again while they stand the same: a search that changes one decision after the
-other walks few chains anew.
+how these stood, and taken again while they stand the same: a search that changes one decision after the other walks few chains anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
 from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.sums import on_grid
 from memopt.estimators.simulator.trace_view import Saved, TraceView
 
 REPLAY_MS = 0.09
 """Per replayed op, on top of the op itself: remembering it in forward and calling it again."""
-_AWAY, _ASKED, _AGAIN, _MADE, _THERE, _CODED, _COPIED = (1 << bit for bit in range(7))
-"""Of a storage: it leaves the device; it is to be made again; `Decision.again`; it was made; that one is still there; a codec
-holds its values; a tier does."""
+AWAY, ASKED, AGAIN, MADE, THERE, CODED, COPIED = (1 << bit for bit in range(7))
+"""How a storage stands: it leaves the device; it is to be made again; `Decision.again`; it was made; that one is still there; a codec
+holds its values (which one: the bits above `_WIDTH`); a tier does."""
 _WIDTH = 7
-_ALL = (1 << _WIDTH) - 1
+_MET = AWAY | THERE | CODED | COPIED | -1 << _WIDTH
+"""What of it decides whether a walk that meets a storage ends there."""
+_TOUCHED = ~(AWAY | THERE)
+"""What of it decides whether a replay that writes a storage holds it, and how it reads one that nobody has let go of yet."""
 _REMEMBERED = 16
-"""Outcomes for each storage."""
+"""Outcomes for each storage, and replays for each of its chains. Measured: more of them are hardly ever met again."""
+
+Standing = Callable[[int], int]
+"""How a storage stands when the replay begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,94 +53,123 @@ class Replay:
     """Storages that it reads from what a codec holds."""
     brought: tuple[int, ...]
     """Storages that it reads from a tier, and that stay for their own readers."""
-    made: int
-    """The bits that it sets."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Found:
+    """A replay (None: it cannot be made) and the storages on which it depends."""
+
+    replay: Replay | None
+    depends: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Walk:
+    """A chain (None: there is none), the storages that were met and how they stood, and what its ops write or read beside these."""
+
+    met: tuple[int, ...]
+    stood: tuple[int, ...]
+    chain: Chain | None
+    touched: tuple[int, ...] = ()
+    known: list[tuple[tuple[int, ...], Found]] = field(default_factory=list)
+    """How what it touches stood -> the replay."""
 
 
 class Replays:
-    """Replays on one trace. The standing of all saved storages is one integer, with `_WIDTH` bits for each."""
+    """Replays on one trace."""
 
     def __init__(self, view: TraceView) -> None:
         self.view = view
-        self._shift = {storage: _WIDTH * index for index, storage in enumerate(view.saved)}
-        self._known: dict[int, list[tuple[int, int, Replay | None]]] = {storage: [] for storage in view.saved}
+        self.asked = sorted(
+            view.saved.values(), key=lambda saved: (saved.first_use, saved.order, saved.storage)
+        )
+        """In the order in which backward asks."""
+        self.place = {saved.storage: place for place, saved in enumerate(self.asked)}
+        self._walks: dict[int, list[_Walk]] = {storage: [] for storage in view.saved}
         self._size: list[int] = view.size.tolist()
+        self._extra: list[int] = view.extra.tolist()
         self._death: list[int] = view.death.tolist()
-        self._op_ms = [float(ms) + REPLAY_MS for ms in view.op_ms]
+        self._op_ms = [on_grid(float(ms) + REPLAY_MS) for ms in view.op_ms]
         self._asked_until: dict[int, tuple[int, int]] = {}
-        self._codecs: dict[int, Decision] = {}
-        """Storage -> how a codec holds its values."""
+        self._codecs: list[Decision] = []
+        self._number_of: dict[Decision, int] = {}
 
-    def standing(self, decisions: Mapping[int, Decision]) -> int:
-        """What is decided, before anything is made again."""
-        bits, shift = 0, self._shift
-        for storage, decision in decisions.items():
-            flags = _AWAY
-            if decision.kind == "recompute":
-                flags = _AWAY | _ASKED | _AGAIN if decision.again else _AWAY | _ASKED
-            elif decision.kind == "swap":
-                flags = _AWAY | _COPIED
-            elif decision.is_source:
-                flags = _AWAY | _CODED
-                if self._codecs.setdefault(storage, decision) != decision:
-                    self._codecs[storage] = decision
-                    self._known = {storage: [] for storage in self._known}
-            bits |= flags << shift[storage]
-        return bits
+    def flags(self, decision: Decision) -> int:
+        """How a storage stands of which this is decided, before anything is made again."""
+        if decision.kind == "recompute":
+            return AWAY | ASKED | AGAIN if decision.again else AWAY | ASKED
+        if decision.kind == "swap":
+            return AWAY | COPIED
+        if not decision.is_source:
+            return AWAY
+        number = self._number_of.setdefault(decision, len(self._codecs))
+        if number == len(self._codecs):
+            self._codecs.append(decision)
+        return AWAY | CODED | number << _WIDTH
 
-    def kept(self, storage: int) -> int:
-        """The bits to clear when `storage` stays after all."""
-        return _ALL << self._shift[storage]
-
-    def there(self, storage: int) -> int:
-        """The bit to clear when `storage` was made again, and has died."""
-        return _THERE << self._shift[storage]
-
-    def replay(self, target: Saved, bits: int) -> Replay | None:
-        """What happens when `target` is asked for; None if it cannot be made."""
-        known = self._known[target.storage]
-        for at, (mask, stood, replay) in enumerate(known):
-            if bits & mask == stood:
+    def replay(self, target: Saved, standing: Standing) -> Found:
+        """What happens when `target` is asked for."""
+        walk = self._walk_of(target, standing)
+        stood = tuple([standing(storage) & _TOUCHED for storage in walk.touched])
+        for at, (other, found) in enumerate(walk.known):
+            if other == stood:
                 if at:
-                    known.insert(0, known.pop(at))
-                return replay
-        mask, replay = self._find(target, bits)
-        known.insert(0, (mask, bits & mask, replay))
-        del known[_REMEMBERED:]
-        return replay
+                    walk.known.insert(0, walk.known.pop(at))
+                return found
+        replay = None if walk.chain is None else self._run(walk.chain, target, standing)
+        found = Found(replay, tuple(sorted({*walk.met, *walk.touched})))
+        walk.known.insert(0, (stood, found))
+        del walk.known[_REMEMBERED:]
+        return found
 
-    def _find(self, target: Saved, bits: int) -> tuple[int, Replay | None]:
-        """The replay, and the bits that it depends on."""
-        view, use, shift = self.view, target.first_use, self._shift
-        met: set[int] = set()
+    def _walk_of(self, target: Saved, standing: Standing) -> _Walk:
+        walks = self._walks[target.storage]
+        for at, walk in enumerate(walks):
+            for storage, stood in zip(walk.met, walk.stood, strict=True):
+                if standing(storage) & _MET != stood:
+                    break
+            else:
+                if at:
+                    walks.insert(0, walks.pop(at))
+                return walk
+        walk = self._find(target, standing)
+        walks.insert(0, walk)
+        del walks[_REMEMBERED:]
+        return walk
+
+    def _find(self, target: Saved, standing: Standing) -> _Walk:
+        """The chain to `target`, and what it depends on."""
+        use, intact = target.first_use, self.view.intact
+        storage_of, saved_of = self.view.value_storage, self.view.saved
+        met: dict[int, int] = {}
 
         def is_there(value: int) -> bool:
-            storage = view.value_storage[value]
-            saved = view.saved.get(storage)
-            if saved is None or use <= saved.gone_after:
-                return is_intact(view, value, use)
-            met.add(storage)
-            stands = bits >> shift[storage]
-            if not stands & _AWAY:
-                return is_intact(view, value, use)
-            if stands & _CODED:
+            storage = storage_of[value]
+            saved = saved_of.get(storage)
+            stands = 0
+            if saved is not None and use > saved.gone_after:
+                stands = met[storage] if storage in met else met.setdefault(storage, standing(storage))
+            if saved is None or not stands & AWAY:
+                begin, end = intact[value]
+                return begin < use <= end
+            if stands & CODED:
                 return saved.value == value
-            if stands & _COPIED:
+            if stands & COPIED:
                 return self._may_bring(saved, value, target)
-            return bool(stands & _THERE) and saved.value == value
+            return bool(stands & THERE) and saved.value == value
 
-        chain = find_chain(view, [target.value], is_there, view.replayable.__getitem__)
-        mask = 0
-        for storage in met:
-            mask |= (_AWAY | _THERE | _CODED | _COPIED) << shift[storage]
+        return self._walked(
+            met, find_chain(self.view, [target.value], is_there, self.view.replayable.__getitem__)
+        )
+
+    def _walked(self, met: Mapping[int, int], chain: Chain | None) -> _Walk:
+        stood = tuple([stands & _MET for stands in met.values()])
         if chain is None:
-            return mask, None
-        for op in chain.ops:
-            for value in view.writes[op]:
-                storage = view.value_storage[value]
-                if storage in shift:
-                    mask |= (_ASKED | _AGAIN | _MADE) << shift[storage]
-        return mask, self._run(chain, target, bits)
+            return _Walk(tuple(met), stood, None)
+        view = self.view
+        touched = {view.value_storage[value] for op in chain.ops for value in view.writes[op]}
+        touched.update(s for s in map(view.value_storage.__getitem__, chain.sources) if s not in met)
+        return _Walk(tuple(met), stood, chain, tuple(sorted(s for s in touched if s in view.saved)))
 
     def _may_bring(self, saved: Saved, value: int, target: Saved) -> bool:
         """Does a tier hold `value`, and will somebody else still ask for it? Afterwards the enforcer has let go of what came back."""
@@ -146,20 +181,18 @@ class Replays:
             self._asked_until[saved.storage] = last, saved.order if last == saved.first_use else -1
         return (target.first_use, target.order) < self._asked_until[saved.storage]
 
-    def _run(self, chain: Chain, target: Saved, bits: int) -> Replay:
+    def _run(self, chain: Chain, target: Saved, standing: Standing) -> Replay:
         view, use, until = self.view, target.first_use, target.release
-        coded = {
-            value: self._codecs[view.value_storage[value]]
-            for value in chain.sources
-            if self._stands(view.value_storage[value], bits) & _CODED
-        }
-        most, stays = self._hold(chain, target, bits, coded)
-        made = 0
-        for saved in stays:
-            made |= (_MADE | _THERE) << self._shift[saved.storage]
-        brought = {
-            value for value in chain.sources if self._stands(view.value_storage[value], bits) & _COPIED
-        }
+        coded: dict[int, Decision] = {}
+        brought: list[int] = []
+        for value in chain.sources:
+            storage = view.value_storage[value]
+            stands = standing(storage) if storage in view.saved else 0
+            if stands & CODED:
+                coded[value] = self._codecs[stands >> _WIDTH]
+            elif stands & COPIED:
+                brought.append(value)
+        most, stays = self._hold(chain, target, standing, coded)
         sources = [
             (view.value_producer[v], view.value_storage[v])
             for v in chain.sources
@@ -173,16 +206,20 @@ class Replays:
             where=tuple(op for saved in stays for op in (saved.gone_after + 1, use)),
             change=tuple(size for saved in stays for size in (-saved.size_bytes, saved.size_bytes)),
             took_ms=sum(self._op_ms[op] for op in chain.ops)
-            + sum(coded[value].decode_ms for op in chain.ops for value in view.reads[op] if value in coded),
+            + sum(
+                on_grid(coded[value].decode_ms)
+                for op in chain.ops
+                for value in view.reads[op]
+                if value in coded
+            ),
             random=tuple(op for op in chain.ops if view.random[op]),
             pins=tuple((op, storage, until) for op, storage in sources if self._death[storage] < until),
             decoded=tuple(view.value_storage[value] for value in coded),
             brought=tuple(view.value_storage[value] for value in brought),
-            made=made,
         )
 
     def _hold(
-        self, chain: Chain, target: Saved, bits: int, coded: Mapping[int, Decision]
+        self, chain: Chain, target: Saved, standing: Standing, coded: Mapping[int, Decision]
     ) -> tuple[int, list[Saved]]:
         """(most that the replay holds, what stays when it is over)."""
         view = self.view
@@ -196,10 +233,10 @@ class Replays:
                 if value in coded:
                     most = max(most, total + decoded + coded[value].decoded_bytes)
                     decoded += self._size[view.value_storage[value]]
-            most = max(most, total + decoded + int(view.extra[op]))
+            most = max(most, total + decoded + self._extra[op])
             for value in view.writes[op]:
                 storage = view.value_storage[value]
-                waits = storage not in stays and self._waits(storage, value, target, bits)
+                waits = storage not in stays and self._waits(storage, value, target, standing)
                 if waits:
                     stays[storage] = view.saved[storage]
                 if storage not in held and (waits or storage in last_read):
@@ -207,19 +244,15 @@ class Replays:
                     total += held[storage]
             for value in view.reads[op]:
                 storage = view.value_storage[value]
-                made = storage in stays or self._stands(storage, bits) & _MADE
+                made = storage in stays or (storage in self.place and standing(storage) & MADE)
                 if last_read[storage] == op and storage in held and not made:
                     total -= held.pop(storage)
         return most, list(stays.values())
 
-    def _stands(self, storage: int, bits: int) -> int:
-        shift = self._shift.get(storage)
-        return 0 if shift is None else bits >> shift & _ALL
-
-    def _waits(self, storage: int, value: int, target: Saved, bits: int) -> bool:
+    def _waits(self, storage: int, value: int, target: Saved, standing: Standing) -> bool:
         """Is this value a storage to be made again that somebody will still ask for?"""
-        stands = self._stands(storage, bits)
-        if not stands & _ASKED or stands & _MADE or (stands & _AGAIN and storage != target.storage):
+        stands = standing(storage) if storage in self.place else 0
+        if not stands & ASKED or stands & MADE or (stands & AGAIN and storage != target.storage):
             return False
         saved, use = self.view.saved[storage], target.first_use
         return saved.value == value and saved.gone_after < use <= saved.last_use < self.view.n

@@ -79,6 +79,11 @@ class TraceView:
         return [self.trace.ops.reads.row(op) for op in range(self.n)]
 
     @cached_property
+    def reads_reversed(self) -> list[list[int]]:
+        """For walks with a stack."""
+        return [row[::-1] for row in self.reads]
+
+    @cached_property
     def writes(self) -> list[list[int]]:
         return [self.trace.ops.writes.row(op) for op in range(self.n)]
 

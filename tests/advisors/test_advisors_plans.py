@@ -17,7 +17,8 @@ from memopt.advisors.registry import STRATEGIES
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
-from memopt.estimators.simulator.timeline import HANDOVER_MS, HOOK_MS, MODE_MS, ONE_CORE, REPLAY_MS, Simulator
+from memopt.estimators.simulator.staging import HANDOVER_MS, ONE_CORE
+from memopt.estimators.simulator.timeline import HOOK_MS, MODE_MS, REPLAY_MS, Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import Plan, load_plan
 from memopt.trace import Trace

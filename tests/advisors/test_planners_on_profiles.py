@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 
 from memopt.advisors.advise import Adviser
+from memopt.advisors.clock import now
 from memopt.advisors.counsel.buffer_sharing import static_layout
 from memopt.advisors.counsel.megatron import traced_figures, transformer_of
 from memopt.advisors.max_batch import Batches
 from memopt.advisors.profiles.lower_bound import least_step_ms
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW
+from memopt.advisors.profiles.search import Search
 from memopt.advisors.registry import STRATEGIES
 from memopt.devices import DeviceSpec
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
@@ -24,6 +27,7 @@ from memopt.estimators.elsewhere.trace_batch import trace_at_batch
 from memopt.estimators.recording import Recording
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace
+from tests.support.plan_walks import assert_walk_is_exact
 from tests.support.profiled import ROOT, Profiler, profiler
 
 TRAIN = str(ROOT / "benchmarks" / "train.py")
@@ -130,3 +134,18 @@ def test_a_plan_makes_room_for_a_larger_batch(traces: dict[str, Trace], tmp_path
     assert planned.plan is not None
     assert planned.peak_bytes <= search.budget_bytes
     assert planned.plan.script.argv[-1] == str(planned.batch)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_judge_is_exact_from_plan_to_plan(traces: dict[str, Trace], name: str) -> None:
+    """Starting where the plan before ended gives what simulating the plan whole gives."""
+    adviser = Adviser(traces[name], DEFAULT_ALLOW, LIMIT_S)
+    problem = adviser.problem(int(0.5 * adviser.unplanned_peak_bytes))
+    assert_walk_is_exact(problem.view.trace, random.Random(0), 40)
+    search = Search(problem, now() + LIMIT_S)
+    plan = search.judge({})
+    for _ in range(20):
+        plan = search.tear(search.mend(plan))
+        whole = problem.simulator.run(plan.decisions, whole=True)
+        assert (whole.peak_bytes, whole.step_ms) == (plan.peak_bytes, plan.cost_ms)
+        assert (whole.high_bytes == plan.timeline.high_bytes).all()

@@ -8,7 +8,6 @@ import time
 import msgspec
 import pytest
 
-from benchmarks.graph_families import FAMILIES, chain
 from memopt.advisors.clock import SearchClock, reading, wall_s
 from memopt.advisors.graphs.graph import decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
@@ -18,6 +17,7 @@ from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from tests.support.layers_trace import Layer, build
+from tests.support.training_graphs.families import FAMILIES, chain
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks import graphs as shapes
 from memopt.advisors.clock import now, reading
 from memopt.advisors.graphs.graph import decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
@@ -25,6 +24,7 @@ from memopt.advisors.graphs.strategies.segments import Forward, cheapest_dropped
 from memopt.errors import BudgetInfeasible, UsageError
 from tests.advisors.graphs import schedule_checker as checker
 from tests.advisors.graphs.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
+from tests.support.training_graphs import shapes
 
 
 @st.composite

@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks import graph_families as families
-from benchmarks import graphs as shapes
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.bounds.moments import overhead_bound
 from memopt.advisors.graphs.graph import Graph, decode_graph
@@ -22,6 +20,7 @@ from memopt.advisors.graphs.search.folded import fold
 from memopt.advisors.graphs.search.rounds import Outline, classes, graph_of
 from memopt.errors import BudgetInfeasible
 from tests.advisors.graphs import schedule_checker as checker
+from tests.support.training_graphs import families, shapes
 
 
 def accumulation(rounds: int, layers: int) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.graph_families import branches
 from memopt.advisors.graphs.graph import FloatColumn, IntColumn, decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import GraphProblem
@@ -21,6 +20,7 @@ from memopt.advisors.graphs.strategies.segments import Forward
 from memopt.advisors.graphs.strategies.swap_executor import Walk
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from tests.advisors.graphs.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
+from tests.support.training_graphs.families import branches
 
 
 def test_checkmate_and_auto_agree_on_a_small_graph() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from benchmarks.graph_tape import LAUNCH_MS, Tape, loss
 from memopt.advisors.graphs.graph import SCHEMA, GraphFile, OpRow, TensorRow
+from tests.support.training_graphs.tape import LAUNCH_MS, Tape, loss
 
 MB = 2**20
 

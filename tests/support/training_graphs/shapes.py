@@ -1,6 +1,6 @@
-"""Training graphs of known shapes for the planner benchmark, from `benchmarks.graph_tape`.
+"""Training graphs of known shapes for the planner benchmark, from `tests.support.training_graphs.tape`.
 
-`python -m benchmarks.graphs NAME > graph.json` writes one.
+`python -m tests.support.training_graphs.shapes NAME > graph.json` writes one.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from benchmarks.graph_families import FAMILIES
-from benchmarks.graph_tape import LAUNCH_MS, Images, Tape, loss
 from memopt.advisors.graphs.graph import GraphFile
+from tests.support.training_graphs.families import FAMILIES
+from tests.support.training_graphs.tape import LAUNCH_MS, Images, Tape, loss
 
 
 def vgg(batch: int = 64) -> GraphFile:

@@ -55,7 +55,7 @@ def save(
 
 # against the script
 
-EXPORTS = Path(__file__).parents[2] / "data" / "onnx"
+EXPORTS = Path(__file__).parents[1] / "data" / "onnx"
 """Written by `python -m benchmarks.estimate_onnx --save tests/data/onnx`: what torch.onnx exports, without the weights."""
 
 

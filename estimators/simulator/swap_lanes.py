@@ -1,0 +1,173 @@
+"""Copies to and from the tiers: out in the order of packing, on one lane, then in by trigger, on another.
+
+Computed for all swaps of a plan at once, since each copy waits for those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from memopt.device import Device
+from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.trace_view import Floats, Ints, TraceView
+from memopt.timeline import Interval
+
+_NEVER_MS = 1e15
+"""When a copy ends that has no link: later than any op, and small enough to be added to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swaps:
+    """What the copies add to an evaluation; one entry for each swapped storage, in the order of the copies in."""
+
+    storages: Ints
+    sizes: Ints
+    gone: Ints
+    """First op before which the copy out is done and nobody else holds it."""
+    back: Ints
+    """Op before which the bytes are there again."""
+    out_ms: Floats
+    """When the copy out ends."""
+    in_ms: Floats
+    """When the copy in ends; NaN where nobody asks for it."""
+    out_took_ms: Floats
+    in_took_ms: Floats
+    leaves: Ints
+    """1 where the copy out is done before the one in begins, else 0: the bytes never go."""
+    stall_ms: float
+
+    def change(self, n: int) -> Ints:
+        """Bytes on the device before each of `n` ops, against the same without swaps."""
+        delta = np.zeros(n + 2, dtype=np.int64)
+        moved = self.sizes * self.leaves
+        np.subtract.at(delta, np.minimum(self.gone, n + 1), moved)
+        np.add.at(delta, self.back, moved)
+        return np.asarray(np.cumsum(delta)[:n], dtype=np.int64)
+
+    def away_from(self) -> dict[int, int]:
+        """Swapped storage that leaves the device -> first op before which it has left."""
+        left = self.leaves > 0
+        return dict(zip(self.storages[left].tolist(), self.gone[left].tolist(), strict=True))
+
+
+_NO_INTS, _NO_FLOATS = np.zeros(0, dtype=np.int64), np.zeros(0)
+NO_SWAPS = Swaps(
+    storages=_NO_INTS,
+    sizes=_NO_INTS,
+    gone=_NO_INTS,
+    back=_NO_INTS,
+    out_ms=_NO_FLOATS,
+    in_ms=_NO_FLOATS,
+    out_took_ms=_NO_FLOATS,
+    in_took_ms=_NO_FLOATS,
+    leaves=_NO_INTS,
+    stall_ms=0.0,
+)
+
+
+class SwapLanes:
+    """The two lanes of one device."""
+
+    def __init__(self, view: TraceView, device: Device) -> None:
+        self.view, self.device = view, device
+        saved = list(view.saved.values())
+        self._row = {each.storage: row for row, each in enumerate(saved)}
+        rows = [
+            (each.storage, each.size_bytes, each.packed_op, each.gone_after, each.first_use, each.order)
+            for each in saved
+        ]
+        self._columns: Ints = np.array(rows, dtype=np.int64).reshape(len(saved), 6)
+        self._release: Ints = np.array([each.release for each in saved], dtype=np.int64)
+
+    def swap(self, swapped: Mapping[int, Decision], times: Floats, back_by: Mapping[int, int]) -> Swaps:
+        """The copies of what is `swapped` (storage -> decision). `times`: when each op starts, in ms; `back_by`: the op before which a
+        replay reads a storage ahead of its first consumer."""
+        rows = np.array([self._row[storage] for storage in swapped], dtype=np.int64)
+        storage, size, packed, gone_after, use, order = self._columns[rows].T
+        if early := [at for at, each in enumerate(swapped) if each in back_by]:
+            use = use.copy()
+            use[early] = [back_by[each] for each in swapped if each in back_by]
+        on_disk = np.array([each.tier == "disk" for each in swapped.values()])
+        prefetch = np.array([each.prefetch_op for each in swapped.values()], dtype=np.int64)
+        trigger = np.where(prefetch >= 0, np.minimum(prefetch, use), use)
+        encoded = np.array([each.encoded_bytes for each in swapped.values()], dtype=np.int64)
+        moved = np.where(encoded > 0, encoded, size)
+        out_took, in_took = (self._took_ms(moved, on_disk, out=out) for out in (True, False))
+        n = self.view.n
+        out_ms = np.empty(len(rows))
+        first_out = np.lexsort((storage, packed))
+        starts = times[np.minimum(packed[first_out] + 1, n - 1)]
+        done = np.cumsum(out_took[first_out])
+        waited = np.maximum.accumulate(starts - np.concatenate([[0.0], done[:-1]]))
+        out_ms[first_out] = done + np.maximum(waited, 0.0)
+        first_in = np.lexsort((storage, order, use, trigger))
+        in_ms, stall_ms = _copied_in(
+            times, trigger[first_in], use[first_in], out_ms[first_in], in_took[first_in]
+        )
+        gone = np.maximum(gone_after + 1, np.searchsorted(times, out_ms))
+        return Swaps(
+            storages=storage[first_in],
+            sizes=size[first_in],
+            gone=gone[first_in],
+            back=np.minimum(trigger, self._release[rows] + 1)[first_in],
+            out_ms=out_ms[first_in],
+            in_ms=in_ms,
+            out_took_ms=out_took[first_in],
+            in_took_ms=in_took[first_in],
+            leaves=(gone < np.minimum(trigger, n)).astype(np.int64)[first_in],
+            stall_ms=stall_ms,
+        )
+
+    def intervals(self, swaps: Swaps) -> list[Interval]:
+        """All copies, those out first, each lane in its order."""
+        found = []
+        for lane, ends, took in (
+            ("swap_out", swaps.out_ms, swaps.out_took_ms),
+            ("swap_in", swaps.in_ms, swaps.in_took_ms),
+        ):
+            for row in np.argsort(ends, kind="stable").tolist():
+                if np.isnan(ends[row]):
+                    continue
+                label = self.view.trace.storage_label(int(swaps.storages[row]))
+                begin, end = float(ends[row] - took[row]), float(ends[row])
+                found.append(Interval(lane, label, begin, end, int(swaps.sizes[row])))
+        return found
+
+    def copy_ms(self, size_bytes: int, decision: Decision, *, out: bool) -> float:
+        """Time of one copy on its lane; infinite where the device has no such link."""
+        out_rate, in_rate = self.device.rates_of(decision.tier)
+        rate = out_rate if out else in_rate
+        return (decision.encoded_bytes or size_bytes) / rate * 1000 if rate > 0 else float("inf")
+
+    def _took_ms(self, sizes: Ints, on_disk: Ints, *, out: bool) -> Floats:
+        rates = [self.device.rates_of(tier)[0 if out else 1] for tier in ("host", "disk")]
+        ms_per_byte = [1000 / rate if rate > 0 else _NEVER_MS for rate in rates]
+        return np.minimum(sizes * np.where(on_disk, ms_per_byte[1], ms_per_byte[0]), _NEVER_MS)
+
+
+def _copied_in(
+    times: Floats, trigger: Ints, use: Ints, out_ms: Floats, took_ms: Floats
+) -> tuple[Floats, float]:
+    """(when each copy in ends, in their order; how long ops wait for copies in all). What no op of the iteration uses is not copied."""
+    ends = np.full(len(use), np.nan)
+    asked = np.flatnonzero(use < len(times))
+    starts, needs = times[trigger[asked]].tolist(), times[use[asked]].tolist()
+    lane = stall = 0.0
+    found = []
+    for start, need, out, took in zip(
+        starts, needs, out_ms[asked].tolist(), took_ms[asked].tolist(), strict=True
+    ):
+        begin = start + stall
+        if begin < lane:
+            begin = lane
+        if begin < out:
+            begin = out
+        lane = begin + took
+        if lane > need + stall:
+            stall += lane - (need + stall)
+        found.append(lane)
+    ends[asked] = found
+    return ends, stall if stall < _NEVER_MS / 2 else float("inf")
