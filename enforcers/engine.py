@@ -261,6 +261,8 @@ class Engine(modes.Mode):
     def _bring_about(self, moment: AtUse | None) -> None:
         """What the plan has happen when a slot is asked for: room is made before it is taken."""
         if moment is not None and self._swapper is not None:
+            if moment.number >= 0 and self._swapper.feedback is not None:
+                self._swapper.feedback.reach(moment.number)
             if moment.due:
                 self._swapper.wait_until_away(moment.due)
             self._swapper.prefetch(moment.prefetch)

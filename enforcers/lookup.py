@@ -27,6 +27,8 @@ class AtUse:
     """Copies out that must be done."""
     prefetch: list[int] = field(default_factory=list)
     """Swap-ins that start."""
+    number: int = -1
+    """Among the moments that starts may be moved to; -1: it is none."""
 
 
 @dataclass(slots=True)

@@ -16,12 +16,13 @@ from memopt.errors import NotPossibleHere
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
-from memopt.plan import Action, Plan, ScriptAction
+from memopt.plan import Plan, ScriptAction
 
 if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
+    from memopt.enforcers.lookup import Tables
     from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
     from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
@@ -166,9 +167,9 @@ class ApplySession:
         if self._options.limit_bytes:
             hold(self._options.limit_bytes)
         tables = tables_of(self._plan)
-        self._frames.named = tables.frames
         self._frames.without_gradients = self._measurements.without_gradients
-        self._swapper = self._tiers(tables.actions)
+        self._swapper = self._tiers(tables)
+        self._frames.named = tables.frames
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
         if not tables.empty:
             if self._plan.device.kind == "cpu":
@@ -217,23 +218,24 @@ class ApplySession:
         if self._engine is not None:
             self._engine.enter()
 
-    def _tiers(self, actions: list[Action]) -> Swapper | None:
+    def _tiers(self, tables: Tables) -> Swapper | None:
         """Where the plan swaps to; each tier opens when the first storage leaves."""
+        from memopt.enforcers.tiers.feedback import Feedback
         from memopt.enforcers.tiers.host import BLOCK_BYTES
         from memopt.enforcers.tiers.per_device import disk_tier, host_tier
         from memopt.enforcers.tiers.swapped import Swapper
 
         wanted = {
             number: str(action.tier)
-            for number, action in enumerate(actions)
+            for number, action in enumerate(tables.actions)
             if action.kind == "swap" and action.tier
         }
         if not wanted:
             return None
         tiers: dict[str, PerDevice] = {"disk": disk_tier(self._options.swap_dir)}
-        to_host = [action.size_bytes for action in actions if action.tier == "host"]
+        to_host = [action.size_bytes for action in tables.actions if action.tier == "host"]
         tiers["host"] = host_tier((self._plan.host_bytes or sum(to_host)) + BLOCK_BYTES * len(to_host))
-        return Swapper(tiers, wanted)
+        return Swapper(tiers, wanted, Feedback(self._plan, tables) if self._plan.moments else None)
 
     def _state_tier(self, pieces: ScriptAction) -> PerDevice | None:
         """Where optimizer state is between steps; it stays open until the process ends, for whoever reads it then."""
@@ -302,6 +304,8 @@ class ApplySession:
                 if not any(f.startswith(n.partition("skipped: ")[2] or "\0") for f in failures)
             ]
             notes += [f"{failure}; what could not be copied was kept" for failure in failures]
+            feedback = self._swapper.feedback
+            notes += [told] if feedback is not None and (told := feedback.told()) else []
         if stepped < in_backward and self._updates is not None:
             why = "; ".join(self._updates.declined) or "no step came right after a backward call"
             notes.append(f"{stepped} of {in_backward} parameters were stepped inside backward: {why}")
@@ -386,7 +390,9 @@ class ApplySession:
         plain, self._in_two_threads = self._in_two_threads, False
         self._left_plain += int(plain and count > 1)
         saved = (engine.saved_tensors, engine.saved_elements) if self._hooks is not None else None
-        self._measurements.iteration_ended(count, milliseconds, saved, plain=plain)
+        peak_bytes = self._measurements.iteration_ended(count, milliseconds, saved, plain=plain)
+        if self._swapper is not None and self._swapper.feedback is not None:
+            self._swapper.feedback.iteration_ended(peak_bytes)
         failed = self._swapper.failed if self._swapper is not None else {}
         engine.declined = failed | engine.declined
         actions = self._plan_slots(engine)

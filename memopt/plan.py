@@ -89,6 +89,18 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     line: str = ""
 
 
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """An unpack at which a swap-in may start in place of its planned one, where the run shows that it should."""
+
+    module: str
+    ordinal: int
+    """As in `SlotRef`."""
+    at_ms: float
+    """When it comes, by prediction."""
+    room_bytes: int
+    """What the predicted peak leaves of the budget from there to the next moment; negative where it passes it."""
+
+
 class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     """One decision about the run as a whole. Those of the kind `allocator`, `optimizer in backward` and `optimizer in pieces` can be applied;
     others are advice."""
@@ -159,6 +171,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes that the actions have in the host's memory at once; 0 when not known."""
     actions: list[Action]
     script_actions: list[ScriptAction] = []
+    moments: list[Moment] = []
+    """Of a plan that swaps: where in backward a swap-in may start, in order."""
     notes: list[str] = []
 
     @property

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from memopt.advisors.clock import now
+from memopt.advisors.profiles.moments import moments_of
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.codecs import CODECS
 from memopt.estimators.simulator.chains import Chain
@@ -62,6 +63,7 @@ def write_plan(
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,
         script_actions=_of_the_optimizer(problem, decisions, timeline),
+        moments=moments_of(problem, decisions, timeline),
         notes=[*notes, *filter(None, [before_training(trace, problem.unplanned_peak_bytes)])],
     )
 

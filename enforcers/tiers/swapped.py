@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import UntypedStorage
 
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
+
+if TYPE_CHECKING:
+    from memopt.enforcers.tiers.feedback import Feedback, Use
 
 
 class SwappedStorage:
@@ -23,12 +26,14 @@ class SwappedStorage:
         "_storage",
         "_ticket",
         "_tier",
+        "_use",
         "source",
         "waiting",
     )
 
-    def __init__(self, tier: SwapTier[Any], storage: UntypedStorage) -> None:
-        self._tier = tier
+    def __init__(self, tier: SwapTier[Any], storage: UntypedStorage, use: Use | None = None) -> None:
+        """`use` is told of how it comes back."""
+        self._tier, self._use = tier, use
         self._ticket = tier.write_async(storage)
         self._storage: UntypedStorage | None = None
         self._arrival: Pending | None = None
@@ -55,6 +60,8 @@ class SwappedStorage:
                 self._storage = held
                 self._home = True
                 return
+            if self._use is not None:
+                self._use.begins()
             like = self._ticket
             storage = UntypedStorage(like.nbytes, device=like.device)
             self._arrival = self._tier.read_async(like, storage)
@@ -75,7 +82,9 @@ class SwappedStorage:
             self._bring()
             arrival, storage = self._arrival, self._storage
         assert storage is not None
-        if arrival is not None:
+        if arrival is not None and self._use is not None:
+            self._use.wait(arrival)
+        elif arrival is not None:
             arrival.result()
         return storage
 
@@ -90,9 +99,15 @@ class SwappedStorage:
 class Swapper:
     """Tiers by name and what is swapped in this iteration."""
 
-    def __init__(self, tiers: Mapping[str, SwapTier[Any]], tier_of_action: dict[int, str]) -> None:
+    def __init__(
+        self,
+        tiers: Mapping[str, SwapTier[Any]],
+        tier_of_action: dict[int, str],
+        feedback: Feedback | None = None,
+    ) -> None:
         self._tiers = tiers
         self._tier_of = tier_of_action
+        self.feedback = feedback
         self._swapped: dict[int, weakref.ref[SwappedStorage]] = {}
         self.reason = "there is no place to swap to"
         self.failed: dict[int, str] = {}
@@ -107,7 +122,8 @@ class Swapper:
             if tier is None:
                 return None
             try:
-                content = SwappedStorage(tier, storage)
+                use = self.feedback.use_of(action, storage.nbytes()) if self.feedback is not None else None
+                content = SwappedStorage(tier, storage, use)
             except SwapFailed as error:
                 self.reason = error.what
                 without_frames(error)  # the tier remembers it
