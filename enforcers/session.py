@@ -171,6 +171,8 @@ class ApplySession:
         self._swapper = self._tiers(tables)
         self._frames.named = tables.frames
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
+        if self._engine.weights is not None:
+            self._engine.weights.install()
         if not tables.empty:
             if self._plan.device.kind == "cpu":
                 keep_freed_pages()
@@ -204,7 +206,7 @@ class ApplySession:
         if not tables.empty or self._gradients is not None or falls_back:
             self._hooks = SavedTensorHooks(self._engine.pack, self._unpack)
             self._hooks.install()
-        call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
+        call_around_fork(self._before_fork, self._measurements.go_on, self._forked)
 
     def _unpack(self, handle: Any) -> torch.Tensor:
         assert self._engine is not None
@@ -249,6 +251,14 @@ class ApplySession:
             else host_tier(pieces.away_bytes + pieces.gradient_bytes)
         )
 
+    def _weights_are_back(self) -> None:
+        if self._engine is not None and self._engine.weights is not None:
+            self._engine.weights.all_back()
+
+    def _before_fork(self) -> None:
+        self._weights_are_back()  # a child could not read them
+        self._measurements.pause()
+
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
         if self._engine is not None:
@@ -274,6 +284,8 @@ class ApplySession:
         """Leave the script to itself; in a forked child, too."""
         if self._engine is not None:
             self._engine.stop()
+            if self._engine.weights is not None:
+                self._engine.weights.remove()
         if self._frames is not None:
             self._frames.named = self._frames.before_training = self._frames.without_gradients = None
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
@@ -359,6 +371,7 @@ class ApplySession:
 
     def thread_changed(self) -> None:
         """What was begun in the thread that trained before cannot be ended here; the next iteration is enforced again."""
+        self._weights_are_back()
         self._measurements.forget_this_iteration()
         self._in_two_threads = True
         if self._frames is not None:
@@ -404,7 +417,7 @@ class ApplySession:
             self._measurements.iteration_begins(count, self._iterations)
 
     def _plan_slots(self, engine: Engine) -> list[int]:
-        return [len(action.slots) for action in engine.actions]
+        return [len(action.slots) or 1 for action in engine.actions]
 
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
@@ -425,6 +438,7 @@ class ApplySession:
         self._frames.paused = True
 
     def backward_ended(self) -> None:
+        self._weights_are_back()
         if self._updates is not None:
             self._updates.backward_ended()
         if self._gradients is not None:
@@ -435,6 +449,7 @@ class ApplySession:
         self._engine.enter()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self._weights_are_back()
         if self._also is not None:
             self._also.step_begins(optimizer)
         if self._updates is not None:

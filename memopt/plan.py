@@ -82,6 +82,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """Of a swap: when this slot is packed, the run waits until the copy out is done, as the predicted peak takes it to be."""
     away_at_use: bool = False
     """The slot of `away_by` is packed too early: the run waits when it is unpacked, in backward."""
+    leaves_after: OpRef | None = None
+    """Of the swap of a frozen weight, which has no slots: the last op of forward that reads it."""
     prefetch: SlotRef | None = None
     """The swap-in starts when this slot is unpacked; none: when the tensor itself is asked for."""
     records: list[OpRef] = []

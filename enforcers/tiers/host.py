@@ -178,6 +178,10 @@ class Arrival:
             None  # whose memory it is now comes after the copy, however far the host runs ahead
         )
 
+    def finish(self) -> None:
+        """Let the host wait: the bytes are there for every stream."""
+        self.copy.event.synchronize()
+
     def waited_ms(self) -> float | None:
         """How long the stream waited; None as long as it has not come so far."""
         return None if self.asked is None else self.accelerator.elapsed_ms(*self.asked)

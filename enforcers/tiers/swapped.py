@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import UntypedStorage
 
@@ -96,6 +96,16 @@ class SwappedStorage:
                 self._storage = self._arrival = None
 
 
+class Away(Protocol):
+    """What a plan's moments bring about."""
+
+    def prefetch(self) -> None:
+        """Start to bring it back."""
+
+    def wait_until_away(self) -> None:
+        """Until the copy out is safe; raises `SwapFailed`."""
+
+
 class Swapper:
     """Tiers by name and what is swapped in this iteration."""
 
@@ -108,7 +118,7 @@ class Swapper:
         self._tiers = tiers
         self._tier_of = tier_of_action
         self.feedback = feedback
-        self._swapped: dict[int, weakref.ref[SwappedStorage]] = {}
+        self._swapped: dict[int, weakref.ref[Away]] = {}
         self.reason = "there is no place to swap to"
         self.failed: dict[int, str] = {}
         """Actions of this iteration whose copies could not be made, and why."""
@@ -117,13 +127,12 @@ class Swapper:
         """Start to swap `storage` out, or join the swap that another of its slots has started; None: keep it."""
         known = self._swapped.get(action)
         content = known() if known is not None else None
-        if content is None or content.source() is not storage:
-            tier = self._tiers.get(self._tier_of.get(action, ""))
+        if not isinstance(content, SwappedStorage) or content.source() is not storage:
+            tier = self.tier_of(action)
             if tier is None:
                 return None
             try:
-                use = self.feedback.use_of(action, storage.nbytes()) if self.feedback is not None else None
-                content = SwappedStorage(tier, storage, use)
+                content = SwappedStorage(tier, storage, self.use_of(action, storage.nbytes()))
             except SwapFailed as error:
                 self.reason = error.what
                 without_frames(error)  # the tier remembers it
@@ -131,6 +140,17 @@ class Swapper:
             self._swapped[action] = weakref.ref(content)
         content.waiting += 1
         return content
+
+    def tier_of(self, action: int) -> SwapTier[Any] | None:
+        return self._tiers.get(self._tier_of.get(action, ""))
+
+    def use_of(self, action: int, size_bytes: int) -> Use | None:
+        """To be told of how a storage that leaves now comes back."""
+        return self.feedback.use_of(action, size_bytes) if self.feedback is not None else None
+
+    def joins(self, action: int, content: Away) -> None:
+        """Something that has left in another way comes back by the same triggers."""
+        self._swapped[action] = weakref.ref(content)
 
     def prefetch(self, actions: list[int]) -> None:
         """Start the swap-ins of `actions`."""

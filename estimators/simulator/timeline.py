@@ -126,6 +126,8 @@ class Simulator:
         self.view = view
         self.device = device or view.trace.device
         self._watching_ms = MODE_MS * int((view.phase == 0).sum()) + HOOK_MS * len(view.trace.slots.node)
+        self._watching_backward_ms = MODE_MS * int((view.phase == 1).sum())
+        """Who else reads weights that are away is seen op by op."""
         self._last: tuple[list[tuple[int, Decision | None]], _Summed] | None = None
 
     def run(
@@ -139,6 +141,8 @@ class Simulator:
         may raise: where thousands need one another, that takes a minute."""
         summed = self._evaluate(decisions, still_wanted)
         watching_ms = self._watching_ms if decisions else 0.0
+        if any(self.view.saved[storage].is_weight for storage in decisions):
+            watching_ms += self._watching_backward_ms
         view, state, added_ms = self.view, summed.state, summed.added_ms
         live = summed.live
         swaps = _Swaps()
