@@ -22,9 +22,11 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.enforcers.verify import digest
 from memopt.enforcers.weights.away import WeightsAway
+from memopt.estimators.simulator.decision import Decision
 from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.trace import Trace
+from tests.late.late_session import run_late
 from tests.support.enforced import SWAP, enforced, everything, plan_of, recorded, seeded, state_digests
 
 WIDTH = 512
@@ -298,3 +300,60 @@ def test_reads_in_backward_that_autograd_does_not_know_of(tmp_path: Path) -> Non
     computed, outcome = enforced(unforeseen, plan, tmp_path, 4, measure=True)
     assert computed == seeded(unforeseen, 4)
     assert outcome.actions.done >= 2, outcome.notes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_on_a_device_whose_copies_come_late(
+    trace: Trace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    links = dict.fromkeys(("host_out_bytes_per_s", "host_in_bytes_per_s"), 1e10)
+    linked = msgspec.structs.replace(trace, device=msgspec.structs.replace(trace.device, **links))
+
+    def choose(problem: Problem) -> Decisions:
+        weights = [s for s, c in problem.candidates.items() if c.saved.is_weight]
+        return {s: Decision(kind="swap", tier="host", prefetch_op=_trigger(problem, s, n % 3)) for n, s in enumerate(weights)}  # fmt: skip
+
+    plan = plan_of(linked, choose)
+    computed, outcome, _, kernels = run_late(lora, plan, tmp_path, 4, monkeypatch, seed)
+    assert computed == seeded(lora, 4)
+    assert outcome.actions.done == weights_of(plan) == LAYERS, outcome.notes
+    assert kernels.noted
+
+
+def _trigger(problem: Problem, storage: int, ahead: int) -> int:
+    """So many unpacks before the use; 0: on demand."""
+    before = [op for op in problem.triggers.tolist() if op < problem.view.saved[storage].first_use]
+    return before[-ahead] if ahead else -1
+
+
+def fails_at_times(steps: int) -> list[str]:
+    """An exception in forward, and one in backward, that the script catches."""
+    model = nn.Sequential(*[LoRA() for _ in range(LAYERS)])
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    found = []
+    for step in range(steps):
+        out = model(torch.randn(512, WIDTH))
+        if step == 3:
+            hook = model[2].up.weight.register_hook(_raise)
+        try:
+            if step == 2:
+                _raise(out)
+            optimizer.zero_grad()
+            out.square().mean().backward()
+        except OverflowError:
+            found += state_digests(model)
+        if step == 3:
+            hook.remove()
+        optimizer.step()
+        found += [digest(out), *state_digests(model)]
+    return found
+
+
+def _raise(_: Tensor) -> None:
+    raise OverflowError
+
+
+def test_exceptions_that_a_script_catches(plan: Plan, tmp_path: Path) -> None:
+    computed, outcome = enforced(fails_at_times, plan, tmp_path, 5)
+    assert computed == seeded(fails_at_times, 5)
+    assert outcome.actions.done == LAYERS, outcome.notes
