@@ -32,6 +32,7 @@ from memopt.enforcers.records import (
 )
 from memopt.enforcers.tiers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.values import Values
+from memopt.enforcers.weights.away import WeightsAway
 from memopt.estimators.simulator.slot_needs import Need
 from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain
@@ -88,6 +89,12 @@ class Engine(modes.Mode):
         self._regions.will_rewrite = self.values.will_be_rewritten
         self._regions.rewrote = self.values.rewritten_unseen
         frames.resizes.told = self.values.will_be_resized
+        sizes = frozenset(each.size_bytes for each in tables.actions if each.leaves_after is not None)
+        self.weights = (
+            WeightsAway(frames, iterations, swapper, self.values, sizes) if swapper and sizes else None
+        )
+        """Where the plan has frozen weights leave."""
+        self.values.whole_first = self.weights.whole if self.weights is not None else None
         self._unsettled: list[Planned] = []
         self._called: Call | None = None
         """The last call, where its outputs may be compressed."""
@@ -117,7 +124,9 @@ class Engine(modes.Mode):
             modes.enter(self)
 
     def leave(self) -> None:
-        """Stop watching, unless the script has entered modes of its own since (they stay innermost)."""
+        """Stop watching, unless the script has entered modes of its own since (they stay innermost), or weights are away."""
+        if self.weights is not None and self.weights.away:
+            return
         if current_mode() is self:
             self.__exit__(None, None, None)
 
@@ -130,6 +139,8 @@ class Engine(modes.Mode):
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
         iterations = self._iterations
+        if self.weights is not None and self.weights.away:
+            self.weights.before((*args, *kwargs.values()))
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
             return run(*args, **kwargs)
         if self._regions.compiling or not self._thread.is_here or self.capturing.now():
@@ -150,8 +161,27 @@ class Engine(modes.Mode):
             describe_call(kind.name, func, args, kwargs) if readers and kind.name in readers else None
         )
         if not recorded and not self._unsettled and not kind.writes and kind.statistics is None:
-            return run(*args, **kwargs)
-        return self._watch(func, run, kind, args, kwargs, recorded)
+            out = run(*args, **kwargs)
+        else:
+            out = self._watch(func, run, kind, args, kwargs, recorded)
+        if self.weights is not None:
+            self._let_weights_leave(self.weights, frame, (kind.name, ordinal), (*args, *kwargs.values()))
+        return out
+
+    def _let_weights_leave(
+        self, weights: WeightsAway, frame: Frame, op: tuple[str, int], arguments: tuple[Any, ...]
+    ) -> None:
+        if weights.leaving:
+            weights.settle()
+        leaving = self._tables.leaves.get(frame.key)
+        for action in leaving.get(op, ()) if leaving is not None and not frame.diverged else ():
+            why = self.capturing.why_keep() or weights.leave(
+                action, self.actions[action].size_bytes, arguments
+            )
+            if why:
+                self.declined.setdefault(action, why)
+            else:
+                self.done[action] += 1
 
     def _watch(
         self,
@@ -199,6 +229,12 @@ class Engine(modes.Mode):
 
     def pack(self, tensor: Tensor) -> Kept | Planned:
         """The hook: a handle that keeps `tensor`, or one that will let go of it."""
+        handle = self._pack(tensor)
+        if self.weights is not None and isinstance(handle, Kept):
+            self.weights.was_saved(handle)
+        return handle
+
+    def _pack(self, tensor: Tensor) -> Kept | Planned:
         if self._iterations.in_backward or not self._thread.is_here or not self.active:
             return Kept(tensor)
         if tensor.device.type != self._device or not is_plain(tensor):
@@ -241,10 +277,18 @@ class Engine(modes.Mode):
 
     def unpack(self, handle: Kept | Planned) -> Tensor:
         """The hook: the tensor, made again, read back or decoded. May be called again (`retain_graph`)."""
+        tensor = self._unpack(handle)
+        if self.weights is not None:
+            self.weights.whole(tensor)
+        return tensor
+
+    def _unpack(self, handle: Kept | Planned) -> Tensor:
         if self.capturing.now() and isinstance(handle, Kept):
             return handle.get()
         if self._swapper is not None and self.active:
             self._swapper.collect()
+            if self.weights is not None and self.weights.leaving:
+                self.weights.settle()
         if isinstance(handle, Kept):
             if isinstance(handle, Trigger):
                 self._bring_about(handle.brings)
@@ -261,6 +305,8 @@ class Engine(modes.Mode):
     def _bring_about(self, moment: AtUse | None) -> None:
         """What the plan has happen when a slot is asked for: room is made before it is taken."""
         if moment is not None and self._swapper is not None:
+            if moment.number >= 0 and self._swapper.feedback is not None:
+                self._swapper.feedback.reach(moment.number)
             if moment.due:
                 self._swapper.wait_until_away(moment.due)
             self._swapper.prefetch(moment.prefetch)
@@ -383,5 +429,7 @@ class Engine(modes.Mode):
         self.done.clear()
         self.saved_tensors = self.saved_elements = 0
         self.values.new_iteration()
+        if self.weights is not None:
+            self.weights.new_iteration()
         if self._swapper is not None:
             self._swapper.new_iteration()

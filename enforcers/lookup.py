@@ -27,6 +27,8 @@ class AtUse:
     """Copies out that must be done."""
     prefetch: list[int] = field(default_factory=list)
     """Swap-ins that start."""
+    number: int = -1
+    """Among the moments that starts may be moved to; -1: it is none."""
 
 
 @dataclass(slots=True)
@@ -47,17 +49,20 @@ class Tables:
     )
     """Slots at whose packing copies out must be done, as action indices."""
 
+    leaves: dict[str, dict[tuple[str, int], list[int]]] = field(default_factory=lambda: defaultdict(dict))
+    """Ops after which frozen weights leave, as action indices."""
+
     readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Overloads whose own outputs are compressed: their calls have to be looked at."""
 
     @property
     def frames(self) -> frozenset[str]:
         """Module calls in which there is something to do."""
-        return frozenset().union(self.slots, self.ops, self.at_use, self.due, self.readers)
+        return frozenset().union(self.slots, self.ops, self.at_use, self.due, self.readers, self.leaves)
 
     @property
     def empty(self) -> bool:
-        return not self.slots
+        return not self.slots and not self.leaves
 
 
 def tables_of(plan: Plan) -> Tables:
@@ -70,6 +75,9 @@ def tables_of(plan: Plan) -> Tables:
                 tables.readers[ref.module].add(ref.consumer)
         for op in action.records:
             _add_op(tables, op)
+        if action.leaves_after is not None:
+            op = action.leaves_after
+            tables.leaves[op.module].setdefault((op.name, op.ordinal), []).append(number)
         if action.away_by is not None:
             at = action.away_by
             due = (

@@ -154,14 +154,16 @@ class Measurements:
 
     def iteration_ended(
         self, count: int, milliseconds: float, saved: tuple[int, int] | None, *, plain: bool
-    ) -> None:
+    ) -> int | None:
         """Iteration `count` is over; `plain` if it ran without the plan. `saved`: how many tensors autograd saved in it, and their
-        elements; None where nobody counted."""
+        elements; None where nobody counted. Its peak, if it was measured and as planned."""
         as_planned = not plain and count > 1 and self._is_as_planned(saved)
         if count > 1 and self._meter is None and not plain:
             self._times_ms.append(milliseconds)
         if self._stop() and as_planned:
             self._measured_planned = True
+            return self._peaks[-1][0]
+        return None
 
     def iteration_begins(self, after: int, iterations: Iterations) -> None:
         """Measure it, if it is one of those, where `after` iterations have ended."""

@@ -52,7 +52,7 @@ class View:
 class Pinned:
     """An argument that is held: an alias and the version that the op read, or its storage as a codec or a tier has it."""
 
-    __slots__ = ("encoded", "place", "swapped", "tensor", "version", "witness")
+    __slots__ = ("encoded", "place", "swapped", "tensor", "version", "whole", "witness")
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = tensor._version
@@ -62,6 +62,8 @@ class Pinned:
         self.swapped: SwappedStorage | None = None
         self.witness: Tensor | None = None
         """Shares the version counter of what a tier holds, but none of its bytes."""
+        self.whole: Callable[[Tensor], None] | None = None
+        """Told before somebody reads the tensor, where weights may be away."""
         self.place = Place.of(tensor)
 
     @property
@@ -94,6 +96,8 @@ class Pinned:
     def get(self) -> Tensor:
         """The tensor; decoded, it is the caller's own."""
         if self.tensor is not None:
+            if self.whole is not None:
+                self.whole(self.tensor)
             return self.tensor
         if self.swapped is not None:
             return self.place.on(self.swapped.get())

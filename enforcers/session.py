@@ -16,13 +16,14 @@ from memopt.errors import NotPossibleHere
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
-from memopt.plan import Action, Plan, ScriptAction
+from memopt.plan import Plan, ScriptAction
 
 if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
     from memopt.enforcers.gradients_in_place import GradientsInPlace
+    from memopt.enforcers.lookup import Tables
     from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
     from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
@@ -168,10 +169,12 @@ class ApplySession:
         if self._options.limit_bytes:
             hold(self._options.limit_bytes)
         tables = tables_of(self._plan)
-        self._frames.named = tables.frames
         self._frames.without_gradients = self._measurements.without_gradients
-        self._swapper = self._tiers(tables.actions)
+        self._swapper = self._tiers(tables)
+        self._frames.named = tables.frames
         self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
+        if self._engine.weights is not None:
+            self._engine.weights.install()
         if not tables.empty:
             if self._plan.device.kind == "cpu":
                 keep_freed_pages()
@@ -207,7 +210,7 @@ class ApplySession:
         if not tables.empty or self._gradients is not None or falls_back:
             self._hooks = SavedTensorHooks(self._engine.pack, self._unpack)
             self._hooks.install()
-        call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
+        call_around_fork(self._before_fork, self._measurements.go_on, self._forked)
 
     def _write_over_gradients(self, action: ScriptAction, loop: Loop | None) -> None:
         from memopt.enforcers.gradients_in_place import GradientsInPlace
@@ -230,23 +233,24 @@ class ApplySession:
         if self._engine is not None:
             self._engine.enter()
 
-    def _tiers(self, actions: list[Action]) -> Swapper | None:
+    def _tiers(self, tables: Tables) -> Swapper | None:
         """Where the plan swaps to; each tier opens when the first storage leaves."""
+        from memopt.enforcers.tiers.feedback import Feedback
         from memopt.enforcers.tiers.host import BLOCK_BYTES
         from memopt.enforcers.tiers.per_device import disk_tier, host_tier
         from memopt.enforcers.tiers.swapped import Swapper
 
         wanted = {
             number: str(action.tier)
-            for number, action in enumerate(actions)
+            for number, action in enumerate(tables.actions)
             if action.kind == "swap" and action.tier
         }
         if not wanted:
             return None
         tiers: dict[str, PerDevice] = {"disk": disk_tier(self._options.swap_dir)}
-        to_host = [action.size_bytes for action in actions if action.tier == "host"]
+        to_host = [action.size_bytes for action in tables.actions if action.tier == "host"]
         tiers["host"] = host_tier((self._plan.host_bytes or sum(to_host)) + BLOCK_BYTES * len(to_host))
-        return Swapper(tiers, wanted)
+        return Swapper(tiers, wanted, Feedback(self._plan, tables) if self._plan.moments else None)
 
     def _state_tier(self, pieces: ScriptAction) -> PerDevice | None:
         """Where optimizer state is between steps; it stays open until the process ends, for whoever reads it then."""
@@ -259,6 +263,14 @@ class ApplySession:
             if pieces.tier == "disk"
             else host_tier(pieces.away_bytes + pieces.gradient_bytes)
         )
+
+    def _weights_are_back(self) -> None:
+        if self._engine is not None and self._engine.weights is not None:
+            self._engine.weights.all_back()
+
+    def _before_fork(self) -> None:
+        self._weights_are_back()  # a child could not read them
+        self._measurements.pause()
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
@@ -287,6 +299,8 @@ class ApplySession:
         """Leave the script to itself; in a forked child, too."""
         if self._engine is not None:
             self._engine.stop()
+            if self._engine.weights is not None:
+                self._engine.weights.remove()
         if self._frames is not None:
             self._frames.named = self._frames.before_training = self._frames.without_gradients = None
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
@@ -327,6 +341,8 @@ class ApplySession:
                 if not any(f.startswith(n.partition("skipped: ")[2] or "\0") for f in failures)
             ]
             notes += [f"{failure}; what could not be copied was kept" for failure in failures]
+            feedback = self._swapper.feedback
+            notes += [told] if feedback is not None and (told := feedback.told()) else []
         if stepped < in_backward and self._updates is not None:
             why = "; ".join(self._updates.declined) or "no step came right after a backward call"
             notes.append(f"{stepped} of {in_backward} parameters were stepped inside backward: {why}")
@@ -384,6 +400,7 @@ class ApplySession:
 
     def thread_changed(self) -> None:
         """What was begun in the thread that trained before cannot be ended here; the next iteration is enforced again."""
+        self._weights_are_back()
         self._measurements.forget_this_iteration()
         self._in_two_threads = True
         if self._frames is not None:
@@ -415,7 +432,9 @@ class ApplySession:
         plain, self._in_two_threads = self._in_two_threads, False
         self._left_plain += int(plain and count > 1)
         saved = (engine.saved_tensors, engine.saved_elements) if self._hooks is not None else None
-        self._measurements.iteration_ended(count, milliseconds, saved, plain=plain)
+        peak_bytes = self._measurements.iteration_ended(count, milliseconds, saved, plain=plain)
+        if self._swapper is not None and self._swapper.feedback is not None:
+            self._swapper.feedback.iteration_ended(peak_bytes)
         failed = self._swapper.failed if self._swapper is not None else {}
         engine.declined = failed | engine.declined
         actions = self._plan_slots(engine)
@@ -429,7 +448,7 @@ class ApplySession:
             self._measurements.iteration_begins(count, self._iterations)
 
     def _plan_slots(self, engine: Engine) -> list[int]:
-        return [len(action.slots) for action in engine.actions]
+        return [len(action.slots) or 1 for action in engine.actions]
 
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
@@ -454,6 +473,7 @@ class ApplySession:
     def backward_ended(self) -> None:
         if self._over_gradients is not None:
             self._over_gradients.backward_ended()
+        self._weights_are_back()
         if self._updates is not None:
             self._updates.backward_ended()
         if self._gradients is not None:
@@ -464,6 +484,7 @@ class ApplySession:
         self._engine.enter()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self._weights_are_back()
         if self._also is not None:
             self._also.step_begins(optimizer)
         if self._updates is not None:

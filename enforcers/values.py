@@ -6,6 +6,7 @@ Every way in which bytes can change passes here first, so that what was to be ma
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ class Values:
         self._swapped: dict[int, tuple[weakref.ref[UntypedStorage], int, weakref.ref[SwappedStorage]]] = {}
         """The same of tiers."""
 
+        self.whole_first: Callable[[Tensor], None] | None = None
+        """Told before a replay reads what is held as it is."""
+
     @property
     def holds_sources(self) -> bool:
         """Do records hold tensors that somebody may change?"""
@@ -48,6 +52,7 @@ class Values:
         if value is not None:
             return View(value, Place.of(tensor))
         pinned = Pinned(tensor)
+        pinned.whole = self.whole_first
         encoded = self.encoded_form(storage, pinned.version)
         held = encoded if encoded is not None else self._copy_of(storage, pinned.version)
         if held is not None:
@@ -193,6 +198,12 @@ class Values:
         """A kernel that nobody sees into has changed `tensor`: what was recorded made another value."""
         if is_plain(tensor):
             self.overwritten([tensor.untyped_storage()])
+
+    def pins_of(self, storage: UntypedStorage) -> int:
+        """How many aliases of `storage` the records hold."""
+        records = [record for each in self._pins.get(storage._cdata, ()) if (record := each()) is not None]
+        arguments = {id(a): a for record in records for a in record.args if isinstance(a, Pinned)}
+        return sum(each.holds(storage) for each in arguments.values())
 
     def will_be_resized(self, storage: UntypedStorage) -> None:
         """Its owner (FSDP) frees or refills `storage`: what needs its present bytes is made now."""

@@ -29,6 +29,8 @@ class CompiledRegions:
         self.depth = 0
         self.compiling = False
         """The compiler is running its own ops, on tensors without bytes."""
+        self.compiles: Callable[[], None] | None = None
+        """Told when something is compiled."""
         self.will_rewrite: Callable[[Tensor], None] | None = None
         """Told of every argument of a Triton kernel before it is launched: it may write there."""
         self.rewrote: Callable[[Tensor], None] | None = None
@@ -63,6 +65,8 @@ class CompiledRegions:
         @functools.wraps(original)
         def call_user_compiler(*args: Any, **kwargs: Any) -> Any:
             self.compiling = True
+            if self.compiles is not None:
+                self.compiles()
             try:
                 return self._around(original(*args, **kwargs))
             finally:

@@ -93,6 +93,8 @@ class Frames:
         """Called once, right before the first call of a module that can be trained, with gradients."""
         self.without_gradients: Callable[[bool], None] | None = None
         """Called with true where an outermost module call without gradients begins, and with false where it has ended."""
+        self.entered: Callable[[nn.Module], None] | None = None
+        """Called at the begin of each module call, in whichever thread."""
         self.named: frozenset[str] | None = None
         """Where given: other frames outside modules than these are of no interest, and are none."""
         self._labels = _Labels()
@@ -160,6 +162,8 @@ class Frames:
         )
 
     def _enter(self, module: nn.Module, args: object) -> None:
+        if self.entered is not None:
+            self.entered(module)
         if self.paused or not self.thread.is_here:
             return
         sign = "#" if torch.is_grad_enabled() else "~"

@@ -85,11 +85,25 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """Of a swap: when this slot is packed, the run waits until the copy out is done, as the predicted peak takes it to be."""
     away_at_use: bool = False
     """The slot of `away_by` is packed too early: the run waits when it is unpacked, in backward."""
+    leaves_after: OpRef | None = None
+    """Of the swap of a frozen weight, which has no slots: the last op of forward that reads it."""
     prefetch: SlotRef | None = None
     """The swap-in starts when this slot is unpacked; none: when the tensor itself is asked for."""
     records: list[OpRef] = []
     """Ops to be remembered in forward so that the tensor can be made again."""
     line: str = ""
+
+
+class Moment(msgspec.Struct, frozen=True, kw_only=True):
+    """An unpack at which a swap-in may start in place of its planned one, where the run shows that it should."""
+
+    module: str
+    ordinal: int
+    """As in `SlotRef`."""
+    at_ms: float
+    """When it comes, by prediction."""
+    room_bytes: int
+    """What the predicted peak leaves of the budget from there to the next moment; negative where it passes it."""
 
 
 class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +184,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Most bytes that the actions have in the host's memory at once; 0 when not known."""
     actions: list[Action]
     script_actions: list[ScriptAction] = []
+    moments: list[Moment] = []
+    """Of a plan that swaps: where in backward a swap-in may start, in order."""
     notes: list[str] = []
 
     @property

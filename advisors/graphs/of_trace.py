@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from memopt.advisors.graphs.graph import SCHEMA, GraphFile, OpRow, TensorRow
-from memopt.estimators.simulator.trace_view import TraceView
+from memopt.estimators.simulator.trace_view import Saved, TraceView
 from memopt.trace import HIDDEN_STATE, PHASES, REPLAYABLE, Trace
 
 _FORWARD = PHASES.index("forward")
@@ -100,11 +100,16 @@ class Bridge:
             return (self.first + storage,)
         return (value, self.mark_of[value]) if value in self.mark_of else (value,)
 
+    def _saved(self, storage: int) -> Saved | None:
+        """What autograd holds of it."""
+        saved = self.view.saved.get(storage)
+        return None if saved is None or saved.is_weight else saved
+
     def _held(self) -> dict[int, list[int]]:
         """Op -> tensors that are there until it has run, though nobody reads them that late."""
         found: dict[int, list[int]] = defaultdict(list)
         for storage, versions in self.view.value_times.items():
-            saved, death = self.view.saved.get(storage), self.trace.storages.death_op[storage]
+            saved, death = self._saved(storage), self.trace.storages.death_op[storage]
             until = (
                 saved.gone_after if saved is not None and saved.plain and saved.gone_after < death else death
             )

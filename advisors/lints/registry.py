@@ -100,7 +100,7 @@ class Seen:
     @cached_property
     def saved_storages(self) -> set[int]:
         """Activations that autograd held in this step."""
-        return set(self.view.saved)
+        return {storage for storage, saved in self.view.saved.items() if not saved.is_weight}
 
     @cached_property
     def readers(self) -> dict[int, list[int]]:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from memopt.advisors.clock import now
+from memopt.advisors.profiles.moments import moments_of
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.codecs import CODECS
 from memopt.estimators.simulator.chains import Chain
@@ -71,6 +72,7 @@ def write_plan(
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,
         script_actions=[*_of_backward(problem, timeline), *_of_the_optimizer(problem, decisions, timeline)],
+        moments=moments_of(problem, decisions, timeline),
         notes=[*notes, *filter(None, [before_training(trace, problem.unplanned_peak_bytes)])],
     )
 
@@ -202,6 +204,7 @@ class _Writer:
             codec=decision.codec,
             away_by=away_by,
             away_at_use=away_at_use,
+            leaves_after=self.op_ref(saved.gone_after) if saved.is_weight else None,
             prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
             records=[self.op_ref(op) for op in self._recorded(saved)] if decision.kind == "recompute" else [],
             line=self.trace.strings[self.trace.storages.line[saved.storage]],
@@ -277,6 +280,8 @@ class _Writer:
         times = self.timeline.start_ms
         away_ms = float(times[saved.first_use] - times[min(saved.gone_after + 1, self.view.n - 1)])
         away = f"unused for {format_ms(max(0.0, away_ms))} between forward and backward"
+        if saved.is_weight:
+            away = f"a frozen weight, {away}"
         if decision.kind == "recompute":
             return f"{self._replay_words(saved)}; {away}"
         if decision.kind == "swap":

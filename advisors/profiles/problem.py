@@ -137,6 +137,7 @@ class Problem:
         )
         if part_of is not None:
             self.unplanned_peak_bytes, self.target_bytes = part_of.unplanned_peak_bytes, part_of.target_bytes
+        self._is_part = part_of is not None
         self.least_step_ms: float | None = None
         """No plan that fits has a shorter step, where somebody has proved that (see `lower_bound`)."""
         self._deadline = float("inf")
@@ -269,6 +270,10 @@ class Problem:
         return saved.size_bytes - option.encoded_bytes - handed * option.decoded_bytes
 
     def _candidate(self, saved: Saved) -> Candidate | None:
+        if saved.is_weight:
+            may = not self._is_part and saved.gone_after + 1 < saved.first_use < self.view.n
+            swaps = self._swaps(saved) if may else []
+            return Candidate(saved, tuple(swaps), None, None) if swaps else None
         if not may_act_on(self.view, saved):
             return None
         options: list[Decision] = []
@@ -341,4 +346,5 @@ def may_act_on(view: TraceView, saved: Saved) -> bool:
         and saved.size_bytes > 0
         and saved.gone_after + 1 < saved.first_use < view.n
         and saved.release < view.n
+        and not saved.is_weight
     )

@@ -53,6 +53,12 @@ class Accelerator(Protocol):
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Queue copies to `stream` inside the block."""
 
+    def timed(self, stream: Stream) -> Event:
+        """As `record_event`, for `elapsed_ms`."""
+
+    def elapsed_ms(self, start: Any, end: Any) -> float | None:
+        """Between two such points; None as long as they have not come to pass."""
+
     def uses(self, storage: torch.UntypedStorage, stream: Stream) -> None:
         """What is on `stream` when `storage` goes may still use it: no other stream gets its memory before that has run. Costs
         nothing where the memory belongs to `stream`."""
@@ -122,6 +128,16 @@ class TorchAccelerator:
     def on(self, stream: Any) -> AbstractContextManager[object]:
         entered: AbstractContextManager[object] = stream
         return entered
+
+    def timed(self, stream: Any) -> Event:
+        import torch
+
+        event = torch.Event(self.device, enable_timing=True)
+        stream.record_event(event)
+        return event
+
+    def elapsed_ms(self, start: Any, end: Any) -> float | None:
+        return float(start.elapsed_time(end)) if start.query() and end.query() else None
 
     def uses(self, storage: torch.UntypedStorage, stream: Any) -> None:
 

@@ -161,15 +161,30 @@ class Arrival:
     copy: _InFlight
     target: torch.UntypedStorage = field(repr=False)
     accelerator: Accelerator = field(repr=False)
+    is_timed: bool = False
+    """Is somebody going to ask how long the first stream waited?"""
+    asked: tuple[Event, Event] | None = field(default=None, repr=False)
+    """Points of that stream, before and after it waited."""
 
     def result(self, timeout: float | None = None) -> None:
         """From here on this thread's compute stream has the bytes, and only this one; the host does not wait."""
         stream = self.accelerator.current_stream()
+        before = self.accelerator.timed(stream) if self.is_timed and self.asked is None else None
         stream.wait_event(self.copy.event)
+        if before is not None:
+            self.asked = before, self.accelerator.timed(stream)
         self.accelerator.uses(self.target, stream)
         self.copy.target = (
             None  # whose memory it is now comes after the copy, however far the host runs ahead
         )
+
+    def finish(self) -> None:
+        """Let the host wait: the bytes are there for every stream."""
+        self.copy.event.synchronize()
+
+    def waited_ms(self) -> float | None:
+        """How long the stream waited; None as long as it has not come so far."""
+        return None if self.asked is None else self.accelerator.elapsed_ms(*self.asked)
 
 
 class HostStore:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import UntypedStorage
 
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
+
+if TYPE_CHECKING:
+    from memopt.enforcers.tiers.feedback import Feedback, Use
 
 
 class SwappedStorage:
@@ -23,12 +26,14 @@ class SwappedStorage:
         "_storage",
         "_ticket",
         "_tier",
+        "_use",
         "source",
         "waiting",
     )
 
-    def __init__(self, tier: SwapTier[Any], storage: UntypedStorage) -> None:
-        self._tier = tier
+    def __init__(self, tier: SwapTier[Any], storage: UntypedStorage, use: Use | None = None) -> None:
+        """`use` is told of how it comes back."""
+        self._tier, self._use = tier, use
         self._ticket = tier.write_async(storage)
         self._storage: UntypedStorage | None = None
         self._arrival: Pending | None = None
@@ -55,6 +60,8 @@ class SwappedStorage:
                 self._storage = held
                 self._home = True
                 return
+            if self._use is not None:
+                self._use.begins()
             like = self._ticket
             storage = UntypedStorage(like.nbytes, device=like.device)
             self._arrival = self._tier.read_async(like, storage)
@@ -75,7 +82,9 @@ class SwappedStorage:
             self._bring()
             arrival, storage = self._arrival, self._storage
         assert storage is not None
-        if arrival is not None:
+        if arrival is not None and self._use is not None:
+            self._use.wait(arrival)
+        elif arrival is not None:
             arrival.result()
         return storage
 
@@ -87,13 +96,29 @@ class SwappedStorage:
                 self._storage = self._arrival = None
 
 
+class Away(Protocol):
+    """What a plan's moments bring about."""
+
+    def prefetch(self) -> None:
+        """Start to bring it back."""
+
+    def wait_until_away(self) -> None:
+        """Until the copy out is safe; raises `SwapFailed`."""
+
+
 class Swapper:
     """Tiers by name and what is swapped in this iteration."""
 
-    def __init__(self, tiers: Mapping[str, SwapTier[Any]], tier_of_action: dict[int, str]) -> None:
+    def __init__(
+        self,
+        tiers: Mapping[str, SwapTier[Any]],
+        tier_of_action: dict[int, str],
+        feedback: Feedback | None = None,
+    ) -> None:
         self._tiers = tiers
         self._tier_of = tier_of_action
-        self._swapped: dict[int, weakref.ref[SwappedStorage]] = {}
+        self.feedback = feedback
+        self._swapped: dict[int, weakref.ref[Away]] = {}
         self.reason = "there is no place to swap to"
         self.failed: dict[int, str] = {}
         """Actions of this iteration whose copies could not be made, and why."""
@@ -102,12 +127,12 @@ class Swapper:
         """Start to swap `storage` out, or join the swap that another of its slots has started; None: keep it."""
         known = self._swapped.get(action)
         content = known() if known is not None else None
-        if content is None or content.source() is not storage:
-            tier = self._tiers.get(self._tier_of.get(action, ""))
+        if not isinstance(content, SwappedStorage) or content.source() is not storage:
+            tier = self.tier_of(action)
             if tier is None:
                 return None
             try:
-                content = SwappedStorage(tier, storage)
+                content = SwappedStorage(tier, storage, self.use_of(action, storage.nbytes()))
             except SwapFailed as error:
                 self.reason = error.what
                 without_frames(error)  # the tier remembers it
@@ -115,6 +140,17 @@ class Swapper:
             self._swapped[action] = weakref.ref(content)
         content.waiting += 1
         return content
+
+    def tier_of(self, action: int) -> SwapTier[Any] | None:
+        return self._tiers.get(self._tier_of.get(action, ""))
+
+    def use_of(self, action: int, size_bytes: int) -> Use | None:
+        """To be told of how a storage that leaves now comes back."""
+        return self.feedback.use_of(action, size_bytes) if self.feedback is not None else None
+
+    def joins(self, action: int, content: Away) -> None:
+        """Something that has left in another way comes back by the same triggers."""
+        self._swapped[action] = weakref.ref(content)
 
     def prefetch(self, actions: list[int]) -> None:
         """Start the swap-ins of `actions`."""

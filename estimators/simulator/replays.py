@@ -175,6 +175,8 @@ class Replays:
         """Does a tier hold `value`, and will somebody else still ask for it? Afterwards the enforcer has let go of what came back."""
         if saved.value != value or not is_intact(self.view, value, target.first_use):
             return False
+        if saved.is_weight:
+            return True
         if saved.storage not in self._asked_until:
             rows = [self.view.trace.slots.unpacks.row(slot) for slot in saved.slots]
             last = max(row[0] for row in rows if row) if any(rows) else -1

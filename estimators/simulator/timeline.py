@@ -36,6 +36,8 @@ class Simulator:
         self.device = device or view.trace.device
         self._watching_ms = MODE_MS * int((view.phase == 0).sum()) + HOOK_MS * len(view.trace.slots.node)
         self._evaluation: Evaluation | None = None
+        self._watching_backward_ms = MODE_MS * int((view.phase == 1).sum())
+        """Who else reads weights that are away is seen op by op."""
 
     def run(
         self,
@@ -58,6 +60,8 @@ class Simulator:
         high = live + summed.over
         peak_op = int(high.argmax()) if view.n else 0
         watching_ms = self._watching_ms if decisions else 0.0
+        if any(view.saved[storage].is_weight for storage in decisions):
+            watching_ms += self._watching_backward_ms
         return Timeline(
             live_bytes=live,
             high_bytes=high,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -12,6 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from memopt.estimators.simulator.frozen import frozen_weights
+from memopt.estimators.simulator.saved import Saved as Saved
 from memopt.trace import CATEGORIES, PHASES, RANDOM, REPLAYABLE, Trace
 
 Ints = NDArray[np.int64]
@@ -20,31 +21,6 @@ Floats = NDArray[np.float64]
 _FORWARD = PHASES.index("forward")
 _RANDOM_STATE_BYTES = 5056
 """A CPU generator's state, kept for every recorded op that draws random numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """A storage that autograd holds for backward: when it could be gone, and when it is asked for again."""
-
-    storage: int
-    size_bytes: int
-    slots: tuple[int, ...]
-    value: int
-    """The version that the slots saved; -1 when they saved several."""
-    packed_op: int
-    """First op that started after the first pack."""
-    acted_op: int
-    """When this op has run, memopt acts on it: the op that saved it."""
-    gone_after: int
-    """After this op nobody but autograd holds it; it could be away from the next op on."""
-    first_use: int
-    """First op that starts after the first unpack; it must be back by then. The op count when it is never unpacked."""
-    last_use: int
-    order: int
-    """Among those with the same first use, which is asked for first."""
-    release: int
-    """Natural death."""
-    plain: bool
 
 
 class TraceView:
@@ -130,7 +106,7 @@ class TraceView:
 
     @cached_property
     def saved(self) -> dict[int, Saved]:
-        """Every storage that autograd saved and that is not a parameter, buffer, gradient or state."""
+        """Every storage that autograd saved and that is not a parameter, buffer, gradient or state; and frozen weights that may rest."""
         slots = self.trace.slots
         by_storage: dict[int, list[int]] = defaultdict(list)
         for slot, storage in enumerate(slots.storage):
@@ -140,7 +116,7 @@ class TraceView:
         for storage, rows in by_storage.items():
             if self.trace.storages.category[storage] not in kept and self.birth[storage] >= 0:
                 found[storage] = self._saved(storage, rows)
-        return found
+        return found | frozen_weights(self.trace, self.value_times, self.reads)
 
     @cached_property
     def first_unpacked(self) -> dict[int, int]:

@@ -332,6 +332,14 @@ class LateDevice:
         finally:
             self.world.here.entered = None
 
+    def timed(self, stream: LateStream) -> LateEvent:
+        return stream.record_event()
+
+    def elapsed_ms(self, start: LateEvent, end: LateEvent) -> float | None:
+        """Any time, or none yet: what is late here has no clock."""
+        passed = start.query() and end.query()
+        return self.world.random.choice((0.0, 1.0, 50.0)) if passed else None
+
     def uses(self, storage: LateStorage, stream: LateStream) -> None:
         with self.world.lock:
             assert storage.device == self.device

@@ -191,3 +191,15 @@ def test_a_run_without_one_of_the_tiers_rules_fails(
 
 def set_row_of(module: Any, device: LateCpu) -> None:
     module.row_of = device.row_of
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_starts_that_move_from_one_iteration_to_the_next_change_nothing(
+    lstm: tuple[Loop, Plan, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    loop, plan, plain = lstm
+    roomy = [msgspec.structs.replace(each, room_bytes=1 << 40) for each in plan.moments]
+    plan = msgspec.structs.replace(plan, moments=roomy, budget_bytes=1 << 40)
+    computed, outcome, _, _ = run_late(loop, plan, tmp_path, STEPS, monkeypatch, seed)
+    assert computed == plain
+    assert any("earlier than planned" in note for note in outcome.notes)

@@ -1,0 +1,243 @@
+"""Frozen weights away from the last op of forward that reads them until backward asks for them, or is over.
+
+The storage is emptied in place, so that the module's parameter, views of it and what autograd holds are what they were. Whoever reads it
+finds it whole: autograd's own reads come through the saved-tensor hooks, every other op through the engine's mode, which stays on in
+backward while anything is away; a look past the dispatcher (`data_ptr()`, `numpy()`, pickling, copying) through `readers`; a module that
+is called again, in whichever thread, through its call. All are back when backward has ended, so that a step, an evaluation or a checkpoint
+finds no difference. The copy out is made in every iteration: what wrote to a weight in between does not matter.
+
+What stays: a weight that requires a gradient, is shared between processes or lent, or that something beyond its modules, autograd and
+this op holds. Where several processes train, a region is compiled, or another thread calls a module, all stay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from weakref import ref
+
+from torch import Tensor, UntypedStorage, nn
+
+from memopt.enforcers.tiers.swap import SwapFailed, without_frames
+from memopt.enforcers.tiers.swapped import Swapper
+from memopt.enforcers.values import Values
+from memopt.enforcers.weights.emptied import EmptiedStorage
+from memopt.enforcers.weights.readers import ByteReads
+from memopt.instrument.frames import Frames
+from memopt.instrument.iterations import Iterations
+from memopt.instrument.live_objects import living
+from memopt.instrument.ops import is_lent, is_plain, tensors_in
+from memopt.instrument.saved import Kept
+from memopt.instrument.stepping.single_parameter_step import several_processes
+from memopt.instrument.torch_internals import DisableTorchDispatch, storage_use_count
+
+_MOST_LOOKS = 6
+"""How often it is looked for modules anew."""
+
+
+class WeightsAway:
+    """The weights of one run that are away now."""
+
+    def __init__(
+        self, frames: Frames, iterations: Iterations, swapper: Swapper, values: Values, sizes: frozenset[int]
+    ) -> None:
+        """`sizes`: bytes of those that are to leave."""
+        self._sizes = sizes
+        self._frames, self._iterations, self._swapper, self._values = frames, iterations, swapper, values
+        self.away: dict[int, EmptiedStorage] = {}
+        """By address."""
+        self.leaving: list[EmptiedStorage] = []
+        """Those of them whose copies out may not be safe yet."""
+        self._owned: dict[int, list[ref[Tensor]]] = {}
+        """Storage address -> parameters and buffers of modules."""
+        self._looks = 0
+        self._saved: dict[int, list[ref[Kept]]] = {}
+        """What autograd has saved of storages of these sizes, in this iteration, by address."""
+        self._filled: set[int] = set()
+        """Got new memory in this iteration."""
+        self._stopped = ""
+        self._lock = threading.RLock()
+        self._rewrites: Callable[[Tensor], None] | None = None
+        self._reads = ByteReads(self.whole, self.away)
+
+    def install(self) -> None:
+        self._reads.install()
+        self._frames.entered = self._entered
+        self._frames.regions.compiles = self._compiles
+        self._rewrites, self._frames.regions.will_rewrite = self._frames.regions.will_rewrite, self._launched
+
+    def remove(self) -> None:
+        """All are back, and none leaves."""
+        self.stop("the run is over")
+        self._reads.remove()
+        self._frames.entered = self._frames.regions.compiles = None
+
+    def _compiles(self) -> None:
+        self.stop("torch.compile has compiled a region, which reads weights unseen")
+
+    def _launched(self, tensor: Tensor) -> None:
+        """A Triton kernel of the script's is given `tensor`."""
+        self.whole(tensor)
+        if self._rewrites is not None:
+            self._rewrites(tensor)
+
+    def stop(self, why: str) -> None:
+        with self._lock:
+            self._stopped = self._stopped or why
+            self.all_back()
+
+    # --- away
+
+    def leave(self, action: int, size_bytes: int, arguments: Iterable[object]) -> str:
+        """An op has run that was the last to read the weight of `size_bytes`: send it away. Why it stays; empty where it leaves."""
+        tensors = tensors_in(arguments)
+        guard = DisableTorchDispatch()
+        try:
+            with self._lock:
+                return self._stopped or self._leave(action, size_bytes, tensors)
+        finally:
+            del guard
+
+    def _leave(self, action: int, size_bytes: int, tensors: list[Tensor]) -> str:
+        if several_processes():
+            return "processes that train together may exchange weights"
+        if self._frames.regions.depth:
+            return "a compiled region reads weights unseen"
+        storage = self._weight_among(tensors, size_bytes)
+        if storage is None:
+            return "the weight was not found again"
+        address = storage._cdata
+        if address in self.away:
+            return ""
+        saved = self._saved.get(address, [])
+        owned = self._owners(address)
+        if any(each.requires_grad or not is_plain(each) for each in owned):
+            return "it requires a gradient, or is no plain tensor"
+        if is_lent(storage) or storage.is_shared():
+            return "its bytes are shared, or lent by numpy or a file"
+        held = {id(each): each for each in (*owned, *tensors) if each.untyped_storage()._cdata == address}
+        held |= {id(each.tensor): each.tensor for known in saved if (each := known()) is not None}
+        if storage_use_count(address) > len(held) + self._values.pins_of(storage) + 1:  # one is who asks
+            return "something else holds it"
+        use = self._swapper.use_of(action, size_bytes)
+        tier = self._swapper.tier_of(action)
+        if tier is None:
+            return self._swapper.reason
+        try:
+            emptied = EmptiedStorage(tier, storage, use, noted=address in self._filled)
+        except SwapFailed as error:
+            without_frames(error)
+            return error.what
+        self.away[address] = emptied
+        self.leaving.append(emptied)
+        self._swapper.joins(action, emptied)
+        return ""
+
+    def _weight_among(self, tensors: list[Tensor], size_bytes: int) -> UntypedStorage | None:
+        """The one storage of that size that a module owns."""
+        for _ in range(2):
+            found = {}
+            for each in tensors:
+                storage = each.untyped_storage() if is_plain(each) else None
+                if storage is not None and storage.nbytes() == size_bytes and self._owners(storage._cdata):
+                    found[storage._cdata] = storage
+            if found or self._looks >= _MOST_LOOKS:
+                return next(iter(found.values())) if len(found) == 1 else None
+            self._look()
+        return None
+
+    def _owners(self, address: int) -> list[Tensor]:
+        """Parameters and buffers that lie there still."""
+        known = (each() for each in self._owned.get(address, ()))
+        return [each for each in known if each is not None and each.untyped_storage()._cdata == address]
+
+    def _look(self) -> None:
+        self._looks += 1
+        self._owned.clear()
+        seen: set[int] = set()
+        for module in living(nn.Module)[0]:
+            for each in (*_of(module, "_parameters"), *_of(module, "_buffers")):
+                if id(each) not in seen and is_plain(each):
+                    seen.add(id(each))
+                    self._owned.setdefault(each.untyped_storage()._cdata, []).append(ref(each))
+
+    def was_saved(self, handle: Kept) -> None:
+        """Autograd holds `handle` for backward."""
+        storage = handle.tensor.untyped_storage()
+        if storage.nbytes() in self._sizes:
+            self._saved.setdefault(storage._cdata, []).append(ref(handle))
+
+    def settle(self) -> None:
+        """Let go of what has safely been copied out."""
+        with self._lock:
+            self.leaving[:] = [each for each in self.leaving if not each.settle()]
+
+    # --- back
+
+    def before(self, arguments: Iterable[object]) -> None:
+        """An op is about to run on these."""
+        for tensor in tensors_in(arguments):
+            self.whole(tensor)
+
+    def whole(self, tensor: Tensor) -> None:
+        """Somebody is about to read `tensor`, or has it handed out."""
+        if not self.away or not is_plain(tensor):
+            return
+        address = tensor.untyped_storage()._cdata
+        if address in self.away:
+            guard = DisableTorchDispatch()
+            try:
+                with self._lock:
+                    self._back(address)
+            finally:
+                del guard
+
+    def _back(self, address: int) -> None:
+        known = self.away.get(address)
+        if known is None:
+            return
+        known.get()
+        if known.was_filled:
+            self._filled.add(address)
+        if (
+            not known.was_filled or known.storage.device.type == "cpu"
+        ):  # elsewhere each stream has to wait by itself
+            del self.away[address]
+
+    def all_back(self) -> None:
+        """Nobody has to ask from here on, on whichever stream."""
+        if not self.away:
+            return
+        guard = DisableTorchDispatch()
+        try:
+            with self._lock:
+                for known in self.away.values():
+                    known.prefetch()
+                for address, known in list(self.away.items()):
+                    known.finish()
+                    if known.was_filled:
+                        self._filled.add(address)
+                    del self.away[address]
+                self.leaving.clear()
+        finally:
+            del guard
+
+    def new_iteration(self) -> None:
+        self.all_back()
+        self._filled.clear()
+        self._saved.clear()
+
+    def _entered(self, module: nn.Module) -> None:
+        """A module is called, in any thread: it may read its weights as no mode sees."""
+        if not self._frames.thread.is_here and not self._iterations.in_backward:
+            if not self._stopped:
+                self.stop("another thread calls modules")
+            return
+        if self.away:
+            for each in (*_of(module, "_parameters"), *_of(module, "_buffers")):
+                self.whole(each)
+
+
+def _of(module: nn.Module, name: str) -> list[Tensor]:
+    """Its own parameters or buffers, past whatever it makes of attributes."""
+    return [each for each in vars(module).get(name, {}).values() if isinstance(each, Tensor)]

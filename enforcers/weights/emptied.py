@@ -1,0 +1,121 @@
+"""One weight that a tier holds: its storage is emptied in place and filled again in place, so that whoever holds it holds it still."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol, runtime_checkable
+
+from torch import UntypedStorage
+
+from memopt.enforcers.tiers.feedback import Use
+from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier
+from memopt.instrument.memory.allocator_events import note_freed
+
+
+@runtime_checkable
+class Finishes(Protocol):
+    """Bytes on their way that a stream waits for, and not the host."""
+
+    def finish(self) -> None:
+        """Let the host wait, too."""
+
+
+class EmptiedStorage:
+    """Between a copy out and the copy in that follows; one of them serves once. Asked for by any thread."""
+
+    __slots__ = (
+        "__weakref__",
+        "_coming",
+        "_gone",
+        "_home",
+        "_lock",
+        "_noted",
+        "_ticket",
+        "_tier",
+        "_use",
+        "storage",
+    )
+
+    def __init__(self, tier: SwapTier[Any], storage: UntypedStorage, use: Use | None, *, noted: bool) -> None:
+        """Starts the copy out. `noted`: its bytes were allocated since the profile of this iteration began, which sees them end."""
+        self._tier, self._use, self._noted = tier, use, noted
+        self.storage = storage
+        self._ticket = tier.write_async(storage)
+        self._gone = False
+        """The storage has no bytes."""
+        self._home = False
+        """It has never lost them, and will not."""
+        self._coming: Pending | None = None
+        self._lock = threading.RLock()
+
+    def settle(self) -> bool:
+        """Let go of the bytes, if the copy out is safe; True when there is nothing left to wait for."""
+        with self._lock:
+            if not (self._gone or self._home) and self._ticket.source is None:
+                self._gone = True
+                if not self._noted:
+                    note_freed(self.storage.nbytes())
+                _resize(self.storage, 0)
+            return self._gone or self._home
+
+    def wait_until_away(self) -> None:
+        """Until the copy is safe. Raises `SwapFailed` if it failed; the bytes stay then."""
+        if self.settle():
+            return
+        try:
+            self._tier.wait(self._ticket)
+        except SwapFailed:
+            self._home = True
+            raise
+        self.settle()
+
+    def prefetch(self) -> None:
+        """Start to bring it back; one that has not left yet just stays, one for which there is no room yet waits for `get`."""
+        try:
+            self._bring()
+        except RuntimeError:  # out of memory
+            self._tier.collect()
+
+    def _bring(self) -> None:
+        with self._lock:
+            if self._home or self._coming is not None:
+                return
+            if not self._gone:
+                self._tier.take_back(self._ticket)
+                self._home = True
+                return
+            if self._use is not None:
+                self._use.begins()
+            _resize(self.storage, self._ticket.nbytes)
+            try:
+                self._coming = self._tier.read_async(self._ticket, self.storage)
+            except BaseException:
+                _resize(self.storage, 0)
+                raise
+
+    def get(self) -> None:
+        """The storage has its bytes, for everybody who asks on this stream."""
+        self.prefetch()
+        with self._lock:
+            self._bring()
+            coming = self._coming
+        if coming is not None and self._use is not None:
+            self._use.wait(coming)
+        elif coming is not None:
+            coming.result()
+
+    def finish(self) -> None:
+        """The bytes are there for every stream."""
+        self.get()
+        if isinstance(self._coming, Finishes):
+            self._coming.finish()
+
+    @property
+    def was_filled(self) -> bool:
+        """Has it got new memory?"""
+        return self._coming is not None
+
+
+def _resize(storage: UntypedStorage, nbytes: int) -> None:
+    """Past `instrument.memory.resizes`: no value changes by it."""
+    super(UntypedStorage, storage).resize_(nbytes)

@@ -1,0 +1,32 @@
+"""What may be away between forward and backward, and when."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A storage that autograd holds for backward: when it could be gone, and when it is asked for again."""
+
+    storage: int
+    size_bytes: int
+    slots: tuple[int, ...]
+    value: int
+    """The version that the slots saved; -1 when they saved several."""
+    packed_op: int
+    """First op that started after the first pack."""
+    acted_op: int
+    """When this op has run, memopt acts on it: the op that saved it."""
+    gone_after: int
+    """After this op nobody but autograd holds it; it could be away from the next op on."""
+    first_use: int
+    """First op that starts after the first unpack; it must be back by then. The op count when it is never unpacked."""
+    last_use: int
+    order: int
+    """Among those with the same first use, which is asked for first."""
+    release: int
+    """Natural death."""
+    plain: bool
+    is_weight: bool = False
+    """Not saved, but a frozen weight that is not read from `gone_after` to `first_use`."""
