@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -241,24 +242,28 @@ def _large(mode: _Again, device: str, dtype: torch.dtype) -> None:
         "attention 128": lambda: F.scaled_dot_product_attention(r(2, 8, n, 128), r(2, 8, n, 128), r(2, 8, n, 128), is_causal=True),
         "attention masked": lambda: F.scaled_dot_product_attention(r(4, 8, n, 64), r(4, 8, n, 64), r(4, 8, n, 64), attn_mask=r(1, 1, n, n)),
         "lstm": lambda: _lstm(r(16, 50, 64)),
-        "conv tuned": lambda: _tuned(lambda: F.conv2d(r(16, 64, 56, 56), r(64, 64, 3, 3), padding=1)),
-        "conv tuned 7": lambda: _tuned(lambda: F.conv2d(r(16, 3, 224, 224), r(64, 3, 7, 7), stride=2, padding=3)),
-        "conv tuned 1": lambda: _tuned(lambda: F.conv2d(r(16, 256, 56, 56), r(64, 256, 1, 1))),
-        "conv tuned large": lambda: _tuned(lambda: F.conv2d(r(64, 64, 112, 112), r(128, 64, 3, 3), padding=1)),
+        "conv tuned": lambda: F.conv2d(r(16, 64, 56, 56), r(64, 64, 3, 3), padding=1),
+        "conv tuned 7": lambda: F.conv2d(r(16, 3, 224, 224), r(64, 3, 7, 7), stride=2, padding=3),
+        "conv tuned 1": lambda: F.conv2d(r(16, 256, 56, 56), r(64, 256, 1, 1)),
+        "conv tuned large": lambda: F.conv2d(r(64, 64, 112, 112), r(128, 64, 3, 3), padding=1),
         "rand": lambda: torch.rand(n, device=device) + torch.randn(n, device=device),
         "rrelu": lambda: F.rrelu(r(n, n), training=True),
     }  # fmt: skip
     for name, work in works.items():
-        for _ in range(3):
-            try:
+        _thrice(mode, f"large {name}", work, tuned="tuned" in name)
+
+
+def _thrice(mode: _Again, name: str, work: Callable[[], Any], *, tuned: bool) -> None:
+    """`tuned`: with `cudnn.benchmark`, whose caches each thread has for itself. Once torch's samples are imported, it is set so only."""
+    for _ in range(3):
+        try:
+            with torch.backends.cudnn.flags(enabled=True, benchmark=tuned):
                 with mode:
                     work()
-                torch.backends.cudnn.benchmark = "tuned" in name
                 mode.run_again()
-                torch.backends.cudnn.benchmark = False
-            except Exception as error:
-                mode.errors.setdefault(f"large {name}", f"{type(error).__name__}: {str(error)[:160]}")
-                break
+        except Exception as error:
+            mode.errors.setdefault(name, f"{type(error).__name__}: {str(error)[:160]}")
+            break
 
 
 def attention() -> dict[str, Any]:
@@ -299,12 +304,6 @@ def attention_words(found: dict[str, Any]) -> str:
     }
     other = [words for words, each in ran.items() if each["differ"]]
     return f"{len(ran)} of {len(found)} ran; other bits: {'; '.join(other) or 'none'}"
-
-
-def _tuned(work: Any) -> None:
-    """With `cudnn.benchmark`, whose caches each thread has for itself."""
-    torch.backends.cudnn.benchmark = True
-    work()
 
 
 def _lstm(x: torch.Tensor) -> None:

@@ -42,6 +42,22 @@ def test_an_op_that_does_not_repeat_is_found(monkeypatch):
     assert set(mode.differ) == {"aten.mul.Tensor"}
 
 
+def test_a_call_is_run_again_where_torch_lets_nobody_set_cudnns_flags(monkeypatch):
+    """As after the import of torch's samples, which the job draws from: all its large calls had failed."""
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)
+    mode, seen = replays._Again("cpu"), []
+
+    def work():
+        seen.append(torch.backends.cudnn.benchmark)
+        return torch.ones(2, 3).mm(torch.ones(3, 2))
+
+    for tuned in (False, True):
+        replays._thrice(mode, "mm", work, tuned=tuned)
+    assert not mode.errors
+    assert mode.ops["aten.mm.default"] == 6
+    assert seen == 3 * [False] + 3 * [True]
+
+
 def test_a_campaign_goes_on_where_it_ended_and_tells_what_failed(tmp_path, monkeypatch, capsys):
     ran = []
 
