@@ -74,24 +74,25 @@ class _Again(TorchDispatchMode):
         rng = generator_state(tree_leaves((args, kwargs))) if kind.random else None
         out = func(*args, **kwargs)
         if "empty" not in kind.name:
-            self._calls.append((func, kind.name, before, rng, _digest(out)))
+            self._calls.append((func, kind.name, before, rng, torch.is_grad_enabled(), _digest(out)))
         return out
 
     def run_again(self) -> None:
         """What was called since, outside of the mode: autograd does not work under it."""
         calls, self._calls = self._calls, []
-        for func, name, given, rng, first in calls:
+        for func, name, given, rng, grad, first in calls:
             self.ops[name] += 1
             for way in ("again", "in autograd's thread", "again", "under load"):
                 try:
-                    again = self._once_more(func, given, rng, way)
+                    again = self._once_more(func, given, rng, grad, way)
                     other = [n for n, (a, b) in enumerate(zip(first, again, strict=True)) if a != b]
                     if other:
                         self.differ.setdefault(name, Counter())[f"{way}, outputs {other}"] += 1
                 except Exception as error:
                     self.errors.setdefault(name, f"{way}: {type(error).__name__}: {str(error)[:200]}")
 
-    def _once_more(self, func: Any, given: Any, rng: Any, way: str) -> list[Any]:
+    def _once_more(self, func: Any, given: Any, rng: Any, grad: bool, way: str) -> list[Any]:
+        """`grad`: whether autograd recorded; oneDNN's recurrent layers compute otherwise where it does not."""
         result: list[Any] = []
 
         def work() -> None:
@@ -100,7 +101,7 @@ class _Again(TorchDispatchMode):
             if rng:
                 rng[0].set_state(rng[1])
             try:
-                with torch.no_grad():
+                with torch.set_grad_enabled(grad):
                     result.extend(_digest(func(*args, **kwargs)))
             finally:
                 if rng:
