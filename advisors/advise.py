@@ -19,6 +19,7 @@ from memopt.device import Device
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.gradients_away import gradients_away
 from memopt.estimators.simulator.gradients_away import why_not as why_gradients_stay
+from memopt.estimators.simulator.gradients_in_place import InPlace, in_place
 from memopt.estimators.simulator.in_backward import in_backward, why_not
 from memopt.estimators.simulator.in_pieces import Pieces, in_pieces
 from memopt.estimators.simulator.in_pieces import why_not as why_not_in_pieces
@@ -34,6 +35,11 @@ _LINK_SHARE = {"disk": 0.6, "host": 0.9}
 
 _SHARES_AWAY = (0.3, 0.6, 1.0)
 """Of all parameters' bytes: the state of the largest that have so much of them may be in a tier between steps."""
+
+_CHEAP = 0.05
+"""Share of the step that is not worth another search, in which backward writes over gradients."""
+_SHARE_FOR_IN_PLACE = 0.5
+"""Of the time limit."""
 
 _Way = tuple[Tier | None, float, bool]
 """Where state is between steps, of how large a share, and whether gradients are there, too."""
@@ -72,6 +78,10 @@ class Adviser:
     _moved_view: TraceView | None = None
     _in_pieces_views: dict[_Way, tuple[TraceView, Pieces]] = field(default_factory=dict)
     _floor: Floor | None = None
+    _of: InPlace | None = None
+    """`trace` is of the run whose backward writes over the gradients that it uses up."""
+    _over: list[Adviser] | None = None
+    """The one of that run, if there is one, once it was asked for."""
 
     @property
     def unplanned_peak_bytes(self) -> int:
@@ -82,8 +92,22 @@ class Adviser:
             self._view = TraceView(self.trace)
         simulator = Simulator(self._view, planning_device(self.trace.device))
         return Problem(
-            self._view, simulator, budget_bytes, self.allow, margin=margin, time_limit_s=self.time_limit_s
+            self._view,
+            simulator,
+            budget_bytes,
+            self.allow,
+            margin=margin,
+            time_limit_s=self.time_limit_s,
+            in_place=self._of,
         )
+
+    @property
+    def in_place(self) -> Adviser | None:
+        """Of the run whose backward writes over the gradients that it uses up; none where it cannot, and of that run itself."""
+        if self._over is None:
+            found = in_place(self.trace) if "in-place" in self.allow and self._of is None else None
+            self._over = [Adviser(found[0], self.allow, self.time_limit_s, self.profile, _of=found[1])] if found else []  # fmt: skip
+        return self._over[0] if self._over else None
 
     def in_backward(self, problem: Problem, *, margin: float = MARGIN) -> Problem | None:
         """`problem` of the run whose optimizer steps inside backward; none where that cannot be, or lowers nothing."""
@@ -163,7 +187,12 @@ class Adviser:
 
     @property
     def floor(self) -> Floor:
-        """What no plan can go below, whether the optimizer steps inside backward or not."""
+        """What no plan can go below, whether the optimizer steps inside backward or not, and whether that writes over gradients or not."""
+        over = self.in_place
+        return min(self._own_floor, over.floor, key=lambda each: each.bytes) if over else self._own_floor
+
+    @property
+    def _own_floor(self) -> Floor:
         if self._floor is None:
             problem = self.problem(1)
             moved = self.moved(problem, MARGIN)
@@ -183,6 +212,40 @@ class Adviser:
 
     def decide(self, budget_bytes: int, strategy: str = "auto") -> Decided:
         """The problem, what `strategy` decides, and notes for the reader. Raises `BudgetInfeasible`, which tells the floor too."""
+        over = self.in_place if isinstance(self.strategy(strategy), Auto) else None
+        if over is None or self.problem(budget_bytes).is_met_unplanned:
+            return self._decide(budget_bytes, strategy)
+        try:
+            if self._own_floor.bytes > budget_bytes >= over.floor.bytes:
+                return over._decide(budget_bytes, strategy)
+            found = self._decide(budget_bytes, strategy)
+        except BudgetInfeasible as error:
+            try:
+                return over._decide(budget_bytes, strategy)
+            except BudgetInfeasible as other:
+                raise min(other, error, key=lambda each: each.min_peak_bytes) from None
+        finally:
+            self.interrupted |= over.interrupted
+        return found if self.interrupted else self._or_faster(found, over, budget_bytes, strategy)
+
+    @staticmethod
+    def _or_faster(found: Decided, over: Adviser, budget_bytes: int, strategy: str) -> Decided:
+        """`found`, or what is decided for the run whose backward writes over gradients, where that is faster."""
+        problem, decisions, _ = found
+        step_ms = problem.run(decisions).step_ms
+        if step_ms <= (1 + _CHEAP) * problem.plain_step_ms:
+            return found
+        limit_s, over.time_limit_s = over.time_limit_s, _SHARE_FOR_IN_PLACE * over.time_limit_s
+        try:
+            other = over._decide(budget_bytes, strategy)
+        except BudgetInfeasible:
+            return found
+        finally:
+            over.time_limit_s = limit_s
+        return other if other[0].run(other[1]).step_ms < step_ms else found
+
+    def _decide(self, budget_bytes: int, strategy: str) -> Decided:
+        """As `decide`, of this one run."""
         planner = self.strategy(strategy)
         problem = self.problem(budget_bytes)
         if problem.is_met_unplanned:
@@ -200,7 +263,7 @@ class Adviser:
                 try_=error.try_,
                 reached=error.reached,
             ) from None
-        if not decisions and problem.instead_of is None:
+        if not decisions and not problem.is_of_another_run:
             raise BudgetInfeasible(
                 budget_bytes,
                 problem.unplanned_peak_bytes,
@@ -222,10 +285,9 @@ class Adviser:
             return self.problem(plain.unplanned_peak_bytes), {}, (note, self.floor.words)
         problem, decisions = reached.problem.with_budget(smallest), reached.decisions
         note = f"the smallest peak found; {self.floor.words}"
+        run = (self.in_place if problem.in_place is not None else None) or self
         try:
-            again, faster = self._search(
-                self.problem(smallest, margin=0.0), self.strategy(strategy), margin=0.0
-            )
+            again, faster = run._search(run.problem(smallest, margin=0.0), run.strategy(strategy), margin=0.0)
         except (BudgetInfeasible, KeyboardInterrupt):
             return problem, decisions, (note,)
         if again.run(faster).step_ms < problem.run(decisions).step_ms:

@@ -104,4 +104,4 @@ def lowest_peak(adviser: Adviser, most_overhead: float, strategy: str = "auto") 
 
 def _changes_something(decided: Decided) -> bool:
     problem, decisions, _ = decided
-    return bool(decisions) or problem.instead_of is not None
+    return bool(decisions) or problem.is_of_another_run

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.engine import Engine
+    from memopt.enforcers.gradients_in_place import GradientsInPlace
     from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
     from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
@@ -75,6 +76,7 @@ class ApplySession:
         self._updates: OptimizerInBackward | None = None
         self._pieces: OptimizerInPieces | None = None
         self._gradients: GradientsElsewhere | None = None
+        self._over_gradients: GradientsInPlace | None = None
         self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
         self._in_two_threads = False
@@ -181,6 +183,8 @@ class ApplySession:
                 self._engine.enter()
             if loop is None:
                 self._frames.before_training = self._training_begins
+        if self._plan.in_place is not None:
+            self._write_over_gradients(self._plan.in_place, loop)
         if self._plan.in_backward is not None:
             from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
 
@@ -204,6 +208,15 @@ class ApplySession:
             self._hooks = SavedTensorHooks(self._engine.pack, self._unpack)
             self._hooks.install()
         call_around_fork(self._measurements.pause, self._measurements.go_on, self._forked)
+
+    def _write_over_gradients(self, action: ScriptAction, loop: Loop | None) -> None:
+        from memopt.enforcers.gradients_in_place import GradientsInPlace
+        from memopt.instrument.as_plain import PlainForms
+
+        self._over_gradients = GradientsInPlace(action.least_bytes)
+        if loop is None and self._forms is None:
+            self._forms = PlainForms()
+            self._forms.install()
 
     def _unpack(self, handle: Any) -> torch.Tensor:
         assert self._engine is not None
@@ -264,7 +277,9 @@ class ApplySession:
     def _give_up(self) -> None:
         """What had been set up before something failed would go on alone."""
         self._remove()
-        self._engine = self._hooks = self._updates = self._pieces = self._swapper = None
+        self._engine = self._hooks = self._updates = self._pieces = self._swapper = self._over_gradients = (
+            None
+        )
         if not self._shares_loop:
             self._iterations = self._frames = self._forms = None
 
@@ -275,7 +290,14 @@ class ApplySession:
         if self._frames is not None:
             self._frames.named = self._frames.before_training = self._frames.without_gradients = None
         watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
-        for part in (self._hooks, self._updates, self._pieces, self._gradients, *watchers):
+        for part in (
+            self._hooks,
+            self._updates,
+            self._pieces,
+            self._gradients,
+            self._over_gradients,
+            *watchers,
+        ):
             if part is not None:
                 part.remove()
         if self._swapper is not None and os.getpid() == self._pid:
@@ -288,8 +310,11 @@ class ApplySession:
         in_pieces = plan.in_pieces.parameters if plan.in_pieces is not None else 0
         in_turn = self._pieces.most_used if self._pieces is not None else 0
         planned = len([action for action in plan.actions if action.kind != "keep"])
-        planned += (in_backward > 0) + (in_pieces > 0)
+        over, in_place = self._over_gradients, plan.in_place.ops if plan.in_place is not None else 0
+        written_over = over.most_used if over is not None else 0
+        planned += (in_backward > 0) + (in_pieces > 0) + (in_place > 0)
         done = len(self._done) + (stepped >= in_backward > 0) + (in_turn >= in_pieces > 0)
+        done += written_over >= in_place > 0
         notes = [*self.notes, *self._declined()]
         if engine is not None and engine.other_bits:
             names = ", ".join(sorted(engine.other_bits))
@@ -315,6 +340,10 @@ class ApplySession:
         if self._left_plain:
             notes.append(
                 f"{self._left_plain} iterations began to train in another thread and ran without the plan"
+            )
+        if written_over < in_place:
+            notes.append(
+                f"{written_over} of {in_place} ops of backward wrote over the gradient that they use up: somebody else held the others"
             )
         swaps = [part for part in (self._swapper, self._pieces) if part is not None]
         notes += dict.fromkeys(why for part in swaps for why in part.frees_nothing())
@@ -392,6 +421,8 @@ class ApplySession:
         actions = self._plan_slots(engine)
         self._done |= {n for n, taken in engine.done.items() if taken >= actions[n] and n not in failed}
         engine.new_iteration()
+        if self._over_gradients is not None:
+            self._over_gradients.new_iteration()
         self._frames.new_iteration()
         engine.enter()
         if self._iterations is not None:
@@ -417,8 +448,12 @@ class ApplySession:
                 self._swapper.wait_for_all()
         self._engine.leave()
         self._frames.paused = True
+        if self._over_gradients is not None and not self._engine.capturing.now():
+            self._over_gradients.backward_begins(create_graph=create_graph)
 
     def backward_ended(self) -> None:
+        if self._over_gradients is not None:
+            self._over_gradients.backward_ended()
         if self._updates is not None:
             self._updates.backward_ended()
         if self._gradients is not None:

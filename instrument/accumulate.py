@@ -21,6 +21,10 @@ _PUTS = {
     aten.scatter.value: aten.scatter_.value,
     aten.index_add.default: aten.index_add_.default,
 }
+MADE_AND_FILLED = frozenset(
+    (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default, aten.new_empty.default)
+)
+"""What formulas make the tensor with into which they put gradients."""
 _AROUND_A_MODE = ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
 """Frames between a dispatch mode and whoever called the op."""
 
@@ -46,7 +50,7 @@ def in_place(func: Any) -> Any:
 def _puts(zeros: torch.Tensor, maker: Maker) -> bool:
     """What a gradient is put into was made by the same formula."""
     node = current_node()
-    return node is not None and maker(zeros) == node._sequence_nr() and _called_by_engine()
+    return node is not None and maker(zeros) == node._sequence_nr() and called_by_engine()
 
 
 def _sums(old: Any, new: Any, maker: Maker) -> bool:
@@ -56,7 +60,7 @@ def _sums(old: Any, new: Any, maker: Maker) -> bool:
         return False
     if old.shape != new.shape or old.dtype != new.dtype or old.layout is not torch.strided or not _dense(old):
         return False
-    return _only_holder(old) and _called_by_engine() and _came_from_engine(maker(old))
+    return _only_holder(old) and called_by_engine() and _came_from_engine(maker(old))
 
 
 def _dense(tensor: torch.Tensor) -> bool:
@@ -74,7 +78,7 @@ def _only_holder(tensor: torch.Tensor) -> bool:
     return count is not None and count() <= _HOLDERS and storage_use_count(storage._cdata) <= 2
 
 
-def _called_by_engine() -> bool:
+def called_by_engine() -> bool:
     """Not by somebody's own backward, nor by a hook."""
     caller: FrameType | None = sys._getframe(1)
     while caller is not None and caller.f_code.co_name != "__torch_dispatch__":

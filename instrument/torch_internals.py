@@ -214,6 +214,9 @@ top_saved_hooks = _watch(
 saved_data = _watch(_A + "SavedTensor.data", "which of a node's slots saved what (from torch 2.10 on)")
 sequence_nr = _watch(_A + "_get_sequence_nr", "which node an op of forward has made")
 current_node = _watch("torch._C._current_autograd_node", "which node of backward runs now")
+autograd_engine = _watch(
+    "torch.autograd.Variable._execution_engine", "how are references counted while it works?"
+)
 current_graph_task = _watch("torch._C._current_graph_task_id", "is this thread inside backward?")
 
 # --- torch.profiler, for the peaks of a CPU run

@@ -25,6 +25,9 @@ OPTIMIZER_IN_BACKWARD: Final = "optimizer in backward"
 OPTIMIZER_IN_PIECES: Final = "optimizer in pieces"
 """As above: its step on slices of the parameters, one after the other; with a tier its state is there between steps."""
 
+GRADIENTS_IN_PLACE: Final = "gradients in place"
+"""As above, about backward: a formula writes what it makes into the gradient that it uses up."""
+
 NEEDS: Final = ("values", "nothing", "predicate", "pool_index")
 """What a backward may read of a saved tensor (`estimators.slot_needs`)."""
 
@@ -90,10 +93,10 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision about the run as a whole. Those of the kind `allocator`, `optimizer in backward` and `optimizer in pieces` can be applied;
-    others are advice."""
+    """One decision about the run as a whole. Those of the kind `allocator`, and those called `optimizer in backward`, `optimizer in pieces`
+    and `gradients in place` can be applied; others are advice."""
 
-    kind: Literal["allocator", "optimizer", "model"]
+    kind: Literal["allocator", "optimizer", "model", "backward"]
     what: str
     why: str
     saved_bytes: int
@@ -113,12 +116,20 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     """Of `optimizer in pieces`: the state of so many parameters, the largest of each optimizer; 0: of all."""
     gradient_bytes: int = 0
     """Of `optimizer in pieces`: so many bytes of gradients are there from when they are whole until they are cleared; 0: none."""
+    ops: int = 0
+    """Of `gradients in place`: how many ops write into a gradient."""
+    least_bytes: int = 0
+    """Of `gradients in place`: what has fewer bytes is left alone."""
     cleared_late: bool = False
     """Of `optimizer in pieces`: the script clears gradients after the next forward has begun, so that what a step asked for goes back."""
 
     @property
     def can_be_applied(self) -> bool:
-        return self.kind == "allocator" or self.is_in_backward or self.is_in_pieces
+        return self.kind == "allocator" or self.is_in_backward or self.is_in_pieces or self.is_in_place
+
+    @property
+    def is_in_place(self) -> bool:
+        return self.kind == "backward" and self.what == GRADIENTS_IN_PLACE
 
     @property
     def is_in_pieces(self) -> bool:
@@ -170,6 +181,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def in_pieces(self) -> ScriptAction | None:
         """The decision to step the optimizer in pieces, if it is made."""
         return next((each for each in self.script_actions if each.is_in_pieces), None)
+
+    @property
+    def in_place(self) -> ScriptAction | None:
+        """The decision to write over gradients that are used up, if it is made."""
+        return next((each for each in self.script_actions if each.is_in_place), None)
 
     def save(self, path: Path) -> None:
         """Write the plan, indented, whole or not at all."""

@@ -16,6 +16,7 @@ from memopt.profiler.rows import BACKWARD, OpRow, StorageRow
 from memopt.trace import (
     CATEGORIES,
     HIDDEN_STATE,
+    IN_PLACE,
     RANDOM,
     REPLAYABLE,
     Csr,
@@ -151,7 +152,8 @@ def _flags(recorder: Recorder, row: OpRow) -> int:
         and not row.other_bits
         and not any(_may_change_unseen(s) for s in touched)
     )
-    return RANDOM * kind.random | REPLAYABLE * replayable | HIDDEN_STATE * (kind.statistics is not None)
+    hidden = HIDDEN_STATE * (kind.statistics is not None)
+    return RANDOM * kind.random | REPLAYABLE * replayable | hidden | IN_PLACE * row.in_place
 
 
 def _makers_of_nothing(recorder: Recorder) -> set[int]:

@@ -19,6 +19,7 @@ from memopt.instrument.accumulate import goes_into_first
 from memopt.instrument.as_plain import LOOKING, as_plain, run_as_plain
 from memopt.instrument.deep_graphs import DEEP, make_room
 from memopt.instrument.frames import Frames
+from memopt.instrument.gradients_in_place import in_place_form, prepare
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.nodes import attributes_of, is_torchs_own, saved_by
 from memopt.instrument.ops import (
@@ -82,6 +83,7 @@ class Recorder(modes.Mode):
         self.slots: list[SlotRow] = []
         self.met = StorageRows(device, self.ops, clock)
         self.storages, self.values = self.met.rows, self.met.values
+        prepare()
         frames.resizes.told = self.met.will_be_resized
         frames.regions.rewrote = self.met.rewritten_unseen
         self._pending: dict[int, int] = {}
@@ -138,6 +140,7 @@ class Recorder(modes.Mode):
             self._poll(op - 1)
             row = self._open_row(func, kind, op, args, kwargs)
             into_first = row.phase == BACKWARD and goes_into_first(func, args, kwargs, self._maker_of)
+            row.in_place = row.phase == BACKWARD and in_place_form(func, args, kwargs) is not None
         except Exception as error:
             row, into_first = self._unseen(kind, error), False
         self.ops.append(row)

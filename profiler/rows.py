@@ -25,6 +25,8 @@ class OpRow:
     """Run again, it may give other bits."""
     compiled: bool = False
     """It ran inside a region of torch.compile, whose other kernels nobody sees: never to be made again."""
+    in_place: bool = False
+    """In backward: what it makes could be written into the gradient that it uses up."""
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ class Reached:
 
     @property
     def peak_bytes(self) -> int:
-        if not self.decisions and self.problem.instead_of is None:
+        if not self.decisions and not self.problem.is_of_another_run:
             return self.problem.unplanned_peak_bytes
         return self.problem.run(self.decisions).peak_bytes
 
@@ -37,7 +37,7 @@ def refusal(reached: Reached, budget_bytes: int, who: str = "") -> BudgetInfeasi
     """The error whose smallest peak is that of `reached`."""
     timeline = reached.problem.run(reached.decisions)
     hold = Hold(reached.problem, timeline.peak_op, reached.peak_bytes, frozenset(reached.decisions))
-    plain = not reached.decisions and reached.problem.instead_of is None
+    plain = not reached.decisions and not reached.problem.is_of_another_run
     found_by = (f"this is the best that {who} finds; --strategy auto may find more",) if who else ()
     if plain:
         found_by = (f"that is the run as it is: no plan {f'of {who} ' if who else ''}lowers it",)

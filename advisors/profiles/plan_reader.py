@@ -64,7 +64,11 @@ class ReadPlan:
 
 def read_plan(plan: Plan, trace: Trace) -> ReadPlan:
     """`plan` laid on `trace`. Raises `BadFile` where the plan was not made from this profile."""
-    adviser = Adviser(trace, DEFAULT_ALLOW)
+    adviser: Adviser | None = Adviser(trace, DEFAULT_ALLOW)
+    if adviser is not None and plan.in_place is not None:
+        adviser = adviser.in_place
+    if adviser is None:
+        raise _another("its backward cannot write over gradients")
     problem = _problem(adviser, plan)
     decisions: Decisions = {}
     for action in plan.actions:

@@ -17,7 +17,16 @@ from memopt.estimators.simulator.in_pieces import Pieces
 from memopt.estimators.simulator.slot_needs import VALUES, Need, Value
 from memopt.estimators.simulator.trace_view import Saved
 from memopt.instrument.memory.outside import before_training
-from memopt.plan import OPTIMIZER_IN_BACKWARD, OPTIMIZER_IN_PIECES, Action, OpRef, Plan, ScriptAction, SlotRef
+from memopt.plan import (
+    GRADIENTS_IN_PLACE,
+    OPTIMIZER_IN_BACKWARD,
+    OPTIMIZER_IN_PIECES,
+    Action,
+    OpRef,
+    Plan,
+    ScriptAction,
+    SlotRef,
+)
 from memopt.timeline import Timeline
 from memopt.units import format_bytes, format_ms
 from memopt.version import VERSION
@@ -51,7 +60,7 @@ def write_plan(
         budget_bytes=problem.budget_bytes,
         unplanned_peak_bytes=problem.unplanned_peak_bytes,
         predicted_peak_bytes=timeline.peak_bytes
-        if decisions or problem.instead_of is not None
+        if decisions or problem.is_of_another_run
         else problem.unplanned_peak_bytes,
         plain_step_ms=problem.plain_step_ms,
         predicted_step_ms=timeline.step_ms,
@@ -61,7 +70,7 @@ def write_plan(
         saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,
-        script_actions=_of_the_optimizer(problem, decisions, timeline),
+        script_actions=[*_of_backward(problem, timeline), *_of_the_optimizer(problem, decisions, timeline)],
         notes=[*notes, *filter(None, [before_training(trace, problem.unplanned_peak_bytes)])],
     )
 
@@ -74,6 +83,32 @@ def _host_bytes(problem: Problem, decisions: Decisions) -> int:
             saved = problem.view.saved[storage]
             changes += [(saved.acted_op, saved.size_bytes), (saved.release + 1, -saved.size_bytes)]
     return max(itertools.accumulate(size for _, size in sorted(changes)), default=0)
+
+
+def _of_backward(problem: Problem, timeline: Timeline) -> list[ScriptAction]:
+    """What the plan does about gradients that are used up."""
+    over, trace = problem.in_place, problem.view.trace
+    if over is None:
+        return []
+    count, high = len(over.made), timeline.high_bytes.copy()
+    without = over.plain_peak_bytes
+    if (
+        trace.updates is not None or problem.pieces is not None
+    ):  # else the optimizer's ops stand between those of backward
+        for op, size in over.made:
+            high[op] += size
+        without = int(high.max())
+    return [
+        ScriptAction(
+            kind="backward",
+            what=GRADIENTS_IN_PLACE,
+            why=f"{count} ops of backward write what they make into the gradient that they use up, with the same bits",
+            saved_bytes=max(0, without - timeline.peak_bytes),
+            ops=count,
+            least_bytes=over.least_bytes,
+            cost_ms=round(over.cost_ms, 4),
+        )
+    ]
 
 
 def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline) -> list[ScriptAction]:
@@ -93,7 +128,7 @@ def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline
             why=f"gradients of {count} parameters used and freed in backward: {updates.optimizer} gives the same bits one by one",
             saved_bytes=max(0, without - timeline.peak_bytes),
             parameters=count,
-            cost_ms=round(problem.view.trace.step_ms - problem.plain_step_ms, 4),
+            cost_ms=round(problem.view.trace.step_ms - plain.view.trace.step_ms, 4),
         )
     ]
 
@@ -120,7 +155,7 @@ def _in_pieces(
         why=why,
         saved_bytes=max(0, without - timeline.peak_bytes),
         parameters=pieces.parameters,
-        cost_ms=round(max(0.0, problem.view.trace.step_ms - problem.plain_step_ms), 4),
+        cost_ms=round(max(0.0, problem.view.trace.step_ms - plain.view.trace.step_ms), 4),
         piece_bytes=pieces.piece_bytes,
         tier=pieces.tier,
         away_bytes=pieces.state_bytes,

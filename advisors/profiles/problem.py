@@ -13,6 +13,7 @@ from memopt.advisors.profiles.codec_options import CodecChoice, codec_choice
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
 from memopt.estimators.simulator.decision import RECOMPUTE, Decision
+from memopt.estimators.simulator.gradients_in_place import InPlace
 from memopt.estimators.simulator.in_pieces import Pieces
 from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
 from memopt.estimators.simulator.trace_view import Ints, Saved, TraceView
@@ -20,9 +21,9 @@ from memopt.timeline import Timeline
 
 Decisions = dict[int, Decision]
 
-DEFAULT_ALLOW = frozenset({"recompute", "swap-host", "swap-disk", "compress", "optimizer"})
+DEFAULT_ALLOW = frozenset({"recompute", "swap-host", "swap-disk", "compress", "optimizer", "in-place"})
 """Exact, and bit for bit the same run."""
-NAMES = ("recompute", "swap-host", "swap-disk", "compress", "lossy", "optimizer", "model-change")
+NAMES = ("recompute", "swap-host", "swap-disk", "compress", "lossy", "optimizer", "in-place", "model-change")
 BEYOND_EXACT = {
     "lossy": "--allow lossy changes nothing: memopt has no lossy action, every one of its codecs is exact",
     "model-change": "--allow model-change changes no plan: only --strategy ctdr speaks of it, as advice",
@@ -108,8 +109,10 @@ class Problem:
         instead_of: Problem | None = None,
         part_of: Problem | None = None,
         pieces: Pieces | None = None,
+        in_place: InPlace | None = None,
     ) -> None:
         """`instead_of`: the problem of the run as it is, where `view` is of one whose optimizer steps inside backward, or in `pieces`.
+        `in_place`: of the run where backward writes into gradients that it uses up, `view` too; as that of `instead_of`.
         `part_of`: the problem of the whole iteration, where `view` is of some of its rounds."""
         if view.trace.partial:
             raise NotPossibleHere(
@@ -122,11 +125,12 @@ class Problem:
         self.device = simulator.device
         self.plain = simulator.run({})
         self.instead_of, self.pieces = instead_of, pieces
-        self.unplanned_peak_bytes: int = (
-            instead_of.unplanned_peak_bytes
-            if instead_of is not None
-            else max(self.plain.peak_bytes, view.trace.peak_bytes)
-        )
+        self.in_place: InPlace | None = in_place if instead_of is None else instead_of.in_place
+        self.unplanned_peak_bytes: int = max(self.plain.peak_bytes, view.trace.peak_bytes)
+        if instead_of is not None:
+            self.unplanned_peak_bytes = instead_of.unplanned_peak_bytes
+        elif in_place is not None:
+            self.unplanned_peak_bytes = max(self.unplanned_peak_bytes, in_place.plain_peak_bytes)
         self.target_bytes = min(
             int(budget_bytes * (1 - margin)), int(self.unplanned_peak_bytes * (1 - LEAST_GAIN))
         )
@@ -141,7 +145,12 @@ class Problem:
     @property
     def plain_step_ms(self) -> float:
         """A step of the run as it is."""
-        return (self.instead_of or self).view.trace.step_ms
+        return self.in_place.plain_step_ms if self.in_place else (self.instead_of or self).view.trace.step_ms
+
+    @property
+    def is_of_another_run(self) -> bool:
+        """Is it of a run that is changed before any tensor is: another step of the optimizer, another backward?"""
+        return self.instead_of is not None or self.in_place is not None
 
     @property
     def is_met_unplanned(self) -> bool:

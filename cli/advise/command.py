@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from memopt.estimators.hidden.beside_tensors import Budget
     from memopt.plan import Plan
 
-_KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer"
+_KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer, in-place"
 
 
 @click.command()

@@ -298,9 +298,9 @@ def test_a_partial_profile_is_refused() -> None:
 def test_kinds_of_action() -> None:
     assert allowed((), ()) == DEFAULT_ALLOW
     assert allowed(("recompute,compress",), ()) == {"recompute", "compress"}
-    assert allowed((), ("swap", "lossy")) == {"recompute", "compress", "optimizer"}
+    assert allowed((), ("swap", "lossy")) == {"recompute", "compress", "optimizer", "in-place"}
     assert allowed(("swap",), ()) == {"swap-host", "swap-disk"}
-    assert allowed(("lossy",), ("swap",)) == {"recompute", "compress", "optimizer", "lossy"}
+    assert allowed(("lossy",), ("swap",)) == {"recompute", "compress", "optimizer", "in-place", "lossy"}
     assert allowed(("recompute", "model-change"), ()) == {"recompute", "model-change"}
     with pytest.raises(UsageError):
         allowed(("teleport",), ())

@@ -1,0 +1,74 @@
+"""While backward runs, what a formula makes is written into the gradient that it uses up, where the same bits come of it.
+
+A dispatch mode is on from when backward begins until it ends. `instrument.gradients_in_place` judges each op by who holds its
+gradient, so that whatever a script, a hook or another node still looks at is left alone. What autograd itself does in place without a
+mode, and not under one, is done in place here as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from memopt.instrument import modes
+from memopt.instrument.accumulate import MADE_AND_FILLED, goes_into_first, in_place
+from memopt.instrument.as_plain import as_plain
+from memopt.instrument.gradients_in_place import in_place_form, prepare
+from memopt.instrument.ops import PLAIN_TYPES, is_tracing
+from memopt.instrument.torch_internals import current_node
+
+_PLAIN_TYPES = frozenset(PLAIN_TYPES)
+
+
+class GradientsInPlace(modes.Mode):
+    """The mode of one run."""
+
+    def __init__(self, least_bytes: int) -> None:
+        """What has fewer than `least_bytes` is left alone."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._least_bytes = least_bytes
+        self._filled_next: tuple[int, int] | None = None
+        """(storage, node) of what was made last to be filled."""
+        self._count = 0
+        self.most_used = 0
+        """Most ops of an iteration so far that wrote over a gradient."""
+
+    def backward_begins(self, *, create_graph: bool) -> None:
+        if not create_graph:
+            prepare()
+            modes.enter(self)
+
+    def backward_ended(self) -> None:
+        modes.leave(self)
+
+    def new_iteration(self) -> None:
+        self.most_used = max(self.most_used, self._count)
+        self._count = 0
+
+    def remove(self) -> None:
+        """Leave the script to itself."""
+        modes.leave(self)
+
+    def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = as_plain(func)
+        if not _PLAIN_TYPES.issuperset(types):
+            return run(*args, **kwargs) if is_tracing(types) else NotImplemented
+        form = in_place_form(func, args, kwargs, self._least_bytes)
+        if form is not None:
+            self._count += 1
+            return form()
+        if self._filled_next is not None and goes_into_first(func, args, kwargs, self._maker_of):
+            return in_place(func)(*args, **kwargs)
+        out = run(*args, **kwargs)
+        self._filled_next = self._made_by_node(out) if func in MADE_AND_FILLED else None
+        return out
+
+    @staticmethod
+    def _made_by_node(out: Tensor) -> tuple[int, int] | None:
+        node = current_node()
+        return (out.untyped_storage()._cdata, node._sequence_nr()) if node is not None else None
+
+    def _maker_of(self, tensor: Tensor) -> int | None:
+        storage, node = self._filled_next or (0, 0)
+        return node if tensor.untyped_storage()._cdata == storage else None
