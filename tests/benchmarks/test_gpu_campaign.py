@@ -87,6 +87,13 @@ def test_a_campaign_goes_on_where_it_ended_and_tells_what_failed(tmp_path, monke
     assert "1 of 2 failed: links" in capsys.readouterr().out
 
 
+def test_any_job_may_fail_and_the_campaign_goes_on(tmp_path, monkeypatch, capsys):
+    """`cudnn attention` puts what it found into words of its own, and the end of its time had ended the campaign."""
+    monkeypatch.setattr(campaign, "_alone", lambda job, limit_s: ({"failed": "not done in 1 s"}, ""))
+    assert campaign._campaign(list(JOBS.values()), "correctness", tmp_path, 100.0, 2) == len(JOBS)
+    assert capsys.readouterr().out.count("FAILED: not done in 1 s") == len(JOBS)
+
+
 @pytest.mark.script
 def test_every_kind_of_plan_runs_on_the_late_device(monkeypatch):
     """In small: one example, the kinds that copy. `--dry-run` does all of them."""

@@ -963,9 +963,7 @@ def _allocations(act: Callable[[], object]) -> tuple[list[int], object]:
     """Bytes of every allocation (+) and release (-) in order, as torch's CPU allocator reports them."""
     with profile(profile_memory=True) as record:
         result = act()
-    changes = [
-        (e.start_ns(), e.nbytes()) for e in record.kineto_results.events() if e.name() == "[memory]"
-    ]
+    changes = [(e.start_ns(), e.nbytes()) for e in record.kineto_results.events() if e.name() == "[memory]"]
     return [change for _, change in sorted(changes, key=lambda pair: pair[0])], result
 
 
