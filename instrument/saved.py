@@ -24,6 +24,9 @@ from memopt.instrument.torch_internals import (
 )
 from memopt.instrument.traced import or_while_compiling
 
+_NO_CHECK = ", check_nan=False" if torch.__version__ >= "2.11" else ""
+"""What autograd's own error advises to call anomaly detection with."""
+
 
 class SavedTensorHooks:
     """Pushes `pack` and `unpack` as this thread's default hooks; steps aside for torch.func, which refuses any hooks."""
@@ -195,5 +198,5 @@ def check_version(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{_type_of(tensor)} {list(shape if shape is not None else tensor.shape)}]{output_in_words(handle)} is at version {tensor._version}; expected version {version} instead. "
         "Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-        "with torch.autograd.set_detect_anomaly(True, check_nan=False)."
+        f"with torch.autograd.set_detect_anomaly(True{_NO_CHECK})."
     )

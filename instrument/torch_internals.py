@@ -123,7 +123,7 @@ def require(*features: str, names: list[Name] | None = None) -> None:
 def _gone(feature: str, spellings: list[str]) -> NotPossibleHere:
     return NotPossibleHere(
         f"off with torch {torch.__version__}: {feature}",
-        why=f"memopt needs what this torch does not have any more: {', '.join(spellings)}",
+        why=f"memopt needs what this torch does not have: {', '.join(spellings)}",
         try_="a newer memopt, or torch 2.13",
     )
 
@@ -211,6 +211,7 @@ pop_saved_hooks = _watch(_A + "_pop_saved_tensors_default_hooks", "ends that")
 top_saved_hooks = _watch(
     _A + "_top_saved_tensors_default_hooks", "does the script have such hooks of its own?"
 )
+saved_data = _watch(_A + "SavedTensor.data", "which of a node's slots saved what (from torch 2.10 on)")
 sequence_nr = _watch(_A + "_get_sequence_nr", "which node an op of forward has made")
 current_node = _watch("torch._C._current_autograd_node", "which node of backward runs now")
 autograd_engine = _watch(

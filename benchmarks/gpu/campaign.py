@@ -78,7 +78,8 @@ def _campaign(jobs: list[Job], part: str, folder: Path, limit_s: float, at_once:
             failed.append(job.name)
             with (folder / f"{part}.log").open("a") as file:
                 file.write(f"\n##### {job.name}\n{log[-6000:]}\n")
-        print(f"{line['seconds']:6.1f} s  {job.name}: {job.words(found)}", flush=True)
+        said = f"FAILED: {found['failed']}" if list(found) == ["failed"] else job.words(found)
+        print(f"{line['seconds']:6.1f} s  {job.name}: {said}", flush=True)
 
     _each([job for job in missing if not job.timed], one, at_once)
     _each([job for job in missing if job.timed], one, 1)

@@ -280,8 +280,9 @@ if device == "cuda":
     torch.cuda.set_per_process_memory_fraction(1.2e9 / torch.cuda.get_device_properties(0).total_memory)
 model = torch.nn.Sequential(*[m for _ in range(12) for m in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+rows = 16384 if device == "cuda" else 256
 for step in range(4):
-    loss = model(torch.randn(16384, 1024, device=device)).square().mean()
+    loss = model(torch.randn(rows, 1024, device=device)).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -291,7 +292,8 @@ for step in range(4):
 
 def out_of_memory() -> Found:
     """The README's first case: a script that dies, its profile, `--offload`, a plan, and the run that does not die."""
-    found: Found = {}
+    found: Found = {"left out": "a CPU's memory does not run out: the script ends well"} if dry() else {}
+    budget = "min" if dry() else "900MB"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "train.py").write_text(OOM_SCRIPT)
         out, err, code = execute([sys.executable, "train.py"], folder, may_fail=True)
@@ -302,7 +304,7 @@ def out_of_memory() -> Found:
         found["show"] = [code, out[:1500], err[-300:]]
         _, err, code = execute([*MEMOPT, "profile", "--offload", "-o", "run.profile.json.gz", "train.py"], folder, may_fail=True)  # fmt: skip
         found["offload"] = [code, err[-900:]]
-        _, err, code = execute([*MEMOPT, "advise", "run.profile.json.gz", "--budget", "900MB", "-o", "plan.json"], folder, may_fail=True)  # fmt: skip
+        _, err, code = execute([*MEMOPT, "advise", "run.profile.json.gz", "--budget", budget, "-o", "plan.json"], folder, may_fail=True)  # fmt: skip
         found["advise"] = [code, err[-900:]]
         out, err, code = execute([*MEMOPT, "apply", "plan.json"], folder, may_fail=True)
         found["apply"] = [code, out, err[-900:]]

@@ -10,6 +10,7 @@ import os
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,24 +74,25 @@ class _Again(TorchDispatchMode):
         rng = generator_state(tree_leaves((args, kwargs))) if kind.random else None
         out = func(*args, **kwargs)
         if "empty" not in kind.name:
-            self._calls.append((func, kind.name, before, rng, _digest(out)))
+            self._calls.append((func, kind.name, before, rng, torch.is_grad_enabled(), _digest(out)))
         return out
 
     def run_again(self) -> None:
         """What was called since, outside of the mode: autograd does not work under it."""
         calls, self._calls = self._calls, []
-        for func, name, given, rng, first in calls:
+        for func, name, given, rng, grad, first in calls:
             self.ops[name] += 1
             for way in ("again", "in autograd's thread", "again", "under load"):
                 try:
-                    again = self._once_more(func, given, rng, way)
+                    again = self._once_more(func, given, rng, grad, way)
                     other = [n for n, (a, b) in enumerate(zip(first, again, strict=True)) if a != b]
                     if other:
                         self.differ.setdefault(name, Counter())[f"{way}, outputs {other}"] += 1
                 except Exception as error:
                     self.errors.setdefault(name, f"{way}: {type(error).__name__}: {str(error)[:200]}")
 
-    def _once_more(self, func: Any, given: Any, rng: Any, way: str) -> list[Any]:
+    def _once_more(self, func: Any, given: Any, rng: Any, grad: bool, way: str) -> list[Any]:
+        """`grad`: whether autograd recorded; oneDNN's recurrent layers compute otherwise where it does not."""
         result: list[Any] = []
 
         def work() -> None:
@@ -99,7 +101,7 @@ class _Again(TorchDispatchMode):
             if rng:
                 rng[0].set_state(rng[1])
             try:
-                with torch.no_grad():
+                with torch.set_grad_enabled(grad):
                     result.extend(_digest(func(*args, **kwargs)))
             finally:
                 if rng:
@@ -241,24 +243,28 @@ def _large(mode: _Again, device: str, dtype: torch.dtype) -> None:
         "attention 128": lambda: F.scaled_dot_product_attention(r(2, 8, n, 128), r(2, 8, n, 128), r(2, 8, n, 128), is_causal=True),
         "attention masked": lambda: F.scaled_dot_product_attention(r(4, 8, n, 64), r(4, 8, n, 64), r(4, 8, n, 64), attn_mask=r(1, 1, n, n)),
         "lstm": lambda: _lstm(r(16, 50, 64)),
-        "conv tuned": lambda: _tuned(lambda: F.conv2d(r(16, 64, 56, 56), r(64, 64, 3, 3), padding=1)),
-        "conv tuned 7": lambda: _tuned(lambda: F.conv2d(r(16, 3, 224, 224), r(64, 3, 7, 7), stride=2, padding=3)),
-        "conv tuned 1": lambda: _tuned(lambda: F.conv2d(r(16, 256, 56, 56), r(64, 256, 1, 1))),
-        "conv tuned large": lambda: _tuned(lambda: F.conv2d(r(64, 64, 112, 112), r(128, 64, 3, 3), padding=1)),
+        "conv tuned": lambda: F.conv2d(r(16, 64, 56, 56), r(64, 64, 3, 3), padding=1),
+        "conv tuned 7": lambda: F.conv2d(r(16, 3, 224, 224), r(64, 3, 7, 7), stride=2, padding=3),
+        "conv tuned 1": lambda: F.conv2d(r(16, 256, 56, 56), r(64, 256, 1, 1)),
+        "conv tuned large": lambda: F.conv2d(r(64, 64, 112, 112), r(128, 64, 3, 3), padding=1),
         "rand": lambda: torch.rand(n, device=device) + torch.randn(n, device=device),
         "rrelu": lambda: F.rrelu(r(n, n), training=True),
     }  # fmt: skip
     for name, work in works.items():
-        for _ in range(3):
-            try:
+        _thrice(mode, f"large {name}", work, tuned="tuned" in name)
+
+
+def _thrice(mode: _Again, name: str, work: Callable[[], Any], *, tuned: bool) -> None:
+    """`tuned`: with `cudnn.benchmark`, whose caches each thread has for itself. Once torch's samples are imported, it is set so only."""
+    for _ in range(3):
+        try:
+            with torch.backends.cudnn.flags(enabled=True, benchmark=tuned):
                 with mode:
                     work()
-                torch.backends.cudnn.benchmark = "tuned" in name
                 mode.run_again()
-                torch.backends.cudnn.benchmark = False
-            except Exception as error:
-                mode.errors.setdefault(f"large {name}", f"{type(error).__name__}: {str(error)[:160]}")
-                break
+        except Exception as error:
+            mode.errors.setdefault(name, f"{type(error).__name__}: {str(error)[:160]}")
+            break
 
 
 def attention() -> dict[str, Any]:
@@ -299,12 +305,6 @@ def attention_words(found: dict[str, Any]) -> str:
     }
     other = [words for words, each in ran.items() if each["differ"]]
     return f"{len(ran)} of {len(found)} ran; other bits: {'; '.join(other) or 'none'}"
-
-
-def _tuned(work: Any) -> None:
-    """With `cudnn.benchmark`, whose caches each thread has for itself."""
-    torch.backends.cudnn.benchmark = True
-    work()
 
 
 def _lstm(x: torch.Tensor) -> None:

@@ -43,6 +43,9 @@ else:
         "torch.utils._device.DeviceContext", "`with torch.device(...)` is the script's, not the fake kernels'"
     )
     Generator = _estimate("torch._C.Generator", "a generator that says it is on a GPU")
+reduction = _estimate(
+    "torch.Tag.reduction", "which ops one kernel of torch.compile's does together (from torch 2.10 on)"
+)
 in_kernel = _estimate(
     _F + "in_kernel_invocation_manager", "a fake tensor shows the device that its kernel sees"
 )

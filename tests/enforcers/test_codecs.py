@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.profiler import ProfilerActivity, profile
+from torch.autograd.profiler import profile
 
 from memopt import plan
 from memopt.enforcers.codecs import bits
@@ -961,11 +961,9 @@ def _large(codec: str) -> tuple[torch.Tensor, dict[str, object]]:
 
 def _allocations(act: Callable[[], object]) -> tuple[list[int], object]:
     """Bytes of every allocation (+) and release (-) in order, as torch's CPU allocator reports them."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+    with profile(profile_memory=True) as record:
         result = act()
-    changes = [
-        (e.start_ns(), e.nbytes()) for e in record.profiler.kineto_results.events() if e.name() == "[memory]"
-    ]
+    changes = [(e.start_ns(), e.nbytes()) for e in record.kineto_results.events() if e.name() == "[memory]"]
     return [change for _, change in sorted(changes, key=lambda pair: pair[0])], result
 
 

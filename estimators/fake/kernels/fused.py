@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memopt.estimators.fake.torch_internals import reduction
+
 if TYPE_CHECKING:
     from memopt.estimators.fake.asked import Recorder
 
-_TAGS = (torch.Tag.pointwise, torch.Tag.reduction)
+_TAGS = (torch.Tag.pointwise, reduction)
 _LIKEWISE = (
     "_to_copy", "to", "where", "index", "gather", "scatter", "repeat", "full", "zeros", "ones", "empty", "arange", "_foreach_",
     "constant_pad",

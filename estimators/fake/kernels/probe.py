@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.autograd.profiler import profile, record_function
 
 from memopt.estimators.recording import StorageRow
 
@@ -90,7 +90,7 @@ def _measure(calls: list[tuple[Callable[[int], Call], int]]) -> list[tuple[int, 
     """For each call: bytes taken beyond its outputs at the worst moment, and the bytes of each output."""
     sizes: list[list[int]] = []
     failed: set[int] = set()
-    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with torch.no_grad(), profile(profile_memory=True) as prof:  # torch.profiler's warns, up to torch 2.12
         for index, (make, size) in enumerate(calls):
             call = make(size)
             with record_function(f"memopt probe {index}"):
@@ -102,7 +102,7 @@ def _measure(calls: list[tuple[Callable[[int], Call], int]]) -> list[tuple[int, 
             sizes.append([_storage_bytes(x) for x in result])
             del result, call
     spans, memory = {}, []
-    for event in prof.profiler.kineto_results.events():
+    for event in prof.kineto_results.events():
         if event.name().startswith("memopt probe "):
             spans[int(event.name()[13:])] = (event.start_ns(), event.start_ns() + event.duration_ns())
         elif event.name() == "[memory]":
