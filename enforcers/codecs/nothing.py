@@ -17,7 +17,7 @@ from memopt.estimators.simulator.codec_sizes import is_empty_stand_in
 name = "nothing"
 of_values = False
 
-_PROVEN_ON = ("2.10.", "2.11.", "2.13.")
+_PROVEN_ON = ("2.10.", "2.11.", "2.12.", "2.13.")
 """Releases with which every row of `slot_needs.SLOT_NEEDS` has run its real backward on 0 bytes (`tests/enforcers/test_codecs.py`)."""
 
 
