@@ -88,6 +88,9 @@ def tables_of(plan: Plan) -> Tables:
             due.append(number)
         if action.prefetch is not None:
             tables.at_use[action.prefetch.module][action.prefetch.ordinal].prefetch.append(number)
+    for moments in tables.at_use.values():
+        for moment in moments.values():
+            moment.prefetch.sort(key=lambda number: tables.actions[number].turn)
     return tables
 
 

@@ -89,6 +89,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """Of the swap of a frozen weight, which has no slots: the last op of forward that reads it."""
     prefetch: SlotRef | None = None
     """The swap-in starts when this slot is unpacked; none: when the tensor itself is asked for."""
+    turn: int = 0
+    """Of a swap: copies in that start at one moment go in this order."""
     records: list[OpRef] = []
     """Ops to be remembered in forward so that the tensor can be made again."""
     line: str = ""

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from functools import cached_property
 
 from memopt.advisors.clock import now
 from memopt.advisors.profiles.moments import moments_of
@@ -206,9 +207,17 @@ class _Writer:
             away_at_use=away_at_use,
             leaves_after=self.op_ref(saved.gone_after) if saved.is_weight else None,
             prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
+            turn=self._turns.get(saved.storage, 0),
             records=[self.op_ref(op) for op in self._recorded(saved)] if decision.kind == "recompute" else [],
             line=self.trace.strings[self.trace.storages.line[saved.storage]],
         )
+
+    @cached_property
+    def _turns(self) -> dict[int, int]:
+        """Swapped storages in the order in which they are asked for, as the judge copies them in (`simulator.swap_lanes`)."""
+        swapped = [self.view.saved[s] for s, decision in self.decisions.items() if decision.kind == "swap"]
+        swapped.sort(key=lambda saved: (saved.first_use, saved.order, saved.storage))
+        return {saved.storage: turn for turn, saved in enumerate(swapped)}
 
     def _away_by(self, saved: Saved) -> tuple[SlotRef | None, bool]:
         """The last pack by which a swapped storage may still be on its way out; in backward, the last unpack (True)."""
