@@ -263,7 +263,8 @@ class Adviser:
                 try_=error.try_,
                 reached=error.reached,
             ) from None
-        if not decisions and not problem.is_of_another_run:
+        outside = problem.view.trace.peak_bytes > problem.plain.peak_bytes
+        if not decisions and problem.instead_of is None and (outside or problem.in_place is None):
             raise BudgetInfeasible(
                 budget_bytes,
                 problem.unplanned_peak_bytes,
