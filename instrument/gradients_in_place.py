@@ -159,7 +159,10 @@ def _is_only_use(func: Any, node: Any) -> bool:
         return name in _NO_SUM_OF_ITS_OWN or isinstance(node, BackwardCFunction)
     if name not in FORMULAS[func][2].split():
         return False
-    return sum(edge[0] is not None for edge in node.next_functions) == 1
+    wanted = [place for place, edge in enumerate(node.next_functions) if edge[0] is not None]
+    return len(wanted) == 1 and not (
+        func is aten.div.Tensor and wanted[0]
+    )  # the divisor's formula divides what was saved
 
 
 def _is_only_holder(gradient: Tensor) -> bool:

@@ -187,6 +187,10 @@ def _used_twice_by_a_formula(x: Tensor) -> Tensor:
     return ((x * y) * 3).square().sum()
 
 
+def _by_a_divisor(x: Tensor) -> Tensor:
+    return (torch.ones(24, 24) / (F.gelu(x).square() + 1)).sum() + (F.gelu(x) / 3).square().sum()
+
+
 def _expanded(x: Tensor) -> Tensor:
     return torch.tanh(x).sum()
 
@@ -232,7 +236,7 @@ def _sum_of_kept_views(x: Tensor) -> Tensor:
 
 
 LOSSES = [
-    _kept_by_hook, _view_kept_by_hook, _as_numpy, _retained, _used_by_two_nodes, _used_twice_by_a_formula, _expanded,
+    _kept_by_hook, _view_kept_by_hook, _as_numpy, _retained, _used_by_two_nodes, _used_twice_by_a_formula, _by_a_divisor, _expanded,
     _kept_by_a_function, _given_to_two, _sum_of_kept_views,
 ]  # fmt: skip
 
