@@ -13,7 +13,8 @@ from torch import Tensor
 
 from memopt.instrument import modes
 from memopt.instrument.accumulate import MADE_AND_FILLED, goes_into_first, in_place
-from memopt.instrument.as_plain import as_plain
+from memopt.instrument.as_plain import as_plain, run_as_plain
+from memopt.instrument.deep_graphs import DEEP, make_room
 from memopt.instrument.gradients_in_place import in_place_form, prepare
 from memopt.instrument.ops import PLAIN_TYPES, is_tracing
 from memopt.instrument.torch_internals import current_node
@@ -34,10 +35,13 @@ class GradientsInPlace(modes.Mode):
         self.most_used = 0
         """Most ops of an iteration so far that wrote over a gradient."""
 
-    def backward_begins(self, *, create_graph: bool) -> None:
-        if not create_graph:
-            prepare()
-            modes.enter(self)
+    def backward_begins(self, roots: tuple[Tensor, ...], *, create_graph: bool) -> None:
+        if create_graph:
+            return
+        prepare()
+        if run_as_plain(roots) > DEEP:
+            make_room()
+        modes.enter(self)
 
     def backward_ended(self) -> None:
         modes.leave(self)

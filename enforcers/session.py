@@ -468,7 +468,7 @@ class ApplySession:
         self._engine.leave()
         self._frames.paused = True
         if self._over_gradients is not None and not self._engine.capturing.now():
-            self._over_gradients.backward_begins(create_graph=create_graph)
+            self._over_gradients.backward_begins(roots, create_graph=create_graph)
 
     def backward_ended(self) -> None:
         if self._over_gradients is not None:

@@ -71,8 +71,8 @@ LOOKING = {"ProdBackward": "aten.prod.", "CumprodBackward": "aten.cumprod."}
 """Nodes whose formula looks whether a mode is on, by the beginning of their names, and their ops."""
 
 
-def run_as_plain(roots: Iterable[Tensor]) -> None:
-    """No mode is on while a node of `LOOKING` below `roots` runs; what it does is not seen then."""
+def run_as_plain(roots: Iterable[Tensor]) -> int:
+    """No mode is on while a node of `LOOKING` below `roots` runs; what it does is not seen then. How many nodes there are."""
     waiting = [root.grad_fn for root in roots]
     seen: set[Any] = {None}
     while waiting:
@@ -83,6 +83,7 @@ def run_as_plain(roots: Iterable[Tensor]) -> None:
         waiting += [each for each, _ in node.next_functions]
         if node.name().startswith(tuple(LOOKING)):
             _without_modes(node)
+    return len(seen) - 1
 
 
 def _without_modes(node: Any) -> None:

@@ -191,6 +191,10 @@ def _by_a_divisor(x: Tensor) -> Tensor:
     return (torch.ones(24, 24) / (F.gelu(x).square() + 1)).sum() + (F.gelu(x) / 3).square().sum()
 
 
+def _formula_that_looks_for_modes(x: Tensor) -> Tensor:
+    return torch.tanh(x[:4, :3]).prod() + F.gelu(x).square().sum()
+
+
 def _expanded(x: Tensor) -> Tensor:
     return torch.tanh(x).sum()
 
@@ -236,7 +240,7 @@ def _sum_of_kept_views(x: Tensor) -> Tensor:
 
 
 LOSSES = [
-    _kept_by_hook, _view_kept_by_hook, _as_numpy, _retained, _used_by_two_nodes, _used_twice_by_a_formula, _by_a_divisor, _expanded,
+    _kept_by_hook, _view_kept_by_hook, _as_numpy, _retained, _used_by_two_nodes, _used_twice_by_a_formula, _by_a_divisor, _formula_that_looks_for_modes, _expanded,
     _kept_by_a_function, _given_to_two, _sum_of_kept_views,
 ]  # fmt: skip
 
@@ -248,7 +252,7 @@ def _everything(loss_of: Callable[[Tensor], Tensor], mode: GradientsInPlace | No
     x = weight @ torch.randn(24, 24)
     loss = loss_of(x)
     if mode is not None:
-        mode.backward_begins(create_graph=False)
+        mode.backward_begins((loss,), create_graph=False)
     loss.backward()
     if mode is not None:
         mode.backward_ended()
@@ -277,7 +281,7 @@ def test_gradients_asked_for_on_the_way() -> None:
         z = F.gelu(y * 2)
         loss = (z * 3).square().sum()
         if mode is not None:
-            mode.backward_begins(create_graph=False)
+            mode.backward_begins((loss,), create_graph=False)
         found = torch.autograd.grad(loss, [z, y, x])
         if mode is not None:
             mode.backward_ended()
@@ -291,7 +295,7 @@ def test_a_gradient_of_the_scripts_own_stays_as_it_is() -> None:
     x = torch.randn(8, 8, requires_grad=True)
     given = torch.ones(8, 8)
     y = torch.sigmoid(x)
-    mode.backward_begins(create_graph=False)
+    mode.backward_begins((y,), create_graph=False)
     y.backward(given)
     mode.backward_ended()
     assert given.eq(1).all()
