@@ -212,24 +212,33 @@ class Adviser:
 
     def decide(self, budget_bytes: int, strategy: str = "auto") -> Decided:
         """The problem, what `strategy` decides, and notes for the reader. Raises `BudgetInfeasible`, which tells the floor too."""
-        over = self.in_place if isinstance(self.strategy(strategy), Auto) else None
-        if over is None or self.problem(budget_bytes).is_met_unplanned:
-            return self._decide(budget_bytes, strategy)
+        problem = self.problem(budget_bytes)
+        auto = isinstance(self.strategy(strategy), Auto)
+        over = self.in_place if auto and not problem.is_met_unplanned else None
+        if over is None:
+            return self._decide(problem, strategy)
         try:
-            if self._own_floor.bytes > budget_bytes >= over.floor.bytes:
-                return over._decide(budget_bytes, strategy)
-            found = self._decide(budget_bytes, strategy)
-        except BudgetInfeasible as error:
-            try:
-                return over._decide(budget_bytes, strategy)
-            except BudgetInfeasible as other:
-                raise min(other, error, key=lambda each: each.min_peak_bytes) from None
+            return self._decide_with(over, problem, strategy)
         finally:
             self.interrupted |= over.interrupted
-        return found if self.interrupted else self._or_faster(found, over, budget_bytes, strategy)
+
+    def _decide_with(self, over: Adviser, problem: Problem, strategy: str) -> Decided:
+        """As `decide`, where backward may write over gradients, as in the run of `over`."""
+        budget_bytes = problem.budget_bytes
+        hopeless = problem.floor_bytes > budget_bytes and self._own_floor.bytes > budget_bytes
+        if hopeless and over.floor.bytes <= budget_bytes:
+            return over._decide(over.problem(budget_bytes), strategy)
+        try:
+            found = self._decide(problem, strategy)
+        except BudgetInfeasible as error:
+            try:
+                return over._decide(over.problem(budget_bytes), strategy)
+            except BudgetInfeasible as other:
+                raise min(other, error, key=lambda each: each.min_peak_bytes) from None
+        return found if self.interrupted else self._or_faster(found, over, strategy)
 
     @staticmethod
-    def _or_faster(found: Decided, over: Adviser, budget_bytes: int, strategy: str) -> Decided:
+    def _or_faster(found: Decided, over: Adviser, strategy: str) -> Decided:
         """`found`, or what is decided for the run whose backward writes over gradients, where that is faster."""
         problem, decisions, _ = found
         step_ms = problem.run(decisions).step_ms
@@ -237,20 +246,19 @@ class Adviser:
             return found
         limit_s, over.time_limit_s = over.time_limit_s, _SHARE_FOR_IN_PLACE * over.time_limit_s
         try:
-            other = over._decide(budget_bytes, strategy)
+            other = over._decide(over.problem(problem.budget_bytes), strategy)
         except BudgetInfeasible:
             return found
         finally:
             over.time_limit_s = limit_s
         return other if other[0].run(other[1]).step_ms < step_ms else found
 
-    def _decide(self, budget_bytes: int, strategy: str) -> Decided:
+    def _decide(self, problem: Problem, strategy: str) -> Decided:
         """As `decide`, of this one run."""
         planner = self.strategy(strategy)
-        problem = self.problem(budget_bytes)
         if problem.is_met_unplanned:
-            peak = format_bytes(problem.unplanned_peak_bytes)
-            note = f"nothing to do: the plain run peaks at {peak}, within the budget of {format_bytes(budget_bytes)}"
+            peak, budget = format_bytes(problem.unplanned_peak_bytes), format_bytes(problem.budget_bytes)
+            note = f"nothing to do: the plain run peaks at {peak}, within the budget of {budget}"
             return problem, {}, (note, *self._unused())
         try:
             problem, decisions, notes = self._search_to_the_margin(problem, planner)
@@ -263,10 +271,10 @@ class Adviser:
                 try_=error.try_,
                 reached=error.reached,
             ) from None
-        outside = problem.view.trace.peak_bytes > problem.plain.peak_bytes
-        if not decisions and problem.instead_of is None and (outside or problem.in_place is None):
+        unreached = problem.in_place is None or problem.view.trace.outside_peak_bytes
+        if not decisions and problem.instead_of is None and unreached:
             raise BudgetInfeasible(
-                budget_bytes,
+                problem.budget_bytes,
                 problem.unplanned_peak_bytes,
                 ("the peak lies outside of the ops that were recorded, where no plan reaches",),
             )

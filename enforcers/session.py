@@ -180,14 +180,17 @@ class ApplySession:
                 keep_freed_pages()
             if loop is None:
                 self._frames.install()
-                self._forms = PlainForms()
-                self._forms.install()
             if "@" in tables.frames or (loop is not None and loop.iterations.count):
                 self._engine.enter()
             if loop is None:
                 self._frames.before_training = self._training_begins
         if self._plan.in_place is not None:
-            self._write_over_gradients(self._plan.in_place, loop)
+            from memopt.enforcers.gradients_in_place import GradientsInPlace
+
+            self._over_gradients = GradientsInPlace(self._plan.in_place.least_bytes)
+        if loop is None and (not tables.empty or self._over_gradients is not None):
+            self._forms = PlainForms()
+            self._forms.install()
         if self._plan.in_backward is not None:
             from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
 
@@ -211,15 +214,6 @@ class ApplySession:
             self._hooks = SavedTensorHooks(self._engine.pack, self._unpack)
             self._hooks.install()
         call_around_fork(self._before_fork, self._measurements.go_on, self._forked)
-
-    def _write_over_gradients(self, action: ScriptAction, loop: Loop | None) -> None:
-        from memopt.enforcers.gradients_in_place import GradientsInPlace
-        from memopt.instrument.as_plain import PlainForms
-
-        self._over_gradients = GradientsInPlace(action.least_bytes)
-        if loop is None and self._forms is None:
-            self._forms = PlainForms()
-            self._forms.install()
 
     def _unpack(self, handle: Any) -> torch.Tensor:
         assert self._engine is not None

@@ -348,8 +348,7 @@ def digest(tensor: torch.Tensor) -> str:
         whole = plain.resolve_conj().resolve_neg().contiguous().cpu()
         found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)
         pieces = whole.reshape(-1).view(torch.uint8).split(_PIECE_BYTES) if whole.numel() else ()
-        for (
-            piece
-        ) in pieces:  # numpy is lent a copy: a storage that it was lent itself can never be resized again
+        for piece in pieces:
+            # numpy is lent a copy: a storage that it was lent itself can never be resized again
             found.update(piece.clone().numpy())
     return found.hexdigest()

@@ -265,6 +265,12 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     def storage_count(self) -> int:
         return len(self.storages.size_bytes)
 
+    @property
+    def outside_peak_bytes(self) -> int:
+        """The peak, where it lies outside of the ops that were recorded; else 0."""
+        high = max(map(sum, zip(self.ops.live_bytes, self.ops.extra_bytes, strict=True)), default=0)
+        return self.peak_bytes if self.peak_bytes > max(high, self.base_bytes) else 0
+
     def op_name(self, op: int) -> str:
         return self.strings[self.ops.name[op]]
 

@@ -26,10 +26,13 @@ _ON_DEMAND = -1
 
 
 @runtime_checkable
-class Timed(Protocol):
+class OnStream(Protocol):
     """Bytes on their way that a stream waits for, and not the host."""
 
     is_timed: bool
+
+    def finish(self) -> None:
+        """Let the host wait, too."""
 
     def waited_ms(self) -> float | None:
         """How long; None as long as it has not come so far."""
@@ -55,7 +58,7 @@ class Use:
 
     def wait(self, arrival: Pending) -> None:
         """For the copy, and note how long that took."""
-        if isinstance(arrival, Timed):
+        if isinstance(arrival, OnStream):
             arrival.is_timed = True
         began = time.perf_counter()
         arrival.result()
@@ -66,7 +69,7 @@ class Use:
 
     def know(self) -> bool:
         """Is it known how long was waited?"""
-        if isinstance(self.arrival, Timed):
+        if isinstance(self.arrival, OnStream):
             found = self.arrival.waited_ms()
             if found is None:
                 return False

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import threading
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import UntypedStorage
 
-from memopt.enforcers.tiers.feedback import Use
+from memopt.enforcers.tiers.feedback import OnStream, Use
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier
 from memopt.instrument.memory.allocator_events import note_freed
-
-
-@runtime_checkable
-class Finishes(Protocol):
-    """Bytes on their way that a stream waits for, and not the host."""
-
-    def finish(self) -> None:
-        """Let the host wait, too."""
 
 
 class EmptiedStorage:
@@ -107,7 +99,7 @@ class EmptiedStorage:
     def finish(self) -> None:
         """The bytes are there for every stream."""
         self.get()
-        if isinstance(self._coming, Finishes):
+        if isinstance(self._coming, OnStream):
             self._coming.finish()
 
     @property

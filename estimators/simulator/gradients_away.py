@@ -74,13 +74,11 @@ def gradients_away(
     added_ms = sum(time_us) / 1000 - sum(ops.time_us) / 1000
     base = trace.base_bytes - sum(size for size, _ in old)
     high = [at + more for at, more in zip(live, ops.extra_bytes, strict=True)]
-    old_high = max(map(sum, zip(ops.live_bytes, ops.extra_bytes, strict=True)), default=0)
-    outside = trace.peak_bytes if trace.peak_bytes > max(old_high, trace.base_bytes) else 0
     changed = msgspec.structs.replace(
         trace,
         ops=msgspec.structs.replace(ops, live_bytes=live, time_us=time_us),
         base_bytes=base,
-        peak_bytes=max([base, outside, *high]),
+        peak_bytes=max([base, trace.outside_peak_bytes, *high]),
         step_ms=trace.step_ms + added_ms,
         updates=None,
     )

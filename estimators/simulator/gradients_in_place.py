@@ -70,12 +70,10 @@ def in_place(trace: Trace) -> tuple[Trace, InPlace] | None:
     if not made:
         return None
     high = [at + more for at, more in zip(ops.live_bytes, extra, strict=True)]
-    old_high = max(map(sum, zip(ops.live_bytes, ops.extra_bytes, strict=True)), default=0)
-    outside = trace.peak_bytes if trace.peak_bytes > max(old_high, trace.base_bytes) else 0
     changed = msgspec.structs.replace(
         trace,
         ops=msgspec.structs.replace(ops, extra_bytes=extra, workspace_bytes=workspace, time_us=time_us),
-        peak_bytes=max([trace.base_bytes, outside, *high]),
+        peak_bytes=max([trace.base_bytes, trace.outside_peak_bytes, *high]),
         step_ms=trace.step_ms + sum(time_us) / 1000 - sum(ops.time_us) / 1000,
     )
     return changed, InPlace(

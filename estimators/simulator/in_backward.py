@@ -257,8 +257,6 @@ class _Moved:
         high = [at + more for at, more in zip(ops.live_bytes, ops.extra_bytes, strict=True)]
         before = [g for g in old.updates.old_gradients if storages.birth_op[g] < 0]
         base = old.base_bytes - sum(storages.size_bytes[gradient] for gradient in before)
-        old_high = max(map(sum, zip(old.ops.live_bytes, old.ops.extra_bytes, strict=True)), default=0)
-        outside = old.peak_bytes if old.peak_bytes > max(old_high, old.base_bytes) else 0
         unpacks = old.slots.unpacks
         return msgspec.structs.replace(
             old,
@@ -278,7 +276,7 @@ class _Moved:
                 unpacks=Csr(starts=unpacks.starts, items=self._places(unpacks.items)),
             ),
             base_bytes=base,
-            peak_bytes=max([base, outside, *high]),
+            peak_bytes=max([base, old.outside_peak_bytes, *high]),
             step_ms=old.step_ms + STEP_MS * len(self.updates),
             updates=None,
         )

@@ -204,8 +204,6 @@ class _Step:
             workspace[op] = min(workspace[op], extra[op])
             time_us[op] += 1000 * added_ms / len(ours)
         high = [at + more for at, more in zip(live, extra, strict=True)]
-        old_high = max(map(sum, zip(ops.live_bytes, ops.extra_bytes, strict=True)), default=0)
-        outside = old.peak_bytes - away_bytes if old.peak_bytes > max(old_high, old.base_bytes) else 0
         sizes = [*old.storages.size_bytes]
         for storage in self.state:
             sizes[storage] = sizes[storage] * (self.state_bytes - away_bytes) // self.state_bytes
@@ -217,7 +215,7 @@ class _Step:
             ),
             storages=msgspec.structs.replace(old.storages, size_bytes=sizes),
             base_bytes=base,
-            peak_bytes=max([base, outside, *high]),
+            peak_bytes=max([base, old.outside_peak_bytes - away_bytes, *high]),
             step_ms=old.step_ms + added_ms,
             updates=None,
         )
