@@ -3,10 +3,15 @@
     make bench-run                                                    # all kinds, optimizers and sizes at 60 % of the plain peak
     make bench-run ARGS="--kinds language lora --budgets 60% 45%"
     make bench-run ARGS="--scripts mine/*.py --results mine.jsonl"    # scripts of one's own, in place of these
+    make bench-run ARGS="--kinds examples models --bytes --budgets 60% floor+5%"
+
+`--bytes`: each script is profiled first, and the budget given to `memopt run` in bytes, as people do; so it holds from the first iteration on,
+before any plan is there. `floor`: the smallest peak that `memopt advise --budget min` finds.
 
 Each script runs three times in processes of its own: plain; under `memopt run`, where it is recorded and its plan is made; and again,
 enforced from the first iteration on. `held`: the measured peak of every enforced iteration, of both runs, is within the budget. `same`: both runs print what the
-plain one does, losses, parameters, buffers and optimizer state to the last bit. Where the budget is not met, what holds the floor.
+plain one does, losses, parameters, buffers and optimizer state to the last bit (times left out). `before`: what the iterations before the
+plan took beyond plain ones, in plain steps, the first left out. Where the budget is not met, what holds the floor.
 What was found last: `run_results.json`.
 """
 
@@ -24,10 +29,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models import MODELS
 from benchmarks.run_scripts import KINDS, OPTIMIZERS, SIZES
+from memopt.trace import load_trace
 
 ROOT = Path(__file__).parent.parent
 _PLANNED_S = 120.0
+_EXAMPLES = ("char_gpt", "dcgan", "lstm", "resnet", "unet", "vit_amp")
 
 
 def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -39,13 +47,15 @@ def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str
 
 def one(script: list[str], budget: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run one script three times."""
-    options = ["--budget", budget, "--time-limit", str(args.time_limit)]
-    run = [sys.executable, "-m", "memopt", "run", *options]
+    memopt = [sys.executable, "-m", "memopt"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         plain = execute([sys.executable, *script], folder)
         if plain.returncode:
             return {"problem": plain.stderr.strip()[-200:]}
+        if args.bytes:
+            budget = _in_bytes(memopt, script, budget, folder)
+        run = [*memopt, "run", "--budget", budget, "--time-limit", str(args.time_limit)]
         first = execute([*run, "--outcome", "first.json", *script], folder)
         _wait_for_plan(folder)
         second = execute([*run, "--outcome", "second.json", *script], folder)
@@ -54,11 +64,27 @@ def one(script: list[str], budget: str, args: argparse.Namespace) -> dict[str, A
         except OSError:
             return {"problem": f"no outcome: {first.stderr.strip()[-300:]} {second.stderr.strip()[-300:]}"}
         return {
-            "same": first.stdout == second.stdout == plain.stdout,
+            "same": _untimed(first.stdout) == _untimed(second.stdout) == _untimed(plain.stdout),
             "words": second.stderr.splitlines(),
             "first_words": first.stderr.splitlines(),
             **_figures(*courses),
         }
+
+
+def _in_bytes(memopt: list[str], script: list[str], budget: str, folder: Path) -> str:
+    """A share of the plain peak, or of the smallest that `advise` finds, as a number of bytes."""
+    execute([*memopt, "profile", "-q", "-o", "profile.json", *script], folder)
+    if budget.startswith("floor"):
+        execute([*memopt, "advise", "profile.json", "--budget", "min", "-o", "min.json"], folder)
+        bytes_, share = json.loads((folder / "min.json").read_text())["predicted_peak_bytes"], budget[5:]
+        return str(int(bytes_ * (1 + float(share.strip("+%") or 0) / 100)))
+    bytes_ = load_trace(folder / "profile.json").peak_bytes
+    return str(int(bytes_ * float(budget.strip("%")) / 100))
+
+
+def _untimed(text: str) -> str:
+    """Without the times that a script prints."""
+    return re.sub(r"\d+\.\d+ (s|ms)\b", "", text)
 
 
 def _wait_for_plan(folder: Path) -> None:
@@ -73,15 +99,29 @@ def _figures(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
     if outcome is None:
         return {"problem": second["problem"] or "no plan was there for the second run"}
     peaks = [each["measured_peak_bytes"] for each in (begun, outcome) if each is not None]
+    guarded = [guard["most_bytes"] for guard in first["guards"]]
     measured = max((each for each in peaks if each is not None), default=None)
+    most = max((measured or 0, *guarded))
     return {
         "plain": outcome["unplanned_peak_bytes"],
         "predicted": outcome["predicted_peak_bytes"],
         "measured": measured,
-        "held": measured is not None and measured <= outcome["budget_bytes"],
+        "budget": outcome["budget_bytes"],
+        "guarded": max(guarded, default=None),
+        "held": measured is not None and most <= outcome["budget_bytes"],
         "from_cache": second["from_cache"],
+        "before": _before(first, outcome["plain_step_ms"]),
         "step": outcome["predicted_step_ms"] / max(1e-9, outcome["plain_step_ms"]) - 1,
     }
+
+
+def _before(first: dict[str, Any], plain_ms: float) -> float | None:
+    """What came before the plan, beyond plain steps, in plain steps."""
+    count = first["enforced_after"]
+    if not count:
+        return None
+    spent = first["spent_ms"] + sum(first["times_ms"][1:count]) - (count - 1) * plain_ms
+    return float(spent / max(1e-9, plain_ms))
 
 
 def main() -> None:
@@ -92,6 +132,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", default=[*SIZES])
     parser.add_argument("--scripts", nargs="*", type=Path, default=[], help="run these")
     parser.add_argument("--budgets", nargs="*", default=["60%"])
+    parser.add_argument("--bytes", action="store_true", help="give the budget in bytes")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--time-limit", type=float, default=4.0)
     parser.add_argument(
@@ -99,7 +140,7 @@ def main() -> None:
     )
     args = parser.parse_args()
     print(
-        f"{'script':<34}{'budget':>7}{'plain':>9}{'foretold':>9}{'measured':>9}{'held':>6}{'step':>8}  same"
+        f"{'script':<34}{'budget':>7}{'plain':>9}{'foretold':>9}{'guarded':>9}{'measured':>9}{'held':>6}{'step':>8}{'before':>8}  same"
     )
     known = _known(args.results)
     all_found = []
@@ -119,9 +160,28 @@ def _scripts(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     """(name, what python is given)."""
     if args.scripts:
         return [(each.stem, [str(each.resolve())]) for each in args.scripts]
+    own = [kind for kind in args.kinds if kind not in ("examples", "models")]
     return [
-        (" ".join(each), ["-m", "benchmarks.run_scripts", *each, str(args.steps)])
-        for each in itertools.product(args.kinds, args.optimizers, args.sizes)
+        *(
+            [
+                (each, [str(ROOT / "examples" / f"{each}.py"), "--steps", str(args.steps)])
+                for each in _EXAMPLES
+            ]
+            if "examples" in args.kinds
+            else []
+        ),
+        *(
+            [
+                (each, [str(ROOT / "benchmarks" / "train.py"), each, "--steps", str(args.steps)])
+                for each in MODELS
+            ]
+            if "models" in args.kinds
+            else []
+        ),
+        *(
+            (" ".join(each), ["-m", "benchmarks.run_scripts", *each, str(args.steps)])
+            for each in itertools.product(own, args.optimizers, args.sizes)
+        ),
     ]
 
 
@@ -137,13 +197,14 @@ def line(name: str, budget: str, found: dict[str, Any]) -> str:
     if "problem" in found:
         return f"{name:<34}{budget:>7}  {found['problem']}"
     mib = [
-        f"{found[key] / 2**20:>8.1f}M" if found[key] else f"{'-':>9}"
-        for key in ("plain", "predicted", "measured")
+        f"{found[key] / 2**20:>8.1f}M" if found.get(key) else f"{'-':>9}"
+        for key in ("plain", "predicted", "guarded", "measured")
     ]
+    before = "-" if found.get("before") is None else f"{found['before']:.1f}"
     why = "" if found["held"] else "  " + re.sub(r"^memopt: ", "", " ".join(found["words"][:1]))[:160]
     return (
         f"{name:<34}{budget:>7}{''.join(mib)}{'yes' if found['held'] else 'no':>6}{found['step']:>+8.1%}"
-        f"  {'yes' if found['same'] else 'NO'}{why}"
+        f"{before:>8}  {'yes' if found['same'] else 'NO'}{why}"
     )
 
 

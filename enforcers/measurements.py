@@ -173,8 +173,9 @@ class Measurements:
             self._times_ms.clear()
             self._others.clear()
         turns: tuple[int, ...] = MEASURED[:2] if self._measured_planned else MEASURED
-        if 0 < self._plan.iteration < MEASURED[0]:
-            turns = (self._plan.iteration,)
+        first = self._plan.iteration
+        if 0 < first < MEASURED[0]:  # the script may make no more
+            turns = (first, *(each for each in turns if each > first + 1))
         if self._wanted and after + 1 - self._parts in turns:
             self._start()
 

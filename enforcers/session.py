@@ -162,7 +162,7 @@ class ApplySession:
         if loop is None:
             watch()
             self._frames = Frames()
-            self._iterations = Iterations(self, self._frames.thread)
+            self._iterations = Iterations(self, self._frames.thread, optimizers=self._plan.optimizers)
             self._iterations.install()
         else:
             self._frames, self._iterations = loop.frames, loop.iterations

@@ -67,7 +67,15 @@ def _with_autocast(func: Any) -> Callable[..., Any]:
     return run
 
 
-LOOKING = {"ProdBackward": "aten.prod.", "CumprodBackward": "aten.cumprod."}
+LOOKING = {
+    "ProdBackward": "aten.prod.",
+    "CumprodBackward": "aten.cumprod.",
+    "MaxBackward1": "aten.max.default",
+    "MinBackward1": "aten.min.default",
+    "MedianBackward0": "aten.median.default",
+    "NanmedianBackward0": "aten.nanmedian.default",
+    "LinalgDetBackward": "aten._linalg_det.",
+}
 """Nodes whose formula looks whether a mode is on, by the beginning of their names, and their ops."""
 
 

@@ -56,7 +56,13 @@ class Listener(Protocol):
 class Iterations:
     """Watches optimizer steps and backward calls, and tells one listener."""
 
-    def __init__(self, listener: Listener, thread: TrainingThread | None = None) -> None:
+    def __init__(
+        self, listener: Listener, thread: TrainingThread | None = None, *, optimizers: int = 0
+    ) -> None:
+        """`optimizers`: how many step in the first round, where an earlier run has shown it; the first iteration waits for them."""
+        self.optimizers = optimizers
+        self.in_first_round = 0
+        """How many had stepped when the last of them joined the round; 0 where it began a phase of its own."""
         self._listener = listener
         self._thread = thread or TrainingThread()
         self._chosen: weakref.ref[torch.optim.Optimizer] | None = None
@@ -122,6 +128,11 @@ class Iterations:
         """Has the script gone on to another phase, without the optimizer whose steps have ended iterations so far?"""
         usual = 2 * self._most_others_steps + 1
         return self._others_steps > (usual if self.rounds > 1 else max(usual, _MOST_ROUNDS))
+
+    @property
+    def _round_is_not_over(self) -> bool:
+        """Are optimizers yet to step in the first round? Not waited for without end: this run may go another way than the earlier one."""
+        return len(self._stepped) < self.optimizers and self._others_steps < _MOST_ROUNDS * self.optimizers
 
     @property
     def nested(self) -> bool:
@@ -227,7 +238,11 @@ class Iterations:
             self._expected.update(_others(optimizer))
         joins = self.rounds < (_MOST_ROUNDS if optimizer in self._expected else 2)
         self._others_steps += chosen is not optimizer and self._steps_open == 0
-        if chosen is None or (is_new and joins) or self._is_left_behind:
+        if chosen is None and self._round_is_not_over:
+            return
+        left_behind = self._is_left_behind
+        if chosen is None or (is_new and joins) or left_behind:
+            self.in_first_round = 0 if left_behind else len(self._stepped)
             self._chosen = weakref.ref(optimizer)
             self._after_backwards = self.boundary == "backward"
             self.boundary = "optimizer"

@@ -176,6 +176,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What was asked for, where that is for all that the process holds on its GPU: the context and the allocator's gaps too."""
     iteration: int = 0
     """Which one was profiled; 0 when not known. One of the first two is of a script that makes no more."""
+    optimizers: int = 0
+    """How many stepped before the first whole iteration had ended; 0 when not known."""
     base_bytes: int = 0
     """On the device when the profiled iteration began; 0 when not known."""
     saved_tensors: int = 0

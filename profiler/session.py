@@ -492,6 +492,7 @@ class ProfileSession:
         cut_off = {"stopped_at_op": len(recorder.ops) - 1} if self._cut_off == result.iteration else {}
         return cut_off | {
             "optimizers": len(self._optimizers),
+            "in_first_round": self._iterations.in_first_round if self._iterations is not None else 0,
             "backward_calls": recorder.backward_calls,
             "keep_graph": recorder.keep_graph,
             "create_graph": recorder.create_graph,

@@ -67,6 +67,7 @@ def write_plan(
         plain_step_ms=problem.plain_step_ms,
         predicted_step_ms=timeline.step_ms,
         iteration=trace.iteration,
+        optimizers=trace.facts.get("in_first_round", 0),
         base_bytes=trace.base_bytes,
         saved_tensors=len(trace.slots.node),
         saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),

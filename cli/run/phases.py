@@ -169,6 +169,7 @@ class Phases:
         plan = None if self._wishes.online else self._cache.plan()
         if plan is not None and self._still_holds(plan):
             self.course.from_cache = True
+            iterations.optimizers = plan.optimizers
             self._enforce(plan)
             return
         self.course.online = self._wishes.online
@@ -493,6 +494,7 @@ def facts(course: Course) -> dict[str, Any]:
         "enforced_after": course.enforced_after,
         "planning_ms": course.planning_ms,
         "extra_ms": course.extra_ms,
+        "spent_ms": course.spent_ms,
         "plain_step_ms": course.plain_ms,
         "times_ms": [course.times_ms[each] for each in sorted(course.times_ms)],
     }

@@ -67,8 +67,8 @@ class OptimizerInPieces:
             weakref.WeakKeyDictionary()
         )
         """Gradients that the script's own step does not see. Several steps may be under way, each in a thread of autograd's."""
-        self.most_used = 0
-        """Most parameters that one step has stepped in pieces."""
+        self._used: Counter[int] = Counter()
+        """id of an optimizer, which may be gone -> most parameters that one of its steps has stepped in pieces."""
         self.declined: Counter[str] = Counter()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -108,7 +108,7 @@ class OptimizerInPieces:
         self._stepped_of(optimizer).step(optimizer, gradients, self._elsewhere)
         if self._elsewhere is not None:
             away = sum(self._elsewhere.holds(each) for _, each in parameters_of(optimizer))
-            self.most_used = max(self.most_used, away + len(gradients))
+            self._used[id(optimizer)] = max(self._used[id(optimizer)], away + len(gradients))
             self._elsewhere.step_begins()
         if not gradients:
             return
@@ -117,7 +117,12 @@ class OptimizerInPieces:
         ]
         for each, _ in self._hidden[optimizer]:
             let_go(each)
-        self.most_used = max(self.most_used, len(gradients))
+        self._used[id(optimizer)] = max(self._used[id(optimizer)], len(gradients))
+
+    @property
+    def most_used(self) -> int:
+        """Parameters that have been stepped in pieces, of all optimizers."""
+        return self._used.total()
 
     def _reason(self, optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> str:
         """Why it must not step in pieces; empty when nothing speaks against it."""

@@ -10,7 +10,17 @@ import pytest
 from benchmarks.op_samples import KINDS, Held, hold, op_names, samples
 
 OPS_EACH = 10
-ALWAYS = ("linalg.pinv", "linalg.svdvals", "linalg.cond", "sigmoid", "prod", "cumprod")
+ALWAYS = (
+    "linalg.pinv",
+    "linalg.svdvals",
+    "linalg.cond",
+    "sigmoid",
+    "prod",
+    "cumprod",
+    "max",
+    "median",
+    "linalg.det",
+)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -31,14 +31,14 @@ class Log:
         self.events.append(str(optimizer.defaults["lr"]))
 
 
-def steps(order: str, *, apart: bool = False) -> list[str]:
+def steps(order: str, *, apart: bool = False, known: int = 0) -> list[str]:
     """What is logged when optimizers step in `order`: one digit an optimizer, its learning rate. `apart`: each has its parameter."""
     gc.collect()
     log = Log()
     weight = torch.nn.Parameter(torch.ones(2))
     weights = {name: torch.nn.Parameter(torch.ones(2)) if apart else weight for name in set(order)}
     optimizers = {name: torch.optim.SGD([weights[name]], lr=int(name)) for name in set(order)}
-    iterations = Iterations(log)
+    iterations = Iterations(log, optimizers=known)
     iterations.install()
     try:
         for name in order:
@@ -76,6 +76,22 @@ def test_boundary(order: str, ends: list[str]) -> None:
 )
 def test_boundary_of_optimizers_of_their_own_parameters(order: str, ends: str) -> None:
     found = steps(order, apart=True)
+    assert "".join("|" if event.startswith("end") else event for event in found) == ends
+
+
+@pytest.mark.parametrize(
+    ("order", "ends"),
+    [
+        ("121212", "12|12|12|"),
+        ("111211121112", "1112|1112|1112|"),
+        # the second one does not come in this run
+        ("1" * 40, "1" * 32 + "|" + "1|" * 8),
+    ],
+)
+def test_the_first_iteration_is_a_whole_one_where_the_optimizers_of_a_round_are_known(
+    order: str, ends: str
+) -> None:
+    found = steps(order, apart=True, known=2)
     assert "".join("|" if event.startswith("end") else event for event in found) == ends
 
 
