@@ -116,7 +116,9 @@ class _Away:
         """A tensor over the storage; no mode sees it being made."""
         guard = DisableTorchDispatch()
         try:
-            return place.on(self._storage())
+            tensor = place.on(self._storage())
+            self._recorder.met.shown_anew(self._number, tensor)
+            return tensor
         finally:
             del guard
 

@@ -154,6 +154,10 @@ class StorageRows:
         self._numbers[address] = number
         self._refs[address] = weakref.ref(storage, lambda _: self.forget(address))
 
+    def shown_anew(self, number: int, tensor: Tensor) -> None:
+        """What is in row `number` is in `tensor` from here on, with a version counter of its own: nobody has written it."""
+        self.rows[number].version = version_of(tensor)
+
     def goes_on_in(self, old: Tensor, new: Tensor, op: int) -> int:
         """`op` made `new` of `old`, whose bytes it would have written had nobody watched: one row for both. The value that it made."""
         number, storage = self.row_of(old), new.untyped_storage()

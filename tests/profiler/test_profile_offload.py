@@ -67,6 +67,7 @@ def test_the_trace_is_the_same_and_so_are_the_losses(tmp_path: Path) -> None:
     assert [trace.op_name(op) for op in range(trace.op_count)] == [
         plain.op_name(op) for op in range(plain.op_count)
     ]
+    assert list(trace.ops.flags) == list(plain.ops.flags)  # what comes back was written by nobody
     mine, theirs = _made(trace), _made(plain)
     assert [row[:2] for row in mine] == [row[:2] for row in theirs]
     assert max(abs(a[2] - b[2]) for a, b in zip(mine, theirs, strict=True)) <= 2
