@@ -61,8 +61,10 @@ class Iterations:
     ) -> None:
         """`optimizers`: how many step in the first round, where an earlier run has shown it; the first iteration waits for them."""
         self.optimizers = optimizers
-        self.in_first_round = 0
-        """How many had stepped when the last of them joined the round; 0 where it began a phase of its own."""
+        self._joined = 0
+        """How many optimizers had stepped when the one whose steps end iterations joined them; 0 where it began a phase of its own."""
+        self._steps = 0
+        """Of all optimizers, until then."""
         self._listener = listener
         self._thread = thread or TrainingThread()
         self._chosen: weakref.ref[torch.optim.Optimizer] | None = None
@@ -128,6 +130,11 @@ class Iterations:
         """Has the script gone on to another phase, without the optimizer whose steps have ended iterations so far?"""
         usual = 2 * self._most_others_steps + 1
         return self._others_steps > (usual if self.rounds > 1 else max(usual, _MOST_ROUNDS))
+
+    @property
+    def in_first_round(self) -> int:
+        """How many optimizers step in the first round; 0 where its last one joined after more steps than there are in later ones."""
+        return self._joined if self._steps <= self._most_others_steps else 0
 
     @property
     def _round_is_not_over(self) -> bool:
@@ -242,7 +249,8 @@ class Iterations:
             return
         left_behind = self._is_left_behind
         if chosen is None or (is_new and joins) or left_behind:
-            self.in_first_round = 0 if left_behind else len(self._stepped)
+            self._joined = 0 if left_behind else len(self._stepped)
+            self._steps = self.rounds + self._others_steps - 1
             self._chosen = weakref.ref(optimizer)
             self._after_backwards = self.boundary == "backward"
             self.boundary = "optimizer"

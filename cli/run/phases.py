@@ -294,6 +294,7 @@ class Phases:
             allow=wishes.allow,
             deny=wishes.deny,
             time_limit_s=wishes.time_limit_s,
+            urgent=self._session is not None,
         )
 
     def _budget(self, trace: Trace) -> str:

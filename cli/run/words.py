@@ -42,7 +42,19 @@ def last_words(course: Course) -> list[str]:
     lines = [_held(plan, outcome), _beside(plan, outcome), _cost(course, plan, outcome)]
     if course.fell_back_after is not None:
         lines.append(f"after iteration {course.fell_back_after} the script saved more than was planned for, and ran without the plan: {_guarded(course)[0]}")  # fmt: skip
-    return lines + [f"note: {each}" for each in outcome.notes[:_MOST_NOTES]]
+    return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in outcome.notes[:_MOST_NOTES])]
+
+
+def _before_the_plan(course: Course) -> list[str]:
+    """Where the guard could not hold the budget until the plan took over."""
+    passed = [guard for guard in course.guards if guard.most_bytes > guard.budget_bytes]
+    if not passed or course.fell_back_after is not None:
+        return []
+    worst = max(passed, key=lambda guard: guard.most_bytes)
+    told = f"before the plan took effect, live bytes reached {format_bytes(worst.most_bytes)}"
+    if worst.over_bytes > 0:
+        told += f": before {worst.over_at} nothing was left that could be moved"
+    return [f"note: {told}; the next run starts under the plan"]
 
 
 def _guarded(course: Course) -> list[str]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,3 +208,16 @@ def test_the_planner_leaves_with_its_work(ran: Any) -> None:
 def _planners(folder: Path) -> list[str]:
     done = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True)
     return [line for line in done.stdout.splitlines() if "background" in line and str(folder) in line]
+
+
+def test_what_the_guard_could_not_hold_before_the_plan_is_told() -> None:
+    from memopt.cli.run.words import _before_the_plan
+
+    def course(most: int, over: int, fell_back: int | None = None) -> Any:
+        guard = SimpleNamespace(most_bytes=most, budget_bytes=2 << 20, over_bytes=over, over_at="aten.mm")
+        return SimpleNamespace(guards=[guard], fell_back_after=fell_back)
+
+    assert _before_the_plan(course(2 << 20, 0)) == []
+    assert _before_the_plan(course(3 << 20, 1 << 20, fell_back=4)) == []  # told by what ran last
+    (told,) = _before_the_plan(course(3 << 20, 1 << 20))
+    assert "reached 3.00 MiB: before aten.mm nothing was left" in told

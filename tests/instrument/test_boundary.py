@@ -136,7 +136,7 @@ def test_the_steps_of_a_critic_and_that_of_what_it_criticizes_make_one_iteration
     names = [trace.op_name(op) for op in range(trace.op_count)]
     assert names.count("aten.addmm") + names.count("aten.addmm.default") == 1 + 2 + 3 + 2
     assert trace.facts["backward_calls"] == 4
-    assert trace.facts["optimizers"] == 2
+    assert trace.facts["optimizers"] == trace.facts["in_first_round"] == 2
     short = recorded(lambda _: loop(2), tmp_path)
     assert short.facts["backward_calls"] == 1
     assert any("a part of one" in note for note in short.notes)
@@ -164,6 +164,7 @@ def test_the_phase_that_an_optimizer_joins_late_is_planned_for_and_measured(tmp_
 
     trace = recorded(loop, tmp_path)
     assert trace.facts["optimizers"] == 2
+    assert trace.facts["in_first_round"] == 0  # six steps without it are no part of a round
     plan = plan_of(trace, lambda problem: {})
     _, outcome = enforced(loop, plan, tmp_path, 12, measure=True)
     assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
@@ -187,6 +188,8 @@ def test_the_plain_step_of_two_optimizers_is_a_whole_one(tmp_path: Path) -> None
     trace = recorded(two, tmp_path)
     assert trace.step_ms > 200
     assert trace.facts["backward_calls"] == 2
+    _, outcome = enforced(two, plan_of(trace, lambda problem: {}), tmp_path, 4, measure=True)
+    assert outcome.steps == 4  # its first iteration is a whole one
 
 
 def test_many_backward_calls_before_a_step_do_not_look_at_all_that_lives_each_time(monkeypatch):
