@@ -24,7 +24,7 @@ from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument import modes
-from memopt.instrument.as_plain import as_plain
+from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
 from memopt.instrument.memory.meter import living_storages
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, is_tracing, kind_of
@@ -136,6 +136,8 @@ class Guard(modes.Mode):
         self._hooks = SavedTensorHooks(self.pack, self.unpack)
         self._capturing = Capturing(device)
         self.active = True
+        self._looking = False
+        """An op has run whose backward formula looks whether a mode is on."""
         self.moved = 0
         """Storages that have left."""
         self.moved_bytes = 0
@@ -191,6 +193,7 @@ class Guard(modes.Mode):
         kind = kind_of(func)
         if kind.is_view:
             return run(*args, **kwargs)
+        self._looking = self._looking or is_looking(kind.name)
         key = kind.name, _bytes_of((args, kwargs))
         expected = self._expected.get(key)
         if expected is None:
@@ -335,6 +338,8 @@ class Guard(modes.Mode):
 
     def backward_begins(self, roots: tuple[Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
         self._frames.paused = True
+        if self._looking:
+            run_as_plain(roots)
 
     def backward_ended(self) -> None:
         self._frames.paused = False

@@ -3,7 +3,8 @@
 Four things differ while a `TorchDispatchMode` is on, and each is put right here:
 1. Inside an op that was handed to a mode, conjugate and negative views are not resolved: complex `linalg.pinv` came out wrong.
 2. Nor does autocast reach what such an op calls: `linalg.pinv` and `nn.Bilinear` came out in another precision.
-3. The backward formulas of `prod` and `cumprod` take another way, whose own derivative has other bits.
+3. The backward formulas of `prod`, `cumprod`, `max`, `min`, `median` and `det` take another way, with other bits, or other bits of its own
+   derivative.
 4. `svdvals`, `eigvalsh` and `eigvals` of what needs no gradient compute vectors as well, by another routine of LAPACK's.
 """
 
@@ -77,6 +78,12 @@ LOOKING = {
     "LinalgDetBackward": "aten._linalg_det.",
 }
 """Nodes whose formula looks whether a mode is on, by the beginning of their names, and their ops."""
+_LOOKING_OPS = tuple(LOOKING.values())
+
+
+def is_looking(name: str) -> bool:
+    """Has the op of this name such a node?"""
+    return name.startswith(_LOOKING_OPS)
 
 
 def run_as_plain(roots: Iterable[Tensor]) -> int:
@@ -98,7 +105,8 @@ def _without_modes(node: Any) -> None:
     guards: list[Any] = []
 
     def before(gradients: Any) -> None:
-        guards.append(DisableTorchDispatch())
+        if not _script_has_modes():  # else the formula looks, and finds one, without memopt, too
+            guards.append(DisableTorchDispatch())
 
     def after(inputs: Any, outputs: Any) -> None:
         guards.clear()
@@ -137,13 +145,17 @@ def _eigvals(matrix: Tensor) -> Tensor:
     return values
 
 
+def _script_has_modes() -> bool:
+    return any(not type(mode).__module__.startswith("memopt.") for mode in current_modes())
+
+
 def _wants_vectors(matrix: Tensor) -> bool:
     """Torch's own question (`_may_require_fw_or_bw_grad`), but for modes of memopt's."""
     if torch.is_grad_enabled() and matrix.requires_grad:
         return True
     if type(matrix) not in PLAIN_TYPES or is_functorch_wrapped(matrix):
         return True
-    if any(not type(mode).__module__.startswith("memopt.") for mode in current_modes()):
+    if _script_has_modes():
         return True
     return inside_dual_level() and forward_ad.unpack_dual(matrix).tangent is not None
 

@@ -101,6 +101,21 @@ def test_a_budget_is_held_in_every_iteration_whatever_the_shapes(
     assert guard.most_bytes <= guard.budget_bytes
 
 
+def test_formulas_that_look_for_a_mode_find_none(tmp_path: Path) -> None:
+    """Under a mode the gradient of `max` is zeros of both signs, and that of `prod` is computed in another order."""
+
+    def loop(steps: int) -> list[str]:
+        found = []
+        for _ in range(steps):
+            x = torch.randn(64, requires_grad=True)
+            first = torch.autograd.grad(-x.max() + x[:9].prod(), x, create_graph=True)[0]
+            found += [digest(first), digest(torch.autograd.grad(first.square().sum(), x)[0])]
+            torch.optim.SGD([x], 0.1).step()
+        return found
+
+    assert guarded(loop, tmp_path, 2**40)[0] == seeded(loop, STEPS)
+
+
 def test_a_tree_whose_shape_changes(tmp_path: Path) -> None:
     def loop(steps: int) -> list[str]:
         cell = nn.Linear(256, 128)
