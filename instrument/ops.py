@@ -176,9 +176,15 @@ def is_plain(tensor: Tensor) -> bool:
 def is_lent(storage: torch.UntypedStorage) -> bool:
     """Do the bytes belong to somebody else (numpy, a mapped file), who may write them without any version counter moving?
 
-    Shared memory is not meant: what a DataLoader's worker put there stays as it is.
+    Shared memory is not meant: what a DataLoader's worker put there stays as it is. On a GPU torch calls every storage shared; what comes
+    through DLPack or from another process cannot be resized there, and what torch allocates can.
     """
-    return not storage.resizable() and not storage.is_shared()
+    return not storage.resizable() and not is_shared(storage)
+
+
+def is_shared(storage: torch.UntypedStorage) -> bool:
+    """Does the host's memory that it is in belong to several processes?"""
+    return storage.device.type == "cpu" and storage.is_shared()
 
 
 def version_of(tensor: Tensor) -> int:

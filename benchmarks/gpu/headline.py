@@ -14,6 +14,7 @@ from typing import Any
 MODELS = {"gpt2": "gpt2 16 bf16 adamw-fused", "resnet50": "resnet50 256 amp-fp16 sgd", "llama": "llama-3.2-1b 8 bf16 adamw-fused"}  # fmt: skip
 PEERS = ("checkpoint", "save_on_cpu")
 BUDGETS = ("100%", "50%", "30%")
+VERIFIED = "50%"
 Found = dict[str, Any]
 
 
@@ -25,8 +26,10 @@ def runs() -> Iterator[tuple[str, float, Callable[[], Found]]]:
 
 def headline(words: str) -> Found:
     """All runs of one model, in turn."""
-    from benchmarks.gpu.jobs import MEMOPT, execute, script_of
+    from benchmarks.gpu.jobs import MEMOPT, dry, execute, script_of
 
+    # tiny models are parameters for the most part: half their peak cannot be met
+    budgets, verified = (("100%", "min"), "min") if dry() else (BUDGETS, VERIFIED)
     found: Found = {}
     with tempfile.TemporaryDirectory() as folder:
         script = [*script_of(words), "--tell"]
@@ -40,10 +43,14 @@ def headline(words: str) -> Found:
         )
         if not (Path(folder) / "run.profile.json.gz").exists():
             return found | {"failed": f"no profile ({code}): {err[-1500:]}"}
-        with ThreadPoolExecutor(len(BUDGETS)) as planners:
-            said = dict(zip(BUDGETS, planners.map(partial(_advised, folder=folder), BUDGETS), strict=True))
-        for budget in BUDGETS:
-            found[budget] = {"refused": said[budget]} if said[budget] else _with_plan(budget, folder)
+        with ThreadPoolExecutor(len(budgets)) as planners:
+            said = dict(zip(budgets, planners.map(partial(_advised, folder=folder), budgets), strict=True))
+        for budget in budgets:
+            found[budget] = (
+                {"refused": said[budget]}
+                if said[budget]
+                else _with_plan(budget, folder, verify=budget == verified)
+            )
         found["plain again"] = _told(execute(python, folder)[0])
     losses = found["plain"]["losses"]
     for each in found.values():
@@ -65,7 +72,7 @@ def _advised(budget: str, folder: str) -> str:
     return err[-700:] if code else ""
 
 
-def _with_plan(budget: str, folder: str) -> Found:
+def _with_plan(budget: str, folder: str, *, verify: bool) -> Found:
     from benchmarks.gpu.jobs import MEMOPT, execute
 
     plan = _plan_of(budget)
@@ -73,8 +80,11 @@ def _with_plan(budget: str, folder: str) -> Found:
     if code:
         return {"error": err[-1500:]}
     outcome = json.loads((Path(folder) / f"{plan}.out").read_text())
-    _, err, code = execute([*MEMOPT, "apply", plan, "--verify", "2", "--deterministic"], folder, may_fail=True) if budget == "50%" else ("", "", 0)  # fmt: skip
-    outcome["verify"] = err[-300:] if code else "identical" if budget == "50%" else ""
+    outcome["verify"] = ""
+    if verify:
+        words = ["apply", plan, "--verify", "2", "--deterministic"]
+        _, err, code = execute([*MEMOPT, *words], folder, may_fail=True)
+        outcome["verify"] = err[-300:] if code else "identical"
     kinds: dict[str, int] = {}
     for action in json.loads((Path(folder) / plan).read_text())["actions"]:
         kinds[action["kind"]] = kinds.get(action["kind"], 0) + 1

@@ -26,7 +26,7 @@ from memopt.enforcers.weights.readers import ByteReads
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.live_objects import living
-from memopt.instrument.ops import is_lent, is_plain, tensors_in
+from memopt.instrument.ops import is_lent, is_plain, is_shared, tensors_in
 from memopt.instrument.saved import Kept
 from memopt.instrument.stepping.single_parameter_step import several_processes
 from memopt.instrument.torch_internals import DisableTorchDispatch, storage_use_count
@@ -113,7 +113,7 @@ class WeightsAway:
         owned = self._owners(address)
         if any(each.requires_grad or not is_plain(each) for each in owned):
             return "it requires a gradient, or is no plain tensor"
-        if is_lent(storage) or storage.is_shared():
+        if is_lent(storage) or is_shared(storage):
             return "its bytes are shared, or lent by numpy or a file"
         held = {id(each): each for each in (*owned, *tensors) if each.untyped_storage()._cdata == address}
         held |= {id(each.tensor): each.tensor for known in saved if (each := known()) is not None}
