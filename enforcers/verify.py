@@ -171,7 +171,7 @@ def child() -> None:
         session.install()
     else:
         session = None
-        digests.install()
+        digests.install(plan.optimizers)
     call_after_import("torch", _seed)
     code = run(command_of(plan, argv))
     outcome = session.finished() if session is not None else None
@@ -214,11 +214,13 @@ class _Digests:
         self._step = 0
         self._pid = os.getpid()
 
-    def install(self) -> None:
+    def install(self, optimizers: int) -> None:
+        """Divide the run as the enforced one is divided, whose plan knows how many `optimizers` step in the first round."""
+
         def watch() -> None:
             from memopt.instrument.iterations import Iterations
 
-            Iterations(self).install()
+            Iterations(self, optimizers=optimizers).install()
 
         call_after_import("torch", watch)
 
