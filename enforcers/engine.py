@@ -35,7 +35,7 @@ from memopt.enforcers.values import Values
 from memopt.enforcers.weights.away import WeightsAway
 from memopt.estimators.simulator.slot_needs import Need
 from memopt.instrument import modes
-from memopt.instrument.as_plain import as_plain
+from memopt.instrument.as_plain import as_plain, run_as_plain
 from memopt.instrument.deep_graphs import DEEP, make_room
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
@@ -129,6 +129,12 @@ class Engine(modes.Mode):
             return
         if current_mode() is self:
             self.__exit__(None, None, None)
+
+    def backward_begins(self, roots: tuple[Tensor, ...]) -> None:
+        """Stop watching; where the mode stays on, formulas below `roots` that look for one find none of memopt's."""
+        self.leave()
+        if modes.is_on(self):
+            run_as_plain(roots)
 
     def stop(self) -> None:
         """Enforce nothing from here on; what has been taken away is still given back when it is asked for."""

@@ -14,7 +14,6 @@ from torch import Tensor
 from memopt.instrument import modes
 from memopt.instrument.accumulate import MADE_AND_FILLED, goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, run_as_plain
-from memopt.instrument.deep_graphs import DEEP, make_room
 from memopt.instrument.gradients_in_place import in_place_form, prepare
 from memopt.instrument.ops import PLAIN_TYPES, is_tracing
 from memopt.instrument.torch_internals import current_node
@@ -39,8 +38,7 @@ class GradientsInPlace(modes.Mode):
         if create_graph:
             return
         prepare()
-        if run_as_plain(roots) > DEEP:
-            make_room()
+        run_as_plain(roots)
         modes.enter(self)
 
     def backward_ended(self) -> None:

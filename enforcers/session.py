@@ -459,12 +459,8 @@ class ApplySession:
             self._engine.settle_all()
             if self._swapper is not None and self._plan.device.kind == "cpu":
                 self._swapper.wait_for_all()
-        self._engine.leave()
+        self._engine.backward_begins(roots)
         self._frames.paused = True
-        if self._engine.weights is not None and self._engine.weights.away:  # then it has not left
-            from memopt.instrument.as_plain import run_as_plain
-
-            run_as_plain(roots)
         if self._over_gradients is not None and not self._engine.capturing.now():
             self._over_gradients.backward_begins(roots, create_graph=create_graph)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from memopt.instrument.deep_graphs import DEEP, make_room
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.torch_internals import (
     DisableTorchDispatch,
@@ -86,8 +87,8 @@ def is_looking(name: str) -> bool:
     return name.startswith(_LOOKING_OPS)
 
 
-def run_as_plain(roots: Iterable[Tensor]) -> int:
-    """No mode is on while a node of `LOOKING` below `roots` runs; what it does is not seen then. How many nodes there are."""
+def run_as_plain(roots: Iterable[Tensor]) -> None:
+    """No mode is on while a node of `LOOKING` below `roots` runs; what it does is not seen then. Looks at all nodes below."""
     waiting = [root.grad_fn for root in roots]
     seen: set[Any] = {None}
     while waiting:
@@ -98,7 +99,8 @@ def run_as_plain(roots: Iterable[Tensor]) -> int:
         waiting += [each for each, _ in node.next_functions]
         if node.name().startswith(tuple(LOOKING)):
             _without_modes(node)
-    return len(seen) - 1
+    if len(seen) > DEEP:
+        make_room()
 
 
 def _without_modes(node: Any) -> None:

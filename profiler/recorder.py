@@ -16,7 +16,7 @@ from torch import Tensor
 
 from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first
-from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
+from memopt.instrument.as_plain import as_plain, run_as_plain
 from memopt.instrument.deep_graphs import DEEP, make_room
 from memopt.instrument.frames import Frames
 from memopt.instrument.gradients_in_place import in_place_form, prepare
@@ -107,8 +107,6 @@ class Recorder(modes.Mode):
         self._makes_graph = False
         """The last backward call makes a graph of its own (`create_graph`)."""
         self.backward_calls = 0
-        self._unseen_forward = False
-        """The recording began with a backward call."""
         self.keep_graph = 0
         self.create_graph = 0
         self.grad_calls = 0
@@ -360,9 +358,7 @@ class Recorder(modes.Mode):
         self.create_graph += int(create_graph)
         self.grad_calls += int(not self._iterations.accumulates)
         self._poll(len(self.ops) - 1, most=len(self._pending) + 1)
-        self._unseen_forward |= self.backward_calls == 1 and not self.ops
-        if self._unseen_forward or any(is_looking(row.kind.name) for row in self.ops):
-            run_as_plain(roots)
+        run_as_plain(roots)
 
 
 def _add(values: list[int], value: int | None) -> None:

@@ -20,6 +20,7 @@ from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.per_device import disk_tier
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.verify import digest
+from memopt.instrument import as_plain
 from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
@@ -114,6 +115,28 @@ def test_formulas_that_look_for_a_mode_find_none(tmp_path: Path) -> None:
         return found
 
     assert guarded(loop, tmp_path, 2**40)[0] == seeded(loop, STEPS)
+
+
+def test_room_is_made_for_a_deep_graph_whose_nodes_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looked at, nodes free each other within each other, and some fifteen thousand in a row overflow the stack."""
+    made = []
+    monkeypatch.setattr(as_plain, "DEEP", 20)
+    monkeypatch.setattr(as_plain, "make_room", lambda: made.append(1))
+
+    def loop(depth: int) -> list[str]:
+        x = torch.randn(9, requires_grad=True)
+        y = x.prod()
+        for _ in range(depth):
+            y = y + 1
+        y.backward()
+        return []
+
+    guarded(loop, tmp_path, 2**40, steps=5)
+    assert not made
+    guarded(loop, tmp_path, 2**40, steps=30)
+    assert made
 
 
 def test_a_tree_whose_shape_changes(tmp_path: Path) -> None:
