@@ -29,13 +29,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.jobs import EXAMPLES
 from benchmarks.models import MODELS
 from benchmarks.run_scripts import KINDS, OPTIMIZERS, SIZES
+from memopt.plan import load_plan
 from memopt.trace import load_trace
+from memopt.units import parse_bytes
 
 ROOT = Path(__file__).parent.parent
 _PLANNED_S = 120.0
-_EXAMPLES = ("char_gpt", "dcgan", "lstm", "resnet", "unet", "vit_amp")
 
 
 def execute(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
@@ -74,12 +76,14 @@ def one(script: list[str], budget: str, args: argparse.Namespace) -> dict[str, A
 def _in_bytes(memopt: list[str], script: list[str], budget: str, folder: Path) -> str:
     """A share of the plain peak, or of the smallest that `advise` finds, as a number of bytes."""
     execute([*memopt, "profile", "-q", "-o", "profile.json", *script], folder)
-    if budget.startswith("floor"):
-        execute([*memopt, "advise", "profile.json", "--budget", "min", "-o", "min.json"], folder)
-        bytes_, share = json.loads((folder / "min.json").read_text())["predicted_peak_bytes"], budget[5:]
-        return str(int(bytes_ * (1 + float(share.strip("+%") or 0) / 100)))
-    bytes_ = load_trace(folder / "profile.json").peak_bytes
-    return str(int(bytes_ * float(budget.strip("%")) / 100))
+    if not budget.startswith("floor"):
+        return str(parse_bytes(budget, of_bytes=load_trace(folder / "profile.json").peak_bytes))
+    execute([*memopt, "advise", "profile.json", "--budget", "min", "-o", "min.json"], folder)
+    floor, more = (
+        load_plan(folder / "min.json").predicted_peak_bytes,
+        budget.removeprefix("floor").strip("+%"),
+    )
+    return str(int(floor * (1 + float(more or 0) / 100)))
 
 
 def _untimed(text: str) -> str:
@@ -160,29 +164,16 @@ def _scripts(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
     """(name, what python is given)."""
     if args.scripts:
         return [(each.stem, [str(each.resolve())]) for each in args.scripts]
-    own = [kind for kind in args.kinds if kind not in ("examples", "models")]
-    return [
-        *(
-            [
-                (each, [str(ROOT / "examples" / f"{each}.py"), "--steps", str(args.steps)])
-                for each in _EXAMPLES
-            ]
-            if "examples" in args.kinds
-            else []
-        ),
-        *(
-            [
-                (each, [str(ROOT / "benchmarks" / "train.py"), each, "--steps", str(args.steps)])
-                for each in MODELS
-            ]
-            if "models" in args.kinds
-            else []
-        ),
-        *(
-            (" ".join(each), ["-m", "benchmarks.run_scripts", *each, str(args.steps)])
-            for each in itertools.product(own, args.optimizers, args.sizes)
-        ),
-    ]
+    steps = ["--steps", str(args.steps)]
+    whole = {
+        "examples": [(each, [str(ROOT / "examples" / f"{each}.py"), *steps]) for each in EXAMPLES],
+        "models": [(each, [str(ROOT / "benchmarks" / "train.py"), each, *steps]) for each in MODELS],
+    }
+    kinds = [kind for kind in args.kinds if kind not in whole]
+    found = [script for kind in whole if kind in args.kinds for script in whole[kind]]
+    for each in itertools.product(kinds, args.optimizers, args.sizes):
+        found.append((" ".join(each), ["-m", "benchmarks.run_scripts", *each, str(args.steps)]))
+    return found
 
 
 def _known(results: Path | None) -> dict[str, dict[str, Any]]:

@@ -60,7 +60,7 @@ class Iterations:
         self, listener: Listener, thread: TrainingThread | None = None, *, optimizers: int = 0
     ) -> None:
         """`optimizers`: how many step in the first round, where an earlier run has shown it; the first iteration waits for them."""
-        self.optimizers = optimizers
+        self._optimizers = optimizers
         self._joined = 0
         """How many optimizers had stepped when the one whose steps end iterations joined them; 0 where it began a phase of its own."""
         self._steps = 0
@@ -139,7 +139,7 @@ class Iterations:
     @property
     def _round_is_not_over(self) -> bool:
         """Are optimizers yet to step in the first round? Not waited for without end: this run may go another way than the earlier one."""
-        return len(self._stepped) < self.optimizers and self._others_steps < _MOST_ROUNDS * self.optimizers
+        return len(self._stepped) < self._optimizers and self._others_steps < _MOST_ROUNDS * self._optimizers
 
     @property
     def nested(self) -> bool:

@@ -161,15 +161,14 @@ class Phases:
         watch()
         frames = Frames()
         frames.install()
-        iterations = Iterations(self, frames.thread)
+        plan = self._kept_plan()
+        iterations = Iterations(self, frames.thread, optimizers=plan.optimizers if plan is not None else 0)
         iterations.install()
         forms = PlainForms()
         forms.install()
         self._loop = Loop(frames, iterations, forms)
-        plan = None if self._wishes.online else self._cache.plan()
-        if plan is not None and self._still_holds(plan):
+        if plan is not None:
             self.course.from_cache = True
-            iterations.optimizers = plan.optimizers
             self._enforce(plan)
             return
         self.course.online = self._wishes.online
@@ -213,6 +212,11 @@ class Phases:
         if isinstance(self._session, Guard):
             self._session.end()
             self._session = None
+
+    def _kept_plan(self) -> Plan | None:
+        """That of the run before, where it is to be enforced."""
+        plan = None if self._wishes.online else self._cache.plan()
+        return plan if plan is not None and self._still_holds(plan) else None
 
     def _still_holds(self, plan: Plan) -> bool:
         """Is the plan of the run before for this device, and for what it has free today?"""

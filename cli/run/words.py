@@ -11,6 +11,7 @@ from memopt.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
     from memopt.cli.run.phases import Course
+    from memopt.enforcers.guard import Guard
     from memopt.outcome import Outcome
     from memopt.plan import Plan
 
@@ -51,10 +52,12 @@ def _before_the_plan(course: Course) -> list[str]:
     if not passed or course.fell_back_after is not None:
         return []
     worst = max(passed, key=lambda guard: guard.most_bytes)
-    told = f"before the plan took effect, live bytes reached {format_bytes(worst.most_bytes)}"
-    if worst.over_bytes > 0:
-        told += f": before {worst.over_at} nothing was left that could be moved"
-    return [f"note: {told}; the next run starts under the plan"]
+    stuck = f": {_stuck(worst)}" if worst.over_bytes > 0 else ""
+    return [f"note: before the plan took effect, live bytes reached {format_bytes(worst.most_bytes)}{stuck}; the next run starts under the plan"]  # fmt: skip
+
+
+def _stuck(guard: Guard) -> str:
+    return f"before {guard.over_at} nothing was left that could be moved"
 
 
 def _guarded(course: Course) -> list[str]:
@@ -64,7 +67,7 @@ def _guarded(course: Course) -> list[str]:
     if guard.most_bytes > guard.budget_bytes:
         held = f"NOT held: live bytes reached {peak}, budget {budget}"
         if guard.over_bytes > 0:
-            held += f"; before {guard.over_at} nothing was left that could be moved"
+            held += f"; {_stuck(guard)}"
     else:
         held = f"held: live bytes reached {peak}, within the budget of {budget}"
     moved = (

@@ -106,10 +106,11 @@ class OptimizerInPieces:
             self.declined[reason] += 1
             return
         self._stepped_of(optimizer).step(optimizer, gradients, self._elsewhere)
+        used = len(gradients)
         if self._elsewhere is not None:
-            away = sum(self._elsewhere.holds(each) for _, each in parameters_of(optimizer))
-            self._used[id(optimizer)] = max(self._used[id(optimizer)], away + len(gradients))
+            used += sum(self._elsewhere.holds(each) for _, each in parameters_of(optimizer))
             self._elsewhere.step_begins()
+        self._used[id(optimizer)] = max(self._used[id(optimizer)], used)
         if not gradients:
             return
         self._hidden[optimizer] = [
@@ -117,7 +118,6 @@ class OptimizerInPieces:
         ]
         for each, _ in self._hidden[optimizer]:
             let_go(each)
-        self._used[id(optimizer)] = max(self._used[id(optimizer)], len(gradients))
 
     @property
     def most_used(self) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.instrument.ops import PLAIN_TYPES
+from memopt.instrument.ops import PLAIN_TYPES, is_shared
 from memopt.instrument.stepping.single_parameter_step import (
     PROVED,
     Group,
@@ -158,7 +158,7 @@ def _why_not_these(parameters: list[Tensor]) -> str:
             return "a parameter is sparse, no leaf, or a tensor of another kind"
         if not each.is_floating_point() or not is_dense(each):
             return "a parameter is complex, or has gaps in memory"
-        if each.is_shared() and each.device.type == "cpu":
+        if is_shared(each.untyped_storage()):
             return "another process may read the parameters"
         storages.add((each.untyped_storage()._cdata, each.storage_offset()))
     return "two parameters are one" if len(storages) < len(parameters) else ""

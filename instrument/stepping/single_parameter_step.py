@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import optimizer as optim
 
 from memopt.instrument.iterations import _STEP, Iterations
-from memopt.instrument.ops import PLAIN_TYPES
+from memopt.instrument.ops import PLAIN_TYPES, is_shared
 from memopt.instrument.stepping.gradient_reads import gradient_of
 from memopt.instrument.torch_internals import step_hooks
 
@@ -113,7 +113,7 @@ def _why_not_these(parameters: list[Tensor]) -> str:
             return "a parameter is sparse, no leaf, or a tensor of another kind"
         if each.device.type != "cpu":
             return "that it gives the same bits has been shown on a CPU only"
-        if each.is_shared():
+        if is_shared(each.untyped_storage()):
             return "another process may read the parameters"
         storages.add(each.untyped_storage()._cdata)
     if len(storages) < len(parameters):
