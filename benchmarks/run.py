@@ -166,13 +166,18 @@ def _scripts(args: argparse.Namespace) -> list[tuple[str, list[str]]]:
         return [(each.stem, [str(each.resolve())]) for each in args.scripts]
     steps = ["--steps", str(args.steps)]
     whole = {
-        "examples": [(each, [str(ROOT / "examples" / f"{each}.py"), *steps]) for each in EXAMPLES],
-        "models": [(each, [str(ROOT / "benchmarks" / "train.py"), each, *steps]) for each in MODELS],
+        "examples": {each: [str(ROOT / "examples" / f"{each}.py")] for each in EXAMPLES},
+        "models": {each: [str(ROOT / "benchmarks" / "train.py"), each] for each in MODELS},
     }
+    found = [
+        (f"{kind} {each}", [*script, *steps])
+        for kind in whole
+        if kind in args.kinds
+        for each, script in whole[kind].items()
+    ]
     kinds = [kind for kind in args.kinds if kind not in whole]
-    found = [script for kind in whole if kind in args.kinds for script in whole[kind]]
-    for each in itertools.product(kinds, args.optimizers, args.sizes):
-        found.append((" ".join(each), ["-m", "benchmarks.run_scripts", *each, str(args.steps)]))
+    for parts in itertools.product(kinds, args.optimizers, args.sizes):
+        found.append((" ".join(parts), ["-m", "benchmarks.run_scripts", *parts, str(args.steps)]))
     return found
 
 
