@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ while time.time() < ends and late < 12:
     if step < 40:
         print(step, loss.item().hex(), flush=True)
     step += 1
-    late += step > 40 and (kind != "wait" or os.path.exists("enough"))
+    late += step > 40 and kind != "wait" and os.path.exists(os.environ.get("WAIT_FOR", "."))
     if step == 5 and kind == "raise":
         raise ValueError("of the script")
     if step == 5 and kind == "exit":
@@ -47,9 +48,26 @@ while time.time() < ends and late < 12:
 """
 
 
-def memopt(folder: Path, *args: str, **more: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | more
-    return warm.python(["-m", "memopt", *args], cwd=folder, env=env, timeout=180)
+def memopt(folder: Path, *args: str, planned: bool = False) -> subprocess.CompletedProcess[str]:
+    """`planned`: the script, of which a step takes milliseconds, goes on until its plan is in force, however long that is."""
+    enforced = folder / "enforced"
+    enforced.unlink(missing_ok=True)
+    waits = {"WAIT_FOR": str(enforced)} if planned else {}
+    command = [sys.executable, "-m", "memopt", *args]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | waits
+    with (
+        subprocess.Popen(command, cwd=folder, env=env, stdout=-1, stderr=-1, text=True) as running,
+        ThreadPoolExecutor() as pool,
+    ):
+        assert running.stdout is not None
+        assert running.stderr is not None
+        out, said = pool.submit(running.stdout.read), []
+        for line in running.stderr:
+            said.append(line)
+            if line.startswith("memopt: under "):
+                enforced.touch()
+        code = running.wait(timeout=180)
+        return subprocess.CompletedProcess(command, code, out.result(), "".join(said))
 
 
 def plain(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -69,7 +87,7 @@ def ran(
     folder = tmp_path_factory.mktemp("run")
     (folder / "train.py").write_text(SCRIPT)
     args = ("run", "--budget", "60%", "--time-limit", "0.5")
-    first = memopt(folder, *args, "--outcome", "o.json", "train.py")
+    first = memopt(folder, *args, "--outcome", "o.json", "train.py", planned=True)
     second = memopt(folder, *args, "--outcome", "o2.json", "train.py")
     return folder, first, second
 
@@ -158,7 +176,18 @@ def test_ctrl_c_is_the_scripts(ran: Any) -> None:
 
 def test_a_budget_that_cannot_be_met_is_neared_and_what_holds_the_floor_is_said(ran: Any) -> None:
     folder = ran[0]
-    done = memopt(folder, "run", "--budget", "50KB", "--time-limit", "2", "--outcome", "low.json", "train.py")
+    done = memopt(
+        folder,
+        "run",
+        "--budget",
+        "50KB",
+        "--time-limit",
+        "2",
+        "--outcome",
+        "low.json",
+        "train.py",
+        planned=True,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ran[1].stdout
     first = next(line for line in done.stderr.splitlines() if "held: peak " in line)
@@ -170,7 +199,7 @@ def test_a_budget_that_cannot_be_met_is_neared_and_what_holds_the_floor_is_said(
 
 def test_without_a_budget_it_is_what_is_free(ran: Any) -> None:
     folder = ran[0]
-    done = memopt(folder, "run", "--outcome", "free.json", "train.py")
+    done = memopt(folder, "run", "--outcome", "free.json", "train.py", planned=True)
     assert done.returncode == 0, done.stderr
     assert "\nmemopt: held: the plain run peaks at " in done.stderr
     assert outcome_of(folder, "free.json")["budget_bytes"] > 2**28
