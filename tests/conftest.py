@@ -9,6 +9,7 @@ there, a test that starts a process all the same fails.
 import functools
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
@@ -20,6 +21,10 @@ from tests.support import warm
 
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and a terminal does not export it
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as a shell without job control leaves it for what it starts with `&`
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 STARTS_PROCESSES = {
     "Background", "Popen", "Profiler", "check_output", "chromium", "estimate_script", "fork", "profiler", "record_script", "retrace",

@@ -99,6 +99,8 @@ def _counted() -> object:
 
 def main() -> None:
     """Write the digests to the file that is named."""
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
     Path(sys.argv[1]).write_text(
         json.dumps(dict([*of_profiles(), *of_graphs()]), indent=1, ensure_ascii=False) + "\n"
     )

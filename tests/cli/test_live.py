@@ -75,16 +75,15 @@ def test_a_hostile_name_writes_no_escape() -> None:
     assert "\x1b[2J" not in "".join(panel(now(script="\x1b[2J.py"), 80, color=False))
 
 
-def start(folder: Path, *args: str, rows: int = 30, columns: int = 80) -> tuple[subprocess.Popen[bytes], int]:
+def start(
+    folder: Path, *args: str, rows: int = 30, columns: int = 80, **environment: str
+) -> tuple[subprocess.Popen[bytes], int]:
     (folder / "train.py").write_text(SCRIPT)
     leader, follower = pty.openpty()
     resize(leader, rows, columns)
-    env = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "TERM": "xterm-256color",
-        "WAIT_FOR": str(folder / "enough"),
-    }
+    env = (
+        os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "xterm-256color"} | environment
+    )
     process = subprocess.Popen(
         [sys.executable, "-m", "memopt", "live", "--interval", "0.05", "train.py", *args],
         cwd=folder, env=env, stdin=follower, stdout=follower, stderr=follower, start_new_session=True,
@@ -114,12 +113,13 @@ def read_until(leader: int, what: bytes, seconds: float = 90.0) -> bytes:
 
 
 def test_the_script_has_its_terminal_and_the_foot_follows_its_size(tmp_path: Path) -> None:
-    process, leader = start(tmp_path, "60", "3")
+    resized = tmp_path / "resized"
+    process, leader = start(tmp_path, "60", "3", WAIT_FOR=str(resized))
     text = read_until(leader, b"step 1\r\n")
     assert b"a terminal\r\n" in text
     resize(leader, 24, 60)
     text += read_until(leader, b"\x1b[1;19r")
-    (tmp_path / "enough").touch()
+    resized.touch()
     text += read_until(leader, b"")
     assert process.wait(timeout=60) == 3
     os.close(leader)
@@ -144,7 +144,6 @@ def test_without_a_terminal_stdout_is_the_scripts_alone(tmp_path: Path) -> None:
 
 
 def test_a_small_terminal_has_no_foot(tmp_path: Path) -> None:
-    (tmp_path / "enough").touch()
     process, leader = start(tmp_path, "2", "0", rows=8)
     text = read_until(leader, b"")
     assert process.wait(timeout=60) == 0

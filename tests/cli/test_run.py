@@ -53,12 +53,7 @@ def memopt(folder: Path, *args: str, planned: bool = False) -> subprocess.Comple
     enforced = folder / "enforced"
     enforced.unlink(missing_ok=True)
     waits = {"WAIT_FOR": str(enforced)} if planned else {}
-    command = [sys.executable, "-m", "memopt", *args]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | waits
-    with (
-        subprocess.Popen(command, cwd=folder, env=env, stdout=-1, stderr=-1, text=True) as running,
-        ThreadPoolExecutor() as pool,
-    ):
+    with started(folder, *args, **waits) as running, ThreadPoolExecutor() as pool:
         assert running.stdout is not None
         assert running.stderr is not None
         out, said = pool.submit(running.stdout.read), []
@@ -67,7 +62,13 @@ def memopt(folder: Path, *args: str, planned: bool = False) -> subprocess.Comple
             if line.startswith("memopt: under "):
                 enforced.touch()
         code = running.wait(timeout=180)
-        return subprocess.CompletedProcess(command, code, out.result(), "".join(said))
+        return subprocess.CompletedProcess(args, code, out.result(), "".join(said))
+
+
+def started(folder: Path, *args: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "memopt", *args]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=-1, stderr=-1, text=True)
 
 
 def plain(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -155,14 +156,7 @@ def test_it_ends_as_the_script_ends(ran: Any, kind: str, code: int) -> None:
 
 def test_ctrl_c_is_the_scripts(ran: Any) -> None:
     folder = ran[0]
-    running = subprocess.Popen(
-        [sys.executable, "-m", "memopt", "run", "--budget", "60%", "train.py", "wait"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    running = started(folder, "run", "--budget", "60%", "train.py", "wait")
     assert running.stdout is not None
     for line in running.stdout:
         if line.startswith("10 "):
@@ -176,18 +170,8 @@ def test_ctrl_c_is_the_scripts(ran: Any) -> None:
 
 def test_a_budget_that_cannot_be_met_is_neared_and_what_holds_the_floor_is_said(ran: Any) -> None:
     folder = ran[0]
-    done = memopt(
-        folder,
-        "run",
-        "--budget",
-        "50KB",
-        "--time-limit",
-        "2",
-        "--outcome",
-        "low.json",
-        "train.py",
-        planned=True,
-    )
+    args = ("run", "--budget", "50KB", "--time-limit", "2", "--outcome", "low.json", "train.py")
+    done = memopt(folder, *args, planned=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ran[1].stdout
     first = next(line for line in done.stderr.splitlines() if "held: peak " in line)
