@@ -69,6 +69,24 @@ def test_a_call_is_run_again_where_torch_lets_nobody_set_cudnns_flags(monkeypatc
     assert seen == 3 * [False] + 3 * [True]
 
 
+def test_replays_say_which_ops_they_had_no_time_for(monkeypatch):
+    monkeypatch.setenv("MEMOPT_CAMPAIGN_DRY", "1")
+    monkeypatch.setattr(replays, "_DRY_LIMIT_S", 0.0)
+    monkeypatch.setattr(replays, "_large", lambda *_: None)
+    found = replays.replays("float32")
+    assert found["infos"] == 0
+    assert found["left out"] == f"{found['infos_left']} of {found['infos_left']} ops: 0 s were up"
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce", "ignore:Default grid_sample")
+def test_large_samples_run_in_half_precision_on_a_cpu():
+    """Images of a GPU's size had taken more than the whole job's time there."""
+    mode = replays._Again("cpu")
+    replays._large(mode, "cpu", torch.float16)
+    assert mode.errors.keys() <= {"large rrelu"}
+    assert not mode.differ
+
+
 def test_a_campaign_goes_on_where_it_ended_and_tells_what_failed(tmp_path, monkeypatch, capsys):
     ran = []
 
