@@ -1,8 +1,11 @@
-"""Plans in a process of its own, while the script that is to be planned for goes on.
+"""Plans in a process of its own: a first plan soon, for which the script may wait, and a better one while the script goes on.
 
-The process leaves the script's at once (it becomes nobody's child: a script that waits for any child of its own never meets it),
-has a low priority unless a guard holds the budget meanwhile (which costs more than sharing the processor does), ignores the terminal's
-Ctrl-C, and ends by itself. What it finds is one file: the plan, or why there is none.
+The process leaves the script's at once (it becomes nobody's child: a script that waits for any child of its own never meets it), works
+when the processor has nothing else to do once nobody waits for it, does not hear the terminal's Ctrl-C, and ends by itself. What it finds
+is one file: the plan, or why there is none.
+
+It stays in the script's session. Linux shares the processor among sessions before it looks at priorities (autogroups, `man 7 sched`), and
+OpenMP threads that wait for one that does not run take up to twenty times as long for a step: two cores, beside a loop in Python.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ import select
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from memopt.errors import MemoptError, RunFailed
 from memopt.plan import Plan, load_plan
 from memopt.version import IMPORT_ROOT
 
-_NICE: Final = 10
-"""Where nobody waits for the plan. OpenMP threads that spin leave such a process a tenth of a core: planning took five times as long."""
+if TYPE_CHECKING:
+    from memopt.trace import Trace
+
+_FIRST_S: Final = (0.25, 2.0)
+"""Search for the first plan: as long as a step takes, but no less and no more. It comes a second later, for imports and the quick rules."""
 _ENTRY: Final = (
     "import os, sys\nif os.fork(): os._exit(0)\nfrom memopt.advisors.background import main\nmain()"
 )
@@ -29,7 +35,7 @@ _ENTRY: Final = (
 
 
 class Background:
-    """A planner that has been started. `is_over` is cheap; then `plan` gives what it found."""
+    """A planner that has been started. `has_news` is cheap; then `plan` gives what it found, and `is_over` tells whether that is all."""
 
     def __init__(
         self,
@@ -40,13 +46,16 @@ class Background:
         allow: tuple[str, ...] = (),
         deny: tuple[str, ...] = (),
         time_limit_s: float | None = None,
-        urgent: bool = False,
+        waits: bool = False,
     ) -> None:
-        """Plan for the profile `trace` and write the plan to `output`. Raises `OSError` where no process can be started."""
+        """Plan for the profile `trace` and write the plan to `output`, and where the script `waits`, a first one soon.
+
+        Raises `OSError` where no process can be started."""
         self._output = output
         self._why = _why_file(output)
         for path in (output, self._why):
             path.unlink(missing_ok=True)
+        self.is_over = False
         self._read, write = os.pipe()
         order = {
             "trace": str(trace),
@@ -56,7 +65,7 @@ class Background:
             "deny": deny,
             "time_limit_s": time_limit_s,
             "alive": write,
-            "nice": 0 if urgent else _NICE,
+            "waits": waits,
         }
         try:
             started = subprocess.Popen(
@@ -65,25 +74,27 @@ class Background:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[write],
-                start_new_session=True,
+                process_group=0,
                 env=os.environ | {"PYTHONPATH": _path_to_memopt()},
             )
             started.wait()
         finally:
             os.close(write)
 
-    @property
-    def is_over(self) -> bool:
-        """Has the process ended?"""
+    def has_news(self, wait_s: float = 0.0) -> bool:
+        """Within `wait_s` seconds: has it found a plan, or ended?"""
         try:
-            return bool(select.select([self._read], [], [], 0)[0])
+            return self.is_over or bool(select.select([self._read], [], [], wait_s)[0])
         except (OSError, ValueError):  # the script has closed every descriptor that it did not open
             return self._output.exists() or self._why.exists()
 
     def plan(self) -> Plan:
-        """What was found. Raises `MemoptError` where there is no plan."""
+        """What was found last; call when there is news. Raises `MemoptError` where there is no plan."""
         with contextlib.suppress(OSError):
-            os.close(self._read)
+            self.is_over = True
+            self.is_over = not os.read(self._read, 1)
+            if self.is_over:
+                os.close(self._read)
         if self._output.exists():
             return load_plan(self._output)
         why = ""
@@ -105,25 +116,48 @@ def _path_to_memopt() -> str:
 def main() -> None:
     """The process: `sys.argv[1]` is the order."""
     order = json.loads(sys.argv[1])
-    with contextlib.suppress(OSError):
-        os.nice(order["nice"])
     output = Path(order["output"])
     try:
         _plan(order, output)
     except BaseException as error:
         words = str(error) if isinstance(error, MemoptError) else f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):
-            _why_file(output).write_text(words, encoding="utf-8")
+        if not output.exists():
+            with contextlib.suppress(OSError):
+                _why_file(output).write_text(words, encoding="utf-8")
 
 
-def _plan(order: dict[str, object], output: Path) -> None:
-    from memopt.advisors.advise import Adviser
-    from memopt.advisors.best_effort import best_effort
-    from memopt.advisors.profiles.problem import allowed, usual_limit_s
+def _plan(order: dict[str, Any], output: Path) -> None:
+    from memopt.advisors.profiles.problem import usual_limit_s
     from memopt.trace import load_trace
 
-    trace = load_trace(Path(str(order["trace"])))
-    limit_s = order["time_limit_s"] or usual_limit_s(trace.op_count)
-    allow = allowed(tuple(order["allow"]), tuple(order["deny"]))  # type: ignore[arg-type]
-    adviser = Adviser(trace, allow, float(limit_s), str(order["trace"]))  # type: ignore[arg-type]
-    best_effort(adviser, str(order["budget"])).save(output)
+    if not order["waits"]:
+        _step_back()
+    trace = load_trace(Path(order["trace"]))
+    limit_s = float(order["time_limit_s"] or usual_limit_s(trace.op_count))
+    least, most = _FIRST_S
+    first_s = min(limit_s, most, max(least, trace.step_ms / 1000)) if order["waits"] else limit_s
+    first = _search(trace, order, first_s)
+    first.save(output)
+    if first_s == limit_s or not (first.actions or first.script_actions):
+        return
+    with contextlib.suppress(BrokenPipeError):  # the script has ended; the plan is for its next run
+        os.write(order["alive"], b".")
+    _step_back()
+    longer = _search(trace, order, limit_s)
+    if longer.is_better_than(first) and output.exists():
+        longer.save(output)
+
+
+def _search(trace: Trace, order: dict[str, Any], limit_s: float) -> Plan:
+    from memopt.advisors.advise import Adviser
+    from memopt.advisors.best_effort import best_effort
+    from memopt.advisors.profiles.problem import allowed
+
+    allow = allowed(tuple(order["allow"]), tuple(order["deny"]))
+    return best_effort(Adviser(trace, allow, limit_s, order["trace"]), order["budget"])
+
+
+def _step_back() -> None:
+    """Run when the processor has nothing else to do: nobody waits any more."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

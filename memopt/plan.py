@@ -207,6 +207,12 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The decision to write over gradients that are used up, if it is made."""
         return next((each for each in self.script_actions if each.is_in_place), None)
 
+    def is_better_than(self, other: Plan) -> bool:
+        """For the same budget: is it passed by less, or as little and the step shorter?"""
+        over = max(0, self.predicted_peak_bytes - self.budget_bytes)
+        over_there = max(0, other.predicted_peak_bytes - other.budget_bytes)
+        return (over, self.predicted_step_ms) < (over_there, other.predicted_step_ms)
+
     def save(self, path: Path) -> None:
         """Write the plan, indented, whole or not at all."""
         kept = msgspec.structs.replace(self, script=self.script.kept_in(path))

@@ -1,5 +1,5 @@
-"""One run of a script in phases: guarded, recorded, guarded while a plan is made, enforced; or guarded all the time. Each begins at an
-iteration boundary; no step is run twice. One loop (frames, iterations) is watched for all of them, so that names and boundaries stay what
+"""One run of a script in phases: guarded, recorded, enforced, under a better plan once there is one; or guarded all the time. Each begins
+at an iteration boundary; no step is run twice. The script waits for its first plan a while, then goes on guarded until it is there. One loop (frames, iterations) is watched for all of them, so that names and boundaries stay what
 they were."""
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ _NEAR = 0.9
 """Of the budget: a first iteration that came so near is recorded with its saved tensors out of the way."""
 _MAY_GROW = 0.6
 """Of the budget: a recorded peak from which the next iterations may come to it."""
+_MOST_WAIT_S = 10.0
+"""For the first plan. A second or two are usual; a guarded step costs more than a planned one, and the planner has the processor for itself."""
+_WORTH_IT = 0.01
+"""Share of the step by which a plan has to be better to take over while the script goes on."""
 _LARGER_STEPS = 3
 """Iterations that saved more than was planned for, after which the guard takes over."""
 _PIECE_BYTES = 2 << 20
@@ -81,6 +85,12 @@ class Course:
     enforced_after: int | None = None
     """Iterations that had ended when the plan took effect."""
     planning_ms: float = 0.0
+    waited_ms: float = 0.0
+    """Of it, while the script waited."""
+    better_after: int | None = None
+    """Iterations that had ended when a better plan took over from the first."""
+    first_peak_bytes: int = 0
+    """Measured under the first plan, where another took over."""
     still_planning: bool = False
     spent_ms: float = 0.0
     """Between iterations: what starting and ending the phases took."""
@@ -273,24 +283,23 @@ class Phases:
     def _recorded(self, trace: Trace) -> None:
         self._trace = self._trace or trace
 
-    def _plan(self) -> None:
-        """The recording is whole: look for a plan while the script goes on."""
+    def _plan(self, count: int) -> None:
+        """The recording is whole: wait for a plan a while, or look for it while the script goes on."""
         trace, profile = self._trace, self._profile
         assert trace is not None
         assert profile is not None
         profile.finished()
         self._session = None
         trace.save(self._cache.trace_path)
-        self._planning_since = time.perf_counter()
+        began = self._planning_since = time.perf_counter()
         wishes, course = self._wishes, self.course
         budget = self._budget(trace)
         if course.budget_bytes is None:
             from memopt.units import parse_bytes
 
             course.budget_bytes = parse_bytes(budget, of_bytes=trace.peak_bytes)
-        self._tell(f"recorded iteration {trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script goes on")  # fmt: skip
-        if self._is_near() or trace.peak_bytes > _MAY_GROW * course.budget_bytes:
-            self._watch_over()
+        waits = self._is_near() or trace.peak_bytes > _MAY_GROW * course.budget_bytes
+        self._tell(f"recorded iteration {trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script {'waits' if waits else 'goes on'}")  # fmt: skip
         self._background = Background(
             self._cache.trace_path,
             budget,
@@ -298,8 +307,16 @@ class Phases:
             allow=wishes.allow,
             deny=wishes.deny,
             time_limit_s=wishes.time_limit_s,
-            urgent=self._session is not None,
+            waits=waits,
         )
+        if not waits:
+            return
+        found = self._background.has_news(_MOST_WAIT_S)
+        course.waited_ms = 1000 * (time.perf_counter() - began)
+        if found:
+            self._planned(count)
+        else:
+            self._watch_over()
 
     def _budget(self, trace: Trace) -> str:
         if not self.course.budget:
@@ -310,10 +327,8 @@ class Phases:
         return self.course.budget
 
     def _planned(self, count: int) -> None:
-        background, self._background = self._background, None
-        assert background is not None
         self.course.planning_ms = 1000 * (time.perf_counter() - self._planning_since)
-        plan = background.plan()
+        plan = self._found()
         plain_ms = self.course.plain_ms
         if plain_ms is not None and len(self.course.plain) >= _LEAST_PLAIN:
             plan = msgspec.structs.replace(
@@ -326,12 +341,40 @@ class Phases:
         self._base = count
         self._enforce(plan)
 
+    def _found(self) -> Plan:
+        """What the planner found last."""
+        background = self._background
+        assert background is not None
+        try:
+            return background.plan()
+        finally:
+            if background.is_over:
+                self._background = None
+
+    def _take_better(self, count: int) -> None:
+        """The planner has searched on: where that was worth it, its plan takes over from the first."""
+        first, apply = self.course.plan, self._apply
+        assert first is not None
+        assert apply is not None
+        try:
+            better = self._found()
+        except MemoptError:  # .memopt/ was deleted meanwhile
+            return
+        enough = msgspec.structs.replace(first, predicted_step_ms=(1 - _WORTH_IT) * first.predicted_step_ms)
+        if first.in_backward or first.in_pieces or not better.is_better_than(enough):
+            return
+        outcome = apply.finished()
+        if outcome is not None:
+            self.course.first_peak_bytes = outcome.measured_peak_bytes or 0
+        self.course.better_after = self._base = count
+        self._enforce(better)
+
     def _fall_back(self, count: int) -> None:
         """The script needs more than what was planned for: hold the budget without the plan."""
         apply = self._apply
         assert apply is not None
         self._pieces = apply.pieces
-        self.course.outcome = apply.finished()
+        self.course.outcome = self._with_first_peak(apply.finished())
         self.course.fell_back_after = self._base = count
         self._watch_over()
 
@@ -352,8 +395,10 @@ class Phases:
         assert self._loop is not None
         self.course.plan = plan
         self.course.budget_bytes = plan.budget_bytes
-        self.course.enforced_after = self._base
-        self._tell(f"under {'its' if self._base else 'the kept'} plan from iteration {self._base + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
+        if self.course.enforced_after is None:
+            self.course.enforced_after = self._base
+        which = "a better" if self.course.better_after else "its" if self._base else "the kept"
+        self._tell(f"under {which} plan from iteration {self._base + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
         prepare_run(plan, os.environ)
         self._apply = ApplySession(
             plan, Options(swap_dir=self._wishes.swap_dir, measure=self._wishes.measure)
@@ -370,16 +415,24 @@ class Phases:
         if course.fell_back_after is not None:
             pass
         elif self._apply is not None:
-            course.outcome = self._apply.finished()
+            course.outcome = self._with_first_peak(self._apply.finished())
         elif self._profile is not None and self._trace is None:
             self._profile.finished(problem or "the script ended while it was recorded")
             failure = self._profile.failure
             course.problem = course.problem or (str(failure) if failure is not None else "")
-        course.still_planning = self._background is not None and not self._background.is_over
+        course.still_planning = self._background is not None and not self._background.has_news()
         if self._loop is not None:
             self._loop.remove()
             self._loop = None
         return course
+
+    def _with_first_peak(self, outcome: Outcome | None) -> Outcome | None:
+        """The peak is that of all enforced iterations, under the first plan as well."""
+        first_bytes = self.course.first_peak_bytes
+        if outcome is None or not first_bytes:
+            return outcome
+        peak_bytes = max(first_bytes, outcome.measured_peak_bytes or 0)
+        return msgspec.structs.replace(outcome, measured_peak_bytes=peak_bytes)
 
     def ended_by(self, error: BaseException) -> None:
         """Call when an exception ends the script, while its frames still hold what they hold."""
@@ -426,9 +479,11 @@ class Phases:
             if profile.failure is not None:
                 raise profile.failure
             if self._trace is not None:
-                self._plan()
-        elif self._background is not None and self._background.is_over:
+                self._plan(count)
+        elif self._background is not None and self._apply is None and self._background.has_news():
             self._planned(count)
+        elif self._background is not None and self._session is self._apply and self._background.has_news():
+            self._take_better(count)
         elif self._apply is not None and self._session is self._apply:
             if self._apply.larger_steps >= _LARGER_STEPS and self.course.budget_bytes is not None:
                 self._fall_back(count)
@@ -497,7 +552,9 @@ def facts(course: Course) -> dict[str, Any]:
         "from_cache": course.from_cache,
         "iterations": course.iterations,
         "enforced_after": course.enforced_after,
+        "better_after": course.better_after,
         "planning_ms": course.planning_ms,
+        "waited_ms": course.waited_ms,
         "extra_ms": course.extra_ms,
         "spent_ms": course.spent_ms,
         "plain_step_ms": course.plain_ms,

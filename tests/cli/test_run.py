@@ -48,25 +48,32 @@ while time.time() < ends and late < 12:
 """
 
 
-def memopt(folder: Path, *args: str, planned: bool = False) -> subprocess.CompletedProcess[str]:
-    """`planned`: the script, of which a step takes milliseconds, goes on until its plan is in force, however long that is."""
+PLANNED = "memopt: under "
+
+
+def memopt(
+    folder: Path, *args: str, until: str = "", program: tuple[str, ...] = ("-m", "memopt")
+) -> subprocess.CompletedProcess[str]:
+    """`until`: the script, of which a step takes milliseconds, goes on until memopt says a line that begins so, however long that is."""
     enforced = folder / "enforced"
     enforced.unlink(missing_ok=True)
-    waits = {"WAIT_FOR": str(enforced)} if planned else {}
-    with started(folder, *args, **waits) as running, ThreadPoolExecutor() as pool:
+    waits = {"WAIT_FOR": str(enforced)} if until else {}
+    with started(folder, *args, program=program, **waits) as running, ThreadPoolExecutor() as pool:
         assert running.stdout is not None
         assert running.stderr is not None
         out, said = pool.submit(running.stdout.read), []
         for line in running.stderr:
             said.append(line)
-            if line.startswith("memopt: under "):
+            if until and line.startswith(until):
                 enforced.touch()
         code = running.wait(timeout=180)
         return subprocess.CompletedProcess(args, code, out.result(), "".join(said))
 
 
-def started(folder: Path, *args: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "memopt", *args]
+def started(
+    folder: Path, *args: str, program: tuple[str, ...] = ("-m", "memopt"), **environment: str
+) -> subprocess.Popen[str]:
+    command = [sys.executable, *program, *args]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
     return subprocess.Popen(command, cwd=folder, env=env, stdout=-1, stderr=-1, text=True)
 
@@ -88,7 +95,7 @@ def ran(
     folder = tmp_path_factory.mktemp("run")
     (folder / "train.py").write_text(SCRIPT)
     args = ("run", "--budget", "60%", "--time-limit", "0.5")
-    first = memopt(folder, *args, "--outcome", "o.json", "train.py", planned=True)
+    first = memopt(folder, *args, "--outcome", "o.json", "train.py", until=PLANNED)
     second = memopt(folder, *args, "--outcome", "o2.json", "train.py")
     return folder, first, second
 
@@ -112,7 +119,11 @@ def test_no_step_is_run_twice(ran: Any) -> None:
 
 def test_three_lines_tell_held_predicted_and_cost(ran: Any) -> None:
     *phases, held, beside, cost = ran[1].stderr.splitlines()
-    assert [line.split(maxsplit=2)[1] for line in phases] == ["running", "recorded", "under"]
+    assert list(dict.fromkeys(line.split(maxsplit=2)[1] for line in phases)) == [
+        "running",
+        "recorded",
+        "under",
+    ]
     assert held.startswith("memopt: held: peak ")
     assert beside.startswith("memopt: predicted peak ")
     assert " measured peak " in beside
@@ -128,6 +139,35 @@ def test_the_second_run_starts_enforced(ran: Any) -> None:
     assert course["from_cache"]
     assert course["enforced_after"] == 0
     assert course["outcome"]["measured_peak_bytes"] <= course["outcome"]["budget_bytes"]
+
+
+TOLD_SLOWER = """
+import msgspec
+from memopt.cli.run import phases
+class Background(phases.Background):
+    first = True
+    def plan(self):
+        found, first, self.first = super().plan(), self.first, False
+        return msgspec.structs.replace(found, predicted_step_ms=2 * found.predicted_step_ms) if first else found
+phases.Background = Background
+from memopt.cli.main import main
+main(prog_name="memopt")
+"""
+"""memopt, to which the first plan seems to take twice as long a step as it does, so that the one after it is better for certain."""
+
+
+def test_a_better_plan_takes_over_while_the_script_goes_on(ran: Any) -> None:
+    folder, first, _ = ran
+    (folder / "told_slower.py").write_text(TOLD_SLOWER)
+    args = ("run", "--fresh", "--budget", "60%", "--deny", "optimizer", "--time-limit", "1", "--outcome", "better.json", "train.py")  # fmt: skip
+    done = memopt(folder, *args, until="memopt: under a better plan", program=("told_slower.py",))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == first.stdout
+    course = outcome_of(folder, "better.json")
+    outcome = course["outcome"]
+    assert 3 <= course["enforced_after"] < course["better_after"] < course["iterations"]
+    assert outcome["actions"]["done"] == outcome["actions"]["planned"] > 0
+    assert 0 < outcome["measured_peak_bytes"] <= outcome["budget_bytes"]
 
 
 def test_what_it_keeps_is_ignored_by_git(ran: Any) -> None:
@@ -171,7 +211,7 @@ def test_ctrl_c_is_the_scripts(ran: Any) -> None:
 def test_a_budget_that_cannot_be_met_is_neared_and_what_holds_the_floor_is_said(ran: Any) -> None:
     folder = ran[0]
     args = ("run", "--budget", "50KB", "--time-limit", "2", "--outcome", "low.json", "train.py")
-    done = memopt(folder, *args, planned=True)
+    done = memopt(folder, *args, until=PLANNED)
     assert done.returncode == 0, done.stderr
     assert done.stdout == ran[1].stdout
     first = next(line for line in done.stderr.splitlines() if "held: peak " in line)
@@ -183,7 +223,7 @@ def test_a_budget_that_cannot_be_met_is_neared_and_what_holds_the_floor_is_said(
 
 def test_without_a_budget_it_is_what_is_free(ran: Any) -> None:
     folder = ran[0]
-    done = memopt(folder, "run", "--outcome", "free.json", "train.py", planned=True)
+    done = memopt(folder, "run", "--outcome", "free.json", "train.py", until=PLANNED)
     assert done.returncode == 0, done.stderr
     assert "\nmemopt: held: the plain run peaks at " in done.stderr
     assert outcome_of(folder, "free.json")["budget_bytes"] > 2**28
