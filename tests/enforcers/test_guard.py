@@ -313,17 +313,32 @@ def test_a_run_without_a_plan(tmp_path: Path) -> None:
 
 
 def test_the_first_iterations_are_held_as_well(tmp_path: Path) -> None:
-    """Before there is a plan the guard holds the budget: while nothing is known, and while the plan is made."""
+    """Before there is a plan the guard holds the budget while nothing is known; then the script waits for a first plan."""
     (tmp_path / "train.py").write_text(SCRIPT)
     free = memopt(tmp_path, "run", "--online", "--budget", "1GB", "--outcome", "free.json", "train.py", "12")
     budget = int(0.7 * outcome_of(tmp_path, "free.json")["guards"][0]["most_bytes"])
     done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "900")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:12] == free.stdout.splitlines()
-    course = json.loads((tmp_path / "run.json").read_text())
+    course = outcome_of(tmp_path, "run.json")
     assert course["enforced_after"] is not None, done.stderr
-    assert len(course["guards"]) >= 2
-    assert all(guard["most_bytes"] <= budget for guard in course["guards"][:2]), course["guards"]
+    assert course["waited_ms"] > 0
+    assert course["guards"][0]["most_bytes"] <= budget, course["guards"]
+
+
+def test_a_plan_that_is_long_in_coming_is_awaited_under_the_guard(tmp_path: Path) -> None:
+    """The script waits for a while only, then goes on guarded until the plan is there."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    free = memopt(tmp_path, "run", "--online", "--budget", "1GB", "--outcome", "free.json", "train.py", "12")
+    budget = int(0.7 * outcome_of(tmp_path, "free.json")["guards"][0]["most_bytes"])
+    impatient = "import runpy; from memopt.cli.run import phases; phases._MOST_WAIT_S = 0.0; runpy.run_module('memopt', run_name='__main__')"
+    done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "900", program=("-c", impatient))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:12] == free.stdout.splitlines()
+    course = outcome_of(tmp_path, "run.json")
+    assert course["enforced_after"] is not None, done.stderr
+    assert len(course["guards"]) == 2, "one while nothing is known, one while the plan is made"
+    assert all(guard["most_bytes"] <= budget for guard in course["guards"]), course["guards"]
 
 
 def test_the_guard_takes_over_where_the_script_needs_more_than_was_planned_for(tmp_path: Path) -> None:
