@@ -15,7 +15,7 @@ from memopt.instrument import modes
 from memopt.instrument.accumulate import MADE_AND_FILLED, goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, run_as_plain
 from memopt.instrument.gradients_in_place import in_place_form, prepare
-from memopt.instrument.ops import PLAIN_TYPES, is_tracing
+from memopt.instrument.ops import PLAIN_TYPES, just_goes_on
 from memopt.instrument.torch_internals import current_node
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
@@ -55,7 +55,7 @@ class GradientsInPlace(modes.Mode):
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
         if not _PLAIN_TYPES.issuperset(types):
-            return run(*args, **kwargs) if is_tracing(types) else NotImplemented
+            return run(*args, **kwargs) if just_goes_on(types) else NotImplemented
         form = in_place_form(func, args, kwargs, self._least_bytes)
         if form is not None:
             self._count += 1

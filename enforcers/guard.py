@@ -27,7 +27,7 @@ from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
 from memopt.instrument.memory.meter import living_storages
-from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, is_tracing, kind_of
+from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes, share
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.torch_internals import (
@@ -189,7 +189,7 @@ class Guard(modes.Mode):
         if not self.active or self._regions.compiling or self._capturing.now():
             return run(*args, **kwargs)
         if any(t not in PLAIN_TYPES for t in types):
-            return run(*args, **kwargs) if is_tracing(types) else NotImplemented
+            return run(*args, **kwargs) if just_goes_on(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
             return run(*args, **kwargs)

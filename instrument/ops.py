@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from memopt.instrument.torch_internals import STAND_INS, OpOverload
 
 PLAIN_TYPES = (Tensor, Parameter, torch.nn.Buffer)
+CLONE = "aten.clone.default"
 
 _VIEWS_WITHOUT_ALIAS_INFO = {
     "aten::_unsafe_view",
@@ -142,9 +143,13 @@ def tensors_in(arguments: Iterable[object]) -> list[Tensor]:
     return found
 
 
-def is_tracing(types: Iterable[type]) -> bool:
-    """Is it a compiler that calls, on tensors that stand for others? Such an op is nobody's, and must just go on."""
-    return any(t.__module__.startswith(STAND_INS) for t in types)
+def just_goes_on(types: Iterable[type]) -> bool:
+    """Must an op on tensors of such types run as it is, unseen? A compiler calls it on tensors that stand for others, or no type takes
+    ops for itself (the uninitialized parameters of lazy modules): there is nobody to hand it to."""
+    types = list(types)
+    return any(t.__module__.startswith(STAND_INS) for t in types) or all(
+        getattr(t, "__torch_dispatch__", None) is Tensor.__torch_dispatch__ for t in types
+    )
 
 
 def updated_statistics(kind: OpKind, args: tuple[object, ...]) -> tuple[Tensor, ...]:
@@ -185,6 +190,20 @@ def is_lent(storage: torch.UntypedStorage) -> bool:
 def is_shared(storage: torch.UntypedStorage) -> bool:
     """Does the host's memory that it is in belong to several processes?"""
     return storage.device.type == "cpu" and storage.is_shared()
+
+
+def copies_bytes(name: str, source: object, out: object) -> bool:
+    """Is the op `name` a clone whose result's whole storage has the bytes of its source's? autograd clones what it saves of an op in place."""
+    return (
+        name == CLONE
+        and isinstance(source, Tensor)
+        and isinstance(out, Tensor)
+        and is_plain(source)
+        and is_plain(out)
+        and source.stride() == out.stride()
+        and source.storage_offset() == out.storage_offset()
+        and source.untyped_storage().nbytes() == out.untyped_storage().nbytes()
+    )
 
 
 def version_of(tensor: Tensor) -> int:

@@ -25,9 +25,10 @@ from memopt.instrument.nodes import attributes_of, is_torchs_own, saved_by
 from memopt.instrument.ops import (
     PLAIN_TYPES,
     OpKind,
+    copies_bytes,
     is_lent,
     is_plain,
-    is_tracing,
+    just_goes_on,
     kind_of,
     same_bits_again,
     tensors_in,
@@ -122,7 +123,7 @@ class Recorder(modes.Mode):
         if not self._recording or self._regions.compiling:
             return run(*args, **kwargs)
         if any(t not in PLAIN_TYPES for t in types):
-            return run(*args, **kwargs) if is_tracing(types) else NotImplemented
+            return run(*args, **kwargs) if just_goes_on(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
             out = run(*args, **kwargs)
@@ -227,6 +228,7 @@ class Recorder(modes.Mode):
             for tensor in given if isinstance(given, (tuple, list)) else (given,):
                 if isinstance(tensor, Tensor):
                     _add(row.writes, self.met.born(tensor, op, index))
+        row.copies = bool(args) and copies_bytes(row.kind.name, args[0], out)
         if not row.shape and outputs and isinstance(outputs[0], Tensor):
             row.shape = describe(outputs[0])
 

@@ -601,7 +601,19 @@ def conjugates(steps: int) -> list[str]:
     )
 
 
+def lazy_modules(steps: int) -> list[str]:
+    """Their parameters are made when they are called first, one of them anew in each step."""
+    model = nn.Sequential(nn.LazyConv2d(8, 3, padding=1), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))  # fmt: skip
+    model(torch.randn(2, 3, 8, 8))
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return nn.LazyLinear(2)(model(batch)).square().mean()
+
+    return _train(model, lambda: torch.randn(4, 3, 8, 8), loss, steps)
+
+
 LOOPS = [
+    lazy_modules,
     conjugates,
     log_likelihood,
     tangents,
