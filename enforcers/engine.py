@@ -40,11 +40,13 @@ from memopt.instrument.deep_graphs import DEEP, make_room
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.ops import (
+    CLONE,
     PLAIN_TYPES,
     OpKind,
+    copies_bytes,
     is_lent,
     is_plain,
-    is_tracing,
+    just_goes_on,
     kind_of,
     same_bits_again,
     updated_statistics,
@@ -152,7 +154,7 @@ class Engine(modes.Mode):
         if self._regions.compiling or not self._thread.is_here or self.capturing.now():
             return run(*args, **kwargs)
         if not _PLAIN_TYPES.issuperset(types):
-            return run(*args, **kwargs) if is_tracing(types) else NotImplemented
+            return run(*args, **kwargs) if just_goes_on(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
             return run(*args, **kwargs)
@@ -170,6 +172,8 @@ class Engine(modes.Mode):
             out = run(*args, **kwargs)
         else:
             out = self._watch(func, run, kind, args, kwargs, recorded)
+        if kind.name == CLONE and (kind.name, ordinal) in self._tables.clones.get(frame.key, ()):
+            self._copied(func, kind, args, kwargs, out)
         if self.weights is not None:
             self._let_weights_leave(self.weights, frame, (kind.name, ordinal), (*args, *kwargs.values()))
         return out
@@ -230,6 +234,16 @@ class Engine(modes.Mode):
             log.warning("%s could not be recorded, its outputs are kept", kind.name, exc_info=True)
             return None
         return None if record.writes_unrecorded() else record
+
+    def _copied(
+        self, func: Any, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
+    ) -> None:
+        """A clone has run from whose result the plan makes again what was cloned."""
+        if self._regions.depth or self._frames.current.diverged or not copies_bytes(kind.name, args[0], out):
+            return
+        if self.values.value_in(args[0], args[0].untyped_storage()) is None:
+            flat, form = flatten_call((out, *args[1:]), kwargs)
+            self.values.remember_source(record_op(func, kind, flat, form, self.values.freeze), args[0])
 
     # --- hooks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from memopt.plan import Action, OpRef, Plan, SlotRef
+from memopt.plan import Action, Plan, SlotRef
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +39,8 @@ class Tables:
     slots: dict[str, dict[int, PlannedSlot]] = field(default_factory=lambda: defaultdict(dict))
     ops: dict[str, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
     """Ops to record: overload names, and how many of that name come before."""
+    clones: dict[str, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
+    """Clones from whose results what they cloned is made again."""
     at_use: dict[str, dict[int, AtUse]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(AtUse))
     )
@@ -58,7 +60,9 @@ class Tables:
     @property
     def frames(self) -> frozenset[str]:
         """Module calls in which there is something to do."""
-        return frozenset().union(self.slots, self.ops, self.at_use, self.due, self.readers, self.leaves)
+        return frozenset().union(
+            self.slots, self.ops, self.clones, self.at_use, self.due, self.readers, self.leaves
+        )
 
     @property
     def empty(self) -> bool:
@@ -74,7 +78,9 @@ def tables_of(plan: Plan) -> Tables:
             if ref.is_output and ref.need != "values":
                 tables.readers[ref.module].add(ref.consumer)
         for op in action.records:
-            _add_op(tables, op)
+            tables.ops[op.module].add((op.name, op.ordinal))
+        for op in action.copied_back:
+            tables.clones[op.module].add((op.name, op.ordinal))
         if action.leaves_after is not None:
             op = action.leaves_after
             tables.leaves[op.module].setdefault((op.name, op.ordinal), []).append(number)
@@ -92,7 +98,3 @@ def tables_of(plan: Plan) -> Tables:
         for moment in moments.values():
             moment.prefetch.sort(key=lambda number: tables.actions[number].turn)
     return tables
-
-
-def _add_op(tables: Tables, op: OpRef) -> None:
-    tables.ops[op.module].add((op.name, op.ordinal))

@@ -135,6 +135,14 @@ class Values:
                 if storage._cdata not in inputs and storage._cdata not in taken:
                     taken.add(storage._cdata)
                     self._new_value(record, place, storage, version_of(tensor))
+        self._pin(record)
+
+    def remember_source(self, record: Record, source: Tensor) -> None:
+        """`record`, a copy of a copy, makes `source` again, as it is now."""
+        self._new_value(record, 0, source.untyped_storage(), version_of(source))
+        self._pin(record)
+
+    def _pin(self, record: Record) -> None:
         for position, argument in enumerate(record.args):
             address = argument.address if isinstance(argument, Pinned) else None
             if address is not None and position not in record.updated:

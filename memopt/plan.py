@@ -93,6 +93,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """Of a swap: copies in that start at one moment go in this order."""
     records: list[OpRef] = []
     """Ops to be remembered in forward so that the tensor can be made again."""
+    copied_back: list[OpRef] = []
+    """Clones from whose results what they cloned is made again, where one of `records` reads that."""
     line: str = ""
 
 

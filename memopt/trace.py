@@ -44,6 +44,8 @@ HIDDEN_STATE = 4
 """Op flag: changes state that its schema does not show (running statistics of batch norm)."""
 IN_PLACE = 8
 """Op flag, in backward: it could write what it makes into the gradient that it uses up, with the same bits."""
+COPIES = 16
+"""Op flag: a `clone` whose result's storage has the bytes of what it reads, laid out alike."""
 
 CACHE_EMPTIED = "cache emptied at "
 """Begin of a fact's name: so often was the allocator's cache emptied at the line that follows (`train.py:41`)."""
@@ -343,7 +345,7 @@ def _bad_ranges(trace: Trace) -> str:
     n, m, k, text = len(ops.name), len(storages.size_bytes), len(values.storage), len(trace.strings)
     checks = (
         ("ops.name", ops.name, 0, text), ("ops.module", ops.module, 0, text), ("ops.line", ops.line, 0, text),
-        ("ops.phase", ops.phase, 0, len(PHASES)), ("ops.flags", ops.flags, 0, 16),
+        ("ops.phase", ops.phase, 0, len(PHASES)), ("ops.flags", ops.flags, 0, 32),
         ("ops.ordinal", ops.ordinal, 0, _MOST), ("ops.forward_op", ops.forward_op, -1, n),
         ("ops.reads", ops.reads.items, 0, k), ("ops.writes", ops.writes.items, 0, k),
         ("values.storage", values.storage, 0, m), ("values.producer", values.producer, -1, n),

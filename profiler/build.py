@@ -15,6 +15,7 @@ from memopt.profiler.recorder import Recorder
 from memopt.profiler.rows import BACKWARD, OpRow, StorageRow
 from memopt.trace import (
     CATEGORIES,
+    COPIES,
     HIDDEN_STATE,
     IN_PLACE,
     RANDOM,
@@ -153,7 +154,8 @@ def _flags(recorder: Recorder, row: OpRow) -> int:
         and not any(_may_change_unseen(s) for s in touched)
     )
     hidden = HIDDEN_STATE * (kind.statistics is not None)
-    return RANDOM * kind.random | REPLAYABLE * replayable | hidden | IN_PLACE * row.in_place
+    copies = COPIES * (row.copies and replayable)
+    return RANDOM * kind.random | REPLAYABLE * replayable | hidden | IN_PLACE * row.in_place | copies
 
 
 def _makers_of_nothing(recorder: Recorder) -> set[int]:

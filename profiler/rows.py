@@ -27,6 +27,8 @@ class OpRow:
     """It ran inside a region of torch.compile, whose other kernels nobody sees: never to be made again."""
     in_place: bool = False
     """In backward: what it makes could be written into the gradient that it uses up."""
+    copies: bool = False
+    """Its result is a copy of what it reads, byte for byte."""
 
 
 @dataclass(slots=True)

@@ -210,6 +210,7 @@ class _Writer:
             prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
             turn=self._turns.get(saved.storage, 0),
             records=[self.op_ref(op) for op in self._recorded(saved)] if decision.kind == "recompute" else [],
+            copied_back=self._copied_back(saved) if decision.kind == "recompute" else [],
             line=self.trace.strings[self.trace.storages.line[saved.storage]],
         )
 
@@ -284,6 +285,12 @@ class _Writer:
         for chain in self.chain_of_op.get(producer, ()):
             found |= _ancestors(self, producer, set(chain.ops))
         return sorted(found)
+
+    def _copied_back(self, saved: Saved) -> list[OpRef]:
+        """The clones from which its own replay copies back."""
+        own = self.chains.get(saved.storage)
+        clones = [self.view.value_producer[copy] for _, copy in own.copied_back] if own is not None else []
+        return [self.op_ref(op) for op in sorted(clones)]
 
     def _why(self, candidate: Candidate, decision: Decision) -> str:
         saved = candidate.saved

@@ -1,6 +1,7 @@
 """Which ops must run again to make a dropped value, given what is on the device at that moment.
 
-A value is *there* when its storage lives at that op in that version. Otherwise its producer runs again, after the producer's
+A value is *there* when its storage lives at that op in that version. Where a copy of it is there, that is copied back (autograd clones what
+it saves of an op in place: of a ReLU6's two saved tensors one makes the other). Otherwise its producer runs again, after the producer's
 own inputs have been made: a depth-first walk in post-order, each op once. The enforcer does the same walk on its records.
 """
 
@@ -22,17 +23,26 @@ class Chain:
     ops: tuple[int, ...]
     sources: tuple[int, ...]
     """Values."""
+    copied_back: tuple[tuple[int, int], ...] = ()
+    """(value that the ops read, its copy among the sources)."""
 
 
 def find_chain(
-    view: TraceView, values: list[int], is_there: Callable[[int], bool], may_replay: Callable[[int], bool]
+    view: TraceView,
+    values: list[int],
+    is_there: Callable[[int], bool],
+    may_replay: Callable[[int], bool],
+    is_on_device: Callable[[int], bool] | None = None,
 ) -> Chain | None:
     """The replays that make `values`; None when some op on the way may not run again, or the chain is too long.
+
+    `is_on_device`: may a copy be copied back? By default where it is there.
 
     What waits on the stack is a value, or ~op: what that op reads has been made."""
     producer, reads = view.value_producer, view.reads_reversed
     order: list[int] = []
     sources: dict[int, None] = {}
+    copied_back: dict[int, int] = {}
     done: set[int] = set()
     stack = list(reversed(values))
     while stack:
@@ -45,6 +55,11 @@ def find_chain(
         if is_there(value):
             sources[value] = None
             continue
+        copy = next(filter(is_on_device or is_there, view.copies.get(value, ())), None)
+        if copy is not None:
+            sources[copy] = None
+            copied_back[value] = copy
+            continue
         op = producer[value]
         if op < 0 or not may_replay(op):
             return None
@@ -54,7 +69,7 @@ def find_chain(
         stack += reads[op]
         if len(stack) > 8 * MOST_OPS or len(order) > MOST_OPS:
             return None
-    return Chain(tuple(order), tuple(sources))
+    return Chain(tuple(order), tuple(sources), tuple(copied_back.items()))
 
 
 def is_intact(view: TraceView, value: int, until: int) -> bool:

@@ -143,12 +143,19 @@ class Replays:
         storage_of, saved_of = self.view.value_storage, self.view.saved
         met: dict[int, int] = {}
 
+        def stands_at_use(storage: int) -> int:
+            saved = saved_of.get(storage)
+            if saved is None or use <= saved.gone_after:
+                return 0
+            return met[storage] if storage in met else met.setdefault(storage, standing(storage))
+
+        def is_on_device(value: int) -> bool:
+            begin, end = intact[value]
+            return begin < use <= end and not stands_at_use(storage_of[value]) & AWAY
+
         def is_there(value: int) -> bool:
             storage = storage_of[value]
-            saved = saved_of.get(storage)
-            stands = 0
-            if saved is not None and use > saved.gone_after:
-                stands = met[storage] if storage in met else met.setdefault(storage, standing(storage))
+            saved, stands = saved_of.get(storage), stands_at_use(storage)
             if saved is None or not stands & AWAY:
                 begin, end = intact[value]
                 return begin < use <= end
@@ -159,7 +166,8 @@ class Replays:
             return bool(stands & THERE) and saved.value == value
 
         return self._walked(
-            met, find_chain(self.view, [target.value], is_there, self.view.replayable.__getitem__)
+            met,
+            find_chain(self.view, [target.value], is_there, self.view.replayable.__getitem__, is_on_device),
         )
 
     def _walked(self, met: Mapping[int, int], chain: Chain | None) -> _Walk:
@@ -208,6 +216,7 @@ class Replays:
             where=tuple(op for saved in stays for op in (saved.gone_after + 1, use)),
             change=tuple(size for saved in stays for size in (-saved.size_bytes, saved.size_bytes)),
             took_ms=sum(self._op_ms[op] for op in chain.ops)
+            + sum(self._op_ms[view.value_producer[copy]] for _, copy in chain.copied_back)
             + sum(
                 on_grid(coded[value].decode_ms)
                 for op in chain.ops
@@ -224,7 +233,7 @@ class Replays:
         self, chain: Chain, target: Saved, standing: Standing, coded: Mapping[int, Decision]
     ) -> tuple[int, list[Saved]]:
         """(most that the replay holds, what stays when it is over)."""
-        view = self.view
+        view, copied = self.view, dict(chain.copied_back)
         last_read = {view.value_storage[value]: op for op in chain.ops for value in view.reads[op]}
         held: dict[int, int] = {}
         stays: dict[int, Saved] = {}
@@ -232,9 +241,13 @@ class Replays:
         for op in chain.ops:
             decoded = 0
             for value in view.reads[op]:
+                storage = view.value_storage[value]
                 if value in coded:
                     most = max(most, total + decoded + coded[value].decoded_bytes)
-                    decoded += self._size[view.value_storage[value]]
+                    decoded += self._size[storage]
+                elif value in copied and storage not in held:
+                    held[storage] = self._size[storage]
+                    total += held[storage]
             most = max(most, total + decoded + self._extra[op])
             for value in view.writes[op]:
                 storage = view.value_storage[value]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from memopt.estimators.simulator.frozen import frozen_weights
 from memopt.estimators.simulator.saved import Saved as Saved
-from memopt.trace import CATEGORIES, PHASES, RANDOM, REPLAYABLE, Trace
+from memopt.trace import CATEGORIES, COPIES, PHASES, RANDOM, REPLAYABLE, Trace
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -75,6 +75,18 @@ class TraceView:
     @cached_property
     def random(self) -> list[bool]:
         return [bool(flag & RANDOM) for flag in self.trace.ops.flags]
+
+    @cached_property
+    def copies(self) -> dict[int, list[int]]:
+        """Value that autograd does not save -> values that forward made by copying it, byte for byte: these make it again, too."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for op, (flags, phase) in enumerate(zip(self.trace.ops.flags, self.trace.ops.phase, strict=True)):
+            if flags & COPIES and phase == _FORWARD and len(self.reads[op]) == len(self.writes[op]) == 1:
+                value = self.reads[op][0]
+                saved = self.saved.get(self.value_storage[value])
+                if saved is None or saved.value != value:
+                    found[value].append(self.writes[op][0])
+        return found
 
     @cached_property
     def value_times(self) -> dict[int, list[tuple[int, int]]]:
