@@ -6,8 +6,9 @@ percents of the profile's peak, but not below its floor and a tenth of what lies
 that it could take out during forward. An op costs what it costs in the trace, and nothing comes on top of it: times are taken as if all ops were
 `SLOWER` times as long, beside which what memopt's own Python costs is nothing (`--as-run` leaves them as they are).
 
-`worse` counts the points at which the profile's plan costs more than a point of overhead above the graph's. A graph knows less than the judge of profiles: not who
-holds a tensor until when, nor what records pin, so that it also plans what cannot be enforced.
+A graph knows less than the judge of profiles: not who holds a tensor until when, so that its plans take away what the script holds (the batch, an input of
+the forward pass) and make it again, which nothing can enforce. `pinned` is the graph in which every op reads what the script holds meanwhile: what can be enforced, but for what
+records pin. `worse` counts the points at which the profile's plan costs more than a point of overhead above the pinned graph's.
 Options: `--budgets 60,45,30`, `--links 0,0.5`, `--time-limit 8`, `--allow recompute,swap-host,compress`.
 """
 
@@ -41,10 +42,10 @@ def main() -> None:
     """Print a line for each point, and how many are worse."""
     options = arguments()
     print(
-        f"{'profile':>14s} {'budget':>6s} {'link':>5s} {'MiB':>7s} {'profile':>9s} {'graph':>9s}   seconds",
+        f"{'profile':>14s} {'budget':>6s} {'link':>5s} {'MiB':>7s} {'profile':>9s} {'pinned':>9s} {'graph':>9s}   seconds",
         flush=True,
     )
-    found: list[tuple[float, float]] = []
+    found: list[tuple[float, float, float]] = []
     allow = frozenset(options.allow.split(","))
     for path in options.profiles:
         trace = load_trace(path)
@@ -60,20 +61,21 @@ def main() -> None:
                     begin = now()
                     ours = of_profile(problem, options.time_limit)
                     between = now()
-                    theirs = of_graph(problem, options.time_limit)
+                    theirs = of_graph(problem, options.time_limit, pinned=True)
                     end = now()
-                found.append((ours, theirs))
+                    free = of_graph(problem, options.time_limit, pinned=False)
+                found.append((ours, theirs, free))
                 print(
-                    f"{path.name.split('.')[0]:>14s} {percent:5d}% {link:5g} {problem.target_bytes / 2**20:7.1f} {ours:9.4f} {theirs:9.4f}"
+                    f"{path.name.split('.')[0]:>14s} {percent:5d}% {link:5g} {problem.target_bytes / 2**20:7.1f} {ours:9.4f} {theirs:9.4f} {free:9.4f}"
                     f"   {between - begin:4.1f} {end - between:4.1f}"
                     + ("  worse" if ours > theirs + POINT else ""),
                     flush=True,
                 )
-    both = [pair for pair in found if math.isfinite(pair[0]) and math.isfinite(pair[1])]
+    both = [each for each in found if all(map(math.isfinite, each))]
     print(
-        f"worse by more than a point at {sum(a > b + POINT for a, b in found)} of {len(found)}, of them refused: "
-        f"{sum(math.isinf(a) and math.isfinite(b) for a, b in found)}; planned here only: {sum(math.isinf(b) and math.isfinite(a) for a, b in found)}; "
-        f"means where both plan: {sum(a for a, _ in both) / max(1, len(both)):.4f} and {sum(b for _, b in both) / max(1, len(both)):.4f}"
+        f"worse by more than a point at {sum(a > b + POINT for a, b, _ in found)} of {len(found)}, of them refused: "
+        f"{sum(math.isinf(a) and math.isfinite(b) for a, b, _ in found)}; planned here only: {sum(math.isinf(b) and math.isfinite(a) for a, b, _ in found)}; "
+        f"means where all plan: {', '.join(f'{sum(column) / max(1, len(both)):.4f}' for column in zip(*both, strict=True))}"
     )
 
 
@@ -132,9 +134,10 @@ def of_profile(problem: Problem, time_limit_s: float) -> float:
     return problem.run(decisions).step_ms / problem.view.trace.step_ms - 1
 
 
-def of_graph(problem: Problem, time_limit_s: float) -> float:
+def of_graph(problem: Problem, time_limit_s: float, *, pinned: bool) -> float:
     """Overhead of `auto` on the profile's graph; infinity where it refuses. The graph is asked to come down as far as the profile is."""
-    graph = decode_graph(msgspec.json.encode(graph_of(problem.view.trace, "profile")), "profile")
+    file = graph_of(problem.view.trace, "profile", pinned=pinned)
+    graph = decode_graph(msgspec.json.encode(file), "profile")
     gbps = problem.device.host_out_bytes_per_s / 1e9
     try:
         found = plan_graph(

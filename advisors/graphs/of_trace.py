@@ -6,6 +6,8 @@ again, and of those that change what was there before only batch norm, whose rep
 An op in place is not a second tensor: in forward it is one op with the op whose result it changes, unless somebody reads that in between; a gradient
 that is added to stays the tensor it was, and what is written is a mark of no bytes that later readers read besides. What the script
 holds longer than its last reader is read once more then, by an op of no time; what only autograd holds is not.
+`pinned`: what the script holds is read by every op meanwhile. Then no plan can take it away and make it again under the script's feet, which no
+enforcer could do.
 """
 
 from __future__ import annotations
@@ -20,12 +22,12 @@ from memopt.trace import HIDDEN_STATE, PHASES, REPLAYABLE, Trace
 _FORWARD = PHASES.index("forward")
 
 
-def graph_of(trace: Trace, name: str, *, replay_ms: float = 0.0) -> GraphFile:
+def graph_of(trace: Trace, name: str, *, replay_ms: float = 0.0, pinned: bool = False) -> GraphFile:
     """The graph of `trace`, where tensor ids are values of the trace or, for what was there before, storages beyond them.
 
     `replay_ms`: what an op that runs again costs besides its own time; a graph has one time for each op, so the first run takes as long.
     """
-    return Bridge(trace, replay_ms).graph(name)
+    return Bridge(trace, replay_ms).graph(name, pinned=pinned)
 
 
 class Bridge:
@@ -105,14 +107,29 @@ class Bridge:
         saved = self.view.saved.get(storage)
         return None if saved is None or saved.is_weight else saved
 
+    def _held_until(self, storage: int) -> int:
+        """The last op that runs while somebody besides autograd holds it."""
+        saved, death = self._saved(storage), self.trace.storages.death_op[storage]
+        return saved.gone_after if saved is not None and saved.plain and saved.gone_after < death else death
+
+    def _pins(self) -> dict[int, list[int]]:
+        """Op -> tensors that somebody besides autograd holds while it runs."""
+        found: dict[int, list[int]] = defaultdict(list)
+        for storage, versions in self.view.value_times.items():
+            made = [(op, value) for op, value in sorted(versions) if op < 0 or value in self.made]
+            if not made or (self.before[storage] and not self._leaves(storage)):
+                continue
+            ends = [*(op for op, _ in made[1:]), min(self._held_until(storage), self.n - 1)]
+            for (begin, value), end in zip(made, ends, strict=True):
+                for op in range(begin + 1, end + 1) if value not in self.gone else ():
+                    found[op] += self._ids(value)
+        return found
+
     def _held(self) -> dict[int, list[int]]:
         """Op -> tensors that are there until it has run, though nobody reads them that late."""
         found: dict[int, list[int]] = defaultdict(list)
         for storage, versions in self.view.value_times.items():
-            saved, death = self._saved(storage), self.trace.storages.death_op[storage]
-            until = (
-                saved.gone_after if saved is not None and saved.plain and saved.gone_after < death else death
-            )
+            until = self._held_until(storage)
             values = [
                 value for op, value in sorted(versions) if op <= until and (op < 0 or value in self.made)
             ]
@@ -130,19 +147,19 @@ class Bridge:
 
     # --- the file
 
-    def graph(self, name: str) -> GraphFile:
-        held = self._held()
+    def graph(self, name: str, *, pinned: bool = False) -> GraphFile:
+        held, pins = self._held(), self._pins() if pinned else {}
         leaving = [self.first + s for s in range(len(self.before)) if self._leaves(s)]
         ops = [OpRow(name="before", ms=0.0, writes=leaving, replayable=False)] if leaving else []
-        self.ops = [-1] * len(ops)
+        self.ops, written = [-1] * len(ops), set(leaving)
         for op in range(self.n):
             if self.home[op] == op:
-                ops.append(self._row(op))
+                ops.append(self._row(op, written.intersection(pins.get(op, ()))))
+                written.update(ops[-1].writes)
                 self.ops.append(op)
             if op in held:
                 ops.append(OpRow(name="held", ms=0.0, reads=held[op], replayable=False))
                 self.ops.append(op)
-        written = {tensor for row in ops for tensor in row.writes}
         last = {self.storage[value]: value for value in sorted(self.made)}
         storages = self.trace.storages
         keep = [
@@ -153,7 +170,7 @@ class Bridge:
         ]
         return GraphFile(schema=SCHEMA, name=name, tensors=[*self._tensors(written)], ops=ops, keep=keep)
 
-    def _row(self, op: int) -> OpRow:
+    def _row(self, op: int, pins: Iterable[int]) -> OpRow:
         members, ops = self.groups[op], self.trace.ops
         inside = {value for member in members for value in self.writes[member]}
         reads = [
@@ -165,11 +182,13 @@ class Bridge:
         ]
         replayable = all(self._may_run_again(member) for member in members)
         more_ms = self.replay_ms * len(members) if replayable else 0.0
+        writes = [v for v in sorted(inside) if not self.before[self.storage[v]] and v not in self.gone]
+        reads += sorted(pins)
         return OpRow(
             name=self.trace.op_name(members[0]),
             ms=sum(ops.time_us[member] for member in members) / 1000 + more_ms,
             reads=list(dict.fromkeys(reads)),
-            writes=[v for v in sorted(inside) if not self.before[self.storage[v]] and v not in self.gone],
+            writes=writes,
             phase=PHASES[ops.phase[op]],
             workspace_bytes=max(ops.workspace_bytes[member] for member in members),
             replayable=replayable,

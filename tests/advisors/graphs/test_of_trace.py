@@ -116,3 +116,21 @@ def test_what_was_there_before_and_is_freed_on_the_way_is_no_resident() -> None:
     assert [row.reads for row in held] == [[8 + 1]], "read by op 0, held by the script until op 2"
     assert [tensor.id for tensor in file.tensors if tensor.resident] == [8]
     assert unplanned_peak(decode_graph(msgspec.json.encode(file))) == 1000 + 10 + 8 + 4 + 6
+
+
+def test_a_pinned_tensor_is_read_for_as_long_as_the_script_holds_it() -> None:
+    """Then nobody can take it away in between; the peak without a plan stays."""
+    trace = build(chain([1000] * 4))
+    first = 2
+    """The first layer's output, which the script holds until op 3 has run."""
+    gone = [*trace.storages.only_saved_from]
+    gone[first] = 3
+    storages = msgspec.structs.replace(trace.storages, only_saved_from=gone)
+    trace = msgspec.structs.replace(trace, storages=storages)
+    value = trace.values.storage.index(first)
+    free, pinned = (graph_of(trace, "held", pinned=each) for each in (False, True))
+    ops = [row.name for row in free.ops if row.name != "held"]
+    readers = [[op for op, row in enumerate(row for row in file.ops if row.name != "held") if value in row.reads] for file in (free, pinned)]  # fmt: skip
+    assert len(ops) == trace.op_count
+    assert set(readers[1]) - set(readers[0]) == {2, 3}
+    assert len({unplanned_peak(decode_graph(msgspec.json.encode(file))) for file in (free, pinned)}) == 1
