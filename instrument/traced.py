@@ -17,10 +17,13 @@ _ROOMS = ("memopt", "instrument", "profiler", "enforcers", "estimators", "cli")
 
 
 def unless_compiling(action: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that runs `action`, and is nothing while torch.compile traces whoever calls it."""
+    """A hook that runs `action`, and is nothing while torch.compile or torch.jit traces whoever calls it.
+
+    What looks at a ScriptModule's tensors while another is traced becomes part of that trace, and the tracer reads beyond its end.
+    """
 
     def hook(*args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
             action(*args)
 
     return hook
