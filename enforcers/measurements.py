@@ -29,7 +29,7 @@ _UNLIKE = 0.05
 """How far the measured peak may lie from the predicted one before it is told, whatever else is known."""
 
 _MORE_AT_THE_START = 0.01
-"""Of the plan's peak: what an iteration has to begin with above the profiled one to be told of."""
+"""Of the plan's peak: what an iteration has to begin with above the profiled one, and reach above the prediction, to be told of."""
 
 
 class Measurements:
@@ -112,7 +112,7 @@ class Measurements:
             )
         plan = self._plan
         more = max(self._peaks)[1] - plan.base_bytes if self._peaks and plan.base_bytes else 0
-        if more > _MORE_AT_THE_START * plan.predicted_peak_bytes:
+        if more > _MORE_AT_THE_START * plan.predicted_peak_bytes and self._unlike() > _MORE_AT_THE_START:
             found.append(
                 f"the measured iteration began with {format_bytes(more)} more than the profiled one: "
                 "the script has kept that since, and no plan accounts for it"

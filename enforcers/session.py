@@ -129,8 +129,9 @@ class ApplySession:
         self._shares_loop = True
         self._try_to_set_up(loop)
         if self._engine is not None and loop.iterations.count:
-            if self._pieces is not None:
-                self._pieces.begin(loop.iterations.stepped)
+            for moved in (self._pieces, self._updates):
+                if moved is not None:
+                    moved.begin(loop.iterations.stepped)
             for optimizer in loop.iterations.stepped:
                 self._leave_behind(optimizer)
             self._measurements.begin_after(loop.iterations.count)

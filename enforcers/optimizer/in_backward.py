@@ -70,6 +70,11 @@ class OptimizerInBackward:
     def install(self) -> None:
         self._reads.install()
 
+    def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Go on from an iteration boundary, after steps of `optimizers` that somebody else has watched."""
+        for optimizer in optimizers:
+            self.step_ended(optimizer)
+
     def remove(self) -> None:
         self._reads.remove()
         for _, handle in self._hooked.values():

@@ -22,7 +22,7 @@ from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import Plan
 from memopt.trace import PHASES, Trace, load_trace
 from tests.estimators.test_simulator_memory import same
-from tests.support.enforced import Loop, any_mixture, enforced, recorded, seeded
+from tests.support.enforced import Loop, any_mixture, enforced, enforced_from, recorded, seeded
 from tests.support.loops import LOOPS
 from tests.support.profiled import unexplained
 from tests.support.stepping import (
@@ -121,6 +121,20 @@ def loop_that(at: int, happens: Callable[[nn.Module, torch.optim.Optimizer], Non
 
 def look(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert model[0].conv1.weight.grad is not None
+
+
+@pytest.mark.parametrize("begins_after", [1, 3])
+def test_the_first_iteration_of_a_plan_that_begins_in_the_midst_of_a_run_is_one_of_it(
+    begins_after: int, tmp_path: Path
+) -> None:
+    """What the steps before it have shown is known: its parameters are stepped inside backward at once."""
+    loop = loop_that(-1, look)
+    plain = seeded(loop, begins_after + 1)
+    plan = moved_plan(recorded(loop, tmp_path))
+    computed, outcome = enforced_from(loop, plan, tmp_path, begins_after + 1, begins_after=begins_after)
+    assert computed == plain
+    assert outcome.actions.done == 1, outcome
+    assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=2e-4)
 
 
 def copy_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

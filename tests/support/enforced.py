@@ -7,6 +7,7 @@ import gc
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,10 @@ from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.verify import digest
 from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN, Decision
+from memopt.instrument.as_plain import PlainForms
+from memopt.instrument.frames import Frames
+from memopt.instrument.iterations import Iterations
+from memopt.instrument.loop import Loop as Watched
 from memopt.instrument.script.runner import Command, StopScript
 from memopt.outcome import Outcome
 from memopt.plan import Plan
@@ -67,6 +72,39 @@ def enforced(
         computed = seeded(loop, steps)
     finally:
         outcome = session.finished()
+    assert outcome is not None
+    return computed, outcome
+
+
+def enforced_from(loop: Loop, plan: Plan, folder: Path, steps: int, *, begins_after: int) -> tuple[list[str], Outcome]:  # fmt: skip
+    """As `enforced`, in a loop that is watched already: the plan is there once `begins_after` iterations have ended, as in `memopt run`."""
+    session = ApplySession(plan, Options(swap_dir=folder, measure=True))
+
+    class Late:
+        """Listens to the loop, and hands it to the session."""
+
+        begun = False
+
+        def iteration_ended(self, count: int, milliseconds: float) -> None:
+            if self.begun:
+                session.iteration_ended(count, milliseconds)
+            elif count == begins_after:
+                self.begun = True
+                session.begin_in(watched)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(session, name) if self.begun else lambda *_, **__: None
+
+    frames, forms = Frames(), PlainForms()
+    iterations = Iterations(Late(), frames.thread)
+    watched = Watched(frames, iterations, forms)
+    for part in (frames, forms, iterations):
+        part.install()
+    try:
+        computed = seeded(loop, steps)
+    finally:
+        outcome = session.finished()
+        watched.remove()
     assert outcome is not None
     return computed, outcome
 
