@@ -136,7 +136,7 @@ def of_profile(problem: Problem, time_limit_s: float) -> float:
 
 def of_graph(problem: Problem, time_limit_s: float, *, pinned: bool) -> float:
     """Overhead of `auto` on the profile's graph; infinity where it refuses. The graph is asked to come down as far as the profile is."""
-    file = graph_of(problem.view.trace, "profile", pinned=pinned)
+    file = graph_of(problem.view.trace, "profile", pinned_above=0 if pinned else None)
     graph = decode_graph(msgspec.json.encode(file), "profile")
     gbps = problem.device.host_out_bytes_per_s / 1e9
     try:

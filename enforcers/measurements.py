@@ -57,6 +57,8 @@ class Measurements:
         self._times_ms: list[float] = []
         self._parts = 0
         """Iterations that ended before the last optimizer had joined the round."""
+        self._joined = False
+        """The first measured iteration is the plan's first one, in the midst of a run."""
         self._others: list[float] = []
         """For each iteration that saved other tensors than the profiled one: how many elements to one of the plan's."""
 
@@ -113,9 +115,13 @@ class Measurements:
         plan = self._plan
         more = max(self._peaks)[1] - plan.base_bytes if self._peaks and plan.base_bytes else 0
         if more > _MORE_AT_THE_START * plan.predicted_peak_bytes and self._unlike() > _MORE_AT_THE_START:
+            why = (
+                "gradients of the step before, which the plan's own steps leave none of"
+                if self._joined and self._plan.in_backward is not None
+                else "the script has kept that since, and no plan accounts for it"
+            )
             found.append(
-                f"the measured iteration began with {format_bytes(more)} more than the profiled one: "
-                "the script has kept that since, and no plan accounts for it"
+                f"the measured iteration began with {format_bytes(more)} more than the profiled one: {why}"
             )
         if not found and self._peaks and abs(ratio := self._unlike()) > _UNLIKE:
             found.append(
@@ -194,6 +200,7 @@ class Measurements:
     def begin_after(self, ended: int) -> None:
         """The plan is enforced from here on, where `ended` iterations have ended without it: the next one is measured."""
         self._parts = ended + 1 - MEASURED[0]
+        self._joined = True
         if self._wanted:
             self._start()
 

@@ -6,8 +6,8 @@ again, and of those that change what was there before only batch norm, whose rep
 An op in place is not a second tensor: in forward it is one op with the op whose result it changes, unless somebody reads that in between; a gradient
 that is added to stays the tensor it was, and what is written is a mark of no bytes that later readers read besides. What the script
 holds longer than its last reader is read once more then, by an op of no time; what only autograd holds is not.
-`pinned`: what the script holds is read by every op meanwhile. Then no plan can take it away and make it again under the script's feet, which no
-enforcer could do.
+In a graph that is `pinned_above` so many bytes, every op with more on the device reads what the script holds meanwhile. Then no plan can take that
+away where it would help, and make it again under the script's feet, which no enforcer could do.
 """
 
 from __future__ import annotations
@@ -20,14 +20,18 @@ from memopt.estimators.simulator.trace_view import Saved, TraceView
 from memopt.trace import HIDDEN_STATE, PHASES, REPLAYABLE, Trace
 
 _FORWARD = PHASES.index("forward")
+_LEAST_PINNED = 1 / 2000
+"""Of the peak: taking away what is smaller gains nothing."""
 
 
-def graph_of(trace: Trace, name: str, *, replay_ms: float = 0.0, pinned: bool = False) -> GraphFile:
+def graph_of(
+    trace: Trace, name: str, *, replay_ms: float = 0.0, pinned_above: int | None = None
+) -> GraphFile:
     """The graph of `trace`, where tensor ids are values of the trace or, for what was there before, storages beyond them.
 
     `replay_ms`: what an op that runs again costs besides its own time; a graph has one time for each op, so the first run takes as long.
     """
-    return Bridge(trace, replay_ms).graph(name, pinned=pinned)
+    return Bridge(trace, replay_ms).graph(name, pinned_above=pinned_above)
 
 
 class Bridge:
@@ -112,17 +116,20 @@ class Bridge:
         saved, death = self._saved(storage), self.trace.storages.death_op[storage]
         return saved.gone_after if saved is not None and saved.plain and saved.gone_after < death else death
 
-    def _pins(self) -> dict[int, list[int]]:
-        """Op -> tensors that somebody besides autograd holds while it runs."""
+    def _pins(self, above: int) -> dict[int, list[int]]:
+        """Op with more bytes than that on the device -> tensors that somebody besides autograd holds while it runs."""
         found: dict[int, list[int]] = defaultdict(list)
+        high, size = self.view.high.tolist(), self.view.size.tolist()
+        least = _LEAST_PINNED * max(high, default=0)
         for storage, versions in self.view.value_times.items():
             made = [(op, value) for op, value in sorted(versions) if op < 0 or value in self.made]
-            if not made or (self.before[storage] and not self._leaves(storage)):
+            if not made or size[storage] < least or (self.before[storage] and not self._leaves(storage)):
                 continue
             ends = [*(op for op, _ in made[1:]), min(self._held_until(storage), self.n - 1)]
             for (begin, value), end in zip(made, ends, strict=True):
                 for op in range(begin + 1, end + 1) if value not in self.gone else ():
-                    found[op] += self._ids(value)
+                    if high[op] > above:
+                        found[op] += self._ids(value)
         return found
 
     def _held(self) -> dict[int, list[int]]:
@@ -147,8 +154,9 @@ class Bridge:
 
     # --- the file
 
-    def graph(self, name: str, *, pinned: bool = False) -> GraphFile:
-        held, pins = self._held(), self._pins() if pinned else {}
+    def graph(self, name: str, *, pinned_above: int | None = None) -> GraphFile:
+        held = self._held()
+        pins = self._pins(pinned_above) if pinned_above is not None else {}
         leaving = [self.first + s for s in range(len(self.before)) if self._leaves(s)]
         ops = [OpRow(name="before", ms=0.0, writes=leaving, replayable=False)] if leaving else []
         self.ops, written = [-1] * len(ops), set(leaving)

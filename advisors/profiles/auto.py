@@ -20,6 +20,7 @@ from memopt.advisors.clock import OutOfTime, now
 from memopt.advisors.profiles.blockers import infeasible
 from memopt.advisors.profiles.by_rounds import ByRounds
 from memopt.advisors.profiles.from_graph import graph_plans
+from memopt.advisors.profiles.link_price import link_priced_plans
 from memopt.advisors.profiles.lower_bound import least_step_ms
 from memopt.advisors.profiles.problem import TIME_LIMIT_S, Candidate, Decisions, Problem
 from memopt.advisors.profiles.rounds import Round, find_kinds
@@ -244,7 +245,10 @@ class Auto:
             yield from _judged(search, _in_time(alike_plans(limited)), judged)
         quick = _QUICK if len(problem.candidates) <= _MOST_FOR_SQUARES else _QUICK[1:]
         yield from _judged(search, portfolio(search, quick, until=_SHARE_FOR_SEARCH), judged)
-        if not any(search.fits(plan) for plan in judged.values()):
+        if problem.fastest_tier:
+            priced = link_priced_plans(problem.limited(search.moment(_SHARE_FOR_STARTS)))
+            yield from self._mended(search, _in_time(priced), judged)
+        if problem.fastest_tier or not any(search.fits(plan) for plan in judged.values()):
             yield from self._from_graph(search, judged)
         if few:
             yield from _judged(search, portfolio(search, _GENETIC, until=_SHARE_AFTER_GENETIC), judged)
@@ -268,14 +272,25 @@ class Auto:
             yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_AFTER_THOROUGH), judged)
 
     def _from_graph(self, search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
-        """Where no quick start fits: what the planner of graphs makes of it, and that mended. Elsewhere the search makes more of the time."""
+        """Where no quick start fits, or there are copies to lay out: what the planner of graphs makes of it, and that mended. Elsewhere the
+        search makes more of the time."""
         until = min(search.moment(_SHARE_AFTER_GRAPHS), now() + _SHARE_FOR_GRAPHS * search.seconds)
-        for plan in _judged(search, _in_time(graph_plans(search.problem, until)), judged):
+        yield from self._mended(search, _in_time(graph_plans(search.problem, until)), judged)
+
+    @staticmethod
+    def _mended(
+        search: Search, decided: Iterable[Decisions], judged: dict[frozenset[int], Plan]
+    ) -> Iterator[Plan]:
+        """As `_judged`; and what does not fit, mended for as long as it costs little more than the cheapest that does."""
+        cheapest = min((plan.cost_ms for plan in judged.values() if search.fits(plan)), default=math.inf)
+        for plan in _judged(search, decided, judged):
             yield plan
-            if not search.fits(plan):
-                mended = search.mend(plan)
-                judged.setdefault(frozenset(mended.decisions), mended)
-                yield mended
+            if not search.fits(plan) and plan.cost_ms <= search.near_ms(cheapest):
+                plan = search.mend(plan, below_ms=search.near_ms(cheapest))
+                judged.setdefault(frozenset(plan.decisions), plan)
+                yield plan
+            if search.fits(plan):
+                cheapest = min(cheapest, plan.cost_ms)
 
 
 def _is_optimal(search: Search, plan: Plan) -> bool:

@@ -27,35 +27,40 @@ from memopt.estimators.simulator.timeline import REPLAY_MS
 
 _LEAST_S = 0.05
 """Of time, below which nothing is planned."""
-_LOWER = (1.0, 0.95, 0.88)
-"""Targets, as shares of what lies above what is there all along: a schedule lets go sooner than the enforcer can."""
+_VARIANTS = ((True, 1.0), (False, 1.0), (True, 0.95), (False, 0.95), (False, 0.88))
+"""Does what the script holds stay, and the target as a share of what lies above what is there all along: a schedule lets go sooner than the
+enforcer can. What the script holds makes a graph larger, and its planner slower; what is told of a graph without needs more mending."""
+_PINNED_ABOVE = 0.8
+"""Of the target."""
 
 
 def graph_plans(problem: Problem, until: float) -> Iterator[Decisions]:
-    """Decisions after schedules of the graph, while the clock is before `until`; none where nothing can be told."""
+    """Decisions after schedules of the graph, while the clock is before `until`; none where nothing can be told.
+
+    Without a tier to copy to, the first that fits is the last: what the search adds to it is worth more than another."""
     bridge = Bridge(problem.view.trace, REPLAY_MS)
-    file = bridge.graph("profile")
-    if not file.ops:
-        return
-    graph = decode_graph(msgspec.json.encode(file), "profile")
-    for at, share in enumerate(_LOWER):
-        seconds = (until - now()) * (0.6 if at + 1 < len(_LOWER) else 1.0)
-        if seconds < _LEAST_S:
+    graphs = {pinned: _graph(problem, bridge, pinned=pinned) for pinned in (True, False)}
+    for at, (pinned, share) in enumerate(_VARIANTS):
+        graph, seconds = graphs[pinned], (until - now()) / (len(_VARIANTS) - at)
+        if seconds < _LEAST_S or not graph.op_count:
             return
         target = graph.resident_bytes + int(share * (problem.target_bytes - graph.resident_bytes))
         schedule = _scheduled(problem, graph, target, seconds)
-        if schedule is None:
-            return
         fits = False
-        for decisions in told(problem, absences(graph, schedule, bridge.ops)):
+        for decisions in told(problem, absences(graph, schedule, bridge.ops)) if schedule is not None else ():
             fits |= problem.fits(problem.run(place_prefetches(problem, decisions)))
             yield decisions
-        if fits:
+        if fits and problem.fastest_tier is None:
             return
+
+
+def _graph(problem: Problem, bridge: Bridge, *, pinned: bool) -> Graph:
+    above = int(_PINNED_ABOVE * problem.target_bytes) if pinned else None
+    return decode_graph(msgspec.json.encode(bridge.graph("profile", pinned_above=above)), "profile")
 
 
 def _scheduled(problem: Problem, graph: Graph, target_bytes: int, seconds: float) -> Schedule | None:
-    tier = _tier(problem)
+    tier = problem.fastest_tier
     out_rate, in_rate = problem.device.rates_of(tier) if tier else (0.0, 0.0)
     allow = frozenset(({RERUNS} if "recompute" in problem.allow else set()) | ({COPIES} if tier else set()))
     if not allow or target_bytes <= 0:
@@ -71,12 +76,6 @@ def _scheduled(problem: Problem, graph: Graph, target_bytes: int, seconds: float
         )
     except BudgetInfeasible:
         return None
-
-
-def _tier(problem: Problem) -> str | None:
-    """The fastest tier that storages may be swapped to."""
-    swaps = {o.tier for c in problem.candidates.values() for o in c.options if o.kind == "swap" and o.tier}
-    return max(swaps, key=lambda tier: min(problem.device.rates_of(tier)), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ def absences(graph: Graph, schedule: Schedule, ops: list[int]) -> dict[int, list
 
 def told(problem: Problem, away: dict[int, list[Absence]]) -> Iterator[Decisions]:
     """As the schedule has it; and with what is made more than once held from the first time on."""
-    tier = _tier(problem)
+    tier = problem.fastest_tier
     found: Decisions = {}
     for candidate in problem.candidates.values():
         span = candidate.away

@@ -235,6 +235,12 @@ class Problem:
         return self._looked_up[storage]
 
     @cached_property
+    def fastest_tier(self) -> str | None:
+        """Of those that a candidate may be swapped to."""
+        swaps = {o.tier for c in self.candidates.values() for o in c.options if o.kind == "swap" and o.tier}
+        return max(swaps, key=lambda tier: min(self.device.rates_of(tier)), default=None)
+
+    @cached_property
     def triggers(self) -> Ints:
         """Ops before which something is unpacked, in order: the only moments at which a swap-in can be started."""
         return np.array(sorted(op for op in self.view.first_unpacked if op < self.view.n), dtype=np.int64)

@@ -128,9 +128,10 @@ def test_a_pinned_tensor_is_read_for_as_long_as_the_script_holds_it() -> None:
     storages = msgspec.structs.replace(trace.storages, only_saved_from=gone)
     trace = msgspec.structs.replace(trace, storages=storages)
     value = trace.values.storage.index(first)
-    free, pinned = (graph_of(trace, "held", pinned=each) for each in (False, True))
+    free, pinned = (graph_of(trace, "held", pinned_above=each) for each in (None, 0))
     ops = [row.name for row in free.ops if row.name != "held"]
     readers = [[op for op, row in enumerate(row for row in file.ops if row.name != "held") if value in row.reads] for file in (free, pinned)]  # fmt: skip
     assert len(ops) == trace.op_count
     assert set(readers[1]) - set(readers[0]) == {2, 3}
+    assert graph_of(trace, "held", pinned_above=trace.peak_bytes) == free
     assert len({unplanned_peak(decode_graph(msgspec.json.encode(file))) for file in (free, pinned)}) == 1
