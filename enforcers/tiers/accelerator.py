@@ -44,6 +44,10 @@ class Accelerator(Protocol):
 
     device: Any
 
+    def here(self) -> AbstractContextManager[object]:
+        """This is the thread's device inside the block. All that follows is asked for in one: torch's streams and events set the
+        thread's device back to what it was, which makes a context on a device (the first, in a new thread) that nobody else uses."""
+
     def current_stream(self) -> Stream:
         """The stream that this thread computes on."""
 
@@ -114,6 +118,12 @@ class TorchAccelerator:
         self._warns = device.type == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
         """About `record_stream` for the stream that the memory belongs to."""
         self._registered: set[int] = set()
+
+    def here(self) -> AbstractContextManager[object]:
+        import torch
+
+        entered: AbstractContextManager[object] = torch.accelerator.device_index(self.device.index)
+        return entered
 
     def current_stream(self) -> Stream:
         import torch

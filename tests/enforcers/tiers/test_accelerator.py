@@ -92,6 +92,19 @@ def test_what_cannot_be_pinned_at_all_is_told(runtime: Runtime, monkeypatch: pyt
     assert caught.value.why == "torch rounds up to 1024 bytes, and the host has 1023 left"
 
 
+def test_a_threads_device_is_ours_inside_and_set_back_without_a_context(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`exchange` makes a context where there is none, `maybeExchange` does not."""
+    said: list[tuple[str, int]] = []
+    for name in ("exchange", "maybeExchange"):
+        answer = lambda index, name=name: said.append((name, index)) or 0  # noqa: E731
+        monkeypatch.setattr(torch._C, f"_accelerator_{name}Device", answer)
+    with TorchAccelerator(GPU).here():
+        assert said == [("exchange", 1)]
+    assert said[1:] == [("maybeExchange", 0)]
+
+
 def test_a_device_that_is_no_accelerator_is_refused(runtime: Runtime) -> None:
     with pytest.raises(SwapFailed, match="cpu is not an accelerator's memory"):
         TorchAccelerator(torch.device("cpu"))
