@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import io
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 import torch
+from rich.console import Console
 
 from memopt.device import Device
+from memopt.enforcers import memory_limit
+from memopt.enforcers.measurements import Measurements
 from memopt.enforcers.memory_limit import hold, limit_of
+from memopt.enforcers.session import ApplySession, Options
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.elsewhere.from_profile import estimate_trace
 from memopt.estimators.hidden.beside_tensors import beside_tensors, parse_budget
 from memopt.instrument import torch_internals
+from memopt.instrument.memory import cuda_statistics
+from memopt.outcome import ActionCounts, Outcome
 from memopt.plan import Plan
+from memopt.reports.outcome import render_outcome
 from tests.support.toy_trace import toy_trace
 
 MIB = 1 << 20
@@ -77,6 +85,34 @@ def test_a_held_run_may_reserve_the_budget_less_the_context(monkeypatch):
     assert told == []  # no context before the script wants one
     waiting[0]()
     assert told == [(0.25, 0), (0.25, 1)]
+
+
+def test_a_run_that_is_to_be_held_is(monkeypatch, tmp_path):
+    held = []
+    monkeypatch.setattr(memory_limit, "hold", held.append)
+    for limit_bytes in (0, 1000 * MIB):
+        session = ApplySession(_plan(Device(kind="cpu"), 0), Options(swap_dir=tmp_path, measure=False, limit_bytes=limit_bytes))  # fmt: skip
+        session.install()
+        session.finished()
+    assert held == [1000 * MIB]
+
+
+def test_allocated_reserved_and_process_are_told_beside_each_other(monkeypatch):
+    statistics = SimpleNamespace(peaks_of_the_script=lambda: (700 * MIB, 900 * MIB))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(cuda_statistics, "statistics_of", lambda index: statistics if index == 1 else None)
+    monkeypatch.setattr(cuda_statistics, "process_bytes", lambda index: 1400 * MIB if index == 1 else 0)
+    found = Measurements(_plan(A100, 1500 * MIB), peaks=True).on_the_gpu()
+    outcome = Outcome(
+        budget_bytes=1500 * MIB, unplanned_peak_bytes=1, predicted_peak_bytes=1, measured_peak_bytes=1, plain_step_ms=1.0,
+        predicted_step_ms=1.0, measured_step_ms=1.0, actions=ActionCounts(planned=0, done=0, skipped=0), divergences=0, steps=3, notes=[], **found,
+    )  # fmt: skip
+    console = Console(width=200, file=io.StringIO())
+    console.print(render_outcome(outcome))
+    said = "at most 700 MiB were allocated and 900 MiB reserved; the process holds 1.37 GiB, its CUDA context included"
+    assert said in console.file.getvalue()
+    assert Measurements(_plan(Device(kind="cpu"), 0), peaks=True).on_the_gpu() == {}
 
 
 def test_what_cannot_be_held_is_refused():
