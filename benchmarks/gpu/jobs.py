@@ -17,6 +17,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 MEMOPT = [sys.executable, "-m", "memopt"]
 KINDS = ("recompute", "swap-host", "swap-disk", "compress", "mixed")
+COPIES = ("swap-host", "swap-disk", "mixed")
+"""Those that a late device has something to do with."""
 Found = dict[str, Any]
 
 
@@ -226,7 +228,7 @@ def _one_plan(kind: str, folder: str, printed: str) -> Found:
         f"{kind}.plan.json",
     ]
     execute(words, folder)
-    memopt = [sys.executable, "-m", "benchmarks.gpu.late"] if dry() else MEMOPT
+    memopt = [sys.executable, "-m", "benchmarks.gpu.late"] if dry() and kind in COPIES else MEMOPT
     out, err, code = execute([*memopt, "apply", f"{kind}.plan.json", "--outcome", f"{kind}.json"], folder, may_fail=True)  # fmt: skip
     path = Path(folder) / f"{kind}.json"
     told: Found = {"exit": code}
