@@ -187,11 +187,12 @@ SMALL = (
 
 def script_of(name: str, *, steps: int = 12) -> list[str]:
     """What stands behind `memopt profile`."""
+    steps = min(steps, 4) if dry() else steps
     if name in EXAMPLES:
         from tests.memopt.test_examples import SMALL
 
         small = SMALL[f"{name}.py"] if dry() else []
-        return [str(ROOT / "examples" / f"{name}.py"), "--steps", str(4 if dry() else steps), *small]
+        return [str(ROOT / "examples" / f"{name}.py"), "--steps", str(steps), *small]
     model, batch, *rest = name.split()
     tiny = ["--tiny", "--device", "cpu"] if dry() else []
     return ["-m", "benchmarks.gpu.train", model, "2" if dry() else batch, *rest, *tiny, "--steps", str(steps)]

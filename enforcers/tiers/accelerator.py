@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import warnings
 from contextlib import AbstractContextManager
@@ -167,7 +168,7 @@ class TorchAccelerator:
         import torch
 
         if self.device.type == "cuda":
-            row = torch.empty(nbytes, dtype=torch.uint8)
+            row = _own_pages(nbytes)
             if int(_cuda_runtime().cudaHostRegister(row.data_ptr(), nbytes, 0)) == 0:
                 self._registered.add(row.data_ptr())
                 return row
@@ -209,6 +210,19 @@ def most_bytes() -> int | None:
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """The accelerator whose memory `device` is; None: the host's own. The seam: tests put a pretended device here."""
     return None if device.type == "cpu" else TorchAccelerator(device)
+
+
+def _own_pages(nbytes: int) -> torch.Tensor:
+    """A uint8 row in pages that hold nothing else, and that a forked child (a loader's worker) does not get.
+
+    If both had them, the first to write into one would get another in its place, while the device goes on with the old one: what the
+    disk tier reads into its buffers would not be what is copied to the device.
+    """
+    import torch
+
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _cuda_runtime() -> Any:

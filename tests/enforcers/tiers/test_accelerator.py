@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +74,24 @@ def test_a_row_is_registered_as_it_is(runtime: Runtime) -> None:
     assert runtime.registered == [row.data_ptr()]
     here.unpin(row)
     assert runtime.registered == []
+
+
+def test_what_the_device_copies_from_is_in_pages_that_no_forked_child_shares(runtime: Runtime) -> None:
+    """Whoever writes first into a shared page gets another one, and the device would go on with the old."""
+    row = TorchAccelerator(GPU).pinned(10_000)
+    row.fill_(7)
+    mappings = re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
+    )
+    (mine,) = (each for each in mappings[1:] if _holds(each, row.data_ptr()))
+    flags = re.search(r"^VmFlags: (.*)$", mine, flags=re.MULTILINE)
+    assert flags is not None
+    assert "dc" in flags[1].split(), "do not copy on fork"
+
+
+def _holds(mapping: str, address: int) -> bool:
+    begin, end = (int(each, 16) for each in mapping.split(" ", 1)[0].split("-"))
+    return begin <= address < end
 
 
 def test_a_refusal_leaves_no_error_to_the_scripts_next_kernel(runtime: Runtime) -> None:
