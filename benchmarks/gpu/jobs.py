@@ -187,7 +187,7 @@ SMALL = (
 
 def script_of(name: str, *, steps: int = 12) -> list[str]:
     """What stands behind `memopt profile`."""
-    steps = min(steps, 4) if dry() else steps
+    steps = min(steps, 6) if dry() else steps
     if name in EXAMPLES:
         from tests.memopt.test_examples import SMALL
 
