@@ -39,6 +39,7 @@ from memopt.instrument.as_plain import as_plain, run_as_plain
 from memopt.instrument.deep_graphs import DEEP, make_room
 from memopt.instrument.frames import Frame, Frames
 from memopt.instrument.iterations import Iterations
+from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import (
     CLONE,
     PLAIN_TYPES,
@@ -85,6 +86,7 @@ class Engine(modes.Mode):
         self._swapper = swapper
         self._device = device
         self.capturing = Capturing(device)
+        self._streams = OneStream()
         self._thread = frames.thread
         self._regions = frames.regions
         self.values = Values(frames.thread)
@@ -274,6 +276,7 @@ class Engine(modes.Mode):
         if slot is None or frame.diverged:
             brings = self._tables.at_use.get(frame.key, {}).get(ordinal)
             return Kept(tensor) if brings is None else Trigger(tensor, brings)
+        keep = keep or self._streams.why_keep(tensor.device)
         if keep:
             self._decline(slot, keep)
             return Kept(tensor)
@@ -374,7 +377,10 @@ class Engine(modes.Mode):
     def _let_go(self, handle: Planned, reader: Call | None) -> None:
         slot, tensor = handle.slot, handle.tensor
         assert tensor is not None
-        if tensor._version != handle.version:
+        another = self._streams.why_keep(tensor.device)
+        if another:
+            self._decline(slot, another)
+        elif tensor._version != handle.version:
             self._decline(slot, "it was changed in place by the op that saved it")
         elif slot.kind == "recompute":
             self._drop_for_replay(handle, tensor)
@@ -447,6 +453,7 @@ class Engine(modes.Mode):
     def new_iteration(self) -> None:
         """Forget what ended with the iteration."""
         self.done.clear()
+        self._streams.new_iteration()
         self.saved_tensors = self.saved_elements = 0
         self.values.new_iteration()
         if self.weights is not None:

@@ -27,6 +27,7 @@ from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
 from memopt.instrument.memory.meter import living_storages
+from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes, share
 from memopt.instrument.script.forks import call_around_fork
@@ -135,6 +136,7 @@ class Guard(modes.Mode):
         """(overload, bytes of its inputs) -> bytes that it made the last time."""
         self._hooks = SavedTensorHooks(self.pack, self.unpack)
         self._capturing = Capturing(device)
+        self._streams = OneStream()
         self.active = True
         self._looking = False
         """An op has run whose backward formula looks whether a mode is on."""
@@ -216,6 +218,8 @@ class Guard(modes.Mode):
         if not self.active or self._iterations.in_backward or not self._thread.is_here:
             return Kept(tensor)
         if tensor.device.type != self._device or not is_plain(tensor) or self._capturing.why_keep():
+            return Kept(tensor)
+        if self._streams.why_keep(tensor.device):
             return Kept(tensor)
         storage = tensor.untyped_storage()
         if storage.nbytes() < LEAST_BYTES or is_lent(storage) or (tensor.is_leaf and tensor.requires_grad):
@@ -299,6 +303,8 @@ class Guard(modes.Mode):
         kept = {id(each.tensor): each for each in handles}
         if storage_use_count(saved.address) > len(kept) + 1:  # one is who asks
             return None
+        if self._streams.why_keep(handles[0].tensor.device):
+            return None
         try:
             content = SwappedStorage(self._tier, handles[0].tensor.untyped_storage())
         except SwapFailed as error:
@@ -324,6 +330,7 @@ class Guard(modes.Mode):
         for address, saved in list(self._saved.items()):
             if not saved.living():
                 del self._saved[address]
+        self._streams.new_iteration()
         self._frames.new_iteration()
         self._enter()
 

@@ -12,6 +12,7 @@ import msgspec
 
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
+from memopt.enforcers.memory_limit import MemoryLimit
 from memopt.errors import NotPossibleHere
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
@@ -78,6 +79,7 @@ class ApplySession:
         self._pieces: OptimizerInPieces | None = None
         self._gradients: GradientsElsewhere | None = None
         self._over_gradients: GradientsInPlace | None = None
+        self._limit = MemoryLimit(options.limit_bytes)
         self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
         self._in_two_threads = False
@@ -153,7 +155,6 @@ class ApplySession:
         require(WATCH, *([ON_GPU] if self._plan.device.kind == "cuda" else []))
         from memopt.enforcers.engine import Engine
         from memopt.enforcers.lookup import tables_of
-        from memopt.enforcers.memory_limit import hold
         from memopt.instrument.as_plain import PlainForms
         from memopt.instrument.frames import Frames
         from memopt.instrument.iterations import Iterations
@@ -167,8 +168,7 @@ class ApplySession:
             self._iterations.install()
         else:
             self._frames, self._iterations = loop.frames, loop.iterations
-        if self._options.limit_bytes:
-            hold(self._options.limit_bytes)
+        self._limit.begin()
         tables = tables_of(self._plan)
         self._frames.without_gradients = self._measurements.without_gradients
         self._swapper = self._tiers(tables)
@@ -224,6 +224,7 @@ class ApplySession:
 
     def _training_begins(self) -> None:
         """What prepares the training has run without the mode, which would slow small ops down."""
+        self._limit.training_begins()
         self._measurements.training_begins()
         if self._engine is not None:
             self._engine.enter()
@@ -448,6 +449,7 @@ class ApplySession:
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
     ) -> None:
+        self._limit.training_begins()  # where no plan watches forward
         if self._also is not None:
             self._also.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)
         if self._updates is not None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from memopt.enforcers.scratch import copy_folder, moved
+from memopt.enforcers.spread import beside_the_spread
 from memopt.errors import VerifyFailed
 from memopt.instrument.script.on_import import call_after_import
 from memopt.instrument.script.runner import Command, run, stop_script
@@ -82,9 +83,11 @@ def verify(
     for number, (way, first) in enumerate((("plain", plain), ("enforced", enforced), ("plain", plain)), 2):
         again, _, _ = _run(f"{way}{mode}", plan_path, argv, steps, swap_dir, where, number)
         if _difference(first, again):
+            third, _, _ = _run(f"plain{mode}", plan_path, argv, steps, swap_dir, where, 5)
+            plains = [plain, third, again] if way == "plain" else [plain, third]
             raise VerifyFailed(
                 f"the runs differ, but so do two {way} runs: the script does not repeat by itself",
-                why=_difference(first, again),
+                why=f"{_difference(first, again)}; {beside_the_spread(enforced, plains)}",
                 try_="--deterministic, or fixed seeds in the script",
             )
     raise VerifyFailed(
@@ -210,6 +213,8 @@ class _Digests:
         self._file = out.open("w")
         self._steps = steps
         self._losses: dict[str, str] = {}
+        self._values: dict[str, float] = {}
+        """Of losses that are one number."""
         self._gradients: dict[str, str] = {}
         self._step = 0
         self._pid = os.getpid()
@@ -229,12 +234,13 @@ class _Digests:
             return
         line = {
             "losses": self._losses,
+            "values": self._values,
             "gradients": self._gradients or _gradients(),
             "parameters and buffers": _state(),
         }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-        self._losses, self._gradients, self._step = {}, {}, 0
+        self._losses, self._values, self._gradients, self._step = {}, {}, {}, 0
         if count >= self._steps:
             stop_script()
 
@@ -245,7 +251,9 @@ class _Digests:
 
         for root in roots:
             if not is_functorch_wrapped(root):  # has no bytes of its own, and torch.func is left alone
-                self._losses[f"loss {len(self._losses)}"] = digest(root)
+                name = f"loss {len(self._losses)}"
+                self._losses[name] = digest(root)
+                self._values |= _number(name, root)
 
     def backward_ended(self) -> None:
         return None
@@ -323,6 +331,18 @@ def _by_content(found: dict[str, str]) -> dict[str, str]:
         counts[short] = counts.get(short, 0) + 1
         named[f"{short} ({counts[short]})" if counts[short] > 1 else short] = content
     return named
+
+
+def _number(name: str, tensor: torch.Tensor) -> dict[str, float]:
+    """The value of `tensor` by `name`, if it is one number."""
+    import torch
+
+    from memopt.instrument.torch_internals import disable_current_modes, is_wrapper
+
+    if is_wrapper(tensor) or tensor.numel() != 1 or tensor.is_complex():
+        return {}
+    with torch.no_grad(), disable_current_modes():
+        return {name: float(tensor.detach())}
 
 
 def _short(name: str) -> str:

@@ -39,9 +39,9 @@ _NOT_REPLAYABLE = {
     "aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::unique_dim", "aten::_unique2",
     "aten::set_", "aten::resize_", "aten::record_stream", "aten::_pin_memory", "aten::is_pinned",
     "aten::index_add", "aten::index_add_", "aten::scatter_add", "aten::scatter_add_", "aten::index_put_",
-    "aten::_index_put_impl_", "aten::put_", "aten::bincount", "aten::histc", "aten::scatter_reduce",
+    "aten::_index_put_impl_", "aten::put_", "aten::bincount", "aten::histc", "aten::scatter_reduce", "aten::scatter_reduce_",
     "aten::_to_copy.cross_device", "aten::_cudnn_rnn", "aten::_thnn_fused_lstm_cell", "aten::lstsq",
-    "aten::linalg_lstsq", "aten::linalg_pinv", "aten::_trilinear", "aten::_scaled_dot_product_cudnn_attention", "aten::equal", "aten::is_same_size",
+    "aten::linalg_lstsq", "aten::linalg_pinv", "aten::_trilinear", "aten::_scaled_dot_product_cudnn_attention", "aten::_cudnn_attention_forward", "aten::equal", "aten::is_same_size",
 }  # fmt: skip
 """Ops whose result depends on more than their inputs' values, that need not give the same bits twice, or that move memory."""
 

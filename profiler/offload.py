@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from torch import Tensor, UntypedStorage
 
 from memopt.errors import MemoptError
-from memopt.instrument.saved import Place, let_go_of_bytes
+from memopt.instrument.one_stream import OneStream
+from memopt.instrument.saved import Kept, Place, let_go_of_bytes
 from memopt.instrument.torch_internals import DisableTorchDispatch
 from memopt.profiler.recorder import MOST_POLLED, Handle, Recorder
 
@@ -46,14 +47,26 @@ class OffloadingRecorder(Recorder):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._leaving: deque[weakref.ref[_Away]] = deque()
+        self._streams = OneStream()
+        self._staying: set[int] = set()
+        """Storages that were saved on another stream than the first."""
 
     def _poll(self, op: int, most: int = MOST_POLLED) -> None:
         self.tier.collect()
         super()._poll(op, most)
 
+    def pack(self, tensor: Tensor) -> Kept:
+        handle = super().pack(tensor)
+        if isinstance(handle, Handle) and handle.row >= 0 and self._streams.why_keep(tensor.device):
+            self._staying.add(self.slots[handle.row].storage)
+        return handle
+
     def _left_to_autograd(self, number: int, handles: list[Handle]) -> None:
         storage = handles[0].tensor.untyped_storage()
         if storage.nbytes() < LEAST_BYTES:
+            return
+        if number in self._staying or self._streams.why_keep(storage.device):
+            self.notes.add("not everything could be offloaded: the script computes on several streams")
             return
         try:
             away = _Away(self, number, storage)

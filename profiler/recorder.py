@@ -157,9 +157,15 @@ class Recorder(modes.Mode):
             self._unseen(kind, error)
         return out
 
-    def begin(self) -> None:
-        """What is known now was there before."""
-        self.base_bytes = self.met.begin()
+    def begin(self, device: str) -> None:
+        """What is known now was there before, on `device` or, where that is not known yet, on another."""
+        self.met.begin()
+        self.base_bytes = self.met.known_bytes(device)
+
+    def only(self, device: str) -> None:
+        """What was met on other devices than `device` weighs nothing."""
+        if self.met.only(device):
+            self.base_bytes = self.met.known_bytes(device)
 
     def also_held(self, all_bytes: int) -> None:
         """On the device there are `all_bytes` now: what no tensor shows (workspaces of cuBLAS, buckets of DDP) is a row of its own."""

@@ -101,7 +101,8 @@ class Recordings:
         """Record from here on.
 
         The first recording that was asked for measures bytes; those before it take times only, for scripts that end before it: two of
-        torch's profiles in a row, the first of which has ended in an optimizer's hook, crash now and then (2.13).
+        torch's profiles in a row, the first of which has ended in an optimizer's hook, crash now and then (2.13). Those before it
+        meet the storages of every device: which one counts is known when they end, since a script may move its model meanwhile.
         """
         from memopt.instrument import modes
         from memopt.profiler.cache_calls import CacheCalls
@@ -109,15 +110,16 @@ class Recordings:
         from memopt.profiler.updates import watch_updates
 
         there = there_now()
+        in_use = self._wanted.device or device_in_use(there.modules)
         if self.result is None:
-            self.device = self._wanted.device or device_in_use(there.modules)
+            self.device = in_use if self._wanted.device or iteration > self._wanted.warmup else ""
         clock = self._clock(with_bytes=iteration > self._wanted.warmup and self.result is None)
         most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
         recorder = self._recorder(clock, most)
         self.names = tell_all(recorder.met.know, self._frames, there)
         del there  # or it keeps tensors alive
-        recorder.met.expect(self.buckets())
-        recorder.begin()
+        recorder.met.expect(self.buckets(in_use), in_use)
+        recorder.begin(in_use)
         clock.start()
         recorder.also_held(clock.base_bytes)
         modes.enter(recorder)
@@ -126,11 +128,11 @@ class Recordings:
         calls.install()
         self.now = Recording(recorder, clock, iteration, watch, calls)
 
-    def buckets(self) -> list[int]:
+    def buckets(self, device: str) -> list[int]:
         """Bytes of DistributedDataParallel's buckets. A recording shows them to Python, where the next would count them twice."""
         from memopt.instrument.memory.buckets import living_buckets
 
-        return living_buckets(self.device)
+        return living_buckets(device)
 
     def _recorder(self, clock: OpClock, most: int) -> Recorder:
         from memopt.profiler.recorder import Recorder
@@ -167,7 +169,7 @@ class Recordings:
         updates = now.watch_no_more()
         if not self.device:
             self.device = "cuda" if out_of_memory and _uses_cuda() else device_in_use()
-        now.recorder.met.only(self.device)
+        now.recorder.only(self.device)
         now.recorder.stop()
         usage = now.clock.stop()
         modes.leave(now.recorder)
@@ -208,7 +210,7 @@ class Recordings:
         tell_all(recorder.met.know, self._frames, there)
         del there
         know_what_is_saved(recorder)
-        recorder.begin()
+        recorder.begin(self.device)
         recorder.stop()
         return Result(recorder, None, self._iterations.count + 1, snapshot=True)
 

@@ -387,7 +387,9 @@ class ProfileSession:
         if not earlier:
             return True
         few = len(earlier[0].recorder.ops) < _MANY_OPS
-        return count == 1 and few and not _has_peers() and not self._recordings.buckets()
+        return (
+            count == 1 and few and not _has_peers() and not self._recordings.buckets(self._recordings.device)
+        )
 
     def _worth_timing(self) -> bool:
         """Shall the script go on, to be timed? Several processes must stop at the same iteration, or one waits for ever."""

@@ -42,10 +42,13 @@ class StorageRows:
         self._begun = False
         self._ended = False
 
-    def begin(self) -> int:
-        """What is known now was there before; what is met from now on without being made by an op has appeared since. Bytes known."""
+    def begin(self) -> None:
+        """What is known now was there before; what is met from now on without being made by an op has appeared since."""
         self._begun = True
-        return sum(row.size_bytes for row in self.rows)
+
+    def known_bytes(self, device: str) -> int:
+        """On `device`, of what was there before."""
+        return sum(row.size_bytes for row in self.rows if row.birth < 0 and row.device == device)
 
     def end(self) -> None:
         """What happens to storages from now on is not noted."""
@@ -90,11 +93,11 @@ class StorageRows:
         self.rows[number].value = self._new_value(number, -1, -1)
         return number
 
-    def expect(self, sizes: list[int]) -> None:
-        """Buckets, of so many bytes together, were there before, in C++; backward will show them to Python for the first time."""
+    def expect(self, sizes: list[int], device: str) -> None:
+        """Buckets on `device`, of so many bytes together, were there before, in C++; backward will show them to Python for the first time."""
         if sum(sizes):
             self._expected = self.hidden(sum(sizes), name=BUCKET)
-            self.rows[self._expected].device = self._device
+            self.rows[self._expected].device = device
 
     def _was_expected(self, row: StorageRow) -> bool:
         """Is it one of the buckets? It leaves those that are expected then."""
@@ -124,12 +127,14 @@ class StorageRows:
     def _is_watched(self, device: torch.device) -> bool:
         return device.type == self._device if self._device else device.type != "meta"
 
-    def only(self, device: str) -> None:
-        """Rows of other devices than `device` weigh nothing."""
-        if not self._device:
-            for row in self.rows:
-                row.size_bytes *= row.device == device
-            self._device = device
+    def only(self, device: str) -> bool:
+        """Rows of other devices than `device` weigh nothing; whether there may be such."""
+        if self._device:
+            return False
+        for row in self.rows:
+            row.size_bytes *= row.device == device
+        self._device = device
+        return True
 
     # --- ends
 

@@ -4,34 +4,39 @@
     python -m benchmarks.gpu.campaign headline --out DIR            memopt beside its peers: peak and step time
     python -m benchmarks.gpu.campaign workspaces --out DIR          what cuDNN and the driver take
     python -m benchmarks.gpu.campaign --list
+    python -m benchmarks.gpu.campaign --dry-run                     every job of every part on a CPU, with tiny models
 
 DIR gets `PART.jsonl` and, of jobs that failed, `PART.log`. A job that is in the file is not done again, so the same command goes on
-where it ended; `data/` beside this file keeps what was found. `--dry-run` runs the same code on a CPU with tiny models. Ground truth for estimates is recorded by `record`.
+where it ended; `data/` beside this file keeps what was found. A dry run needs no DIR, and ends when all jobs have. Ground truth for
+estimates is recorded by `record`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.jobs import JOBS, Job
+from benchmarks.gpu.jobs import JOBS, Job, dry
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.campaign", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("part", nargs="?", choices=sorted({job.part for job in JOBS.values()}))
+    parts = list(dict.fromkeys(job.part for job in JOBS.values()))
+    parser.add_argument("part", nargs="?", choices=parts)
     parser.add_argument("--out", type=Path, metavar="DIR")
-    parser.add_argument("--limit-s", type=float, default=540.0, help="start nothing new after so long (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--limit-s", type=float, default=540.0, help="start nothing new after so long (default: %(default)s); a dry run has no limits")  # fmt: skip
     parser.add_argument("--jobs", type=int, default=6, help="at once, of those that time nothing (default: %(default)s)")  # fmt: skip
     parser.add_argument("--only", nargs="*", default=[], metavar="WORD")
     parser.add_argument("--dry-run", action="store_true", help="on a CPU, with tiny models")
@@ -48,15 +53,20 @@ def main() -> int:
         for job in JOBS.values()
         if args.part in (None, job.part) and (not args.only or any(word in job.name for word in args.only))
     ]
-    if args.list or args.part is None or args.out is None:
+    if args.list or not (args.dry_run or (args.part and args.out)):
         for job in chosen:
             print(f"{job.part:14s} {job.limit_s:4.0f} s  {job.name}")
         return 0
-    return _campaign(chosen, args.part, args.out, args.limit_s, args.jobs)
+    limit_s = math.inf if args.dry_run else args.limit_s
+    with tempfile.TemporaryDirectory() as nowhere:
+        folder = args.out or Path(nowhere)
+        return sum(_campaign([job for job in chosen if job.part == part], part, folder, limit_s, args.jobs) for part in parts)  # fmt: skip
 
 
 def _campaign(jobs: list[Job], part: str, folder: Path, limit_s: float, at_once: int) -> int:
     """Run `jobs`, those that are timed alone and after the others; how many failed."""
+    if not jobs:
+        return 0
     end = time.monotonic() + limit_s
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{part}.jsonl"
@@ -70,7 +80,7 @@ def _campaign(jobs: list[Job], part: str, folder: Path, limit_s: float, at_once:
             print(f"left out  {job.name}", flush=True)
             return
         begin = time.monotonic()
-        found, log = _alone(job, min(job.limit_s, left))
+        found, log = _alone(job, left if dry() else min(job.limit_s, left))
         line = {"job": job.name, "seconds": round(time.monotonic() - begin, 1), **found}
         with path.open("a") as file:  # one write of one line: jobs that run at once do not mix
             file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -99,7 +109,7 @@ def _alone(job: Job, limit_s: float) -> tuple[dict[str, Any], str]:
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     )
     try:
-        out, err = process.communicate(timeout=limit_s)
+        out, err = process.communicate(timeout=limit_s if math.isfinite(limit_s) else None)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, 9)
         out, err = process.communicate()

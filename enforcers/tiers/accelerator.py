@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import warnings
 from contextlib import AbstractContextManager
@@ -43,6 +44,10 @@ class Accelerator(Protocol):
     """A device with queues of work and memory that it can read at full speed."""
 
     device: Any
+
+    def here(self) -> AbstractContextManager[object]:
+        """This is the thread's device inside the block. All that follows is asked for in one: torch's streams and events set the
+        thread's device back to what it was, which makes a context on a device (the first, in a new thread) that nobody else uses."""
 
     def current_stream(self) -> Stream:
         """The stream that this thread computes on."""
@@ -115,6 +120,12 @@ class TorchAccelerator:
         """About `record_stream` for the stream that the memory belongs to."""
         self._registered: set[int] = set()
 
+    def here(self) -> AbstractContextManager[object]:
+        import torch
+
+        entered: AbstractContextManager[object] = torch.accelerator.device_index(self.device.index)
+        return entered
+
     def current_stream(self) -> Stream:
         import torch
 
@@ -157,7 +168,7 @@ class TorchAccelerator:
         import torch
 
         if self.device.type == "cuda":
-            row = torch.empty(nbytes, dtype=torch.uint8)
+            row = _own_pages(nbytes)
             if int(_cuda_runtime().cudaHostRegister(row.data_ptr(), nbytes, 0)) == 0:
                 self._registered.add(row.data_ptr())
                 return row
@@ -199,6 +210,19 @@ def most_bytes() -> int | None:
 def accelerator_of(device: torch.device) -> Accelerator | None:
     """The accelerator whose memory `device` is; None: the host's own. The seam: tests put a pretended device here."""
     return None if device.type == "cpu" else TorchAccelerator(device)
+
+
+def _own_pages(nbytes: int) -> torch.Tensor:
+    """A uint8 row in pages that hold nothing else, and that a forked child (a loader's worker) does not get.
+
+    If both had them, the first to write into one would get another in its place, while the device goes on with the old one: what the
+    disk tier reads into its buffers would not be what is copied to the device.
+    """
+    import torch
+
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _cuda_runtime() -> Any:

@@ -13,6 +13,7 @@ A forked child (a DataLoader worker) closes its copy of the file and can do noth
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import itertools
 import os
@@ -21,6 +22,7 @@ import threading
 import weakref
 from collections import deque
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -102,7 +104,8 @@ class _Arrival:
 
     def result(self, timeout: float | None = None) -> None:
         self.done.result(timeout)
-        self.accelerator.uses(self.target, self.accelerator.current_stream())
+        with self.accelerator.here():
+            self.accelerator.uses(self.target, self.accelerator.current_stream())
 
 
 class DiskStore:
@@ -196,15 +199,16 @@ class DiskStore:
         """Drop the storages that are safely written; their bytes."""
         self._require_own_process()
         dropped: list[torch.UntypedStorage] = []
-        while self._safe:
-            ticket = self._safe.popleft()
-            with self._lock:
+        with self._lock:  # backward has a thread for each device
+            while self._safe:
+                ticket = self._safe.popleft()
                 if ticket.source is not None:
                     dropped.append(ticket.source)
                 ticket.source = None
-        if self._users is not None:
-            for storage in dropped:
-                self._users.may_use(storage)
+        if self._users is not None and dropped:
+            with self._here():
+                for storage in dropped:
+                    self._users.may_use(storage)
         return sum(storage.nbytes() for storage in dropped)
 
     def take_back(self, ticket: Ticket) -> torch.UntypedStorage | None:
@@ -236,12 +240,17 @@ class DiskStore:
         if self._file.fd < 0:
             raise SwapFailed("the swap file is closed")
 
+    def _here(self) -> AbstractContextManager[object]:
+        """The device is this thread's inside the block."""
+        return contextlib.nullcontext() if self._accelerator is None else self._accelerator.here()
+
     def _start(self) -> None:
         """The threads, each with its buffer: where no more can be pinned it is told now, while nothing depends on them."""
         here, carriers = self._accelerator, list[Carrier]()
         try:
-            for _ in range(self._threads):
-                carriers.append(InMemory(PIECE_BYTES) if here is None else OnDevice(PIECE_BYTES, here))
+            with self._here():
+                for _ in range(self._threads):
+                    carriers.append(InMemory(PIECE_BYTES) if here is None else OnDevice(PIECE_BYTES, here))
         except SwapFailed as error:
             for carrier in carriers:
                 carrier.close()
@@ -255,12 +264,18 @@ class DiskStore:
             worker.start()
 
     def _submit(self, kind: int, ticket: Ticket, memory: torch.UntypedStorage, done: Future[None]) -> None:
-        ready = self._users.current().record_event() if self._users is not None else None
+        with self._here():
+            ready = self._users.current().record_event() if self._users is not None else None
         transfer = _Transfer(ticket, memory, done, _pieces(ticket.nbytes), ready)
         for piece in range(transfer.pieces):
             self._queue.put((kind, next(self._order), transfer, piece))
 
     def _work(self, carrier: Carrier) -> None:
+        """One thread's life."""
+        with self._here():
+            self._serve(carrier)
+
+    def _serve(self, carrier: Carrier) -> None:
         while True:
             kind, _, transfer, piece = self._queue.get()
             if transfer is None:

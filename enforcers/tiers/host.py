@@ -168,12 +168,13 @@ class Arrival:
 
     def result(self, timeout: float | None = None) -> None:
         """From here on this thread's compute stream has the bytes, and only this one; the host does not wait."""
-        stream = self.accelerator.current_stream()
-        before = self.accelerator.timed(stream) if self.is_timed and self.asked is None else None
-        stream.wait_event(self.copy.event)
-        if before is not None:
-            self.asked = before, self.accelerator.timed(stream)
-        self.accelerator.uses(self.target, stream)
+        with self.accelerator.here():
+            stream = self.accelerator.current_stream()
+            before = self.accelerator.timed(stream) if self.is_timed and self.asked is None else None
+            stream.wait_event(self.copy.event)
+            if before is not None:
+                self.asked = before, self.accelerator.timed(stream)
+            self.accelerator.uses(self.target, stream)
         self.copy.target = (
             None  # whose memory it is now comes after the copy, however far the host runs ahead
         )
@@ -195,9 +196,10 @@ class HostStore:
 
     def __init__(self, at_once_bytes: int, *, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._arena = PinnedArena(accelerator, at_once_bytes)
-        self._out = self._accelerator.new_stream()
-        self._in = self._accelerator.new_stream()
+        with accelerator.here():
+            self._arena = PinnedArena(accelerator, at_once_bytes)
+            self._out = accelerator.new_stream()
+            self._in = accelerator.new_stream()
         self._leaving: deque[_InFlight] = deque()
         self._coming: deque[_InFlight] = deque()
         self._users = Users(accelerator)
@@ -214,7 +216,7 @@ class HostStore:
 
     def write_async(self, storage: torch.UntypedStorage) -> HostTicket:
         """Start to copy `storage` out, after what this thread has queued so far. It must not be written to meanwhile."""
-        with self._lock:
+        with self._lock, self._accelerator.here():
             self._collect()
             try:
                 ticket = HostTicket(storage, self._arena)
@@ -232,7 +234,7 @@ class HostStore:
 
     def read_async(self, ticket: HostTicket, into: torch.UntypedStorage) -> Arrival:
         """Start to copy the bytes of `ticket` into `into`, which was made on this thread's stream; again and again, if wanted."""
-        with self._lock:
+        with self._lock, self._accelerator.here():
             self._collect()
             if into.nbytes() < ticket.nbytes:
                 raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
@@ -251,7 +253,7 @@ class HostStore:
 
     def wait(self, ticket: HostTicket) -> None:
         """Let this thread's stream wait for the copy, and drop the storage now: what follows in the stream may reuse its memory."""
-        with self._lock:
+        with self._lock, self._accelerator.here():
             if ticket.copied is not None and ticket.source is not None and not ticket.taken:
                 self._users.current().wait_event(ticket.copied)
                 self._let_go(ticket)
@@ -259,7 +261,7 @@ class HostStore:
 
     def collect(self) -> int:
         """Drop the storages whose copies have ended; their bytes. Never blocks."""
-        with self._lock:
+        with self._lock, self._accelerator.here():
             return self._collect()
 
     def _collect(self) -> int:
@@ -288,7 +290,8 @@ class HostStore:
 
     def close(self) -> None:
         """Let every copy end, then give the pinned memory back."""
-        for copy in (*self._leaving, *self._coming):
-            copy.event.synchronize()
-        self.collect()
-        self._arena.close()
+        with self._accelerator.here():
+            for copy in (*self._leaving, *self._coming):
+                copy.event.synchronize()
+            self.collect()
+            self._arena.close()

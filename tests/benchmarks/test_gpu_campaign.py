@@ -135,3 +135,13 @@ def test_a_gpus_attention_is_looked_at_in_all_its_forms(monkeypatch):
 def test_a_job_that_needs_a_gpu_says_why_it_is_left_out():
     assert "GPU" in jobs.links()["left out"]
     assert "GPU" in workspaces.stages()["left out"]
+
+
+def test_a_dry_run_does_every_job_of_every_part(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(campaign, "_alone", lambda job, limit_s: ran.append(job.name) or ({"figure": 1}, ""))
+    monkeypatch.setattr("sys.argv", ["campaign", "--dry-run", "--limit-s", "0"])
+    monkeypatch.setattr(jobs.Job, "words", lambda self, found: "done", raising=False)
+    assert campaign.main() == 0
+    assert sorted(ran) == sorted(JOBS)
+    assert capsys.readouterr().out.count("none failed") == 3

@@ -19,7 +19,7 @@ from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.per_device import disk_tier
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.verify import digest
-from memopt.instrument import as_plain
+from memopt.instrument import as_plain, one_stream
 from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
@@ -99,6 +99,29 @@ def test_a_budget_is_held_in_every_iteration_whatever_the_shapes(
     assert guard.moved > 0
     assert guard.over_bytes == 0
     assert guard.most_bytes <= guard.budget_bytes
+
+
+@pytest.mark.parametrize("call", ["pack", "_send"])
+def test_what_a_second_stream_saves_or_would_move_stays(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy would wait for the stream that is current, which need not have waited for the one that made the tensor."""
+    loop, here, original = layers(), ["first"], getattr(Guard, call)
+    plain, watched = guarded(loop, tmp_path, 2**40)
+
+    def on_the_second(guard: Guard, given: Any) -> Any:
+        here[0] = "second" if guard._saved else "first"
+        try:
+            return original(guard, given)
+        finally:
+            here[0] = "first"
+
+    monkeypatch.setattr(Guard, call, on_the_second)
+    monkeypatch.setattr(one_stream, "current_stream", lambda device: here[0])
+    computed, guard = guarded(loop, tmp_path, int(0.6 * watched.most_bytes))
+    assert computed == plain
+    assert guard.moved <= (STEPS if call == "pack" else 0), "the first of each iteration"
+    assert guard.over_bytes > 0
 
 
 def test_formulas_that_look_for_a_mode_find_none(tmp_path: Path) -> None:

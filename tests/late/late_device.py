@@ -174,6 +174,8 @@ class World:
         self.freed: deque[Callable[[], None]] = deque()
         """What was let go of, from any thread at any moment; looked at before anything is queued."""
         self.here = threading.local()
+        self.contexts: set[int] = set()
+        """Devices on which torch has made a context, since a thread had them when something was asked of another."""
         self.capturing = False
         self.seed(seed)
 
@@ -307,6 +309,20 @@ class LateDevice:
         self.most_pinned_bytes = 1 << 40
         self.pinned_rows: dict[int, Row] = {}
 
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        here = self.world.here
+        before = getattr(here, "index", 0)
+        here.index = self.device.index
+        try:
+            yield
+        finally:
+            here.index = before
+
+    def _asked(self) -> None:
+        """As torch does for its streams and events: the thread's device is set back, which makes a context there."""
+        self.world.contexts.add(getattr(self.world.here, "index", 0))
+
     def current_stream(self) -> LateStream:
         assert self.entered is None, "the current stream is asked for inside the side stream"
         current: LateStream = getattr(self.world.here, "current", {}).get(self.device, self.default)
@@ -318,6 +334,7 @@ class LateDevice:
         here.current = {**getattr(here, "current", {}), self.device: stream}
 
     def new_stream(self) -> LateStream:
+        self._asked()
         return LateStream(self.world, f"gpu{self.device.index} side {len(self.world.streams)}")
 
     @property
@@ -326,6 +343,7 @@ class LateDevice:
 
     @contextlib.contextmanager
     def on(self, stream: LateStream) -> Iterator[None]:
+        self._asked()
         self.world.here.entered = stream
         try:
             yield
@@ -341,12 +359,14 @@ class LateDevice:
         return self.world.random.choice((0.0, 1.0, 50.0)) if passed else None
 
     def uses(self, storage: LateStorage, stream: LateStream) -> None:
+        self._asked()
         with self.world.lock:
             assert storage.device == self.device
             if stream is not storage.block.home and stream not in storage.block.uses:
                 storage.block.uses.append(stream)
 
     def pinned(self, nbytes: int) -> Row:
+        self._asked()
         if sum(row.nbytes for row in self.pinned_rows.values()) + nbytes > self.most_pinned_bytes:
             raise SwapFailed("host memory cannot be pinned")
         row = Row(self, buffer_of(nbytes))
@@ -354,6 +374,7 @@ class LateDevice:
         return row
 
     def unpin(self, row: Row) -> None:
+        self._asked()
         del self.pinned_rows[row.access.address]
         with self.world.lock:  # the host takes it: every copy must be known to have ended
             access = row.access

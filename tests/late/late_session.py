@@ -24,6 +24,7 @@ from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers import accelerator, host
 from memopt.enforcers.tiers import staging as carrier
 from memopt.enforcers.tiers.swapped import Swapper
+from memopt.instrument import one_stream
 from memopt.instrument.ops import kind_of
 from memopt.outcome import Outcome
 from memopt.plan import Plan
@@ -52,8 +53,13 @@ class LateCpu(LateDevice):
         self.uses_told = 0
 
     def uses(self, storage: torch.UntypedStorage, stream: LateStream) -> None:  # type: ignore[override]
-        assert stream is self.default
+        assert isinstance(stream, Compute)
         self.uses_told += 1
+
+    def another(self) -> Compute:
+        """One more stream that a script can compute on (`compute_on`). Memory goes from one to the other at once: a script that uses it
+        must have its streams wait for each other before it lets go of anything."""
+        return Compute(self.world, f"compute {len(self.world.streams)}")
 
     def row_of(self, storage: torch.UntypedStorage) -> Row:
         """By its address alone, as a device has it: this keeps nothing alive."""
@@ -86,7 +92,7 @@ class Kernels(TorchDispatchMode):
         kind = kind_of(func)
         if self._device.entered is not None or kind.is_view or kind.name.startswith(_UNTOUCHED):
             return func(*args, **kwargs)
-        stream, world = self._device.default, self._device.world
+        stream, world = self._device.current_stream(), self._device.world
         world.finish(stream)
         reads = _accesses((args, kwargs))
         out = func(*args, **kwargs)
@@ -109,6 +115,7 @@ def late_cpu(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[tuple[LateC
     """Tiers opened in here are on a late device, and what torch computes is noted."""
     device = LateCpu(World(seed))
     monkeypatch.setattr(accelerator, "accelerator_of", lambda _: device)
+    monkeypatch.setattr(one_stream, "current_stream", lambda _: device.current_stream())
     for module in (host, carrier):
         monkeypatch.setattr(module, "row_of", device.row_of)
     monkeypatch.setattr(Swapper, "wait_for_all", lambda self: None)  # which a GPU's runs do not

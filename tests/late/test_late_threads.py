@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from memopt.enforcers.tiers import host, swapped
+from memopt.enforcers.tiers import disk, host, swapped
 from tests.late.late_device import LateEvent
 from tests.late.late_training import Kit, Layer, training
 from tests.support.mutants import mutant
@@ -67,11 +69,42 @@ def nothing_dropped_early(kit: Kit, folder: Path) -> None:
         assert [ticket.source is None for ticket in tickets] == [True, tickets[1].copied.passed]
 
 
-@pytest.mark.parametrize(("check", "module"), [(one_read, swapped), (nothing_dropped_early, host)])
+def each_dropped_once(kit: Kit, folder: Path) -> None:
+    layer = dataclasses.replace(LAYER, tier="disk")
+    with training((layer,), folder, kit=kit) as steps:
+        content = steps.swapper.swap_out(0, steps.filled(0))
+        content._ticket.written.result()
+        (store,) = steps.tiers["disk"].stores
+        others: list[threading.Thread] = []
+
+        class Watched(collections.deque[Any]):
+            def popleft(self) -> Any:
+                if not others:
+                    others.append(threading.Thread(target=store.collect))
+                    others[0].start()
+                    others[0].join(EARLY_S)
+                return super().popleft()
+
+        store._safe = Watched(store._safe)
+        assert store.collect() == 1000
+        others[0].join()
+
+
+COLLECTED = ("with self._lock:  # backward has a thread for each device", "with contextlib.nullcontext():")
+
+
+@pytest.mark.parametrize(
+    ("check", "module", "unlocked"),
+    [
+        (one_read, swapped, UNLOCKED),
+        (nothing_dropped_early, host, UNLOCKED),
+        (each_dropped_once, disk, COLLECTED),
+    ],
+)
 def test_a_second_thread_in_the_middle(
-    check: Callable[[Kit, Path], None], module: Any, tmp_path: Path
+    check: Callable[[Kit, Path], None], module: Any, unlocked: tuple[str, str], tmp_path: Path
 ) -> None:
     check(Kit(), tmp_path)
     name = module.__name__.rpartition(".")[2]
     with pytest.raises((AssertionError, IndexError)):
-        check(Kit(**{name: mutant(module, *UNLOCKED)}), tmp_path)
+        check(Kit(**{name: mutant(module, *unlocked)}), tmp_path)

@@ -83,6 +83,17 @@ def test_the_plans_have_what_is_asked_of_them() -> None:
     assert sum(layer.dropped for layer in layers) >= 3
 
 
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_device_that_no_tensor_is_on_gets_no_context(tier: str, tmp_path: Path) -> None:
+    """Each takes half a gigabyte of it: of another rank's GPU, mostly."""
+    layer = Layer(device=1, home=0, saver=0, readers=(0, 0), nbytes=5000, tier=tier, prefetches=(0,))
+    with training((layer, layer), tmp_path) as steps:
+        for seed in range(5):
+            steps.step(seed)
+        contexts = steps.world.contexts
+    assert contexts == {1}
+
+
 @pytest.mark.parametrize("plan", [1, 12, 25])
 def test_out_of_memory_at_any_allocation_of_a_prefetch(plan: int, tmp_path: Path) -> None:
     with training(random_layers(plan), tmp_path) as steps:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +13,12 @@ import torch
 
 from memopt.cli.run import phases
 from memopt.device import Device
+from memopt.instrument.iterations import Iterations
+from memopt.instrument.memory import cuda_statistics
 from memopt.profiler import bandwidth, clock, out_of_memory
 from memopt.profiler.recordings import Recordings, Wanted
+from memopt.trace import CATEGORIES
+from tests.support.enforced import recorded
 
 GIB = 1 << 30
 
@@ -94,6 +100,66 @@ def test_a_gpus_iteration_is_timed_and_counted_on_the_current_gpu(
     assert made == [1]
     first = Recordings(Wanted(), SimpleNamespace(), SimpleNamespace())  # type: ignore[arg-type]
     assert isinstance(first._clock(with_bytes=False), clock.TimeOnly)
+
+
+def test_what_the_allocator_holds_beside_tensors_is_there_before_the_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workspaces of cuBLAS, buckets of DDP: without them a run seems to have kept something since it was profiled."""
+
+    def loop(steps: int) -> list[str]:
+        model = torch.nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            model(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+        return []
+
+    monkeypatch.setattr(clock.CpuClock, "base_bytes", 3 * GIB)
+    trace = recorded(loop, tmp_path)
+    assert trace.base_bytes == 3 * GIB
+    rows = zip(trace.storages.size_bytes, trace.storages.category, trace.storages.birth_op, strict=True)
+    before = [(size, CATEGORIES[category]) for size, category, birth in rows if birth < 0]
+    assert sum(size for size, _ in before) == 3 * GIB
+    state = sum(size for size, category in before if category != "workspace")
+    assert [size for size, category in before if category == "workspace"] == [3 * GIB - state]
+    assert state >= 2 * 4 * (8 * 8 + 8), "parameters and gradients"
+
+
+def test_an_iteration_is_over_when_the_gpu_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead where a loop asks for no value: its own clock tells when an iteration was launched."""
+    waited: list[int] = []
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: waited.append(loop.count))
+    loop = Iterations(SimpleNamespace(iteration_ended=lambda count, milliseconds: None))  # type: ignore[arg-type]
+    for _ in range(3):
+        loop._end_iteration()
+    capturing[0] = True
+    loop._end_iteration()
+    assert waited == [0, 1, 2]
+    assert loop.count == 4
+
+
+def test_the_driver_is_asked_for_the_device_by_its_uuid(
+    gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`CUDA_VISIBLE_DEVICES` numbers the GPUs anew, and a MIG slice has no number."""
+    mine = SimpleNamespace(pid=os.getpid(), usedGpuMemory=5 * GIB)
+    another = SimpleNamespace(pid=1, usedGpuMemory=GIB)
+    told = {"GPU-0000": [another, mine]}
+    driver = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: told[handle],
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", driver)
+    assert cuda_statistics.process_bytes(1) == 5 * GIB
+    told["GPU-0000"] = [another]
+    assert cuda_statistics.process_bytes(1) == 0
+    told.clear()
+    assert cuda_statistics.process_bytes(1) == 0, "what the driver does not know is not told"
 
 
 @pytest.mark.parametrize(("name", "free", "holds"), [("Played 9000", 9, True), ("Another", 9, False), ("Played 9000", 4, False)])  # fmt: skip

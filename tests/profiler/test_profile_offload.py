@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memopt.enforcers.tiers.disk import DiskStore, Ticket
+from memopt.instrument import one_stream
 from memopt.instrument.script.runner import Command, StopScript
 from memopt.profiler import offload
 from memopt.profiler.recordings import Wanted
@@ -107,3 +108,28 @@ def test_a_script_that_runs_ahead_of_the_copies_is_held_back(
     assert not trace.partial
     assert len(tickets) > 20
     assert 0 < max(under_way) <= most
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("another", ["saves", "goes on"])
+def test_what_a_second_stream_has_to_do_with_stays(
+    another: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy waits for the stream that is current, which need not have waited for the one that made the tensor, or that reads it."""
+    _, alone = _offloaded(tmp_path, [])
+    pack, here = offload.OffloadingRecorder.pack, ["first"]
+
+    def packed(recorder: Any, tensor: torch.Tensor) -> Any:
+        here[0] = "second" if another == "saves" and recorder.slots else "first"
+        try:
+            return pack(recorder, tensor)
+        finally:
+            here[0] = "first" if another == "saves" else "second"
+
+    monkeypatch.setattr(offload.OffloadingRecorder, "pack", packed)
+    monkeypatch.setattr(one_stream, "current_stream", lambda device: here[0])
+    seen: list[str] = []
+    trace, store = _offloaded(tmp_path, seen)
+    assert seen == seeded(_loop, 5)
+    assert store.written_bytes < 0.2 * alone.written_bytes, "no more than the first of each iteration"
+    assert any("several streams" in note for note in trace.notes)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,6 +76,24 @@ def test_a_row_is_registered_as_it_is(runtime: Runtime) -> None:
     assert runtime.registered == []
 
 
+def test_what_the_device_copies_from_is_in_pages_that_no_forked_child_shares(runtime: Runtime) -> None:
+    """Whoever writes first into a shared page gets another one, and the device would go on with the old."""
+    row = TorchAccelerator(GPU).pinned(10_000)
+    row.fill_(7)
+    mappings = re.split(
+        r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE
+    )
+    (mine,) = (each for each in mappings[1:] if _holds(each, row.data_ptr()))
+    flags = re.search(r"^VmFlags: (.*)$", mine, flags=re.MULTILINE)
+    assert flags is not None
+    assert "dc" in flags[1].split(), "do not copy on fork"
+
+
+def _holds(mapping: str, address: int) -> bool:
+    begin, end = (int(each, 16) for each in mapping.split(" ", 1)[0].split("-"))
+    return begin <= address < end
+
+
 def test_a_refusal_leaves_no_error_to_the_scripts_next_kernel(runtime: Runtime) -> None:
     runtime.refuses = 1
     row = TorchAccelerator(GPU).pinned(1000)
@@ -90,6 +110,19 @@ def test_what_cannot_be_pinned_at_all_is_told(runtime: Runtime, monkeypatch: pyt
     with pytest.raises(SwapFailed) as caught:
         TorchAccelerator(GPU).pinned(1000)
     assert caught.value.why == "torch rounds up to 1024 bytes, and the host has 1023 left"
+
+
+def test_a_threads_device_is_ours_inside_and_set_back_without_a_context(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`exchange` makes a context where there is none, `maybeExchange` does not."""
+    said: list[tuple[str, int]] = []
+    for name in ("exchange", "maybeExchange"):
+        answer = lambda index, name=name: said.append((name, index)) or 0  # noqa: E731
+        monkeypatch.setattr(torch._C, f"_accelerator_{name}Device", answer)
+    with TorchAccelerator(GPU).here():
+        assert said == [("exchange", 1)]
+    assert said[1:] == [("maybeExchange", 0)]
 
 
 def test_a_device_that_is_no_accelerator_is_refused(runtime: Runtime) -> None:

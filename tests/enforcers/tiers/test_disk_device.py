@@ -83,6 +83,9 @@ class LateDevice:
         self.can_pin = 10
         self.used: list[tuple[int, ComputeStream]] = []
 
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def current_stream(self) -> ComputeStream:
         return self.compute
 

@@ -100,6 +100,9 @@ class PretendedDevice:
         self.most_pinned_bytes = 1 << 40
         self.inside = False
 
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
     def current_stream(self) -> PretendedStream:
         assert not self.inside, "the current stream is asked for inside the side stream"
         return self.compute

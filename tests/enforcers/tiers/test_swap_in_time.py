@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.device import Device
 from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.estimators.simulator.decision import Decision
+from memopt.trace import Trace
 from tests.support.enforced import SWAP, enforced, plan_of, problem_of, recorded
 
 
@@ -34,10 +36,15 @@ def all_to_disk(problem: Problem) -> Decisions:
     return dict.fromkeys(problem.candidates, SWAP)
 
 
+def a_machine(trace: Trace, out_bytes_per_s: float) -> Device:
+    """Whose disk takes so many bytes, and whose other rates are none that this one has just now."""
+    rates = {"disk_out_bytes_per_s": out_bytes_per_s, "disk_in_bytes_per_s": 1e13, "copy_bytes_per_s": 1e10}
+    return msgspec.structs.replace(trace.device, **rates)
+
+
 def test_late_copies_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = recorded(deep_net, tmp_path)
-    fast = msgspec.structs.replace(trace.device, disk_out_bytes_per_s=1e13, disk_in_bytes_per_s=1e13)
-    plan = plan_of(msgspec.structs.replace(trace, device=fast), all_to_disk)
+    plan = plan_of(msgspec.structs.replace(trace, device=a_machine(trace, 1e13)), all_to_disk)
     assert plan.predicted_peak_bytes < 0.7 * plan.unplanned_peak_bytes
     assert sum(action.away_by is not None for action in plan.actions) >= 6
     write = DiskStore._write_piece
@@ -102,9 +109,7 @@ def test_copies_that_end_in_backward_are_waited_for_there(
     trace = msgspec.structs.replace(trace, ops=ops)
     forward_ms = trace.ops.phase.count(0)
     in_all = 8 * 2 * 2048 * 256 * 4
-    device = msgspec.structs.replace(
-        trace.device, disk_out_bytes_per_s=in_all / (2.5 * forward_ms) * 1000, disk_in_bytes_per_s=1e13
-    )
+    device = a_machine(trace, in_all / (2.5 * forward_ms) * 1000)
     plan = plan_of(msgspec.structs.replace(trace, device=device, step_ms=0.0), all_to_disk)
     in_backward = {n for n, action in enumerate(plan.actions) if action.away_at_use}
     assert 2 <= len(in_backward) < len(plan.actions)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from memopt.enforcers.lookup import tables_of
 from memopt.enforcers.session import ApplySession, Options
-from memopt.enforcers.tiers import accelerator
+from memopt.enforcers.tiers import accelerator, per_device
+from memopt.enforcers.tiers.host import BLOCK_BYTES
 from memopt.enforcers.tiers.per_device import PerDevice, offload_tier
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.tiers.swapped import Swapper
@@ -134,7 +136,9 @@ def micro_batches(steps: int) -> list[str]:
     return []
 
 
-def test_the_plan_says_how_much_is_on_the_host_at_once(tmp_path: Path) -> None:
+def test_the_plan_says_how_much_is_on_the_host_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trace = recorded(micro_batches, tmp_path)
     to_host = Decision(kind="swap", tier="host")
     plan = plan_of(trace, lambda problem: dict.fromkeys(problem.candidates, to_host))
@@ -142,3 +146,7 @@ def test_the_plan_says_how_much_is_on_the_host_at_once(tmp_path: Path) -> None:
     assert len(plan.actions) % 4 == 0
     assert plan.host_bytes == in_all // 4, "each graph is gone before the next is made"
     assert plan_of(trace, lambda _: {}).host_bytes == 0
+    pinned: list[int] = []
+    monkeypatch.setattr(per_device, "host_tier", lambda at_once: pinned.append(at_once) or Store)
+    ApplySession(plan, Options(swap_dir=tmp_path, measure=False))._tiers(tables_of(plan))
+    assert pinned == [plan.host_bytes + BLOCK_BYTES * len(plan.actions)]
