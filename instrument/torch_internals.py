@@ -217,6 +217,7 @@ current_node = _watch("torch._C._current_autograd_node", "which node of backward
 autograd_engine = _watch(
     "torch.autograd.Variable._execution_engine", "how are references counted while it works?"
 )
+jit_traces = _watch("torch._C._is_tracing", "does torch.jit trace what this thread runs?")
 current_graph_task = _watch("torch._C._current_graph_task_id", "is this thread inside backward?")
 
 # --- torch.profiler, for the peaks of a CPU run

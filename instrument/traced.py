@@ -11,7 +11,7 @@ import torch
 
 from memopt.errors import NotPossibleHere
 from memopt.instrument.script.on_import import call_after_import
-from memopt.instrument.torch_internals import TRACE_RULES, skipped_files
+from memopt.instrument.torch_internals import TRACE_RULES, jit_traces, skipped_files
 
 _ROOMS = ("memopt", "instrument", "profiler", "enforcers", "estimators", "cli")
 
@@ -23,7 +23,7 @@ def unless_compiling(action: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def hook(*args: Any) -> None:
-        if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        if not (torch.compiler.is_compiling() or jit_traces()):
             action(*args)
 
     return hook
