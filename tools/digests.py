@@ -132,7 +132,7 @@ def main() -> None:
     if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     Path(sys.argv[1]).write_text(
-        json.dumps(dict([*of_profiles(), *of_graphs()]), indent=1, ensure_ascii=False) + "\n"
+        json.dumps(dict([*of_profiles(), *of_graphs()]), indent=1, ensure_ascii=False, sort_keys=True) + "\n"
     )
 
 
