@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import get_close_matches
 
 from memopt.advisors.counsel.buffer_sharing import BufferSharing
+from memopt.advisors.counsel.cdma import Cdma
 from memopt.advisors.counsel.counsel import Counsel
 from memopt.advisors.counsel.ctdr import Ctdr
 from memopt.advisors.counsel.megatron import Megatron
@@ -14,7 +15,6 @@ from memopt.advisors.profiles.strategy import Strategy
 from memopt.advisors.strategies.autoswap import Autoswap
 from memopt.advisors.strategies.autotm import Autotm
 from memopt.advisors.strategies.capuchin import Capuchin
-from memopt.advisors.strategies.cdma import Cdma
 from memopt.advisors.strategies.checkmate import Checkmate
 from memopt.advisors.strategies.dtr import Dtr
 from memopt.advisors.strategies.flashneuron import Flashneuron

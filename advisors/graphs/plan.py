@@ -29,8 +29,8 @@ from memopt.advisors.graphs.strategies.flashneuron import flashneuron, tflms
 from memopt.advisors.graphs.strategies.modnn import modnn
 from memopt.advisors.graphs.strategies.online import ONLINE
 from memopt.advisors.graphs.strategies.rotor import rotor
-from memopt.advisors.graphs.strategies.segments import sublinear_greedy, sublinear_sqrt
 from memopt.advisors.graphs.strategies.sentinel import sentinel
+from memopt.advisors.graphs.strategies.sublinear import sublinear_greedy, sublinear_sqrt
 from memopt.advisors.graphs.strategies.superneurons import superneurons
 from memopt.advisors.graphs.strategies.swapadvisor import swapadvisor
 from memopt.advisors.graphs.strategies.vdnn import vdnn, vdnn_all, vdnn_conv, vdnn_plus

@@ -27,10 +27,10 @@ from memopt.advisors.profiles.rounds import Round, find_kinds
 from memopt.advisors.profiles.same_kind import alike_plans
 from memopt.advisors.profiles.search import Plan, Search
 from memopt.advisors.profiles.strategy import Strategy
+from memopt.advisors.profiles.tightening import answers
 from memopt.advisors.strategies.autoswap import Autoswap
 from memopt.advisors.strategies.autotm import Autotm
 from memopt.advisors.strategies.capuchin import Capuchin
-from memopt.advisors.strategies.checkmate import answers
 from memopt.advisors.strategies.dtr import Dtr
 from memopt.advisors.strategies.flashneuron import Flashneuron
 from memopt.advisors.strategies.gist import Gist

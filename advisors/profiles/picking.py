@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from memopt.advisors.profiles.blockers import infeasible
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
+from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.trace_view import Saved
 
@@ -116,3 +117,16 @@ def consumers(problem: Problem, saved: Saved) -> list[str]:
     trace = problem.view.trace
     ops = [trace.slots.consumer[slot] for slot in saved.slots]
     return [trace.op_name(op).split(".")[1] for op in ops if op >= 0]
+
+
+def chain_given(problem: Problem, candidate: Candidate, chosen: Decisions) -> Chain | None:
+    """The replay of `candidate` when what is `chosen` is away."""
+    view, use, own = problem.view, candidate.saved.first_use, candidate.storage
+
+    def is_there(value: int) -> bool:
+        storage = view.value_storage[value]
+        if storage == own or (storage in chosen and use > view.saved[storage].gone_after):
+            return False
+        return is_intact(view, value, use)
+
+    return find_chain(view, [candidate.saved.value], is_there, lambda op: view.replayable[op])

@@ -23,8 +23,8 @@ from memopt.advisors.clock import now
 from memopt.advisors.profiles.picking import cheapest_fitting, swap_of, swappable
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
+from memopt.advisors.profiles.tightening import unforeseen_bytes
 from memopt.advisors.program import Program
-from memopt.advisors.strategies.checkmate import unforeseen_bytes
 from memopt.estimators.simulator.trace_view import Floats, Ints
 
 _SPANS = 32

@@ -11,9 +11,9 @@ to fit (Capuchin stops by its own count of bytes), and the run-time feedback on 
 from __future__ import annotations
 
 from memopt.advisors.clock import OutOfTime
-from memopt.advisors.profiles.picking import prefix_that_fits
+from memopt.advisors.profiles.picking import chain_given, prefix_that_fits
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
-from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
+from memopt.estimators.simulator.chains import Chain
 from memopt.estimators.simulator.decision import RECOMPUTE, Decision
 from memopt.estimators.simulator.timeline import REPLAY_MS
 
@@ -72,16 +72,3 @@ def _price(
         return swap_ms, swap, None
     replay_ms = float(sum(problem.view.op_ms[op] + REPLAY_MS for op in chain.ops))
     return (replay_ms, RECOMPUTE, chain) if replay_ms <= swap_ms else (swap_ms, swap, chain)
-
-
-def chain_given(problem: Problem, candidate: Candidate, chosen: Decisions) -> Chain | None:
-    """The replay of `candidate` when what is `chosen` is away."""
-    view, use, own = problem.view, candidate.saved.first_use, candidate.storage
-
-    def is_there(value: int) -> bool:
-        storage = view.value_storage[value]
-        if storage == own or (storage in chosen and use > view.saved[storage].gone_after):
-            return False
-        return is_intact(view, value, use)
-
-    return find_chain(view, [candidate.saved.value], is_there, lambda op: view.replayable[op])

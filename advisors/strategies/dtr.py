@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from memopt.advisors.graphs.strategies import scores
+from memopt.advisors.graphs.executors import scores
 from memopt.advisors.profiles.blockers import infeasible
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.estimators.simulator.decision import RECOMPUTE
 
 if TYPE_CHECKING:
-    from memopt.advisors.graphs.strategies.engine import Engine
+    from memopt.advisors.graphs.executors.engine import Engine
     from memopt.estimators.simulator.trace_view import Floats
 
 _SCORES: dict[str, type[scores.PlainScore]] = {

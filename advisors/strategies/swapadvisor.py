@@ -15,7 +15,7 @@ from memopt.advisors.profiles.blockers import infeasible
 from memopt.advisors.profiles.picking import swap_of, swappable
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
-from memopt.advisors.strategies.size_classes import Pool, Tensor
+from memopt.advisors.size_classes import Pool, Tensor
 
 
 class Swapadvisor:

@@ -13,6 +13,7 @@ import pytest
 
 from memopt.advisors.advise import advise
 from memopt.advisors.counsel.buffer_sharing import BufferSharing, static_layout
+from memopt.advisors.counsel.cdma import Cdma
 from memopt.advisors.counsel.ctdr import RANK, Ctdr, decomposable
 from memopt.advisors.counsel.in_place import in_place
 from memopt.advisors.counsel.megatron import Megatron, Transformer
@@ -27,7 +28,6 @@ from memopt.advisors.graphs.plan import _TABLE, GRAPH_KINDS, GRAPH_STRATEGIES, p
 from memopt.advisors.max_batch import largest
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
 from memopt.advisors.registry import COUNSELS, STRATEGIES
-from memopt.advisors.strategies.cdma import Cdma
 from memopt.cli.apply import prepare_run
 from memopt.cli.main import run
 from memopt.device import Device

@@ -14,11 +14,11 @@ from memopt.advisors.profiles.picking import swap_of, swappable
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.advisors.registry import STRATEGIES
+from memopt.advisors.size_classes import Pool, Tensor
 from memopt.advisors.strategies.capuchin import capuchin_picks
 from memopt.advisors.strategies.dtr import Dtr, Evictions
 from memopt.advisors.strategies.flashneuron import Flashneuron
 from memopt.advisors.strategies.modnn import Modnn
-from memopt.advisors.strategies.size_classes import Pool, Tensor
 from memopt.advisors.strategies.sublinear import sublinear_plans
 from memopt.advisors.strategies.superneurons import Superneurons, largest_layer_bytes
 from memopt.advisors.strategies.swapadvisor import pool_of

@@ -12,6 +12,15 @@ from dataclasses import replace
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.bounds.moments import overhead_bound
+from memopt.advisors.graphs.executors.swap_executor import (
+    CannotHold,
+    Trip,
+    Walk,
+    as_soon_as_possible,
+    hold,
+    idle_trips,
+    just_in_time,
+)
 from memopt.advisors.graphs.problem import SWAP, Answer, GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
 from memopt.advisors.graphs.schedule import OUT, RUN, Step
@@ -23,15 +32,6 @@ from memopt.advisors.graphs.strategies.flashneuron import flashneuron, tflms
 from memopt.advisors.graphs.strategies.modnn import modnn
 from memopt.advisors.graphs.strategies.sentinel import sentinel
 from memopt.advisors.graphs.strategies.superneurons import superneurons
-from memopt.advisors.graphs.strategies.swap_executor import (
-    CannotHold,
-    Trip,
-    Walk,
-    as_soon_as_possible,
-    hold,
-    idle_trips,
-    just_in_time,
-)
 from memopt.advisors.graphs.strategies.swapadvisor import belady, swapadvisor
 from memopt.advisors.graphs.strategies.vdnn import vdnn, vdnn_plus
 from memopt.errors import BudgetInfeasible, NotPossibleHere

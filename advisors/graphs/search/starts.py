@@ -14,23 +14,23 @@ from importlib.util import find_spec
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.bounds.exact import MOST_OPS
+from memopt.advisors.graphs.bounds.rounding import rounded_plans
+from memopt.advisors.graphs.executors.engine import THRASH, Engine, Stuck
+from memopt.advisors.graphs.executors.scores import SCORES
+from memopt.advisors.graphs.executors.segments import (
+    Forward,
+    cheapest_dropped,
+    checkpoints,
+    greedy_cuts,
+    runs_keeping,
+    sqrt_cuts,
+)
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import RECOMPUTE, GraphProblem
 from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, rerun_ms
 from memopt.advisors.graphs.schedule import RUN
 from memopt.advisors.graphs.strategies.capuchin import capuchin
-from memopt.advisors.graphs.strategies.engine import THRASH, Engine, Stuck
 from memopt.advisors.graphs.strategies.rotor import rotor_plans
-from memopt.advisors.graphs.strategies.rounding import rounded_plans
-from memopt.advisors.graphs.strategies.scores import SCORES
-from memopt.advisors.graphs.strategies.segments import (
-    Forward,
-    cheapest_dropped,
-    greedy_cuts,
-    runs_keeping,
-    sqrt_cuts,
-)
-from memopt.advisors.graphs.strategies.superneurons import checkpoints
 from memopt.errors import BudgetInfeasible
 
 PORTFOLIO = ("dtr-local", "size", "lru", "next-use", "dtr", "dtr-eqclass", "dtr-megengine", "msps", "belady")

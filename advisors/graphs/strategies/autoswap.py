@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from memopt.advisors.graphs.executors.swap_executor import Trip, Walk, best_walk, idle_trips, just_in_time
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.strategies.swap_executor import Trip, Walk, best_walk, idle_trips, just_in_time
 
 SCORES = ("doa", "aoa", "wdoa", "swdoa")
 

@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
-from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.strategies.swap_executor import (
+from memopt.advisors.graphs.executors.swap_executor import (
     Trip,
     Walk,
     as_soon_as_possible,
@@ -23,6 +21,8 @@ from memopt.advisors.graphs.strategies.swap_executor import (
     idle_trips,
     just_in_time,
 )
+from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
+from memopt.advisors.graphs.runs import plain_runs
 from memopt.advisors.program import new_highs
 
 MOST_TENSORS = 400

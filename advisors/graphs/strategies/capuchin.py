@@ -12,24 +12,23 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
 
 import numpy as np
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.graph import Graph
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
-from memopt.advisors.graphs.runs import lifetimes, plain_runs
-from memopt.advisors.graphs.schedule import Step
-from memopt.advisors.graphs.strategies.segments import Forward, runs_keeping
-from memopt.advisors.graphs.strategies.swap_executor import (
+from memopt.advisors.graphs.executors.segments import Forward, runs_keeping
+from memopt.advisors.graphs.executors.swap_executor import (
     CannotHold,
     Trip,
     Walk,
     hold,
     idle_trips,
     just_in_time,
+    on_runs,
 )
+from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
+from memopt.advisors.graphs.runs import lifetimes, plain_runs
+from memopt.advisors.graphs.schedule import Step
 
 PREFIXES = 40
 """So many prefixes of the picks are tried until one keeps the budget; then those between it and the one before, by bisection."""
@@ -166,22 +165,3 @@ def _done(problem: GraphProblem, forward: Forward, picks: list[Pick]) -> tuple[l
         return hold(problem, runs, trips, just_in_time), peak_bytes
     except CannotHold as failure:
         return None, max(peak_bytes, failure.peak_bytes)
-
-
-def on_runs(graph: Graph, runs: list[int], trips: list[Trip]) -> list[Trip]:
-    """Trips on the plain sequence, moved to a longer one: they leave after the last run that touches them before the need."""
-    first: dict[int, int] = {}
-    moving = {trip.tensor for trip in trips}
-    touches: dict[int, list[int]] = {tensor: [] for tensor in moving}
-    for position, op in enumerate(runs):
-        first.setdefault(op, position)
-        for tensor in moving.intersection(graph.reads[op] + graph.writes[op]):
-            touches[tensor].append(position)
-    first[graph.op_count] = len(runs)
-    found = []
-    for trip in trips:
-        need = first[trip.need]
-        leave = touches[trip.tensor][bisect_left(touches[trip.tensor], need) - 1]
-        if leave + 1 < need:
-            found.append(Trip(trip.tensor, leave, need))
-    return found

@@ -7,9 +7,7 @@ convolution algorithms. O(trips x ops).
 
 from __future__ import annotations
 
-from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.strategies.swap_executor import (
+from memopt.advisors.graphs.executors.swap_executor import (
     Trip,
     Walk,
     as_soon_as_possible,
@@ -17,6 +15,8 @@ from memopt.advisors.graphs.strategies.swap_executor import (
     idle_trips,
     just_in_time,
 )
+from memopt.advisors.graphs.problem import Answer, GraphProblem
+from memopt.advisors.graphs.runs import plain_runs
 
 
 def modnn(problem: GraphProblem) -> Answer:

@@ -7,10 +7,10 @@ and what differs. O(evictions x tensors on the device) NumPy work per plan.
 
 from __future__ import annotations
 
+from memopt.advisors.graphs.executors.engine import Engine, Stuck
+from memopt.advisors.graphs.executors.scores import SCORES, PlainScore
 from memopt.advisors.graphs.problem import Answer, GraphProblem, Strategy, infeasible, plain_answer
 from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, plain_runs, steps_of_runs
-from memopt.advisors.graphs.strategies.engine import Engine, Stuck
-from memopt.advisors.graphs.strategies.scores import SCORES, PlainScore
 
 WORDS = {
     "dtr": "h_DTR (Kirisame et al., ICLR'21): cost with evicted neighbourhood over bytes and staleness",

@@ -17,10 +17,10 @@ from itertools import pairwise
 import numpy as np
 
 from memopt.advisors.clock import now
+from memopt.advisors.graphs.executors.segments import Forward, missing
 from memopt.advisors.graphs.graph import FloatColumn, Graph, IntColumn
-from memopt.advisors.graphs.problem import Answer, GraphProblem
+from memopt.advisors.graphs.problem import Answer, GraphProblem, cheapest_runs
 from memopt.advisors.graphs.runs import peak_of_runs
-from memopt.advisors.graphs.strategies.segments import Forward, best_of, missing
 
 SIZES = ((40, 120), (100, 200))
 """Most stages, and about how many slots."""
@@ -30,7 +30,7 @@ AMOUNTS = 40
 
 def rotor(problem: GraphProblem) -> Answer:
     """Rotor (2019): optimal nested checkpoints by dynamic programming, where the graph is nearly a chain."""
-    return best_of(problem, rotor_plans(problem))
+    return cheapest_runs(problem, rotor_plans(problem))
 
 
 def rotor_plans(problem: GraphProblem) -> Iterator[list[int]]:

@@ -7,9 +7,9 @@ grouping, since the unit here is the storage. O(log(ops) x walks).
 
 from __future__ import annotations
 
+from memopt.advisors.graphs.executors.swap_executor import Prefetch, Trip, Walk, best_walk, idle_trips
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
 from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.strategies.swap_executor import Prefetch, Trip, Walk, best_walk, idle_trips
 from memopt.errors import BudgetInfeasible
 
 

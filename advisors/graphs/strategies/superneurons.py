@@ -8,11 +8,17 @@ memory-centric replay per use is not modelled. O(edges) per tried number of chec
 
 from __future__ import annotations
 
+from memopt.advisors.graphs.executors.segments import Forward, checkpoints, runs_keeping
+from memopt.advisors.graphs.executors.swap_executor import (
+    Trip,
+    Walk,
+    best_walk,
+    idle_trips,
+    just_in_time,
+    on_runs,
+)
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.strategies.capuchin import on_runs
-from memopt.advisors.graphs.strategies.segments import Forward, runs_keeping
-from memopt.advisors.graphs.strategies.swap_executor import Trip, Walk, best_walk, idle_trips, just_in_time
 
 
 def superneurons(problem: GraphProblem) -> Answer:
@@ -29,17 +35,6 @@ def superneurons(problem: GraphProblem) -> Answer:
         plain = plain_runs(problem.graph)
         choices.append((plain, least_recent(problem, plain, keep)))
     return best_walk(problem, choices, [just_in_time])
-
-
-def checkpoints(forward: Forward) -> set[int]:
-    """Saved tensors of convolutions; of the dearest quarter of the ops where there are none."""
-    graph = forward.graph
-    saved = forward.droppable.nonzero()[0].tolist()
-    found = {tensor for tensor in saved if "conv" in graph.op_names[int(graph.producer[tensor])].lower()}
-    if not found:
-        dearest = sorted(saved, key=lambda tensor: -float(graph.op_ms[graph.producer[tensor]]))
-        found = set(dearest[: len(dearest) // 4])
-    return found
 
 
 def least_recent(problem: GraphProblem, runs: list[int], keep: set[int]) -> list[Trip]:

@@ -9,9 +9,7 @@ chromosome is the classes and their slots alone; the form has no addresses, so a
 from __future__ import annotations
 
 from memopt.advisors.clock import OutOfTime, now
-from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import lifetimes, plain_runs
-from memopt.advisors.graphs.strategies.swap_executor import (
+from memopt.advisors.graphs.executors.swap_executor import (
     CannotHold,
     Trip,
     Walk,
@@ -21,7 +19,9 @@ from memopt.advisors.graphs.strategies.swap_executor import (
     idle_trips,
     just_in_time,
 )
-from memopt.advisors.strategies.size_classes import Pool, Tensor
+from memopt.advisors.graphs.problem import Answer, GraphProblem
+from memopt.advisors.graphs.runs import lifetimes, plain_runs
+from memopt.advisors.size_classes import Pool, Tensor
 
 
 def swapadvisor(problem: GraphProblem) -> Answer:

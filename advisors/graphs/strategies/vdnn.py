@@ -9,9 +9,7 @@ O(ops + trips).
 
 from __future__ import annotations
 
-from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.strategies.swap_executor import (
+from memopt.advisors.graphs.executors.swap_executor import (
     Prefetch,
     Trip,
     Walk,
@@ -19,6 +17,8 @@ from memopt.advisors.graphs.strategies.swap_executor import (
     best_walk,
     idle_trips,
 )
+from memopt.advisors.graphs.problem import Answer, GraphProblem
+from memopt.advisors.graphs.runs import plain_runs
 from memopt.errors import BudgetInfeasible
 
 

@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memopt.advisors.clock import now, reading
+from memopt.advisors.graphs.executors.segments import Forward, cheapest_dropped
 from memopt.advisors.graphs.graph import decode_graph
 from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes, plain_runs
 from memopt.advisors.graphs.search.auto_plan import AutoPlan
 from memopt.advisors.graphs.search.neighbourhood import Search
-from memopt.advisors.graphs.strategies.segments import Forward, cheapest_dropped
 from memopt.errors import BudgetInfeasible, UsageError
 from tests.advisors.graphs import schedule_checker as checker
 from tests.advisors.graphs.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain

@@ -9,7 +9,7 @@ O(runs + trips) per walk.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,6 +66,25 @@ def idle_trips(graph: Graph, runs: list[int], least_bytes: int = 1) -> list[Trip
     for tensor in np.flatnonzero(graph.kept & ~graph.resident).tolist():
         touch(tensor, len(runs))
     return sorted((trip for _, trip in best.values()), key=lambda trip: (trip.leave, trip.need))
+
+
+def on_runs(graph: Graph, runs: list[int], trips: list[Trip]) -> list[Trip]:
+    """Trips on the plain sequence, moved to a longer one: they leave after the last run that touches them before the need."""
+    first: dict[int, int] = {}
+    moving = {trip.tensor for trip in trips}
+    touches: dict[int, list[int]] = {tensor: [] for tensor in moving}
+    for position, op in enumerate(runs):
+        first.setdefault(op, position)
+        for tensor in moving.intersection(graph.reads[op] + graph.writes[op]):
+            touches[tensor].append(position)
+    first[graph.op_count] = len(runs)
+    found = []
+    for trip in trips:
+        need = first[trip.need]
+        leave = touches[trip.tensor][bisect_left(touches[trip.tensor], need) - 1]
+        if leave + 1 < need:
+            found.append(Trip(trip.tensor, leave, need))
+    return found
 
 
 def clock_of(graph: Graph, runs: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:

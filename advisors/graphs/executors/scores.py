@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from memopt.advisors.graphs.executors.engine import Engine
 from memopt.advisors.graphs.graph import FloatColumn, IntColumn
-from memopt.advisors.graphs.strategies.engine import Engine
 
 TINY = 1e-9
 MOST_BITS = 10_000
