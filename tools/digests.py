@@ -17,9 +17,9 @@ import msgspec
 from memopt.advisors.clock import reading
 from memopt.advisors.graphs.graph import decode_graph
 from memopt.advisors.graphs.of_trace import Bridge
-from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
-from memopt.advisors.registry import STRATEGIES
+from memopt.advisors.registry import graph_strategies, profile_strategies
 from memopt.device import Device
 from memopt.errors import MemoptError
 from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
@@ -84,14 +84,16 @@ def digest(value: object) -> str:
 
 def of_profiles() -> Iterator[tuple[str, str]]:
     """Strategy, net and budget -> digest of the decisions, or of the refusal."""
-    for (net, trace), share, name in itertools.product(nets().items(), SHARES, STRATEGIES):
+    for (net, trace), share, name in itertools.product(nets().items(), SHARES, profile_strategies()):
         view = TraceView(trace)
         with reading(_counted()):
             problem = Problem(
                 view, Simulator(view), int(share * trace.peak_bytes), DEFAULT_ALLOW, time_limit_s=4.0
             )
             try:
-                found: object = {str(k): v for k, v in sorted(STRATEGIES[name].plan(problem).items())}
+                found: object = {
+                    str(k): v for k, v in sorted(profile_strategies()[name].plan(problem).items())
+                }
             except MemoptError as error:
                 found = str(error)
         yield f"{name} · {net} · {share}", digest(found)
@@ -104,7 +106,7 @@ def of_graphs() -> Iterator[tuple[str, str]]:
         file = Bridge(trace, REPLAY_MS).graph(net)
         graphs[net] = decode_graph(msgspec.json.encode(file), net)
     for (which, graph), share, gbps, name in itertools.product(
-        graphs.items(), SHARES, (0.0, 1.0, 12.0), GRAPH_STRATEGIES
+        graphs.items(), SHARES, (0.0, 1.0, 12.0), graph_strategies()
     ):
         with reading(_counted()):
             try:

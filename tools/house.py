@@ -27,8 +27,6 @@ DOOR = {"memopt", "memopt.__main__", "memopt.api", "memopt.notebook", "memopt.in
 
 BOTH_WAYS = {
     ("advisors/graphs/bounds", "advisors/graphs/search"),
-    ("advisors/graphs/search", "advisors/graphs/strategies"),
-    ("advisors/profiles", "advisors/strategies"),
     ("estimators/elsewhere", "estimators/hidden"),
     ("estimators/fake/gpu", "estimators/fake/script"),
     ("estimators/fake/kernels", "estimators/fake/values"),

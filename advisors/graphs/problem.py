@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,6 +53,13 @@ class GraphProblem:
         return RECOMPUTE in self.allow
 
     @property
+    def may(self) -> frozenset[str]:
+        """The kinds of action that a plan may choose."""
+        return frozenset(
+            ({RECOMPUTE} if self.may_recompute else set()) | ({SWAP} if self.may_swap else set())
+        )
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds of planning so far, to the millisecond."""
         return round(now() - self.begin, 3)
@@ -69,10 +76,6 @@ class Answer:
     steps: list[Step]
     overhead_bound: float = 0.0
     stats: dict[str, float | int | str] = field(default_factory=dict)
-
-
-Strategy = Callable[[GraphProblem], Answer]
-"""Gives an answer or raises `BudgetInfeasible` with the smallest peak that it can reach."""
 
 
 def usual_s(op_count: int) -> float:
@@ -110,13 +113,10 @@ def plain_answer(problem: GraphProblem) -> Answer | None:
 
 def cheapest_runs(problem: GraphProblem, plans: Iterable[list[int]]) -> Answer:
     """The cheapest of some run sequences that meets the budget; `BudgetInfeasible` with the smallest peak of them all."""
-    plain = plain_answer(problem)
-    if plain is not None:
-        return plain
     graph = problem.graph
     smallest = plain_peak(graph)
     best: tuple[float, list[int]] | None = None
-    for runs in plans if problem.may_recompute else ():
+    for runs in plans:
         peak = peak_of_runs(graph, runs)
         smallest = min(smallest, peak)
         cost = rerun_ms(graph, runs)

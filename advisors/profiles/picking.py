@@ -65,14 +65,12 @@ def shortest_fitting(
     return best, nearest
 
 
-def prefix_that_fits(
-    problem: Problem, picks: list[tuple[int, Decision]], who: str, place: Place = place_prefetches
+def prefix_that_suffices(
+    problem: Problem, picks: list[tuple[int, Decision]], place: Place = place_prefetches
 ) -> Decisions:
-    """The shortest prefix of `picks` that fits. Raises `BudgetInfeasible` with the lowest peak of any."""
+    """The shortest prefix of `picks` that fits; where none does, the one with the lowest peak."""
     best, nearest = shortest_fitting(problem, picks, place)
-    if best is None:
-        raise infeasible(problem, nearest, who)
-    return best
+    return nearest if best is None else best
 
 
 def cheapest_fitting(problem: Problem, plans: Iterable[Decisions], who: str) -> Decisions:

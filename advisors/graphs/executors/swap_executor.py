@@ -11,15 +11,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from memopt.advisors.graphs.graph import Graph, IntColumn
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
-from memopt.advisors.graphs.runs import frees_after, memory_of_runs, plain_peak
+from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
+from memopt.advisors.graphs.runs import frees_after, lifetimes, memory_of_runs, plain_peak
 from memopt.advisors.graphs.schedule import FREE, IN, OUT, RUN, Step
+from memopt.advisors.size_classes import Pool, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,19 @@ class Walk:
     def in_ms(self, tensor: int) -> float:
         """Length of the way back."""
         return self.size[tensor] / (self.problem.in_gbps * 1e6)
+
+    def until_it_fits(self, trips: Iterable[Trip]) -> list[Trip]:
+        """Those of `trips`, one after the other, that are away where the budget is exceeded, until it is not; `memory` goes down by them."""
+        budget = self.problem.budget_bytes
+        chosen: list[Trip] = []
+        for trip in trips:
+            if int(self.memory.max()) <= budget:
+                break
+            span = self.memory[trip.leave + 1 : trip.need]
+            if int(span.max(initial=0)) > budget:
+                span -= self.size[trip.tensor]
+                chosen.append(trip)
+        return chosen
 
     def steps(self, prefetch: Prefetch) -> list[Step]:
         """A valid schedule, or `CannotHold`."""
@@ -240,9 +254,6 @@ def best_walk(
     problem: GraphProblem, choices: Sequence[tuple[list[int], list[Trip]]], prefetches: Sequence[Prefetch]
 ) -> Answer:
     """The cheapest schedule among choices of (runs, trips) and prefetch rules; `BudgetInfeasible` when none is valid."""
-    plain = plain_answer(problem)
-    if plain is not None:
-        return plain
     best: tuple[float, list[Step]] | None = None
     smallest = plain_peak(problem.graph)
     for runs, trips in choices:
@@ -281,3 +292,23 @@ def hold(problem: GraphProblem, runs: list[int], trips: Sequence[Trip], prefetch
             > walk.out_ms(trip.tensor) + walk.in_ms(trip.tensor)
         ]
         return Walk(problem, runs, long).steps(just_in_time)
+
+
+def belady(problem: GraphProblem, runs: list[int], trips: list[Trip]) -> list[Trip]:
+    """Trips such that the budget holds: at each run that is short, the idle tensor with the furthest next use leaves."""
+    return [trips[number] for number in pool_of_trips(problem, runs, trips).leaving()]
+
+
+def pool_of_trips(problem: GraphProblem, runs: list[int], trips: list[Trip]) -> Pool:
+    """The pool in which the tensors of `trips` lie, each op run once."""
+    first, last = (column.tolist() for column in lifetimes(problem.graph))
+    walk = Walk(problem, runs, [])
+    tensors = [
+        Tensor(
+            walk.size[trip.tensor],
+            slice(max(0, first[trip.tensor]), max(trip.need, last[trip.tensor]) + 1),
+            slice(trip.leave + 1, trip.need),
+        )
+        for trip in trips
+    ]
+    return Pool(tensors, walk.memory, problem.budget_bytes)

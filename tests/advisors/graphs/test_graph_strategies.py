@@ -13,11 +13,12 @@ from memopt.advisors.graphs.executors.scores import SCORES, Neighbours
 from memopt.advisors.graphs.executors.segments import Forward
 from memopt.advisors.graphs.executors.swap_executor import Walk
 from memopt.advisors.graphs.graph import FloatColumn, IntColumn, decode_graph
-from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.strategies import checkmate
-from memopt.advisors.graphs.strategies.capuchin import in_order
+from memopt.advisors.registry import graph_strategies
+from memopt.advisors.strategies import checkmate
+from memopt.advisors.strategies.capuchin import in_order
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from tests.advisors.graphs.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
 from tests.support.training_graphs.families import branches
@@ -68,7 +69,7 @@ DEGENERATE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", GRAPH_STRATEGIES)
+@pytest.mark.parametrize("strategy", graph_strategies())
 @pytest.mark.parametrize("name", [*DEGENERATE, "no bytes", "no time"])
 def test_degenerate_graphs(name: str, strategy: str) -> None:
     """Each strategy gives a plan or a refusal for graphs that are hardly any, with a link and without."""
