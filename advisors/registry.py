@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
+from memopt.advisors.board import Board
 from memopt.advisors.counsel.counsel import Counsel
+from memopt.advisors.graphs.board import GraphBoard
+from memopt.advisors.graphs.executors.swap_executor import best_walk, just_in_time
 from memopt.advisors.graphs.problem import (
     RECOMPUTE,
     SWAP,
@@ -25,6 +28,7 @@ from memopt.advisors.graphs.problem import (
     plain_answer,
 )
 from memopt.advisors.graphs.runs import plain_peak
+from memopt.advisors.profiles.board import ProfileBoard
 from memopt.advisors.profiles.picking import cheapest_fitting
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.errors import UsageError
@@ -40,6 +44,16 @@ _FOUND: dict[str, Strategy | Counsel] = {}
 Plans = Callable[[Problem], Iterable[Decisions]]
 Runs = Callable[[GraphProblem], Iterable[list[int]]]
 OnGraph = Callable[[GraphProblem], Answer]
+
+
+class OnBoard(Protocol):
+    """A rule that asks a `Board` alone."""
+
+    def __call__(self, board: Board[T], /) -> Iterable[T]: ...
+
+
+T = TypeVar("T")
+B = TypeVar("B", bound=OnBoard)
 P = TypeVar("P", bound=Plans)
 R = TypeVar("R", bound=Runs)
 G = TypeVar("G", bound=OnGraph)
@@ -68,6 +82,18 @@ class Strategy:
     """On graphs, where some kind that it chooses may be chosen and the plain schedule does not fit. Its docstring tells the rule in a line."""
     otherwise: Callable[[Problem], tuple[str, ...]] | None = None
     """What it would do where it has no plan for a profile, in words."""
+
+    def boards(self, rule: B) -> B:
+        """Decorates what it plans for profiles and graphs alike: choices, of which the cheapest that fits is taken."""
+
+        def on_graph(problem: GraphProblem) -> Answer:
+            board = GraphBoard(problem)
+            choices = [(board.runs, trips) for trips in rule(board)]
+            return best_walk(problem, choices, [just_in_time])
+
+        on_graph.__doc__ = rule.__doc__
+        self.plans, self.on_graph = lambda problem: rule(ProfileBoard(problem)), on_graph
+        return rule
 
     def profiles(self, rule: P) -> P:
         """Decorates what it plans for profiles."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from memopt.advisors.graphs.executors.swap_executor import Walk, best_walk, idle_trips, just_in_time
-from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.profiles.picking import prefix_that_suffices, swap_of, swappable
+from memopt.advisors.board import Board, Choice
+from memopt.advisors.profiles.board import ProfileBoard
+from memopt.advisors.profiles.picking import prefix_that_suffices
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.advisors.registry import SWAPS, strategy
 from memopt.estimators.simulator.decision import Decision
@@ -27,11 +26,17 @@ flashneuron = strategy(
 )
 
 
+@flashneuron.boards
+def linear(board: Board[Choice]) -> Iterator[Choice]:
+    """FlashNeuron (FAST'21), linear selection: saved tensors in order of production until the rest fits."""
+    yield board.until_it_fits(sorted(board.absences, key=lambda absence: absence.made))
+
+
 @flashneuron.profiles
-def on_profile(problem: Problem) -> Iterator[Decisions]:
+def in_two_phases(problem: Problem) -> Iterator[Decisions]:
     """Linear selection; where that does not fit, or does not pass the link, with the compressible ones first, too."""
-    linear: list[tuple[int, Decision]] = [(c.storage, swap_of(c, "disk")) for c in swappable(problem)]
-    first = prefix_that_suffices(problem, linear)
+    board = ProfileBoard(problem, "disk")
+    (first,) = linear(board)
     yield first
     if problem.fits(problem.run(first)) and _passes_the_link(problem, first):
         return
@@ -39,9 +44,9 @@ def on_profile(problem: Problem) -> Iterator[Decisions]:
         (c for c in problem.candidates.values() if c.codec is not None),
         key=lambda c: _encoded(c).encoded_bytes / c.saved.size_bytes,
     )
-    taken = {c.storage for c in friendly}
-    rest = [pick for pick in linear if pick[0] not in taken]
-    yield prefix_that_suffices(problem, [(c.storage, _encoded(c)) for c in friendly] + rest)
+    encoded = {c.storage: _encoded(c) for c in friendly}
+    rest = {storage: swap for storage, swap in board.swaps.items() if storage not in encoded}
+    yield prefix_that_suffices(problem, [*encoded.items(), *rest.items()])
 
 
 def _encoded(candidate: Candidate) -> Decision:
@@ -55,11 +60,3 @@ def _passes_the_link(problem: Problem, decisions: Decisions) -> bool:
         problem.simulator.copy_ms(view.saved[s].size_bytes, d, out=True) for s, d in decisions.items()
     )
     return copies_ms <= float(view.op_ms[view.phase == 0].sum())
-
-
-@flashneuron.graphs
-def on_graph(problem: GraphProblem) -> Answer:
-    """FlashNeuron (FAST'21), linear selection: saved tensors in order of production until the rest fits."""
-    graph, runs = problem.graph, plain_runs(problem.graph)
-    linear = sorted(idle_trips(graph, runs), key=lambda trip: int(graph.producer[trip.tensor]))
-    return best_walk(problem, [(runs, Walk(problem, runs, []).until_it_fits(linear))], [just_in_time])

@@ -14,22 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memopt.advisors.clock import OutOfTime, now
+from memopt.advisors.graphs.board import GraphBoard
 from memopt.advisors.graphs.executors.swap_executor import (
     CannotHold,
     as_soon_as_possible,
     best_walk,
     hold,
-    idle_trips,
     just_in_time,
-    pool_of_trips,
 )
 from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.profiles.picking import swap_of, swappable
+from memopt.advisors.profiles.board import ProfileBoard
 from memopt.advisors.profiles.prefetch import place_prefetches
-from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.advisors.registry import A_LINK, SWAPS, strategy
-from memopt.advisors.size_classes import Pool, Tensor
+from memopt.advisors.size_classes import pool_of
 
 swapadvisor = strategy(
     "swapadvisor",
@@ -42,43 +40,35 @@ swapadvisor = strategy(
 @swapadvisor.profiles
 def on_profile(problem: Problem) -> Iterator[Decisions]:
     """What the genetic search finds."""
-    able = swappable(problem)
+    board = ProfileBoard(problem)
     limited = problem.limited(now() + problem.seconds_left)
 
     def away(problem: Problem, leaving: list[int]) -> Decisions:
-        swaps = {able[number].storage: swap_of(able[number]) for number in leaving}
-        return place_prefetches(problem, swaps)
+        storages = [board.absences[number].storage for number in leaving]
+        return place_prefetches(problem, {storage: board.swaps[storage] for storage in storages})
 
     def rate(leaving: list[int]) -> tuple[float, float]:
         timeline = limited.run(away(limited, leaving))
         return max(0, timeline.peak_bytes - problem.target_bytes), timeline.step_ms
 
-    yield away(problem, pool_of(problem, able).evolve(rate))
-
-
-def pool_of(problem: Problem, able: list[Candidate]) -> Pool:
-    """The pool in which `able` lie."""
-    tensors = [
-        Tensor(c.saved.size_bytes, slice(max(0, int(problem.view.birth[c.storage])), c.saved.release + 1), c.away)
-        for c in able
-    ]  # fmt: skip
-    return Pool(tensors, problem.plain.high_bytes, problem.target_bytes)
+    yield away(problem, pool_of(board).evolve(rate))
 
 
 @swapadvisor.graphs
 def on_graph(problem: GraphProblem) -> Answer:
     """SwapAdvisor (ASPLOS'20): genetic search over size classes, Belady eviction, earliest way back."""
-    runs = plain_runs(problem.graph)
-    trips = idle_trips(problem.graph, runs)
+    board = GraphBoard(problem)
 
     def rate(leaving: list[int]) -> tuple[float, float]:
         if now() > problem.until:
             raise OutOfTime
         try:
-            steps = hold(problem, runs, [trips[number] for number in leaving], as_soon_as_possible)
+            steps = hold(
+                problem, board.runs, [board.trips[number] for number in leaving], as_soon_as_possible
+            )
         except CannotHold as failure:
             return float(failure.peak_bytes), 0.0
         return 0.0, problem.replay(steps).overhead
 
-    chosen = [trips[number] for number in pool_of_trips(problem, runs, trips).evolve(rate)]
-    return best_walk(problem, [(runs, chosen)], [as_soon_as_possible, just_in_time])
+    chosen = [board.trips[number] for number in pool_of(board).evolve(rate)]
+    return best_walk(problem, [(board.runs, chosen)], [as_soon_as_possible, just_in_time])

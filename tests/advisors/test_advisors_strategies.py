@@ -9,17 +9,17 @@ import numpy as np
 import pytest
 
 from memopt.advisors.advise import advise
+from memopt.advisors.board import Absence
 from memopt.advisors.clock import OutOfTime
-from memopt.advisors.profiles.picking import swap_of, swappable
+from memopt.advisors.profiles.board import ProfileBoard
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.advisors.registry import find_strategy, profile_strategies
-from memopt.advisors.size_classes import Pool, Tensor
+from memopt.advisors.size_classes import Pool, pool_of
 from memopt.advisors.strategies.capuchin import capuchin_picks
 from memopt.advisors.strategies.dtr import Evictions
 from memopt.advisors.strategies.sublinear import sublinear_plans
 from memopt.advisors.strategies.superneurons import largest_layer_bytes
-from memopt.advisors.strategies.swapadvisor import pool_of
 from memopt.advisors.strategies.vdnn import vdnn_plan
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere
@@ -202,16 +202,20 @@ def test_flashneuron_compresses_when_the_link_is_slow() -> None:
 
 def test_belady_evicts_what_is_used_furthest_away() -> None:
     problem = problem_of(net(), 0.9)
-    able = swappable(problem)
-    chosen = pool_of(problem, able).leaving()
+    board = ProfileBoard(problem)
+    able, chosen = board.absences, pool_of(board).leaving()
     # in reverse order of use the first output is needed last
     assert 0 < len(chosen) < len(able)
     assert chosen == list(range(len(chosen)))
 
 
+def lying(size_bytes: int, here: slice, away: slice) -> Absence:
+    return Absence(storage=here.start, size_bytes=size_bytes, made=here.start, here=here, away=away)
+
+
 def test_a_full_class_evicts_its_own() -> None:
     """Two sizes; ops 4 to 7 lie between the uses. What a class has too few slots for leaves, though memory has room."""
-    tensors = [Tensor(size, slice(i, 12 - i), slice(4, 11 - i)) for i, size in enumerate((8, 8, 2, 2))]
+    tensors = [lying(size, slice(i, 12 - i), slice(4, 11 - i)) for i, size in enumerate((8, 8, 2, 2))]
     pool = Pool(tensors, np.full(12, 20), 20)
     assert pool.sizes.tolist() == [2, 8]
     assert pool.leaving() == []
@@ -226,7 +230,7 @@ def test_a_full_class_evicts_its_own() -> None:
 
 def test_the_genetic_search_is_the_same_each_time_and_leaves_random_alone() -> None:
     """Twenty tensors of one size: the search has to find how many slots leave thirteen of them without one."""
-    tensors = [Tensor(1, slice(i, 41 - i), slice(21, 40 - i)) for i in range(20)]
+    tensors = [lying(1, slice(i, 41 - i), slice(21, 40 - i)) for i in range(20)]
     pool = Pool(tensors, np.full(41, 20), 20)
     random.seed(7)
     before = random.getstate()
@@ -248,7 +252,7 @@ def test_without_deap_swapadvisor_says_what_to_install_and_auto_goes_on(
 
 
 def test_the_genetic_search_ends_with_the_best_so_far() -> None:
-    tensors = [Tensor(1, slice(i, 41 - i), slice(21, 40 - i)) for i in range(20)]
+    tensors = [lying(1, slice(i, 41 - i), slice(21, 40 - i)) for i in range(20)]
     pool = Pool(tensors, np.full(41, 20), 20)
     seen: list[int] = []
 
@@ -267,8 +271,9 @@ def test_swapadvisor_beats_plain_belady() -> None:
         Layer((16, 1, 4, 8)[i % 4] * MIB, (3.0, 2.0, 7.0, 1.0)[i % 4], (i - 1,), grad=MIB) for i in range(40)
     ]
     problem = problem_of(build(layers, device=GPU), 0.5)
-    able = swappable(problem)
-    plain = {able[i].storage: swap_of(able[i]) for i in pool_of(problem, able).leaving()}
+    board = ProfileBoard(problem)
+    gone = [board.absences[i].storage for i in pool_of(board).leaving()]
+    plain = {storage: board.swaps[storage] for storage in gone}
     alone = problem.run(place_prefetches(problem, plain))
     found = problem.run(decided("swapadvisor", problem))
     assert problem.fits(alone)

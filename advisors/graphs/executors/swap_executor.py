@@ -18,9 +18,8 @@ import numpy as np
 
 from memopt.advisors.graphs.graph import Graph, IntColumn
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
-from memopt.advisors.graphs.runs import frees_after, lifetimes, memory_of_runs, plain_peak
+from memopt.advisors.graphs.runs import frees_after, memory_of_runs, plain_peak
 from memopt.advisors.graphs.schedule import FREE, IN, OUT, RUN, Step
-from memopt.advisors.size_classes import Pool, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,23 +291,3 @@ def hold(problem: GraphProblem, runs: list[int], trips: Sequence[Trip], prefetch
             > walk.out_ms(trip.tensor) + walk.in_ms(trip.tensor)
         ]
         return Walk(problem, runs, long).steps(just_in_time)
-
-
-def belady(problem: GraphProblem, runs: list[int], trips: list[Trip]) -> list[Trip]:
-    """Trips such that the budget holds: at each run that is short, the idle tensor with the furthest next use leaves."""
-    return [trips[number] for number in pool_of_trips(problem, runs, trips).leaving()]
-
-
-def pool_of_trips(problem: GraphProblem, runs: list[int], trips: list[Trip]) -> Pool:
-    """The pool in which the tensors of `trips` lie, each op run once."""
-    first, last = (column.tolist() for column in lifetimes(problem.graph))
-    walk = Walk(problem, runs, [])
-    tensors = [
-        Tensor(
-            walk.size[trip.tensor],
-            slice(max(0, first[trip.tensor]), max(trip.need, last[trip.tensor]) + 1),
-            slice(trip.leave + 1, trip.need),
-        )
-        for trip in trips
-    ]
-    return Pool(tensors, walk.memory, problem.budget_bytes)

@@ -10,22 +10,21 @@ import random
 from dataclasses import replace
 
 from memopt.advisors.clock import now
+from memopt.advisors.graphs.board import GraphBoard
 from memopt.advisors.graphs.bounds.moments import overhead_bound
 from memopt.advisors.graphs.executors.swap_executor import (
     CannotHold,
     Trip,
     Walk,
     as_soon_as_possible,
-    belady,
     hold,
-    idle_trips,
     just_in_time,
 )
 from memopt.advisors.graphs.problem import SWAP, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
 from memopt.advisors.graphs.schedule import OUT, RUN, Step
 from memopt.advisors.graphs.search.starts import FEW, IN_ANY_CASE_S
 from memopt.advisors.registry import graph_strategies
+from memopt.advisors.size_classes import pool_of
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 
 JOINT = ("superneurons", "capuchin")
@@ -70,12 +69,14 @@ class Waiting:
     def climb(self, until: float) -> None:
         """Change the set of trips at random while that helps."""
         problem = self.problem
-        runs = plain_runs(problem.graph)
-        everything = idle_trips(problem.graph, runs)
+        board = GraphBoard(problem)
+        runs, everything = board.runs, board.trips
         if not everything:
             return
         rnd = random.Random(0)
-        current = self._trips_of_best(everything) or belady(problem, runs, everything)
+        current = self._trips_of_best(everything) or [
+            everything[number] for number in pool_of(board).leaving()
+        ]
         worth = self._worth(runs, current)
         while now() < until:
             changed = set(current)
