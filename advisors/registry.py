@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 from memopt.advisors.board import Board
 from memopt.advisors.counsel.counsel import Counsel
 from memopt.advisors.graphs.board import GraphBoard
-from memopt.advisors.graphs.executors.swap_executor import best_walk, just_in_time
+from memopt.advisors.graphs.executors.swap_executor import Copies, best_walk, just_in_time
 from memopt.advisors.graphs.problem import (
     RECOMPUTE,
     SWAP,
@@ -43,6 +43,7 @@ _FOUND: dict[str, Strategy | Counsel] = {}
 
 Plans = Callable[[Problem], Iterable[Decisions]]
 Runs = Callable[[GraphProblem], Iterable[list[int]]]
+Trips = Callable[[GraphBoard], Iterable[Copies]]
 OnGraph = Callable[[GraphProblem], Answer]
 
 
@@ -53,10 +54,6 @@ class OnBoard(Protocol):
 
 
 T = TypeVar("T")
-B = TypeVar("B", bound=OnBoard)
-P = TypeVar("P", bound=Plans)
-R = TypeVar("R", bound=Runs)
-G = TypeVar("G", bound=OnGraph)
 C = TypeVar("C", bound=type[Counsel])
 
 
@@ -83,37 +80,35 @@ class Strategy:
     otherwise: Callable[[Problem], tuple[str, ...]] | None = None
     """What it would do where it has no plan for a profile, in words."""
 
-    def boards(self, rule: B) -> B:
+    def boards(self, rule: OnBoard) -> OnBoard:
         """Decorates what it plans for profiles and graphs alike: choices, of which the cheapest that fits is taken."""
-
-        def on_graph(problem: GraphProblem) -> Answer:
-            board = GraphBoard(problem)
-            choices = [(board.runs, trips) for trips in rule(board)]
-            return best_walk(problem, choices, [just_in_time])
-
-        on_graph.__doc__ = rule.__doc__
-        self.plans, self.on_graph = lambda problem: rule(ProfileBoard(problem)), on_graph
+        self.plans = lambda problem: rule(ProfileBoard(problem))
+        self.graph_trips(lambda board: ((trips, just_in_time) for trips in rule(board)))
+        assert self.on_graph is not None
+        self.on_graph.__doc__ = rule.__doc__
         return rule
 
-    def profiles(self, rule: P) -> P:
+    def profiles(self, rule: Plans) -> Plans:
         """Decorates what it plans for profiles."""
         self.plans = rule
         return rule
 
-    def graphs(self, rule: G) -> G:
+    def graphs(self, rule: OnGraph) -> OnGraph:
         """Decorates what it plans for graphs."""
         self.on_graph = rule
         return rule
 
-    def graph_runs(self, rule: R) -> R:
+    def graph_runs(self, rule: Runs) -> Runs:
         """Decorates the run sequences that it plans for graphs."""
         self.runs = rule
+        self.on_graph = lambda problem: cheapest_runs(problem, rule(problem))
+        self.on_graph.__doc__ = rule.__doc__
+        return rule
 
-        def cheapest(problem: GraphProblem) -> Answer:
-            return cheapest_runs(problem, rule(problem))
-
-        cheapest.__doc__ = rule.__doc__
-        self.on_graph = cheapest
+    def graph_trips(self, rule: Trips) -> Trips:
+        """Decorates the copies that it plans for graphs, each op run once, and when their ways back start: the cheapest that fit are taken."""
+        self.on_graph = lambda problem: best_trips(problem, rule)
+        self.on_graph.__doc__ = rule.__doc__
         return rule
 
     def plan(self, problem: Problem, /) -> Decisions:
@@ -134,6 +129,12 @@ class Strategy:
     def graph_kinds(self) -> frozenset[str]:
         """What it may choose on graphs."""
         return frozenset(SWAP if kind in SWAPS else kind for kind in self.allows) & {RECOMPUTE, SWAP}
+
+
+def best_trips(problem: GraphProblem, rule: Trips) -> Answer:
+    """The cheapest schedule that fits of the copies that `rule` chooses."""
+    board = GraphBoard(problem)
+    return best_walk(problem, ((board.runs, *choice) for choice in rule(board)))
 
 
 def strategy(

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from memopt.advisors.board import Absence
 from memopt.advisors.graphs.executors.swap_executor import Trip, Walk, idle_trips
+from memopt.advisors.graphs.graph import IntColumn
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import lifetimes, plain_runs
 
@@ -14,6 +15,7 @@ class GraphBoard:
     """The tensors of a graph that may be swapped, each op run once."""
 
     def __init__(self, problem: GraphProblem) -> None:
+        self.problem = problem
         self.runs = plain_runs(problem.graph)
         self.trips = idle_trips(problem.graph, self.runs)
         self.walk = Walk(problem, self.runs, [])
@@ -29,6 +31,10 @@ class GraphBoard:
             )
             for trip in self.trips
         ]
+
+    def load_without(self, trips: list[Trip]) -> IntColumn:
+        """`load_bytes` where these are away."""
+        return Walk(self.problem, self.runs, trips).memory
 
     def until_it_fits(self, order: Iterable[Absence]) -> list[Trip]:
         """Those that are away where the budget is exceeded, until it is not."""

@@ -31,10 +31,10 @@ _HEAVY = (
 Place = Callable[[Problem, Decisions], Decisions]
 
 
-def shortest_fitting(
+def prefix_that_suffices(
     problem: Problem, picks: list[tuple[int, Decision]], place: Place = place_prefetches
-) -> tuple[Decisions | None, Decisions]:
-    """The shortest prefix of `picks` that fits, and the prefix with the lowest peak.
+) -> Decisions:
+    """The shortest prefix of `picks` that fits; where none does, the one with the lowest peak.
 
     Short lists are walked; long ones are bisected (a longer prefix nearly always has a lower peak), then probed evenly.
     """
@@ -49,9 +49,8 @@ def shortest_fitting(
         return decisions if problem.fits(timeline) else None
 
     if len(picks) <= _PROBES:
-        return next(
-            (found for count in range(len(picks) + 1) if (found := tried(count)) is not None), None
-        ), nearest
+        found = next((found for n in range(len(picks) + 1) if (found := tried(n)) is not None), None)
+        return nearest if found is None else found
     low, high, best = 0, len(picks), tried(len(picks))
     for count in range(len(picks) // 12, len(picks), len(picks) // 12) if best is None else ():
         best = tried(count)
@@ -62,14 +61,6 @@ def shortest_fitting(
         middle = (low + high) // 2
         found = tried(middle)
         low, high, best = (low, middle, found) if found is not None else (middle, high, best)
-    return best, nearest
-
-
-def prefix_that_suffices(
-    problem: Problem, picks: list[tuple[int, Decision]], place: Place = place_prefetches
-) -> Decisions:
-    """The shortest prefix of `picks` that fits; where none does, the one with the lowest peak."""
-    best, nearest = shortest_fitting(problem, picks, place)
     return nearest if best is None else best
 
 

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from memopt.advisors.graphs.executors.swap_executor import Trip, Walk, best_walk, idle_trips, just_in_time
-from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
+from memopt.advisors.graphs.board import GraphBoard
+from memopt.advisors.graphs.executors.swap_executor import Copies, Trip, Walk, just_in_time
 from memopt.advisors.profiles.picking import prefix_that_suffices, swap_of, swappable
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.advisors.registry import A_LINK, SWAPS, strategy
@@ -85,20 +84,17 @@ def _absence_ms(problem: Problem, candidate: Candidate) -> float:
 SCORES = ("doa", "aoa", "wdoa", "swdoa")
 
 
-@autoswap.graphs
-def on_graph(problem: GraphProblem) -> Answer:
+@autoswap.graph_trips
+def on_graph(board: GraphBoard) -> Iterator[Copies]:
     """AutoSwap (2019): idle tensors across the peak by absence, area and load above the budget."""
-    runs = plain_runs(problem.graph)
-    return best_walk(problem, [(runs, pick(problem, runs, score)) for score in SCORES], [just_in_time])
+    for score in SCORES:
+        yield pick(board, score), just_in_time
 
 
-def pick(problem: GraphProblem, runs: list[int], score: str) -> list[Trip]:
+def pick(board: GraphBoard, score: str) -> list[Trip]:
     """Trips in order of their score until the budget holds."""
-    candidates = idle_trips(
-        problem.graph, runs, least_bytes=max(1, int(problem.graph.tensor_bytes.max(initial=0)) // 1000)
-    )
-    walk = Walk(problem, runs, [])
-    memory = walk.memory
+    walk = Walk(board.problem, board.runs, [])
+    memory, least_bytes = walk.memory, max(walk.size, default=0) // 1000
 
     def value(trip: Trip, load: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
         absence = float(walk.clock[trip.need] - walk.clock[trip.leave + 1])
@@ -109,11 +105,12 @@ def pick(problem: GraphProblem, runs: list[int], score: str) -> list[Trip]:
         return float(load[trip.need] - load[trip.leave + 1]) * walk.size[trip.tensor]
 
     def load_above() -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        over = np.maximum(memory[:-1] - problem.budget_bytes, 0) * np.diff(walk.clock)
+        over = np.maximum(memory[:-1] - board.target_bytes, 0) * np.diff(walk.clock)
         return np.concatenate(([0.0], np.cumsum(over)))
 
     load = load_above()
-    order = sorted(candidates, key=lambda trip: -value(trip, load))
+    able = [trip for trip in board.trips if walk.size[trip.tensor] >= least_bytes]
+    order = sorted(able, key=lambda trip: -value(trip, load))
 
     def anew() -> Iterator[Trip]:
         """The best by what is above the budget after each pick."""

@@ -22,16 +22,15 @@ import numpy as np
 from msgspec.structs import replace
 
 from memopt.advisors.clock import now
+from memopt.advisors.graphs.board import GraphBoard
 from memopt.advisors.graphs.executors.swap_executor import (
+    Copies,
     Trip,
     Walk,
     as_soon_as_possible,
-    best_walk,
-    idle_trips,
     just_in_time,
 )
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
-from memopt.advisors.graphs.runs import plain_runs
+from memopt.advisors.graphs.problem import GraphProblem, infeasible
 from memopt.advisors.profiles.picking import swap_of, swappable
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
@@ -184,20 +183,17 @@ _MOST_TRIPS = 400
 _MOST_ROWS = 300
 
 
-@autotm.graphs
-def on_graph(problem: GraphProblem) -> Answer:
+@autotm.graph_trips
+def on_graph(board: GraphBoard) -> Iterator[Copies]:
     """AutoTM (ASPLOS'20): integer program over what is away when, moves overlapped with kernels (needs highspy)."""
-    runs = plain_runs(problem.graph)
-    trips = sorted(
-        idle_trips(problem.graph, runs), key=lambda trip: -int(problem.graph.tensor_bytes[trip.tensor])
-    )
-    least = int(problem.graph.tensor_bytes.max(initial=1)) // 100_000
-    trips = [trip for trip in trips[:_MOST_TRIPS] if int(problem.graph.tensor_bytes[trip.tensor]) > least]
-    walk = Walk(problem, runs, [])
-    chosen = chosen_trips(problem, walk, trips)
+    size = board.walk.size
+    largest = sorted(board.trips, key=lambda trip: -size[trip.tensor])[:_MOST_TRIPS]
+    trips = [trip for trip in largest if size[trip.tensor] > max(size, default=1) // 100_000]
+    chosen = chosen_trips(board.problem, board.walk, trips)
     if chosen is None:
-        raise infeasible(problem, int(Walk(problem, runs, trips).memory.max()))
-    return best_walk(problem, [(runs, chosen)], [just_in_time, as_soon_as_possible])
+        raise infeasible(board.problem, int(board.load_without(trips).max()))
+    for back in (just_in_time, as_soon_as_possible):
+        yield chosen, back
 
 
 def chosen_trips(problem: GraphProblem, walk: Walk, trips: list[Trip]) -> list[Trip] | None:

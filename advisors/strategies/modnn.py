@@ -12,16 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memopt.advisors.counsel.sub_batch import largest_sub_batch
-from memopt.advisors.graphs.executors.swap_executor import (
-    Trip,
-    Walk,
-    as_soon_as_possible,
-    best_walk,
-    idle_trips,
-    just_in_time,
-)
-from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
+from memopt.advisors.graphs.board import GraphBoard
+from memopt.advisors.graphs.executors.swap_executor import Copies, Trip, as_soon_as_possible, just_in_time
 from memopt.advisors.profiles.picking import swap_of, swappable
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Decisions, Problem
@@ -86,22 +78,16 @@ def latest_first(problem: Problem) -> Decisions:
     return {candidate.storage: swap_of(candidate) for candidate in able}
 
 
-@modnn.graphs
-def on_graph(problem: GraphProblem) -> Answer:
+@modnn.graph_trips
+def kept_back(board: GraphBoard) -> Iterator[Copies]:
     """moDNN (DATE'18): all leave, then the latest stay again while the budget holds."""
-    runs = plain_runs(problem.graph)
-    return best_walk(problem, [(runs, kept_back(problem, runs))], [as_soon_as_possible, just_in_time])
-
-
-def kept_back(problem: GraphProblem, runs: list[int]) -> list[Trip]:
-    """The trips that remain when the latest to leave stay while the budget holds."""
-    trips = idle_trips(problem.graph, runs)
-    walk = Walk(problem, runs, trips)
+    memory, size = board.load_without(board.trips), board.walk.size
     chosen: list[Trip] = []
-    for trip in sorted(trips, key=lambda trip: trip.leave, reverse=True):
-        span = walk.memory[trip.leave + 1 : trip.need]
-        if int(span.max(initial=0)) + walk.size[trip.tensor] <= problem.budget_bytes:
-            span += walk.size[trip.tensor]
+    for trip in sorted(board.trips, key=lambda trip: trip.leave, reverse=True):
+        span = memory[trip.leave + 1 : trip.need]
+        if int(span.max(initial=0)) + size[trip.tensor] <= board.target_bytes:
+            span += size[trip.tensor]
         else:
             chosen.append(trip)
-    return chosen[::-1]
+    for back in (as_soon_as_possible, just_in_time):
+        yield chosen[::-1], back

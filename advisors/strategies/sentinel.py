@@ -15,13 +15,11 @@ from collections.abc import Iterator
 import numpy as np
 from msgspec.structs import replace
 
-from memopt.advisors.graphs.executors.swap_executor import Prefetch, Trip, Walk, best_walk, idle_trips
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
-from memopt.advisors.graphs.runs import plain_runs
+from memopt.advisors.graphs.board import GraphBoard
+from memopt.advisors.graphs.executors.swap_executor import Copies, Prefetch, Trip, Walk
 from memopt.advisors.profiles.picking import swap_of, swappable
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.advisors.registry import A_LINK, SWAPS, strategy
-from memopt.errors import BudgetInfeasible
 
 _LENGTHS = 24
 """Lengths of an interval that are tried, from two to half of all: each is a judgement."""
@@ -53,35 +51,18 @@ def sentinel_plans(problem: Problem) -> Iterator[Decisions]:
         yield decisions
 
 
-@sentinel.graphs
-def on_graph(problem: GraphProblem) -> Answer:
+@sentinel.graph_trips
+def by_intervals(board: GraphBoard) -> Iterator[Copies]:
     """Sentinel (HPCA'21): long-lived tensors migrate by intervals; the best interval by enumeration."""
-    runs = plain_runs(problem.graph)
-    best: tuple[float, Answer] | None = None
-    smallest = 2**62
     interval = 1
-    while interval < max(2, len(runs) // 4):
+    while interval < max(2, len(board.runs) // 4):
         trips = [
             Trip(trip.tensor, min(end_of(trip.leave, interval), trip.need - 1), trip.need)
-            for trip in idle_trips(problem.graph, runs)
+            for trip in board.trips
             if trip.need // interval - trip.leave // interval >= 2
         ]
-        try:
-            answer = best_walk(problem, [(runs, trips)], [interval_before(interval)])
-        except BudgetInfeasible as failure:
-            smallest = min(smallest, failure.min_peak_bytes)
-        else:
-            overhead = problem.replay(answer.steps).overhead
-            if best is None or overhead < best[0]:
-                best = (overhead, answer)
+        yield trips, interval_before(interval)
         interval *= 2
-    if best is None:
-        raise (
-            infeasible(problem, smallest)
-            if smallest < 2**62
-            else infeasible(problem, int(Walk(problem, runs, []).memory.max()))
-        )
-    return best[1]
 
 
 def end_of(position: int, interval: int) -> int:

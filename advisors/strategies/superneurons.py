@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from memopt.advisors.graphs.executors.segments import Forward, checkpoints, runs_keeping
 from memopt.advisors.graphs.executors.swap_executor import (
+    Prefetch,
     Trip,
     Walk,
     best_walk,
@@ -96,16 +97,16 @@ def on_graph(problem: GraphProblem) -> Answer:
     """SuperNeurons (PPoPP'18): keep the outputs of dear layers, recompute between them, copy them out by LRU when short."""
     forward = Forward(problem.graph)
     keep = checkpoints(forward)
-    choices: list[tuple[list[int], list[Trip]]] = []
+    choices: list[tuple[list[int], list[Trip], Prefetch]] = []
     if problem.may_recompute:
         runs = runs_keeping(forward, keep)
-        choices.append((runs, []))
+        choices.append((runs, [], just_in_time))
         if problem.may_swap:
-            choices.append((runs, least_recent(problem, runs, keep)))
+            choices.append((runs, least_recent(problem, runs, keep), just_in_time))
     if problem.may_swap:
         plain = plain_runs(problem.graph)
-        choices.append((plain, least_recent(problem, plain, keep)))
-    return best_walk(problem, choices, [just_in_time])
+        choices.append((plain, least_recent(problem, plain, keep), just_in_time))
+    return best_walk(problem, choices)
 
 
 def least_recent(problem: GraphProblem, runs: list[int], keep: set[int]) -> list[Trip]:

@@ -17,12 +17,11 @@ from memopt.advisors.clock import OutOfTime, now
 from memopt.advisors.graphs.board import GraphBoard
 from memopt.advisors.graphs.executors.swap_executor import (
     CannotHold,
+    Copies,
     as_soon_as_possible,
-    best_walk,
     hold,
     just_in_time,
 )
-from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.profiles.board import ProfileBoard
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Decisions, Problem
@@ -54,10 +53,10 @@ def on_profile(problem: Problem) -> Iterator[Decisions]:
     yield away(problem, pool_of(board).evolve(rate))
 
 
-@swapadvisor.graphs
-def on_graph(problem: GraphProblem) -> Answer:
+@swapadvisor.graph_trips
+def on_graph(board: GraphBoard) -> Iterator[Copies]:
     """SwapAdvisor (ASPLOS'20): genetic search over size classes, Belady eviction, earliest way back."""
-    board = GraphBoard(problem)
+    problem = board.problem
 
     def rate(leaving: list[int]) -> tuple[float, float]:
         if now() > problem.until:
@@ -71,4 +70,5 @@ def on_graph(problem: GraphProblem) -> Answer:
         return 0.0, problem.replay(steps).overhead
 
     chosen = [board.trips[number] for number in pool_of(board).evolve(rate)]
-    return best_walk(problem, [(board.runs, chosen)], [as_soon_as_possible, just_in_time])
+    for back in (as_soon_as_possible, just_in_time):
+        yield chosen, back

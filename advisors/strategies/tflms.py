@@ -14,9 +14,8 @@ from collections.abc import Iterator
 import numpy as np
 from msgspec.structs import replace
 
-from memopt.advisors.graphs.executors.swap_executor import Trip, Walk, ahead, best_walk, idle_trips
-from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
+from memopt.advisors.graphs.board import GraphBoard
+from memopt.advisors.graphs.executors.swap_executor import Copies, Trip, ahead
 from memopt.advisors.profiles.picking import swap_of, swappable
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.advisors.registry import A_LINK, SWAPS, strategy
@@ -54,24 +53,20 @@ def tflms_plans(problem: Problem) -> Iterator[Decisions]:
             yield decisions
 
 
-@tflms.graphs
-def on_graph(problem: GraphProblem) -> Answer:
+@tflms.graph_trips
+def longer_trips(board: GraphBoard) -> Iterator[Copies]:
     """TFLMS (2018): edges longer than a threshold leave, and come back within a window before their consumer."""
-    runs = plain_runs(problem.graph)
-    trips = idle_trips(problem.graph, runs)
-    low, high = 1, len(runs)
+
+    def longer(threshold: int) -> list[Trip]:
+        return [trip for trip in board.trips if trip.need - trip.leave > threshold]
+
+    low, high = 1, len(board.runs)
     while low < high:
         middle = (low + high + 1) // 2
-        if int(Walk(problem, runs, longer(trips, middle)).memory.max()) <= problem.budget_bytes:
+        if int(board.load_without(longer(middle)).max()) <= board.target_bytes:
             low = middle
         else:
             high = middle - 1
-    choices = [
-        (runs, longer(trips, threshold)) for threshold in sorted({low, max(1, low // 2), 1}, reverse=True)
-    ]
-    return best_walk(problem, choices, [ahead(4), ahead(16)])
-
-
-def longer(trips: list[Trip], threshold: int) -> list[Trip]:
-    """Trips over more than `threshold` runs."""
-    return [trip for trip in trips if trip.need - trip.leave > threshold]
+    for threshold in sorted({low, max(1, low // 2), 1}, reverse=True):
+        for window in (4, 16):
+            yield longer(threshold), ahead(window)

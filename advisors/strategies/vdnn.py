@@ -15,12 +15,12 @@ from collections.abc import Iterator
 
 from msgspec.structs import replace
 
-from memopt.advisors.graphs.executors.swap_executor import Prefetch, Trip, Walk, best_walk, idle_trips
+from memopt.advisors.graphs.board import GraphBoard
+from memopt.advisors.graphs.executors.swap_executor import Copies, Prefetch, Trip, Walk
 from memopt.advisors.graphs.problem import Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
 from memopt.advisors.profiles.picking import consumers, is_heavy, swap_of, swappable
 from memopt.advisors.profiles.problem import Decisions, Problem
-from memopt.advisors.registry import A_LINK, SWAPS, strategy
+from memopt.advisors.registry import A_LINK, SWAPS, best_trips, strategy
 from memopt.errors import BudgetInfeasible
 
 _PAPER = "Rhu et al. 2016, vDNN: Virtualized Deep Neural Networks"
@@ -75,46 +75,39 @@ def _heavy_backward(problem: Problem) -> list[int]:
     ]
 
 
+def one_ahead(walk: Walk, trip: Trip) -> int:
+    """Start when the run that needs the tensor before this one starts."""
+    earlier = [other.need for other in walk.trips if other.need < trip.need]
+    return max(earlier, default=trip.leave + 1)
+
+
+def inputs(board: GraphBoard, *, only_convolutions: bool) -> list[Trip]:
+    """What ops read that is needed again; or only what convolutions do, by the name of the op after which it leaves."""
+    name = board.problem.graph.op_names
+    return [trip for trip in board.trips if not only_convolutions or "conv" in name[trip.leave].lower()]
+
+
+def first_that_fits(problem: GraphProblem, back: Prefetch) -> Answer:
+    """`conv`; `all` where that does not fit."""
+    try:
+        return best_trips(problem, lambda board: [(inputs(board, only_convolutions=True), back)])
+    except BudgetInfeasible:
+        return best_trips(problem, lambda board: [(inputs(board, only_convolutions=False), back)])
+
+
 @vdnn.graphs
 def dynamic_on_graph(problem: GraphProblem) -> Answer:
     """vDNN (MICRO'16), dyn: copy layer inputs out after forward, one layer of prefetch; the first of none, conv, all that fits."""
     return first_that_fits(problem, one_ahead)
 
 
-@vdnn_all.graphs
-def everything_on_graph(problem: GraphProblem) -> Answer:
+@vdnn_all.graph_trips
+def everything_on_graph(board: GraphBoard) -> Iterator[Copies]:
     """vDNN (MICRO'16), all: copy every layer's input out after forward, one layer of prefetch."""
-    return _offload(problem, one_ahead, only_convolutions=False)
+    yield inputs(board, only_convolutions=False), one_ahead
 
 
-@vdnn_conv.graphs
-def of_convolutions_on_graph(problem: GraphProblem) -> Answer:
+@vdnn_conv.graph_trips
+def of_convolutions_on_graph(board: GraphBoard) -> Iterator[Copies]:
     """vDNN (MICRO'16), conv: copy the inputs of convolutions out after forward, one layer of prefetch."""
-    return _offload(problem, one_ahead, only_convolutions=True)
-
-
-def first_that_fits(problem: GraphProblem, prefetch: Prefetch) -> Answer:
-    """`conv`; `all` where that does not fit."""
-    try:
-        return _offload(problem, prefetch, only_convolutions=True)
-    except BudgetInfeasible:
-        return _offload(problem, prefetch, only_convolutions=False)
-
-
-def _offload(problem: GraphProblem, prefetch: Prefetch, *, only_convolutions: bool) -> Answer:
-    runs = plain_runs(problem.graph)
-    trips = idle_trips(problem.graph, runs)
-    if only_convolutions:
-        trips = [trip for trip in trips if read_by_convolution(problem, trip)]
-    return best_walk(problem, [(runs, trips)], [prefetch])
-
-
-def read_by_convolution(problem: GraphProblem, trip: Trip) -> bool:
-    """Whether the op after which the tensor leaves is a convolution (by its name)."""
-    return "conv" in problem.graph.op_names[trip.leave].lower()
-
-
-def one_ahead(walk: Walk, trip: Trip) -> int:
-    """Start when the run that needs the tensor before this one starts."""
-    earlier = [other.need for other in walk.trips if other.need < trip.need]
-    return max(earlier, default=trip.leave + 1)
+    yield inputs(board, only_convolutions=True), one_ahead

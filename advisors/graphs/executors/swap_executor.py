@@ -35,6 +35,10 @@ Prefetch = Callable[["Walk", Trip], int]
 """Position of the run before which the way back should start."""
 
 
+Copies = tuple[list[Trip], Prefetch]
+"""What leaves when, and where it would like its way back to start."""
+
+
 class CannotHold(Exception):
     """The copies do not keep the budget; `peak_bytes` is what they would need."""
 
@@ -249,28 +253,22 @@ def ahead(positions: int) -> Prefetch:
     return rule
 
 
-def best_walk(
-    problem: GraphProblem, choices: Sequence[tuple[list[int], list[Trip]]], prefetches: Sequence[Prefetch]
-) -> Answer:
-    """The cheapest schedule among choices of (runs, trips) and prefetch rules; `BudgetInfeasible` when none is valid."""
+def best_walk(problem: GraphProblem, choices: Iterable[tuple[list[int], Sequence[Trip], Prefetch]]) -> Answer:
+    """The cheapest schedule among choices of runs, trips and a prefetch rule; `BudgetInfeasible` when none is valid."""
     best: tuple[float, list[Step]] | None = None
     smallest = plain_peak(problem.graph)
-    for runs, trips in choices:
+    for runs, trips, prefetch in choices:
         if trips and not problem.may_swap:
             continue
-        for prefetch in prefetches:
-            try:
-                steps = hold(problem, runs, trips, prefetch)
-            except CannotHold as failure:
-                smallest = (
-                    min(smallest, failure.peak_bytes)
-                    if failure.peak_bytes > problem.budget_bytes
-                    else smallest
-                )
-                continue
-            overhead = problem.replay(steps).overhead
-            if best is None or overhead < best[0]:
-                best = (overhead, steps)
+        try:
+            steps = hold(problem, runs, trips, prefetch)
+        except CannotHold as failure:
+            if failure.peak_bytes > problem.budget_bytes:
+                smallest = min(smallest, failure.peak_bytes)
+            continue
+        overhead = problem.replay(steps).overhead
+        if best is None or overhead < best[0]:
+            best = (overhead, steps)
     if best is None:
         raise infeasible(problem, max(smallest, problem.budget_bytes + 1))
     return Answer(steps=best[1])
