@@ -57,8 +57,9 @@ autotm = strategy(
 @autotm.profiles
 def on_profile(problem: Problem) -> Iterator[Decisions]:
     """The program's answers; at last everything away."""
+    everything = place_prefetches(problem, {c.storage: swap_of(c) for c in swappable(problem)})
     yield from autotm_plans(problem)
-    yield place_prefetches(problem, {c.storage: swap_of(c) for c in swappable(problem)})
+    yield everything
 
 
 def autotm_plans(problem: Problem) -> Iterator[Decisions]:
