@@ -28,6 +28,8 @@ _MOST_GREEDY = 300
 Picks = list[tuple[int, Decision]]
 
 
+SCORES = ("doa", "aoa", "wdoa", "swdoa")
+
 autoswap = strategy(
     "autoswap",
     paper="Zhang et al. 2019, Efficient Memory Management for GPU-based Deep Learning Systems",
@@ -79,9 +81,6 @@ def _submodular(
 
 def _absence_ms(problem: Problem, candidate: Candidate) -> float:
     return problem.free_ms(candidate.saved, swap_of(candidate))
-
-
-SCORES = ("doa", "aoa", "wdoa", "swdoa")
 
 
 @autoswap.graph_trips

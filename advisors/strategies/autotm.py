@@ -46,6 +46,9 @@ _TIE = 1e-4
 """Price of a move that costs nothing, by its time: of equal plans the one that moves less."""
 
 
+_MOST_TRIPS = 400
+_MOST_ROWS = 300
+
 autotm = strategy(
     "autotm",
     paper="Hildebrand et al. 2020, AutoTM: Automatic Tensor Movement in Heterogeneous Memory Systems using Integer Linear Programming",
@@ -178,10 +181,6 @@ class Placement:
                 if terms:
                     wait = self.program.column(1.0, most=math.inf)
                     self.program.row({**terms, wait: -1.0}, high=float(self.span_ms[span]))
-
-
-_MOST_TRIPS = 400
-_MOST_ROWS = 300
 
 
 @autotm.graph_trips

@@ -39,6 +39,12 @@ from memopt.estimators.simulator.chains import Chain
 from memopt.estimators.simulator.decision import RECOMPUTE, Decision
 from memopt.estimators.simulator.timeline import REPLAY_MS
 
+_PREFIXES = 40
+"""So many prefixes of the picks are tried until one keeps the budget; then those between it and the one before, by bisection."""
+
+_Pick = tuple[Trip, bool]
+"""An idle time, and whether it is spent on the host; otherwise the tensor is made again."""
+
 capuchin = strategy(
     "capuchin",
     paper="Peng et al. 2020, Capuchin: Tensor-based GPU Memory Management for Deep Learning",
@@ -97,13 +103,6 @@ def _price(
         return swap_ms, swap, None
     replay_ms = float(sum(problem.view.op_ms[op] + REPLAY_MS for op in chain.ops))
     return (replay_ms, RECOMPUTE, chain) if replay_ms <= swap_ms else (swap_ms, swap, chain)
-
-
-_PREFIXES = 40
-"""So many prefixes of the picks are tried until one keeps the budget; then those between it and the one before, by bisection."""
-
-_Pick = tuple[Trip, bool]
-"""An idle time, and whether it is spent on the host; otherwise the tensor is made again."""
 
 
 @capuchin.graphs

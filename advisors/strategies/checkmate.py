@@ -27,6 +27,9 @@ from memopt.advisors.registry import RECOMPUTES, REPLAYABLE, strategy
 from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.decision import RECOMPUTE
 
+MOST_OPS = 100
+"""Above, HiGHS does not get beyond its start in a minute."""
+
 checkmate = strategy(
     "checkmate",
     paper="Jain et al. 2020, Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
@@ -40,10 +43,6 @@ def on_profile(problem: Problem) -> Iterator[Decisions]:
     """The program's answers; at last everything made again."""
     yield from answers(problem, RECOMPUTES)
     yield {s: RECOMPUTE for s, c in problem.candidates.items() if c.chain is not None}
-
-
-MOST_OPS = 100
-"""Above, HiGHS does not get beyond its start in a minute."""
 
 
 @checkmate.graphs

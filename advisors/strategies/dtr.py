@@ -15,23 +15,17 @@ On graphs the engine runs op by op (`executors/engine`). O(evictions x tensors o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from memopt.advisors.graphs.executors import scores
-from memopt.advisors.graphs.executors.engine import Engine, Stuck
+from memopt.advisors.graphs.executors.engine import Engine, Ledger, Score, Stuck
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
 from memopt.advisors.graphs.runs import peak_of_runs, plain_runs, steps_of_runs
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.advisors.registry import RECOMPUTES, REPLAYABLE, strategy
 from memopt.estimators.simulator.decision import RECOMPUTE
-
-if TYPE_CHECKING:
-    from memopt.advisors.graphs.executors.engine import Engine
-    from memopt.estimators.simulator.trace_view import Floats
 
 WORDS = {
     "dtr": "h_DTR (Kirisame et al., ICLR'21): cost with evicted neighbourhood over bytes and staleness",
@@ -67,55 +61,27 @@ def evicted(problem: Problem, score: str) -> Iterator[Decisions]:
         walk.evict(victim)
 
 
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """Row i: the op that makes candidate i, with all that is made on the way, of other candidates."""
-
-    tensor_count: int
-    reads: list[tuple[int, ...]]
-    resident_reads: list[tuple[int, ...]]
-    writes: list[tuple[int, ...]]
-
-
-class Evictions:
-    """What is evicted so far, and what a score says to evict next. To the score it is the engine that runs the graph of the candidates."""
+class Evictions(Ledger):
+    """What is evicted so far, and what a score says to evict next. Op i makes candidate i, with all that is made on the way, of other candidates."""
 
     def __init__(self, problem: Problem, score: str) -> None:
         view = self.view = problem.view
         self.candidates = [c for c in problem.candidates.values() if c.chain is not None]
         numbers = {c.saved.value: i for i, c in enumerate(self.candidates)}
         chains = [c.chain for c in self.candidates if c.chain is not None]
-        self.graph = _Graph(
-            len(chains),
-            [tuple(numbers[v] for v in chain.sources if v in numbers) for chain in chains],
-            [() for _ in chains],
-            [(i,) for i in range(len(chains))],
-        )
-        self.maker = range(len(chains))
+        reads = [tuple(numbers[v] for v in chain.sources if v in numbers) for chain in chains]
         alone = score == "dtr-local"
-        self.cost_column: Floats = np.array(
-            [
-                float(
-                    view.op_ms[view.value_producer[c.saved.value]]
-                    if alone
-                    else view.op_ms[[*chain.ops]].sum()
-                )
-                for c, chain in zip(self.candidates, chains, strict=True)
-            ]
-        )
-        self.size = [c.saved.size_bytes for c in self.candidates]
-        self.size_column: Floats = np.array(self.size, dtype=np.float64)
-        self.last_access: Floats = np.array(
-            [float(view.start_ms[min(c.saved.gone_after, view.n - 1)]) for c in self.candidates]
-        )
-        self.clock = 0.0
-        self.may_go = [True] * len(chains)
+        costs = [
+            float(view.op_ms[view.value_producer[c.saved.value]] if alone else view.op_ms[[*chain.ops]].sum())
+            for c, chain in zip(self.candidates, chains, strict=True)
+        ]
+        every = range(len(chains))
+        size = [c.saved.size_bytes for c in self.candidates]
+        super().__init__((reads, [() for _ in every], [(i,) for i in every]), list(every), size, costs)
+        last = [min(c.saved.gone_after, view.n - 1) for c in self.candidates]
+        self.last_access = view.start_ms[last]
         self.score = scores.SCORES[score]()
-        self.score.start(cast("Engine", self))
-
-    def count_time(self, costs: list[float]) -> None:
-        """Let `costs` stand for the time that each candidate takes to be made again."""
-        self.cost_column = np.array(costs)
+        self.score.start(self)
 
     def victim(self, op: int) -> Candidate | None:
         """The tensor to evict at `op`; None when there is none."""
@@ -150,9 +116,7 @@ def on_graph(name: str) -> Callable[[GraphProblem], Answer]:
     return rule
 
 
-def smallest_peak(
-    problem: GraphProblem, score: type[scores.PlainScore], probes: int = 6
-) -> tuple[int, list[int]]:
+def smallest_peak(problem: GraphProblem, score: type[Score], probes: int = 6) -> tuple[int, list[int]]:
     """Smallest peak that the rule reaches, by bisection of the budget, and its runs (the rules are not monotone)."""
     graph = problem.graph
     best = plain_runs(graph)

@@ -21,7 +21,7 @@ import numpy as np
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.executors.segments import Forward, missing
-from memopt.advisors.graphs.graph import FloatColumn, Graph, IntColumn
+from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import peak_of_runs
 from memopt.advisors.profiles.problem import Decisions, Problem
@@ -40,6 +40,11 @@ _MOST_PLANS = 60
 Stretch = tuple[int, int]
 """Stages from the first up to, not including, the second."""
 
+
+_SIZES = ((40, 120), (100, 200))
+"""Most stages, and about how many slots."""
+_AMOUNTS = 40
+"""Amounts of memory that are tried."""
 
 rotor = strategy(
     "rotor",
@@ -77,7 +82,7 @@ def optima(saved_bytes: list[int], enters_bytes: list[int], again_ms: list[float
             yield found
 
 
-def less_slots(costs: FloatColumn, slots: int) -> FloatColumn:
+def less_slots(costs: Floats, slots: int) -> Floats:
     """The costs when `slots` are taken already."""
     moved = np.full(len(costs), np.inf)
     if slots < len(costs):
@@ -164,16 +169,14 @@ def _narrow_places(problem: Problem, order: Order) -> list[int]:
     for position, (storage, size) in enumerate(zip(order.storages, order.sizes, strict=True)):
         change[position] += size
         change[max(position, bisect_left(order.made, order.last_read.get(storage, -1)))] -= size
-    wide = np.cumsum(change)
-    bounds = np.linspace(0, n, min(n, _MOST_STAGES) + 1).astype(int).tolist()
-    ends = {a + int(np.argmin(wide[a:b])) for a, b in pairwise(bounds) if a < b}
-    return sorted(ends | {n - 1})
+    return narrow_ends(np.cumsum(change)[:n], _MOST_STAGES)
 
 
-_SIZES = ((40, 120), (100, 200))
-"""Most stages, and about how many slots."""
-_AMOUNTS = 40
-"""Amounts of memory that are tried."""
+def narrow_ends(width: Ints, most: int) -> list[int]:
+    """Of so many equal parts the place in each that the fewest bytes cross, and the very last."""
+    n = len(width)
+    bounds = np.linspace(0, n, min(n, most) + 1).astype(int).tolist()
+    return sorted({a + int(np.argmin(width[a:b])) for a, b in pairwise(bounds) if a < b} | {n - 1})
 
 
 @rotor.graph_runs
@@ -218,8 +221,7 @@ class GraphStages:
         graph = forward.graph
         self.graph: Graph = graph
         self.forward = forward
-        bounds = np.linspace(0, forward.turn + 1, min(forward.turn + 1, most) + 1).astype(int).tolist()
-        ends = sorted({a + int(np.argmin(forward.width[a:b])) for a, b in pairwise(bounds)} | {forward.turn})
+        ends = narrow_ends(forward.width, most)
         starts = [0, *(end + 1 for end in ends[:-1])]
         producer: list[int] = graph.producer.tolist()
         stage_of = np.searchsorted(np.array(ends), np.arange(forward.turn + 1)).tolist() if ends else []
@@ -255,8 +257,8 @@ class _NestedTable:
 
     def __init__(self, stages: GraphStages) -> None:
         count, slots = len(stages.saved), stages.slots
-        self.cost: FloatColumn = np.zeros((count + 1, count, slots + 1))
-        self.cut: IntColumn = np.zeros((count, count, slots + 1), dtype=np.int64)
+        self.cost: Floats = np.zeros((count + 1, count, slots + 1))
+        self.cut: Ints = np.zeros((count, count, slots + 1), dtype=np.int64)
         entered = np.zeros((count, count, slots + 1))
         """The cost where a checkpoint before stage s takes its slots."""
         forth_ms = np.cumsum([0.0, *stages.ms])

@@ -97,15 +97,10 @@ def on_graph(problem: GraphProblem) -> Answer:
     """SuperNeurons (PPoPP'18): keep the outputs of dear layers, recompute between them, copy them out by LRU when short."""
     forward = Forward(problem.graph)
     keep = checkpoints(forward)
-    choices: list[tuple[list[int], list[Trip], Prefetch]] = []
-    if problem.may_recompute:
-        runs = runs_keeping(forward, keep)
-        choices.append((runs, [], just_in_time))
-        if problem.may_swap:
-            choices.append((runs, least_recent(problem, runs, keep), just_in_time))
-    if problem.may_swap:
-        plain = plain_runs(problem.graph)
-        choices.append((plain, least_recent(problem, plain, keep), just_in_time))
+    again = [runs_keeping(forward, keep)] if problem.may_recompute else []
+    choices: list[tuple[list[int], list[Trip], Prefetch]] = [(runs, [], just_in_time) for runs in again]
+    for runs in (*again, plain_runs(problem.graph)) if problem.may_swap else ():
+        choices.append((runs, least_recent(problem, runs, keep), just_in_time))
     return best_walk(problem, choices)
 
 
