@@ -26,7 +26,6 @@ DOOR = {"memopt", "memopt.__main__", "memopt.api", "memopt.notebook", "memopt.in
 """What a user imports: it may use every room, and no room uses it."""
 
 BOTH_WAYS = {
-    ("advisors/graphs/bounds", "advisors/graphs/search"),
     ("estimators/elsewhere", "estimators/hidden"),
     ("estimators/fake/gpu", "estimators/fake/script"),
     ("estimators/fake/kernels", "estimators/fake/values"),
