@@ -28,8 +28,7 @@ from memopt.advisors.graphs.problem import (
     plain_answer,
 )
 from memopt.advisors.graphs.runs import plain_peak
-from memopt.advisors.profiles.board import ProfileBoard
-from memopt.advisors.profiles.picking import cheapest_fitting
+from memopt.advisors.profiles.picking import ProfileBoard, cheapest_fitting
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.errors import UsageError
 

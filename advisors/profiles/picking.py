@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from memopt.advisors.board import Absence
 from memopt.advisors.profiles.blockers import infeasible
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
@@ -88,6 +89,31 @@ def swap_of(candidate: Candidate, tier: str | None = None) -> Decision:
     """The swap of a candidate, to `tier` if that is possible."""
     swaps = [option for option in candidate.options if option.kind == "swap"]
     return next((swap for swap in swaps if swap.tier == tier), swaps[0])
+
+
+class ProfileBoard:
+    """A recorded profile as a `Board`: the storages that may be swapped, to `tier` where they can, away between forward and backward."""
+
+    def __init__(self, problem: Problem, tier: str | None = None) -> None:
+        self.target_bytes, self.load_bytes = problem.target_bytes, problem.plain.high_bytes
+        self._problem = problem
+        self.swaps = {c.storage: swap_of(c, tier) for c in swappable(problem)}
+        self.absences = [
+            Absence(
+                storage=c.storage,
+                size_bytes=c.saved.size_bytes,
+                made=c.saved.packed_op,
+                here=slice(max(0, int(problem.view.birth[c.storage])), c.saved.release + 1),
+                away=c.away,
+            )
+            for c in swappable(problem)
+        ]
+
+    def until_it_fits(self, order: Iterable[Absence]) -> Decisions:
+        """The shortest prefix that fits; where none does, the one with the lowest peak."""
+        return prefix_that_suffices(
+            self._problem, [(each.storage, self.swaps[each.storage]) for each in order]
+        )
 
 
 def made_by(problem: Problem, saved: Saved) -> str:

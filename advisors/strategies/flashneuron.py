@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memopt.advisors.board import Board, Choice
-from memopt.advisors.profiles.board import ProfileBoard
-from memopt.advisors.profiles.picking import prefix_that_suffices
+from memopt.advisors.profiles.picking import ProfileBoard, prefix_that_suffices
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.advisors.registry import SWAPS, strategy
 from memopt.estimators.simulator.decision import Decision

@@ -22,7 +22,7 @@ from memopt.advisors.graphs.executors.swap_executor import (
     hold,
     just_in_time,
 )
-from memopt.advisors.profiles.board import ProfileBoard
+from memopt.advisors.profiles.picking import ProfileBoard
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.advisors.registry import A_LINK, SWAPS, strategy

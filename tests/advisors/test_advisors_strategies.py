@@ -11,7 +11,7 @@ import pytest
 from memopt.advisors.advise import advise
 from memopt.advisors.board import Absence
 from memopt.advisors.clock import OutOfTime
-from memopt.advisors.profiles.board import ProfileBoard
+from memopt.advisors.profiles.picking import ProfileBoard
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.advisors.registry import find_strategy, profile_strategies
