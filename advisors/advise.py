@@ -12,9 +12,7 @@ from memopt.advisors.profiles.holds import LESS
 from memopt.advisors.profiles.optimizer_move import plan_jointly, plan_moved_at_last, plan_with_pieces
 from memopt.advisors.profiles.plan_writer import write_plan
 from memopt.advisors.profiles.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
-from memopt.advisors.profiles.strategy import Strategy
-from memopt.advisors.registry import find_strategy
-from memopt.advisors.strategies.modnn import Modnn
+from memopt.advisors.registry import Strategy, find_strategy
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.gradients_away import gradients_away
@@ -263,7 +261,9 @@ class Adviser:
         try:
             problem, decisions, notes = self._search_to_the_margin(problem, planner)
         except BudgetInfeasible as error:
-            without_a_plan = planner.without_a_plan(problem) if isinstance(planner, Modnn) else ()
+            without_a_plan = (
+                () if isinstance(planner, Auto) or planner.otherwise is None else planner.otherwise(problem)
+            )
             raise BudgetInfeasible(
                 error.budget_bytes,
                 error.min_peak_bytes,
@@ -307,7 +307,7 @@ class Adviser:
         """Kinds that were allowed in vain."""
         return [why for kind, why in BEYOND_EXACT.items() if kind in self.allow]
 
-    def _search_to_the_margin(self, problem: Problem, planner: Strategy) -> Decided:
+    def _search_to_the_margin(self, problem: Problem, planner: Strategy | Auto) -> Decided:
         budget_bytes = problem.budget_bytes
         try:
             return *self._search(problem, planner), ()
@@ -319,7 +319,7 @@ class Adviser:
         return *found, ("the plan leaves no safety margin below the budget",)
 
     def _search(
-        self, problem: Problem, planner: Strategy, *, margin: float = MARGIN
+        self, problem: Problem, planner: Strategy | Auto, *, margin: float = MARGIN
     ) -> tuple[Problem, Decisions]:
         if not isinstance(planner, Auto):
             return problem, planner.plan(problem)
@@ -345,10 +345,10 @@ class Adviser:
             found = problem, planner.plan(problem)
         return found
 
-    def strategy(self, name: str) -> Strategy:
+    def strategy(self, name: str) -> Strategy | Auto:
         """The strategy called `name`, with this adviser's time limit. Raises `UsageError`."""
         found = find_strategy(name)
-        return Auto(self.time_limit_s) if isinstance(found, Auto) else found
+        return Auto(self.time_limit_s) if found.name == "auto" else found
 
 
 def _excess(problem: Problem) -> float:

@@ -19,8 +19,9 @@ import msgspec
 
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.of_trace import graph_of
-from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.schedule import encode_schedule
+from memopt.advisors.registry import graph_strategies
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.trace import load_trace
 from tests.advisors.graphs.schedule_checker import check
@@ -35,7 +36,7 @@ bounds: dict[Point, float] = {}
 def main() -> None:
     """Run the grid and print it."""
     options = arguments()
-    names = options.strategies.split(",") if options.strategies else list(GRAPH_STRATEGIES)
+    names = options.strategies.split(",") if options.strategies else list(graph_strategies())
     if not options.gbps:
         names = [name for name in names if name in RECOMPUTE_ONLY or options.strategies]
     overheads: dict[Point, dict[str, float]] = {}

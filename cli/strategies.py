@@ -8,7 +8,7 @@ import click
 
 if TYPE_CHECKING:
     from memopt.advisors.counsel.counsel import Counsel
-    from memopt.advisors.profiles.strategy import Strategy
+    from memopt.advisors.registry import Strategy
 
 
 @click.command()
@@ -53,20 +53,18 @@ def _terms(row: dict[str, Any]) -> str:
 
 def listing() -> list[dict[str, Any]]:
     """One entry a strategy: those that plan on profiles, those that advise, then those on plain graphs."""
-    from memopt.advisors.counsel.buffer_sharing import BufferSharing
-    from memopt.advisors.graphs.plan import GRAPH_KINDS, GRAPH_STRATEGIES
-    from memopt.advisors.registry import COUNSELS, STRATEGIES
+    from memopt.advisors.registry import counsels, graph_strategies, profile_strategies
 
-    rows = [_row(each, enforced=True) for each in STRATEGIES.values()]
-    rows += [_row(each, enforced=isinstance(each, BufferSharing)) for each in COUNSELS.values()]
-    for name, strategy in GRAPH_STRATEGIES.items():
+    rows = [_row(each, enforced=True) for each in profile_strategies().values()]
+    rows += [_row(each, enforced=each.enforced) for each in counsels().values()]
+    for name, strategy in graph_strategies().items():
         rows.append(
             {
                 "name": name,
                 "plans": "graphs",
-                "paper": (strategy.__doc__ or "").strip().split("\n")[0].rstrip("."),
+                "paper": (strategy.on_graph.__doc__ or "").strip().split("\n")[0].rstrip("."),
                 "needs": "--graph",
-                "allows": sorted(GRAPH_KINDS[name]),
+                "allows": sorted(strategy.graph_kinds),
                 "enforced": True,
             }
         )

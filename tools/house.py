@@ -26,11 +26,6 @@ DOOR = {"memopt", "memopt.__main__", "memopt.api", "memopt.notebook", "memopt.in
 """What a user imports: it may use every room, and no room uses it."""
 
 BOTH_WAYS = {
-    ("advisors/graphs", "advisors/strategies"),
-    ("advisors/graphs/bounds", "advisors/graphs/search"),
-    ("advisors/graphs/bounds", "advisors/graphs/strategies"),
-    ("advisors/graphs/search", "advisors/graphs/strategies"),
-    ("advisors/profiles", "advisors/strategies"),
     ("estimators/elsewhere", "estimators/hidden"),
     ("estimators/fake/gpu", "estimators/fake/script"),
     ("estimators/fake/kernels", "estimators/fake/values"),

@@ -18,6 +18,7 @@ from memopt.advisors.counsel.counsel import Advice
 from memopt.advisors.counsel.in_place import in_place
 from memopt.advisors.counsel.static_offsets import StaticOffsets, plan_offsets
 from memopt.advisors.profiles.problem import Problem
+from memopt.advisors.registry import counsel
 from memopt.estimators.allocator.replay import AllocatorEvents, replay
 from memopt.estimators.allocator.settings import parse_settings
 from memopt.estimators.elsewhere.recording import amounts_of, recording_of
@@ -39,11 +40,14 @@ _WORTH = 0.01
 """No setting that saves less of what is reserved is advised."""
 
 
+@counsel
 class BufferSharing:
     name = "buffer-sharing"
     paper = "Pisarchyk and Lee 2020, Efficient Memory Management for Deep Neural Net Inference; Sekiyama et al. 2018, Profile-guided memory optimization for deep neural networks"
     needs = "a CUDA profile (or --device) for a setting that helps; otherwise it reports only"
     allows = frozenset({"allocator"})
+    not_on_graphs = "it lays storages out in one address space, and a schedule has no addresses"
+    enforced = True
 
     def study(self, problem: Problem, allow: frozenset[str], /) -> Advice:
         trace = problem.view.trace

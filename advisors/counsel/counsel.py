@@ -43,5 +43,13 @@ class Counsel(Protocol):
     @property
     def allows(self) -> frozenset[str]: ...
 
+    @property
+    def not_on_graphs(self) -> str:
+        """What a plain graph lacks for it."""
+
+    @property
+    def enforced(self) -> bool:
+        """Can `memopt apply` follow what it advises?"""
+
     def study(self, problem: Problem, allow: frozenset[str], /) -> Advice:
         """What it finds. `allow`: the kinds that were asked for by name. Raises `NotPossibleHere`, `UsageError`."""

@@ -16,6 +16,7 @@ from math import prod
 
 from memopt.advisors.counsel.counsel import Advice
 from memopt.advisors.profiles.problem import Problem
+from memopt.advisors.registry import counsel
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.elsewhere.op_shapes import tensor_of
 from memopt.estimators.elsewhere.op_time import TensorShape
@@ -51,11 +52,14 @@ class Layer:
         return round(self.fewer_weights * self.item_bytes * factor)
 
 
+@counsel
 class Ctdr:
     name = "ctdr"
     paper = "Kim et al. 2016, Compression of Deep Convolutional Neural Networks (Tucker-2), with recomputation of what it inserts"
     needs = "--allow model-change, and weights that outweigh activations; advice only"
     allows = frozenset({"model-change"})
+    not_on_graphs = "it changes the layers of the model"
+    enforced = False
 
     def study(self, problem: Problem, allow: frozenset[str], /) -> Advice:
         if "model-change" not in allow:

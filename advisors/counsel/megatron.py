@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from memopt.advisors.counsel.counsel import Advice
 from memopt.advisors.profiles.problem import Problem
+from memopt.advisors.registry import counsel
 from memopt.errors import NotPossibleHere
 from memopt.estimators.elsewhere.batch import label_shape
 from memopt.estimators.elsewhere.op_shapes import op_call, tensor_of
@@ -76,11 +77,14 @@ class Transformer:
         return int(self.dropout) * self.layers * self.batch * self.length * (2 * self.width + scores)
 
 
+@counsel
 class Megatron:
     name = "megatron"
     paper = "Narayanan et al. 2021, Efficient Large-Scale Language Model Training; Korthikanti et al. 2022, Reducing Activation Recomputation"
     needs = "a transformer; it checks a profile against closed forms and plans nothing"
     allows: frozenset[str] = frozenset()
+    not_on_graphs = "it reckons from the shapes of a transformer"
+    enforced = False
 
     def study(self, problem: Problem, allow: frozenset[str], /) -> Advice:
         view = problem.view

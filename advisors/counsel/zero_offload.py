@@ -18,6 +18,7 @@ import numpy as np
 
 from memopt.advisors.counsel.counsel import Advice
 from memopt.advisors.profiles.problem import Problem
+from memopt.advisors.registry import counsel
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.trace_view import Floats, Ints
@@ -31,11 +32,14 @@ _GRADIENT, _STATE, _PARAMETER = (CATEGORIES.index(n) for n in ("gradient", "opti
 _BACKWARD, _OPTIMIZER = (PHASES.index(n) for n in ("backward", "optimizer"))
 
 
+@counsel
 class ZeroOffload:
     name = "zero-offload"
     paper = "Ren et al. 2021, ZeRO-Offload: Democratizing Billion-Scale Model Training"
     needs = "a GPU (or --device), an optimizer with state; advice only"
     allows = frozenset({"optimizer"})
+    not_on_graphs = "it tells parameters, gradients and optimizer state apart"
+    enforced = False
 
     def study(self, problem: Problem, allow: frozenset[str], /) -> Advice:
         found = Offloaded(problem, *_link(problem))

@@ -1,4 +1,4 @@
-"""The registry of graph strategies, and `plan_graph`: a graph and a budget in, a judged schedule out."""
+"""`plan_graph`: a graph and a budget in, the judged schedule of a strategy out."""
 
 from __future__ import annotations
 
@@ -7,74 +7,11 @@ from typing import Any
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import MOST_BYTES_EACH, Graph
-from memopt.advisors.graphs.problem import (
-    EVERYTHING,
-    RECOMPUTE,
-    SWAP,
-    Answer,
-    GraphProblem,
-    Strategy,
-    finish,
-    infeasible,
-    usual_s,
-)
+from memopt.advisors.graphs.problem import EVERYTHING, SWAP, Answer, GraphProblem, finish, infeasible, usual_s
 from memopt.advisors.graphs.runs import floor_bytes, plain_peak
 from memopt.advisors.graphs.schedule import Schedule
-from memopt.advisors.graphs.search.auto import auto
-from memopt.advisors.graphs.strategies.autoswap import autoswap
-from memopt.advisors.graphs.strategies.autotm import autotm
-from memopt.advisors.graphs.strategies.capuchin import capuchin
-from memopt.advisors.graphs.strategies.checkmate import checkmate
-from memopt.advisors.graphs.strategies.flashneuron import flashneuron, tflms
-from memopt.advisors.graphs.strategies.modnn import modnn
-from memopt.advisors.graphs.strategies.online import ONLINE
-from memopt.advisors.graphs.strategies.rotor import rotor
-from memopt.advisors.graphs.strategies.segments import sublinear_greedy, sublinear_sqrt
-from memopt.advisors.graphs.strategies.sentinel import sentinel
-from memopt.advisors.graphs.strategies.superneurons import superneurons
-from memopt.advisors.graphs.strategies.swapadvisor import swapadvisor
-from memopt.advisors.graphs.strategies.vdnn import vdnn, vdnn_all, vdnn_conv, vdnn_plus
+from memopt.advisors.registry import counsels, graph_strategies, profile_strategies, usual_name
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
-
-_RERUNS, _COPIES, _BOTH = frozenset({RECOMPUTE}), frozenset({SWAP}), EVERYTHING
-
-_TABLE: tuple[tuple[str, Strategy, frozenset[str]], ...] = (
-    ("auto", auto, _BOTH),
-    *((name, plan, _RERUNS) for name, plan in ONLINE.items()),
-    ("sublinear", sublinear_sqrt, _RERUNS),
-    ("sublinear-greedy", sublinear_greedy, _RERUNS),
-    ("rotor", rotor, _RERUNS),
-    ("checkmate", checkmate, _RERUNS),
-    ("superneurons", superneurons, _BOTH),
-    ("capuchin", capuchin, _BOTH),
-    ("vdnn", vdnn, _COPIES),
-    ("vdnn-all", vdnn_all, _COPIES),
-    ("vdnn-conv", vdnn_conv, _COPIES),
-    ("vdnn++", vdnn_plus, _COPIES),
-    ("modnn", modnn, _COPIES),
-    ("autoswap", autoswap, _COPIES),
-    ("swapadvisor", swapadvisor, _COPIES),
-    ("flashneuron", flashneuron, _COPIES),
-    ("tflms", tflms, _COPIES),
-    ("sentinel", sentinel, _COPIES),
-    ("autotm", autotm, _COPIES),
-)
-"""Every strategy that plans a graph: its name, its function, and what it may do. A new one is a row here."""
-
-GRAPH_STRATEGIES: dict[str, Strategy] = {name: plan for name, plan, _ in _TABLE}
-GRAPH_KINDS: dict[str, frozenset[str]] = {name: kinds for name, _, kinds in _TABLE}
-
-OTHER_NAMES = {"megengine": "dtr-megengine", "vdnn-dyn": "vdnn"}
-
-FOR_PROFILES = {
-    "gist": "which encoding a tensor bears depends on the ops that read it and on its values",
-    "cdma": "how far a copy can be compressed depends on the values",
-    "zero-offload": "it tells parameters, gradients and optimizer state apart",
-    "ctdr": "it changes the layers of the model",
-    "megatron": "it reckons from the shapes of a transformer",
-    "buffer-sharing": "it lays storages out in one address space, and a schedule has no addresses",
-}
-"""Strategies that plan profiles only, and what a plain graph lacks for them."""
 
 MANY = 2500
 """Graphs of more ops take the usual time within a limit up to the default, so that their plan comes soon."""
@@ -112,11 +49,9 @@ def plan_graph(
         time_limit_s = default_limit_s(graph)
     if not time_limit_s > 0:
         raise UsageError(f"--time-limit {time_limit_s} is not a usable time", try_="seconds, such as 20")
-    if strategy in FOR_PROFILES:
+    if why := _for_profiles().get(strategy):
         raise NotPossibleHere(
-            f"{strategy} plans profiles only, not plain graphs",
-            why=FOR_PROFILES[strategy],
-            try_="--strategy auto",
+            f"{strategy} plans profiles only, not plain graphs", why=why, try_="--strategy auto"
         )
     begin = now()
     problem = GraphProblem(
@@ -129,7 +64,7 @@ def plan_graph(
         until=begin + (effort if strategy == "auto" else LIMIT_USED * time_limit_s),
         latest=begin + LIMIT_USED * time_limit_s,
     )
-    plan = GRAPH_STRATEGIES[strategy] if graph.op_count else nothing_to_run
+    plan = graph_strategies()[strategy].answer if graph.op_count else nothing_to_run
     schedule = finish(problem, plan(problem), strategy)
     schedule.stats["seconds"] = round(now() - begin, 3)
     return schedule
@@ -156,10 +91,17 @@ def nothing_to_run(problem: GraphProblem) -> Answer:
 
 def find_graph_strategy(name: str) -> str:
     """What the strategy called `name` is called here. Raises `UsageError` when there is none."""
-    name = OTHER_NAMES.get(name, name)
-    if name not in GRAPH_STRATEGIES and name not in FOR_PROFILES:
-        raise UsageError(f"there is no graph strategy '{name[:60]}'", try_=", ".join(GRAPH_STRATEGIES))
+    name, known = usual_name(name), graph_strategies()
+    if name not in known and name not in _for_profiles():
+        raise UsageError(f"there is no graph strategy '{name[:60]}'", try_=", ".join(known))
     return name
+
+
+def _for_profiles() -> dict[str, str]:
+    """Strategies that plan profiles only, and what a plain graph lacks for them."""
+    return {
+        n: each.not_on_graphs for n, each in (profile_strategies() | counsels()).items() if each.not_on_graphs
+    }
 
 
 def default_limit_s(graph: Graph) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,14 @@ import numpy as np
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.judge import Outcome, replay
-from memopt.advisors.graphs.runs import floor_bytes, plain_peak, plain_runs, steps_of_runs
+from memopt.advisors.graphs.runs import (
+    floor_bytes,
+    peak_of_runs,
+    plain_peak,
+    plain_runs,
+    rerun_ms,
+    steps_of_runs,
+)
 from memopt.advisors.graphs.schedule import Schedule, Step
 from memopt.errors import BudgetInfeasible
 from memopt.units import format_bytes
@@ -46,6 +53,13 @@ class GraphProblem:
         return RECOMPUTE in self.allow
 
     @property
+    def may(self) -> frozenset[str]:
+        """The kinds of action that a plan may choose."""
+        return frozenset(
+            ({RECOMPUTE} if self.may_recompute else set()) | ({SWAP} if self.may_swap else set())
+        )
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds of planning so far, to the millisecond."""
         return round(now() - self.begin, 3)
@@ -62,10 +76,6 @@ class Answer:
     steps: list[Step]
     overhead_bound: float = 0.0
     stats: dict[str, float | int | str] = field(default_factory=dict)
-
-
-Strategy = Callable[[GraphProblem], Answer]
-"""Gives an answer or raises `BudgetInfeasible` with the smallest peak that it can reach."""
 
 
 def usual_s(op_count: int) -> float:
@@ -99,6 +109,22 @@ def plain_answer(problem: GraphProblem) -> Answer | None:
     if plain_peak(problem.graph) > problem.budget_bytes:
         return None
     return Answer(steps=steps_of_runs(problem.graph, plain_runs(problem.graph)))
+
+
+def cheapest_runs(problem: GraphProblem, plans: Iterable[list[int]]) -> Answer:
+    """The cheapest of some run sequences that meets the budget; `BudgetInfeasible` with the smallest peak of them all."""
+    graph = problem.graph
+    smallest = plain_peak(graph)
+    best: tuple[float, list[int]] | None = None
+    for runs in plans:
+        peak = peak_of_runs(graph, runs)
+        smallest = min(smallest, peak)
+        cost = rerun_ms(graph, runs)
+        if peak <= problem.budget_bytes and (best is None or cost < best[0]):
+            best = (cost, runs)
+    if best is None:
+        raise infeasible(problem, smallest)
+    return Answer(steps=steps_of_runs(graph, best[1]))
 
 
 def infeasible(problem: GraphProblem, min_peak_bytes: int) -> BudgetInfeasible:

@@ -13,6 +13,9 @@ import numpy as np
 from memopt.advisors.graphs.graph import Graph, IntColumn
 from memopt.advisors.graphs.schedule import FREE, RUN, Step
 
+Swap = tuple[int, int, bool]
+"""Tensor; an op; whether the tensor leaves after the first run of that op, or else is back for it (`op_count`: the end)."""
+
 
 def plain_runs(graph: Graph) -> list[int]:
     """Every op once, in order."""

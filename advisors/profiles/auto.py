@@ -26,23 +26,8 @@ from memopt.advisors.profiles.problem import TIME_LIMIT_S, Candidate, Decisions,
 from memopt.advisors.profiles.rounds import Round, find_kinds
 from memopt.advisors.profiles.same_kind import alike_plans
 from memopt.advisors.profiles.search import Plan, Search
-from memopt.advisors.profiles.strategy import Strategy
-from memopt.advisors.strategies.autoswap import Autoswap
-from memopt.advisors.strategies.autotm import Autotm
-from memopt.advisors.strategies.capuchin import Capuchin
-from memopt.advisors.strategies.checkmate import answers
-from memopt.advisors.strategies.dtr import Dtr
-from memopt.advisors.strategies.flashneuron import Flashneuron
-from memopt.advisors.strategies.gist import Gist
-from memopt.advisors.strategies.modnn import Modnn
-from memopt.advisors.strategies.rotor import Rotor, rotor_plans
-from memopt.advisors.strategies.sentinel import Sentinel
-from memopt.advisors.strategies.sublinear import sublinear_plans
-from memopt.advisors.strategies.superneurons import Superneurons
-from memopt.advisors.strategies.swapadvisor import Swapadvisor
-from memopt.advisors.strategies.tflms import Tflms
-from memopt.advisors.strategies.vdnn import Vdnn
-from memopt.advisors.strategies.vdnn_plus import VdnnPlus
+from memopt.advisors.profiles.tightening import answers
+from memopt.advisors.registry import find_strategy
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 
@@ -68,28 +53,21 @@ _LARGE = 8000
 _DESCENT_TRIES = 6
 _MET = 1e-5
 """Share above the bound at which a plan is as good as optimal."""
-_QUICK: tuple[Strategy, ...] = (
-    Capuchin(),
-    Autoswap(),
-    Flashneuron(),
-    Tflms(),
-    Sentinel(),
-    Superneurons(),
-    Vdnn("all"),
-    Vdnn("conv"),
-    VdnnPlus(),
-    Gist(),
-    Rotor(),
+_QUICK = (
+    "capuchin",
+    "autoswap",
+    "flashneuron",
+    "tflms",
+    "sentinel",
+    "superneurons",
+    "vdnn-all",
+    "vdnn-conv",
+    "vdnn++",
+    "gist",
+    "rotor",
 )
-_GENETIC: tuple[Strategy, ...] = (Swapadvisor(),)
-_THOROUGH: tuple[Strategy, ...] = (
-    Modnn(),
-    Dtr(),
-    Dtr("eqclass"),
-    Dtr("local"),
-    Dtr("megengine"),
-    Autotm(),
-)
+_GENETIC = ("swapadvisor",)
+_THOROUGH = ("modnn", "dtr", "dtr-eqclass", "dtr-local", "dtr-megengine", "autotm")
 _ALL = 1024
 """Problems with at most this many combinations of options are searched completely."""
 _STALLED = 640
@@ -97,10 +75,7 @@ _STALLED = 640
 
 
 class Auto:
-    name = "auto"
-    paper = "memopt: portfolio of the others, greedy constructions and large-neighbourhood search"
-    needs = "nothing in particular"
-    allows = frozenset({"swap-host", "swap-disk", "recompute", "compress"})
+    """The planner, with a time limit."""
 
     def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
         self.time_limit_s = time_limit_s
@@ -339,7 +314,7 @@ def starts(search: Search, *, checkpoints: bool) -> Iterator[Decisions]:
     plans = []
     with contextlib.suppress(OutOfTime):
         for decisions in (
-            itertools.chain(rotor_plans(problem), sublinear_plans(problem)) if checkpoints else ()
+            itertools.chain(plans_of("rotor", problem), plans_of("sublinear", problem)) if checkpoints else ()
         ):
             plans.append((problem.run(decisions), decisions))
     fitting = sorted((p for p in plans if problem.fits(p[0])), key=lambda p: p[0].step_ms)
@@ -352,12 +327,19 @@ def starts(search: Search, *, checkpoints: bool) -> Iterator[Decisions]:
     yield from (decisions | free for _, decisions in plans[:1])
 
 
-def portfolio(search: Search, strategies: Iterable[Strategy], *, until: float) -> Iterator[Decisions]:
+def plans_of(name: str, problem: Problem) -> Iterable[Decisions]:
+    """All that a strategy has to choose from."""
+    rule = find_strategy(name).plans
+    return rule(problem) if rule else ()
+
+
+def portfolio(search: Search, names: Iterable[str], *, until: float) -> Iterator[Decisions]:
     """What other strategies plan, until only the share `until` of the time is left."""
     limited = search.problem.limited(search.moment(until))
-    for strategy in strategies:
+    for name in names:
         if search.share_left < until:
             return
+        strategy = find_strategy(name)
         if strategy.allows & search.problem.allow:
             with contextlib.suppress(BudgetInfeasible, OutOfTime, NotPossibleHere):
                 yield strategy.plan(limited)

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.advisors.clock import OutOfTime
+from memopt.advisors.profiles.picking import chain_given
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
-from memopt.advisors.strategies.capuchin import chain_given
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.timeline import REPLAY_MS
 

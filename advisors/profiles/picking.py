@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from memopt.advisors.board import Absence
 from memopt.advisors.profiles.blockers import infeasible
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
+from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.trace_view import Saved
 
@@ -30,10 +32,10 @@ _HEAVY = (
 Place = Callable[[Problem, Decisions], Decisions]
 
 
-def shortest_fitting(
+def prefix_that_suffices(
     problem: Problem, picks: list[tuple[int, Decision]], place: Place = place_prefetches
-) -> tuple[Decisions | None, Decisions]:
-    """The shortest prefix of `picks` that fits, and the prefix with the lowest peak.
+) -> Decisions:
+    """The shortest prefix of `picks` that fits; where none does, the one with the lowest peak.
 
     Short lists are walked; long ones are bisected (a longer prefix nearly always has a lower peak), then probed evenly.
     """
@@ -48,9 +50,8 @@ def shortest_fitting(
         return decisions if problem.fits(timeline) else None
 
     if len(picks) <= _PROBES:
-        return next(
-            (found for count in range(len(picks) + 1) if (found := tried(count)) is not None), None
-        ), nearest
+        found = next((found for n in range(len(picks) + 1) if (found := tried(n)) is not None), None)
+        return nearest if found is None else found
     low, high, best = 0, len(picks), tried(len(picks))
     for count in range(len(picks) // 12, len(picks), len(picks) // 12) if best is None else ():
         best = tried(count)
@@ -61,17 +62,7 @@ def shortest_fitting(
         middle = (low + high) // 2
         found = tried(middle)
         low, high, best = (low, middle, found) if found is not None else (middle, high, best)
-    return best, nearest
-
-
-def prefix_that_fits(
-    problem: Problem, picks: list[tuple[int, Decision]], who: str, place: Place = place_prefetches
-) -> Decisions:
-    """The shortest prefix of `picks` that fits. Raises `BudgetInfeasible` with the lowest peak of any."""
-    best, nearest = shortest_fitting(problem, picks, place)
-    if best is None:
-        raise infeasible(problem, nearest, who)
-    return best
+    return nearest if best is None else best
 
 
 def cheapest_fitting(problem: Problem, plans: Iterable[Decisions], who: str) -> Decisions:
@@ -100,6 +91,31 @@ def swap_of(candidate: Candidate, tier: str | None = None) -> Decision:
     return next((swap for swap in swaps if swap.tier == tier), swaps[0])
 
 
+class ProfileBoard:
+    """A recorded profile as a `Board`: the storages that may be swapped, to `tier` where they can, away between forward and backward."""
+
+    def __init__(self, problem: Problem, tier: str | None = None) -> None:
+        self.target_bytes, self.load_bytes = problem.target_bytes, problem.plain.high_bytes
+        self._problem = problem
+        self.swaps = {c.storage: swap_of(c, tier) for c in swappable(problem)}
+        self.absences = [
+            Absence(
+                storage=c.storage,
+                size_bytes=c.saved.size_bytes,
+                made=c.saved.packed_op,
+                here=slice(max(0, int(problem.view.birth[c.storage])), c.saved.release + 1),
+                away=c.away,
+            )
+            for c in swappable(problem)
+        ]
+
+    def until_it_fits(self, order: Iterable[Absence]) -> Decisions:
+        """The shortest prefix that fits; where none does, the one with the lowest peak."""
+        return prefix_that_suffices(
+            self._problem, [(each.storage, self.swaps[each.storage]) for each in order]
+        )
+
+
 def made_by(problem: Problem, saved: Saved) -> str:
     """The op that wrote the saved value: `convolution`."""
     op = problem.view.value_producer[saved.value]
@@ -116,3 +132,16 @@ def consumers(problem: Problem, saved: Saved) -> list[str]:
     trace = problem.view.trace
     ops = [trace.slots.consumer[slot] for slot in saved.slots]
     return [trace.op_name(op).split(".")[1] for op in ops if op >= 0]
+
+
+def chain_given(problem: Problem, candidate: Candidate, chosen: Decisions) -> Chain | None:
+    """The replay of `candidate` when what is `chosen` is away."""
+    view, use, own = problem.view, candidate.saved.first_use, candidate.storage
+
+    def is_there(value: int) -> bool:
+        storage = view.value_storage[value]
+        if storage == own or (storage in chosen and use > view.saved[storage].gone_after):
+            return False
+        return is_intact(view, value, use)
+
+    return find_chain(view, [candidate.saved.value], is_there, lambda op: view.replayable[op])

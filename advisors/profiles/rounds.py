@@ -16,14 +16,13 @@ from itertools import pairwise
 import numpy as np
 
 from memopt.advisors.profiles.problem import may_act_on
+from memopt.advisors.rounds import REPEATED, valleys
 from memopt.estimators.simulator.trace_view import TraceView
 
 _HILL = 0.5
 """A hill rises above this share of the highest."""
 _NARROW = 0.1
 """A cut is crossed by at most this share of it."""
-_REPEATED = 0.7
-"""Planning round by round pays when one round of each kind has at most this share of the ops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def find_kinds(view: TraceView) -> list[list[Round]]:
         found = _round(view, begin, end, slots[place])
         by_shape[found.shape].append(found)
     kinds = [sorted(kind, key=lambda each: -each.peak_bytes) for kind in by_shape.values()]
-    return kinds if sum(kind[0].end - kind[0].begin for kind in kinds) <= _REPEATED * view.n else []
+    return kinds if sum(kind[0].end - kind[0].begin for kind in kinds) <= REPEATED * view.n else []
 
 
 def _cuts(view: TraceView) -> list[int]:
@@ -61,15 +60,8 @@ def _cuts(view: TraceView) -> list[int]:
             change[saved.release + 1] -= saved.size_bytes
     crossing = np.cumsum(change)[: view.n]
     highest = int(crossing.max(initial=0))
-    hill = crossing > _HILL * highest
-    ends = np.flatnonzero(hill[:-1] & ~hill[1:]) + 1
-    starts = np.flatnonzero(~hill[:-1] & hill[1:]) + 1
-    ends = ends[ends <= starts.max(initial=-1)]
-    following = starts[np.searchsorted(starts, ends)]
-    cuts = [
-        end + int(np.argmin(crossing[end : start + 1]))
-        for end, start in zip(ends.tolist(), following.tolist(), strict=True)
-    ]
+    between = valleys(crossing > _HILL * highest)
+    cuts = [low + int(np.argmin(crossing[low : high + 1])) for low, high in between]
     return [cut for cut in cuts if crossing[cut] <= _NARROW * highest]
 
 

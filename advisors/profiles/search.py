@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.advisors.clock import now
+from memopt.advisors.profiles.picking import chain_given
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
-from memopt.advisors.strategies.capuchin import chain_given
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 from memopt.estimators.simulator.timeline import REPLAY_MS
 from memopt.timeline import Timeline

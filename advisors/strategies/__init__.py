@@ -1,1 +1,1 @@
-"""The planners of the papers, for profiles: one file a paper."""
+"""The planners of the papers, for profiles and for plain graphs: one file a paper."""

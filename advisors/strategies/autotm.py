@@ -2,29 +2,41 @@
 
 Rule: each tensor flows through the two memories over time, with moves between them that overlap with kernels (async) or do not
 (sync); at every kernel the fast memory suffices; minimise the sum over kernels of the longer of the kernel and the moves that
-overlap with it, plus the sync moves. Differs: kernels never read from the slow memory, so a tensor leaves once and comes back
-once, between forward and backward; kernels are gathered in `_SPANS` spans of the step, moves are shares of spans, out and back
-have a lane each, and a move that does not fit under its span is a sync one; one binary a tensor, the `_MOST_TENSORS` largest.
-O(tensors x spans) columns, in at most `_ROUNDS` programs. The simulator judges the answer; where it does not fit, the program
-must let more go. Needs HiGHS.
+overlap with it, plus the sync moves. Differs: kernels never read from the slow memory. Needs HiGHS.
+On profiles a tensor leaves once and comes back once, between forward and backward; kernels are gathered in `_SPANS` spans of the
+step, moves are shares of spans, out and back have a lane each, and a move that does not fit under its span is a sync one; one binary a
+tensor, the `_MOST_TENSORS` largest. O(tensors x spans) columns, in at most `_ROUNDS` programs. The simulator judges the answer; where
+it does not fit, the program must let more go.
+On graphs each tensor has one choice: its longest idle time is spent away or not, one binary each, the `_MOST_TRIPS` largest; moves overlap with
+the kernels before the need, and after leaving; one program.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
 from memopt.advisors.clock import now
-from memopt.advisors.profiles.picking import cheapest_fitting, swap_of, swappable
+from memopt.advisors.graphs.board import GraphBoard
+from memopt.advisors.graphs.executors.swap_executor import (
+    Copies,
+    Trip,
+    Walk,
+    as_soon_as_possible,
+    just_in_time,
+)
+from memopt.advisors.graphs.problem import GraphProblem, infeasible
+from memopt.advisors.profiles.picking import swap_of, swappable
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
-from memopt.advisors.program import Program
-from memopt.advisors.strategies.checkmate import unforeseen_bytes
+from memopt.advisors.profiles.tightening import unforeseen_bytes
+from memopt.advisors.program import Program, new_highs
+from memopt.advisors.registry import A_LINK, SWAPS, strategy
 from memopt.estimators.simulator.trace_view import Floats, Ints
 
 _SPANS = 32
@@ -34,16 +46,23 @@ _TIE = 1e-4
 """Price of a move that costs nothing, by its time: of equal plans the one that moves less."""
 
 
-class Autotm:
-    name = "autotm"
-    paper = "Hildebrand et al. 2020, AutoTM: Automatic Tensor Movement in Heterogeneous Memory Systems using Integer Linear Programming"
-    needs = "a link to the host or a disk; HiGHS (memopt[exact])"
-    allows = frozenset({"swap-host", "swap-disk"})
+_MOST_TRIPS = 400
+_MOST_ROWS = 300
 
-    def plan(self, problem: Problem, /) -> Decisions:
-        everything = place_prefetches(problem, {c.storage: swap_of(c) for c in swappable(problem)})
-        plans = itertools.chain(autotm_plans(problem), [everything])
-        return cheapest_fitting(problem, plans, self.name)
+autotm = strategy(
+    "autotm",
+    paper="Hildebrand et al. 2020, AutoTM: Automatic Tensor Movement in Heterogeneous Memory Systems using Integer Linear Programming",
+    needs=f"{A_LINK}; HiGHS (memopt[exact])",
+    allows=SWAPS,
+)
+
+
+@autotm.profiles
+def on_profile(problem: Problem) -> Iterator[Decisions]:
+    """The program's answers; at last everything away."""
+    everything = place_prefetches(problem, {c.storage: swap_of(c) for c in swappable(problem)})
+    yield from autotm_plans(problem)
+    yield everything
 
 
 def autotm_plans(problem: Problem) -> Iterator[Decisions]:
@@ -162,3 +181,55 @@ class Placement:
                 if terms:
                     wait = self.program.column(1.0, most=math.inf)
                     self.program.row({**terms, wait: -1.0}, high=float(self.span_ms[span]))
+
+
+@autotm.graph_trips
+def on_graph(board: GraphBoard) -> Iterator[Copies]:
+    """AutoTM (ASPLOS'20): integer program over what is away when, moves overlapped with kernels (needs highspy)."""
+    size = board.walk.size
+    largest = sorted(board.trips, key=lambda trip: -size[trip.tensor])[:_MOST_TRIPS]
+    trips = [trip for trip in largest if size[trip.tensor] > max(size, default=1) // 100_000]
+    chosen = chosen_trips(board.problem, board.walk, trips)
+    if chosen is None:
+        raise infeasible(board.problem, int(board.load_without(trips).max()))
+    for back in (just_in_time, as_soon_as_possible):
+        yield chosen, back
+
+
+def chosen_trips(problem: GraphProblem, walk: Walk, trips: list[Trip]) -> list[Trip] | None:
+    """The trips that the program picks; None when it is infeasible."""
+    highs = new_highs(max(0.5, problem.until - now()))
+    away = [highs.addBinary() for _ in trips]
+    over = np.flatnonzero(walk.memory > problem.budget_bytes)
+    scale = float(max(1, int(walk.memory.max())))
+    for position in over[np.unique(np.linspace(0, len(over) - 1, _MOST_ROWS).astype(np.int64))].tolist():
+        terms = [
+            x * (walk.size[t.tensor] / scale)
+            for x, t in zip(away, trips, strict=True)
+            if t.leave < position < t.need
+        ]
+        if not terms:
+            return None
+        highs.addConstr(
+            sum(terms[1:], terms[0]) >= (int(walk.memory[position]) - problem.budget_bytes) / scale
+        )
+    cost = _stalls(highs, walk, trips, away)
+    highs.minimize(cost)
+    values = highs.getSolution().col_value
+    if highs.getInfo().primal_solution_status != 2:
+        return None
+    return [trip for trip, value in zip(trips, values, strict=False) if value > 0.5]
+
+
+def _stalls(highs: Any, walk: Walk, trips: list[Trip], away: list[Any]) -> Any:
+    """Time by which the moves of any prefix (out) or suffix (back) exceed the kernels that they overlap with."""
+    end = float(walk.clock[-1])
+    out_stall, in_stall = highs.addVariable(lb=0), highs.addVariable(lb=0)
+    for at in sorted({trip.need for trip in trips})[::20]:
+        moved = [x * walk.out_ms(t.tensor) for x, t in zip(away, trips, strict=True) if t.need <= at]
+        highs.addConstr(sum(moved[1:], moved[0]) - out_stall <= float(walk.clock[at]))
+    for at in sorted({trip.leave for trip in trips})[::20]:
+        moved = [x * walk.in_ms(t.tensor) for x, t in zip(away, trips, strict=True) if t.leave >= at]
+        highs.addConstr(sum(moved[1:], moved[0]) - in_stall <= end - float(walk.clock[at]))
+    every = [x * (1e-4 * walk.out_ms(trip.tensor)) for x, trip in zip(away, trips, strict=True)]
+    return sum(every, out_stall + in_stall)

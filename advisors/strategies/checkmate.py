@@ -1,121 +1,91 @@
 """Checkmate (Jain et al., MLSys 2020, arXiv 1910.02653): the cheapest recomputation by integer programming.
 
 Rule: R says which ops run in which stage, S which tensors are kept from stage to stage; minimise the time of all runs with the
-memory of every moment within the budget. Above some size: solve the linear relaxation, round S, and let R follow from S.
-Differs: the enforcer lets a tensor go once, makes it again when it is first asked for and then keeps it, so S is one variable a
-tensor (`lower_bound`), and R follows from it: by the simulator, which judges every answer. What the program cannot know (a chain
-that runs twice, room for replays) comes back from there: an answer that costs more than promised is cut off, and where one does
-not fit, more is asked for at the ops where it did not. One binary a choice, exponential in the worst case. Exact, over all
-choices of what to recompute (once each), when it ends by itself on `_FEW` tensors at most; for more the time limit, or
-`_ROUNDS` programs, end it. Needs HiGHS.
+memory of every moment within the budget. Above some size: solve the linear relaxation, round S, and let R follow from S. Needs HiGHS.
+On profiles the enforcer lets a tensor go once, makes it again when it is first asked for and then keeps it, so S is one variable a
+tensor, and R follows from it by the simulator, which judges every answer (`lower_bound`, `tightening`). One binary a choice.
+On graphs it is the paper's program (`bounds/stages`), started from a plan of the greedy search, exact when HiGHS closes the gap; above
+`MOST_OPS` its relaxation, rounded (`bounds/rounding`). Both are exponential in the worst case.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Iterator
 
-import numpy as np
-
 from memopt.advisors.clock import now
-from memopt.advisors.profiles.lower_bound import Relief, watching_ms
-from memopt.advisors.profiles.picking import cheapest_fitting
-from memopt.advisors.profiles.prefetch import place_prefetches
+from memopt.advisors.graphs.bounds.exact import MOST_OPS as MOST_ROUNDED
+from memopt.advisors.graphs.bounds.exact import SLACK
+from memopt.advisors.graphs.bounds.rounding import rounded_plans
+from memopt.advisors.graphs.bounds.stages import build, solve
+from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
+from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, plain_runs, rerun_ms, steps_of_runs
+from memopt.advisors.graphs.search.neighbourhood import Search
 from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.advisors.profiles.tightening import answers
+from memopt.advisors.registry import RECOMPUTES, REPLAYABLE, strategy
+from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.decision import RECOMPUTE
-from memopt.estimators.simulator.trace_view import Ints
 
-_FEW = 12
-_MOST_WHOLE = 800
-"""Choices above which the relaxation is rounded."""
-_THRESHOLDS = (0.5, 0.3, 0.1, 0.7, 0.9)
-_ROUNDS = 40
+MOST_OPS = 100
+"""Above, HiGHS does not get beyond its start in a minute."""
 
-
-class Checkmate:
-    name = "checkmate"
-    paper = "Jain et al. 2020, Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization"
-    needs = "activations that can be made again; HiGHS (memopt[exact])"
-    allows = frozenset({"recompute"})
-
-    def plan(self, problem: Problem, /) -> Decisions:
-        everything = {s: RECOMPUTE for s, c in problem.candidates.items() if c.chain is not None}
-        plans = itertools.chain(answers(problem, frozenset({"recompute"})), [everything])
-        return cheapest_fitting(problem, plans, self.name)
+checkmate = strategy(
+    "checkmate",
+    paper="Jain et al. 2020, Checkmate: Breaking the Memory Wall with Optimal Tensor Rematerialization",
+    needs=f"{REPLAYABLE}; HiGHS (memopt[exact])",
+    allows=RECOMPUTES,
+)
 
 
-def answers(problem: Problem, kinds: frozenset[str]) -> Iterator[Decisions]:
-    """What the program chooses among options of these kinds, again and again as the simulator finds fault with it."""
-    until = now() + problem.seconds_left
-    if problem.fits(problem.plain):
-        yield {}
-        return
-    few = len(problem.candidates) <= _FEW
-    yield from _all(problem, kinds, until) if few else _tightened(problem, kinds, until)
+@checkmate.profiles
+def on_profile(problem: Problem) -> Iterator[Decisions]:
+    """The program's answers; at last everything made again."""
+    yield from answers(problem, RECOMPUTES)
+    yield {s: RECOMPUTE for s, c in problem.candidates.items() if c.chain is not None}
 
 
-def _all(problem: Problem, kinds: frozenset[str], until: float) -> Iterator[Decisions]:
-    """One answer after the other, the cheapest first as far as the program knows, until no other can be cheaper."""
-    relief = Relief(problem, kinds).build()
-    best_ms = float("inf")
-    plain_ms = problem.view.trace.step_ms + watching_ms(problem)
-    while now() < until:
-        solved = relief.program.solve(until - now())
-        if solved.values is None or plain_ms + solved.bound >= best_ms - 1e-9:
-            return
-        chosen = relief.decisions(solved)
-        decisions = place_prefetches(problem, chosen)
-        yield decisions
-        timeline = problem.run(decisions)
-        if problem.fits(timeline):
-            best_ms = min(best_ms, timeline.step_ms)
-        relief.forbid(chosen)
+@checkmate.graphs
+def on_graph(problem: GraphProblem) -> Answer:
+    """Checkmate (MLSys'20): the optimal recomputation by integer programming, from 100 ops on its relaxation rounded (needs highspy)."""
+    graph = problem.graph
+    if graph.op_count > MOST_OPS:
+        return rounded(problem)
+    program = build(graph, problem.budget_bytes)
+    search = Search(graph, plain_runs(graph), problem.budget_bytes)
+    begin = now()
+    search.greedy(0.0, 0.5, problem.until)
+    search.load_best()
+    search.run(begin + 0.2 * (problem.until - begin))
+    runs, bound = solve(problem, program, search.best_runs if not search.best_over else None)
+    if runs is None:
+        raise infeasible(problem, max(problem.budget_bytes + 1, peak_of_runs(graph, search.best_runs)))
+    return Answer(
+        steps=steps_of_runs(graph, runs),
+        overhead_bound=bound / max(graph.plain_ms, 1e-12),
+        stats={"bound_ms": bound},
+    )
 
 
-def _tightened(problem: Problem, kinds: frozenset[str], until: float) -> Iterator[Decisions]:
-    """Answers to ever stricter programs: where one does not fit, the next must let more go, or make less again at once."""
-    more = np.zeros(problem.view.n, dtype=np.int64)
-    apart: set[frozenset[int]] = set()
-    for turn in range(_ROUNDS):
-        relief = Relief(problem, kinds, more, tuple(apart), alone=turn > 0).build()
-        rounded = len(relief.choice) > _MOST_WHOLE
-        left = until - now()
-        solved = relief.program.solve(left / 2, relaxed=rounded) if left > 0 else None
-        if solved is None or solved.values is None:
-            return
-        known = more.sum(), len(apart)
-        for threshold in _THRESHOLDS if rounded else (0.5,):
-            decisions = place_prefetches(problem, relief.decisions(solved, threshold))
-            yield decisions
-            if turn and problem.fits(problem.run(decisions)) and not rounded:
-                return
-            together = made_together(problem, decisions)
-            apart |= together
-            if not together:
-                more = np.maximum(more, unforeseen_bytes(problem, decisions))
-        if turn and known == (more.sum(), len(apart)):
-            return
-
-
-def made_together(problem: Problem, decisions: Decisions) -> set[frozenset[int]]:
-    """For each op above the target: the storages, two at least, that one replay before it makes on its way to the one asked for."""
-    view = problem.view
-    over = problem.run(decisions).high_bytes > problem.target_bytes
-    found = set()
-    for target, chain in problem.simulator.chains(decisions)[0].items():
-        if over[view.saved[target].first_use]:
-            made = {view.value_storage[value] for op in chain.ops for value in view.writes[op]}
-            on_the_way = frozenset(s for s in made if s in decisions and s != target)
-            if len(on_the_way) > 1:
-                found.add(on_the_way)
-    return found
-
-
-def unforeseen_bytes(problem: Problem, decisions: Decisions) -> Ints:
-    """Per op above the target: what is there that the program did not know of (replays, records, copies under way)."""
-    high = problem.run(decisions).high_bytes
-    foreseen = problem.plain.high_bytes.copy()
-    for storage, decision in decisions.items():
-        candidate = problem.candidates[storage]
-        foreseen[candidate.away] -= candidate.saved.size_bytes - decision.encoded_bytes
-    return np.where(high > problem.target_bytes, np.maximum(high - foreseen, 0), 0)
+def rounded(problem: GraphProblem) -> Answer:
+    """The cheapest plan that meets the budget from the rounded relaxations."""
+    graph = problem.graph
+    if graph.op_count > MOST_ROUNDED:
+        raise NotPossibleHere(
+            f"{graph.op_count} ops are too many for Checkmate's program",
+            why="it has a variable for every pair of a stage and an op",
+            try_="--strategy auto",
+        )
+    smallest = plain_peak(graph)
+    bound_ms = 0.0
+    best: tuple[float, list[int]] = (math.inf, [])
+    for proved_ms, runs in rounded_plans(problem, problem.until):
+        bound_ms = max(bound_ms, proved_ms)
+        peak_bytes = peak_of_runs(graph, runs)
+        smallest = min(smallest, peak_bytes)
+        if peak_bytes <= problem.budget_bytes:
+            best = min(best, (rerun_ms(graph, runs), runs))
+    if not best[1]:
+        raise infeasible(problem, max(smallest, problem.budget_bytes + 1))
+    bound = max(0.0, (1 - SLACK) * bound_ms - SLACK) / max(graph.plain_ms, 1e-12)
+    return Answer(steps=steps_of_runs(graph, best[1]), overhead_bound=bound)

@@ -1,11 +1,14 @@
 """Rotor (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova 2019, arXiv 1911.13214): optimal checkpoints on a chain of unlike stages.
 
-Rule: a dynamic program over (stage, memory left) decides for each stretch of the chain whether all that its stages save is
-kept, or only what enters it, the stretch being run again when backward comes to it, with room for all that it saves beside
-what is kept before it. Exact for the chain, for every amount of memory at once (in `_SLOTS` slots, as in the paper).
-O(stages^2 x slots). Differs: a net is no chain, so stages end where the fewest bytes pass, and all that passes such a place
-is its checkpoint; a stretch runs again once (the paper nests; the enforcer keeps what has come back). Of the optima for all
-amounts of memory, the cheapest that the simulator finds to fit is taken.
+Rule: C(s, t, m), the least time for stages s..t of a chain forth and back in m bytes when what enters s is there, is the less of
+keeping all that stage s saves, F(s) + C(s+1, t, m - saved(s)), and of keeping only what enters a later stage c,
+F(s..c-1) + C(c, t, m - enters(c)) + C(s, c-1, m), over all c: stretches nest. Exact for a chain, for every amount of memory at once, in
+some hundred slots, as in the paper. Differs: a net is no chain, so stages end where the fewest bytes pass, and all that passes such a
+place is its checkpoint; of the optima for all amounts of memory, the cheapest that the judge finds to fit is taken.
+On profiles a stretch runs again once, when backward comes to it, with room for all that it saves beside what is kept before it: the
+enforcer keeps what has come back, so stretches do not nest. O(stages^2 x slots).
+On graphs they nest, what a stretch lacks besides is made on demand, and the "forward pass" is what precedes the unplanned peak
+(`executors/segments`). Where wide edges pass every place the plan is poor, or there is none. O(stages^3 x slots).
 """
 
 from __future__ import annotations
@@ -16,9 +19,13 @@ from itertools import pairwise
 
 import numpy as np
 
-from memopt.advisors.graphs.strategies.rotor import less_slots
-from memopt.advisors.profiles.picking import cheapest_fitting
+from memopt.advisors.clock import now
+from memopt.advisors.graphs.executors.segments import Forward, missing
+from memopt.advisors.graphs.graph import Graph
+from memopt.advisors.graphs.problem import GraphProblem
+from memopt.advisors.graphs.runs import peak_of_runs
 from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.advisors.registry import RECOMPUTES, REPLAYABLE, strategy
 from memopt.advisors.strategies.sublinear import Order
 from memopt.estimators.simulator.decision import RECOMPUTE
 from memopt.estimators.simulator.timeline import REPLAY_MS
@@ -34,16 +41,20 @@ Stretch = tuple[int, int]
 """Stages from the first up to, not including, the second."""
 
 
-class Rotor:
-    name = "rotor"
-    paper = "Beaumont et al. 2019, Optimal Checkpointing for Heterogeneous Chains"
-    needs = "activations that can be made again, in a net that is nearly a chain"
-    allows = frozenset({"recompute"})
+_SIZES = ((40, 120), (100, 200))
+"""Most stages, and about how many slots."""
+_AMOUNTS = 40
+"""Amounts of memory that are tried."""
 
-    def plan(self, problem: Problem, /) -> Decisions:
-        return cheapest_fitting(problem, rotor_plans(problem), self.name)
+rotor = strategy(
+    "rotor",
+    paper="Beaumont et al. 2019, Optimal Checkpointing for Heterogeneous Chains",
+    needs=f"{REPLAYABLE}, in a net that is nearly a chain",
+    allows=RECOMPUTES,
+)
 
 
+@rotor.profiles
 def rotor_plans(problem: Problem) -> Iterator[Decisions]:
     """The optimum for each amount of memory, the most memory first, without repetition."""
     stages = Stages(problem)
@@ -69,6 +80,14 @@ def optima(saved_bytes: list[int], enters_bytes: list[int], again_ms: list[float
         found = table.read(slots)
         if found is not None:
             yield found
+
+
+def less_slots(costs: Floats, slots: int) -> Floats:
+    """The costs when `slots` are taken already."""
+    moved = np.full(len(costs), np.inf)
+    if slots < len(costs):
+        moved[slots:] = costs[: len(costs) - slots]
+    return moved
 
 
 class _Table:
@@ -150,7 +169,167 @@ def _narrow_places(problem: Problem, order: Order) -> list[int]:
     for position, (storage, size) in enumerate(zip(order.storages, order.sizes, strict=True)):
         change[position] += size
         change[max(position, bisect_left(order.made, order.last_read.get(storage, -1)))] -= size
-    wide = np.cumsum(change)
-    bounds = np.linspace(0, n, min(n, _MOST_STAGES) + 1).astype(int).tolist()
-    ends = {a + int(np.argmin(wide[a:b])) for a, b in pairwise(bounds) if a < b}
-    return sorted(ends | {n - 1})
+    return narrow_ends(np.cumsum(change)[:n], _MOST_STAGES)
+
+
+def narrow_ends(width: Ints, most: int) -> list[int]:
+    """Of so many equal parts the place in each that the fewest bytes cross, and the very last."""
+    n = len(width)
+    bounds = np.linspace(0, n, min(n, most) + 1).astype(int).tolist()
+    return sorted({a + int(np.argmin(width[a:b])) for a, b in pairwise(bounds) if a < b} | {n - 1})
+
+
+@rotor.graph_runs
+def nested(problem: GraphProblem) -> Iterator[list[int]]:
+    """Rotor (2019): optimal nested checkpoints by dynamic programming, where the graph is nearly a chain.
+
+    For few stages, then for many: for the least memory, and where that meets the budget for more, until the most that does is found."""
+    forward = Forward(problem.graph)
+    for most_stages, slots in _SIZES:
+        if now() > problem.until:
+            return
+        stages = GraphStages(forward, most_stages, slots)
+        if stages.slots:
+            yield from _by_memory(problem, stages)
+        if forward.turn < most_stages:
+            return
+
+
+def _by_memory(problem: GraphProblem, stages: GraphStages) -> Iterator[list[int]]:
+    table = _NestedTable(stages)
+    cost = table.cost[0, len(stages.saved) - 1]
+    amounts = np.unique(np.linspace(0, stages.slots, _AMOUNTS).astype(int))
+    amounts = amounts[np.isfinite(cost[amounts])]
+    amounts = amounts[np.unique(cost[amounts], return_index=True)[1]][::-1]
+    low, high, trial = 0, len(amounts), 0
+    while low < high:
+        runs = _Walk(stages, table).runs(int(amounts[trial]))
+        yield runs
+        if peak_of_runs(problem.graph, runs) <= problem.budget_bytes:
+            low = trial + 1
+        elif trial:
+            high = trial
+        if not low or now() > problem.until:
+            return
+        trial = (low + high) // 2
+
+
+class GraphStages:
+    """The forward pass in stages: what each saves for backward and what enters it, in slots, and its time."""
+
+    def __init__(self, forward: Forward, most: int, slots: int) -> None:
+        graph = forward.graph
+        self.graph: Graph = graph
+        self.forward = forward
+        ends = narrow_ends(forward.width, most)
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        producer: list[int] = graph.producer.tolist()
+        stage_of = np.searchsorted(np.array(ends), np.arange(forward.turn + 1)).tolist() if ends else []
+        self.members: list[list[int]] = [[] for _ in ends]
+        """Tensors of each stage that can be made again, saved for backward or not."""
+        self.wanted: list[tuple[int, ...]] = []
+        """Those of them that backward reads."""
+        replayable = graph.replayable
+        for tensor, maker in enumerate(producer):
+            if 0 <= maker <= forward.turn and replayable[maker]:
+                self.members[stage_of[maker]].append(tensor)
+        for members in self.members:
+            self.wanted.append(tuple(tensor for tensor in members if forward.droppable[tensor]))
+        self.entering = [set(), *(forward.crossing([end]) for end in ends[:-1])]
+        size: list[int] = graph.tensor_bytes.tolist()
+        saved = [sum(size[tensor] for tensor in wanted) for wanted in self.wanted]
+        enters = [
+            sum(size[tensor] for tensor in entering if replayable[producer[tensor]])
+            for entering in self.entering
+        ]
+        unit = max(1.0, sum(saved) / slots)
+        self.saved = [int(-(-each // unit)) for each in saved]
+        self.enters = [int(-(-each // unit)) for each in enters]
+        self.slots = sum(self.saved)
+        self.ms = [
+            float(graph.op_ms[a : b + 1][replayable[a : b + 1]].sum())
+            for a, b in zip(starts, ends, strict=True)
+        ]
+
+
+class _NestedTable:
+    """`cost[s, t]` for each number of slots, and where the stretch is cut: at s all of stage s is kept."""
+
+    def __init__(self, stages: GraphStages) -> None:
+        count, slots = len(stages.saved), stages.slots
+        self.cost: Floats = np.zeros((count + 1, count, slots + 1))
+        self.cut: Ints = np.zeros((count, count, slots + 1), dtype=np.int64)
+        entered = np.zeros((count, count, slots + 1))
+        """The cost where a checkpoint before stage s takes its slots."""
+        forth_ms = np.cumsum([0.0, *stages.ms])
+        for first in range(count - 1, -1, -1):
+            for last in range(first, count):
+                ways = np.empty((last - first + 1, slots + 1))
+                ways[0] = stages.ms[first] + less_slots(self.cost[first + 1, last], stages.saved[first])
+                np.add(entered[first + 1 : last + 1, last], self.cost[first, first:last], out=ways[1:])
+                ways[1:] += (forth_ms[first + 1 : last + 1] - forth_ms[first])[:, None]
+                best = ways.argmin(axis=0)
+                self.cut[first, last] = first + best
+                self.cost[first, last] = ways[best, np.arange(slots + 1)]
+                entered[first, last] = less_slots(self.cost[first, last], stages.enters[first])
+
+
+class _Walk:
+    """The run sequence of one optimum."""
+
+    def __init__(self, stages: GraphStages, table: _NestedTable) -> None:
+        self.stages, self.table = stages, table
+        self.graph = graph = stages.graph
+        self.maker: list[int] = graph.producer.tolist()
+        self.following = stages.forward.turn + 1
+        self.sequence = list(range(self.following))
+        self.here = [0 <= maker < self.following for maker in self.maker]
+
+    def runs(self, slots: int) -> list[int]:
+        """First runs in order, and the reruns that the optimum for so many slots asks for."""
+        graph = self.graph
+        self._solve(0, len(self.stages.saved) - 1, slots, fresh=True)
+        while self.following < graph.op_count:
+            self._ask(graph.reads[self.following])
+            self._backward()
+        self._ask(tuple(np.flatnonzero(graph.kept & ~graph.resident).tolist()))
+        return self.sequence
+
+    def _solve(self, first: int, last: int, slots: int, *, fresh: bool) -> None:
+        """Forth and back over some stages; `fresh`: forth is the first runs."""
+        stages = self.stages
+        if first > last:
+            return
+        cut = int(self.table.cut[first, last, slots])
+        if cut == first:
+            if not fresh:
+                self._ask(stages.wanted[first])
+            on = stages.entering[first + 1] if first < last else ()
+            for tensor in stages.members[first]:
+                if tensor not in on and not stages.forward.saved[tensor]:
+                    self.here[tensor] = False
+            self._solve(first + 1, last, slots - stages.saved[first], fresh=fresh)
+            self._backward()
+            return
+        if not fresh:
+            self._ask(tuple(sorted(stages.entering[cut])))
+        for stage in range(first, cut):
+            for tensor in stages.members[stage]:
+                if tensor not in stages.entering[cut] and tensor not in stages.entering[first]:
+                    self.here[tensor] = False
+        self._solve(cut, last, slots - stages.enters[cut], fresh=fresh)
+        for tensor in stages.members[cut - 1]:
+            self.here[tensor] = False
+        self._solve(first, cut - 1, slots, fresh=False)
+
+    def _ask(self, tensors: tuple[int, ...]) -> None:
+        self.sequence.extend(missing(self.graph, tensors, self.here, self.maker))
+
+    def _backward(self) -> None:
+        """Go on as long as all that is read is there."""
+        graph, here = self.graph, self.here
+        while self.following < graph.op_count and all(here[tensor] for tensor in graph.reads[self.following]):
+            self.sequence.append(self.following)
+            for tensor in graph.writes[self.following]:
+                here[tensor] = True
+            self.following += 1

@@ -1,10 +1,12 @@
 """Sublinear memory cost (Chen, Xu, Zhang, Guestrin 2016, arXiv 1604.06174): keep some activations, make the rest again.
 
 Rule: on a chain of n activations keep every sqrt(n)-th; or walk forward and cut a segment whenever b bytes have gathered
-(greedy), and sweep b. Here both are swept (every k-th for all k, b geometrically), and each cut is tried in two ways: keep the
+(greedy), and sweep b. The cheapest that fits wins. Known as gradient checkpointing.
+On profiles both are swept (every k-th for all k, b geometrically), and each cut is tried in two ways: keep the
 activation at the cut, or, since a net is no chain, keep whatever is made before the cut and read by forward ops after it.
-The cheapest that fits wins. O(n log n) plans, each judged by the simulator. Known as gradient checkpointing.
-Differs: storages that cannot be made again are kept, sizes come from the trace and not from a shape count.
+Storages that cannot be made again are kept, sizes come from the trace and not from a shape count. O(n log n) plans, each judged by the simulator.
+On graphs the two rules are two strategies; a cut keeps every tensor that the rest of the forward pass still reads there, and is moved to the
+nearest narrow place (`executors/segments`). O(edges) per plan, some dozens of plans.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from memopt.advisors.profiles.picking import cheapest_fitting
+from memopt.advisors.graphs.executors.segments import Forward, greedy_cuts, runs_keeping, sqrt_cuts
+from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.advisors.registry import RECOMPUTES, REPLAYABLE, strategy
 from memopt.estimators.simulator.decision import RECOMPUTE
 
 _MOST_PLANS = 160
@@ -21,16 +25,15 @@ _MOST_WORK = 160_000
 """Plans times ops: on long traces the sweep is coarser."""
 
 
-class Sublinear:
-    name = "sublinear"
-    paper = "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost"
-    needs = "activations that can be made again"
-    allows = frozenset({"recompute"})
-
-    def plan(self, problem: Problem, /) -> Decisions:
-        return cheapest_fitting(problem, sublinear_plans(problem), self.name)
+sublinear = strategy(
+    "sublinear",
+    paper="Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost",
+    needs=REPLAYABLE,
+    allows=RECOMPUTES,
+)
 
 
+@sublinear.profiles
 def sublinear_plans(problem: Problem) -> Iterator[Decisions]:
     """Every sqrt-n and greedy plan, without repetition."""
     order = Order(problem)
@@ -106,3 +109,25 @@ def _spread(n: int, count: int) -> list[int]:
     """About `count` numbers from 1 to n, dense at the small end, with sqrt(n) among them."""
     ratio = n ** (1 / count)
     return sorted({max(1, min(n, round(ratio**i))) for i in range(count + 1)} | {max(1, round(n**0.5))})
+
+
+sublinear_greedy = strategy(
+    "sublinear-greedy",
+    paper="Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost",
+    needs=REPLAYABLE,
+    allows=RECOMPUTES,
+)
+
+
+@sublinear.graph_runs
+def with_every_kth(problem: GraphProblem) -> Iterator[list[int]]:
+    """Chen's sqrt(n) rule."""
+    forward = Forward(problem.graph)
+    yield from (runs_keeping(forward, keep) for keep in sqrt_cuts(forward))
+
+
+@sublinear_greedy.graph_runs
+def with_equal_bytes(problem: GraphProblem) -> Iterator[list[int]]:
+    """Chen's greedy segments, best of a sweep."""
+    forward = Forward(problem.graph)
+    yield from (runs_keeping(forward, keep) for keep in greedy_cuts(forward))

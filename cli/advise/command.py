@@ -75,16 +75,16 @@ def advise(profile: Path | None, **options: Any) -> int:
     for name in ("schedule", "out_gbps", "in_gbps"):
         if options[name] is not None:
             raise UsageError(f"--{name.replace('_', '-')} goes with --graph", try_="--graph graph.json")
-    from memopt.advisors.registry import COUNSELS
+    from memopt.advisors.registry import counsels
 
-    counsels = len(options["strategies"]) == 1 and options["strategies"][0] in COUNSELS
+    advises = len(options["strategies"]) == 1 and options["strategies"][0] in counsels()
     room_as_budget(options)
-    if not counsels and not options["max_batch"]:
+    if not advises and not options["max_batch"]:
         if options["batch_arg"]:
             raise UsageError("--batch-arg goes with --max-batch", try_="--max-batch --budget 16GB")
         check_goal(options, options["strategies"] or ("auto",))
     path = profile or newest_profile(Path.cwd())
-    if counsels:
+    if advises:
         from memopt.cli.advise.counsel import study
 
         return study(path, options)

@@ -66,10 +66,10 @@ def compare(
 
 
 def _row(adviser: Adviser, budget_bytes: int, name: str, named: frozenset[str]) -> Row:
-    from memopt.advisors.registry import COUNSELS
+    from memopt.advisors.registry import counsels
 
     try:
-        if name in COUNSELS:
+        if name in counsels():
             return _advice(adviser, budget_bytes, name, named)
         plan = adviser.plan(budget_bytes, name)
     except BudgetInfeasible as error:
@@ -81,9 +81,9 @@ def _row(adviser: Adviser, budget_bytes: int, name: str, named: frozenset[str]) 
 
 
 def _advice(adviser: Adviser, budget_bytes: int, name: str, named: frozenset[str]) -> Row:
-    from memopt.advisors.registry import COUNSELS
+    from memopt.advisors.registry import counsels
 
-    found = COUNSELS[name].study(adviser.problem(budget_bytes), named)
+    found = counsels()[name].study(adviser.problem(budget_bytes), named)
     step_ms = found.figures.get("step_ms")
     return Row(
         strategy=name,

@@ -64,13 +64,13 @@ def study(path: Path, options: dict[str, Any]) -> int:
 
 
 def _counsel(options: dict[str, Any]) -> Counsel:
-    from memopt.advisors.registry import COUNSELS
+    from memopt.advisors.registry import counsels
 
     names = options["strategies"]
     for name in ("pareto", "max_overhead", "max_batch", "explain"):
         if options[name]:
             raise UsageError(f"--{name.replace('_', '-')} does not go with --strategy {names[0]}")
-    return COUNSELS[names[0]]
+    return counsels()[names[0]]
 
 
 def _print(

@@ -21,19 +21,17 @@ _REPEATED = (
     ("out_gbps", "--out-gbps"), ("in_gbps", "--in-gbps"), ("time_limit_s", "--time-limit"), ("output", "-o"), ("schedule", "--schedule"),
 )  # fmt: skip
 """Options of a command that is told again, and what they are typed as."""
-_OWN = {("vdnn", "dyn")}
-"""Variants that are what the strategy does by itself."""
 _NOT_OF_A_GRAPH = ("output", "device", "max_overhead", "pareto", "max_batch", "batch_arg", "explain")
 
 
 def check_words(options: dict[str, Any]) -> None:
     """Raise `UsageError` for what was typed wrongly, before any file is looked at."""
     from memopt.advisors.profiles.problem import kinds_named
-    from memopt.advisors.registry import COUNSELS, find_strategy
+    from memopt.advisors.registry import counsels, find_strategy
     from memopt.units import parse_bytes
 
     for name in options["strategies"]:
-        if name not in COUNSELS:
+        if name not in counsels():
             find_strategy(name)
     kinds_named(options["allow"]), kinds_named(options["deny"])
     if options["budget"] is not None and not is_lowest(options):
@@ -97,11 +95,10 @@ def with_variant(strategies: tuple[str, ...], variant: str | None) -> tuple[str,
     """`vdnn` with `--variant all` is `vdnn-all`; those without that variant stay. Raises `UsageError` when none has it."""
     if variant is None:
         return strategies
-    from memopt.advisors.graphs.plan import GRAPH_KINDS
-    from memopt.advisors.registry import STRATEGIES
+    from memopt.advisors.registry import graph_strategies, profile_strategies, usual_name
 
-    named = {name: name if (name, variant) in _OWN else f"{name}-{variant}" for name in strategies}
-    having = {name for name, full in named.items() if full in STRATEGIES or full in GRAPH_KINDS}
+    named = {name: usual_name(f"{name}-{variant}") for name in strategies}
+    having = {name for name, full in named.items() if full in profile_strategies() | graph_strategies()}
     if not having:
         raise UsageError(
             f"no strategy that is asked for has a variant '{variant[:60]}'",

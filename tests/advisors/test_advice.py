@@ -13,6 +13,7 @@ import pytest
 
 from memopt.advisors.advise import advise
 from memopt.advisors.counsel.buffer_sharing import BufferSharing, static_layout
+from memopt.advisors.counsel.cdma import Cdma
 from memopt.advisors.counsel.ctdr import RANK, Ctdr, decomposable
 from memopt.advisors.counsel.in_place import in_place
 from memopt.advisors.counsel.megatron import Megatron, Transformer
@@ -23,11 +24,10 @@ from memopt.advisors.counsel.zero_offload import (
     after_the_updates_ms,
 )
 from memopt.advisors.graphs.graph import Graph, decode_graph
-from memopt.advisors.graphs.plan import _TABLE, GRAPH_KINDS, GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.max_batch import largest
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
-from memopt.advisors.registry import COUNSELS, STRATEGIES
-from memopt.advisors.strategies.cdma import Cdma
+from memopt.advisors.registry import counsel, counsels, graph_strategies, registered, strategy
 from memopt.cli.apply import prepare_run
 from memopt.cli.main import run
 from memopt.device import Device
@@ -64,18 +64,22 @@ def relabelled(trace: Trace, labels: dict[int, str], kinds: dict[int, str] | Non
 
 
 def test_no_name_is_taken_twice() -> None:
-    assert not STRATEGIES.keys() & COUNSELS.keys()
-    assert all(name == each.name for name, each in COUNSELS.items())
-    assert len(GRAPH_STRATEGIES) == len(_TABLE)
+    names = [each.name for each in registered()]
+    assert len(names) == len(set(names))
+    for name in ("auto", "autoswap", "cdma", "lru"):
+        with pytest.raises(ValueError, match=name):
+            strategy(name, paper="", needs="", allows=frozenset())
+    with pytest.raises(ValueError, match="cdma"):
+        counsel(Cdma)
 
 
-@pytest.mark.parametrize("name", [*COUNSELS, "magic"])
+@pytest.mark.parametrize("name", [*counsels(), "magic"])
 def test_the_python_door_says_who_does_not_plan(name: str) -> None:
     with pytest.raises(UsageError):
         advise(build(chain([640] * 3)), budget_bytes=1000, strategy=name)
 
 
-@pytest.mark.parametrize("name", GRAPH_STRATEGIES)
+@pytest.mark.parametrize("name", graph_strategies())
 def test_what_is_listed_is_what_it_does(name: str) -> None:
     """Every kind that it is said to choose is chosen on some chain at some budget, and no other is."""
     done: set[str] = set()
@@ -86,7 +90,7 @@ def test_what_is_listed_is_what_it_does(name: str) -> None:
             plan = plan_graph(graph, budget, strategy=name, out_gbps=1, in_gbps=1, time_limit_s=1)
             done |= {"recompute"} if plan.reruns else set()
             done |= {"swap"} if plan.swaps else set()
-    assert done == GRAPH_KINDS[name]
+    assert done == graph_strategies()[name].graph_kinds
 
 
 def chain_graph(ms: int) -> Graph:

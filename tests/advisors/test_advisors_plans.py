@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from memopt.advisors.advise import Adviser, advise
 from memopt.advisors.profiles.auto import Auto
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem, allowed
-from memopt.advisors.registry import STRATEGIES
+from memopt.advisors.registry import find_strategy, profile_strategies
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
@@ -105,7 +105,7 @@ def test_a_source_that_is_dropped_too_is_paid_for() -> None:
 
 
 @pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "auto"])
+@pytest.mark.parametrize("name", [name for name in profile_strategies() if name != "auto"])
 def test_auto_is_never_worse(name: str, share: float) -> None:
     sizes = [300, 800, 200, 800, 400, 1000, 100, 600, 900, 300, 500, 700]
     trace = build(chain(sizes, [1, 5, 1, 7, 2, 3, 1, 9, 2, 4, 1, 2]), state=100)
@@ -113,7 +113,7 @@ def test_auto_is_never_worse(name: str, share: float) -> None:
     ours = problem.run(Auto(1).plan(problem))
     assert ours.peak_bytes <= problem.target_bytes
     try:
-        theirs = problem.run(STRATEGIES[name].plan(problem))
+        theirs = problem.run(find_strategy(name).plan(problem))
     except BudgetInfeasible:
         return
     assert ours.step_ms <= theirs.step_ms + 1e-9

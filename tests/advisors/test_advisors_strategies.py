@@ -9,20 +9,18 @@ import numpy as np
 import pytest
 
 from memopt.advisors.advise import advise
+from memopt.advisors.board import Absence
 from memopt.advisors.clock import OutOfTime
-from memopt.advisors.profiles.picking import swap_of, swappable
+from memopt.advisors.profiles.picking import ProfileBoard
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
-from memopt.advisors.registry import STRATEGIES
+from memopt.advisors.registry import find_strategy, profile_strategies
+from memopt.advisors.size_classes import Pool, pool_of
 from memopt.advisors.strategies.capuchin import capuchin_picks
-from memopt.advisors.strategies.dtr import Dtr, Evictions
-from memopt.advisors.strategies.flashneuron import Flashneuron
-from memopt.advisors.strategies.modnn import Modnn
-from memopt.advisors.strategies.size_classes import Pool, Tensor
+from memopt.advisors.strategies.dtr import Evictions
 from memopt.advisors.strategies.sublinear import sublinear_plans
-from memopt.advisors.strategies.superneurons import Superneurons, largest_layer_bytes
-from memopt.advisors.strategies.swapadvisor import pool_of
-from memopt.advisors.strategies.vdnn import Vdnn, vdnn_plan
+from memopt.advisors.strategies.superneurons import largest_layer_bytes
+from memopt.advisors.strategies.vdnn import vdnn_plan
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.simulator.timeline import Simulator
@@ -51,15 +49,15 @@ def problem_of(trace: Trace, share: float, allow: frozenset[str] = DEFAULT_ALLOW
 
 
 def decided(name: str, problem: Problem) -> Decisions:
-    return STRATEGIES[name].plan(problem)
+    return find_strategy(name).plan(problem)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", profile_strategies())
 def test_every_plan_fits_and_keeps_to_its_kinds(name: str) -> None:
     relus = [Layer(4 * MIB, 1.0, (i - 1,), grad=MIB, **RELU) for i in range(14)]  # type: ignore[arg-type]
     trace = build(relus if name == "gist" else _layers(), device=GPU)
     problem = problem_of(trace, 0.7)
-    strategy = STRATEGIES[name]
+    strategy = find_strategy(name)
     decisions = strategy.plan(problem)
     assert decisions
     assert problem.run(decisions).peak_bytes <= problem.target_bytes
@@ -75,26 +73,26 @@ def _layers() -> list[Layer]:
     ]
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", profile_strategies())
 def test_every_strategy_says_when_it_cannot(name: str) -> None:
     problem = problem_of(build(_layers(), device=GPU, state=100 * MIB), 0.3)
     with pytest.raises(BudgetInfeasible) as caught:
-        STRATEGIES[name].plan(problem)
+        find_strategy(name).plan(problem)
     assert problem.floor_bytes <= caught.value.min_peak_bytes <= problem.unplanned_peak_bytes
     if name != "auto":
         assert name in str(caught.value)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("name", profile_strategies())
 def test_names_match(name: str) -> None:
-    assert STRATEGIES[name].name == name
+    assert find_strategy(name).name == name
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5, 0.4])
 def test_auto_is_at_least_as_good_as_all(share: float) -> None:
     problem = problem_of(net(), share)
     steps = {}
-    for name in STRATEGIES:
+    for name in profile_strategies():
         try:
             steps[name] = problem.run(decided(name, problem)).step_ms
         except BudgetInfeasible:
@@ -122,19 +120,19 @@ def test_vdnn_conv_takes_inputs_of_convolutions_only() -> None:
 
 def test_vdnn_dyn_prefers_fewer_offloads() -> None:
     problem = problem_of(net(), 0.95)
-    assert Vdnn().plan(problem) == Vdnn("conv").plan(problem)
+    assert decided("vdnn", problem) == decided("vdnn-conv", problem)
 
 
 def test_modnn_keeps_the_latest() -> None:
     problem = problem_of(net(), 0.8)
-    away = set(Modnn().plan(problem))
+    away = set(decided("modnn", problem))
     kept = set(problem.candidates) - away
     assert max(away) < max(kept)
 
 
 def test_superneurons_recomputes_between_checkpoints() -> None:
     problem = problem_of(net(), 0.65)
-    decisions = Superneurons().plan(problem)
+    decisions = decided("superneurons", problem)
     # storages 3, 5, 7, ... are the cheap activations (odd layers); the last is used at once
     assert {s for s, d in decisions.items() if d.kind == "recompute"} == {3, 5, 7, 9, 11}
     assert all(s % 2 == 0 for s, d in decisions.items() if d.kind == "swap")
@@ -157,9 +155,9 @@ def test_superneurons_remakes_a_large_segment_for_each_use() -> None:
     )
     problem = problem_of(build(one_each, device=GPU), 0.6)
     assert largest_layer_bytes(problem) == 5 * MIB
-    assert {d.again for d in Superneurons().plan(problem).values() if d.kind == "recompute"} == {False}
+    assert {d.again for d in decided("superneurons", problem).values() if d.kind == "recompute"} == {False}
     problem = problem_of(build(two_each, device=GPU), 0.6)
-    again = {s: d.again for s, d in Superneurons().plan(problem).items() if d.kind == "recompute"}
+    again = {s: d.again for s, d in decided("superneurons", problem).items() if d.kind == "recompute"}
     # layer i makes storage 2 + i; the last layer's output is used at once, so its segment is one activation
     assert again == {3: True, 4: True, 6: True, 7: True, 9: True, 10: True, 12: False}
 
@@ -190,7 +188,7 @@ def test_sublinear_keeps_every_kth() -> None:
 def test_flashneuron_takes_the_first_made() -> None:
     disk = Device(kind="cuda", disk_out_bytes_per_s=1e10, disk_in_bytes_per_s=1e10)
     problem = problem_of(net(device=disk), 0.8)
-    decisions = Flashneuron().plan(problem)
+    decisions = decided("flashneuron", problem)
     assert sorted(decisions) == sorted(problem.candidates)[: len(decisions)]
     assert {d.tier for d in decisions.values()} == {"disk"}
 
@@ -199,21 +197,25 @@ def test_flashneuron_compresses_when_the_link_is_slow() -> None:
     slow = Device(kind="cuda", disk_out_bytes_per_s=5e7, disk_in_bytes_per_s=5e7)
     layers = [Layer(4 * MIB, 5.0, (i - 1,), grad=MIB, **(RELU if i % 2 else {})) for i in range(12)]  # type: ignore[arg-type]
     problem = problem_of(build(layers, device=slow), 0.85)
-    assert {d.kind for d in Flashneuron().plan(problem).values()} == {"compress"}
+    assert {d.kind for d in decided("flashneuron", problem).values()} == {"compress"}
 
 
 def test_belady_evicts_what_is_used_furthest_away() -> None:
     problem = problem_of(net(), 0.9)
-    able = swappable(problem)
-    chosen = pool_of(problem, able).leaving()
+    board = ProfileBoard(problem)
+    able, chosen = board.absences, pool_of(board).leaving()
     # in reverse order of use the first output is needed last
     assert 0 < len(chosen) < len(able)
     assert chosen == list(range(len(chosen)))
 
 
+def lying(size_bytes: int, here: slice, away: slice) -> Absence:
+    return Absence(storage=here.start, size_bytes=size_bytes, made=here.start, here=here, away=away)
+
+
 def test_a_full_class_evicts_its_own() -> None:
     """Two sizes; ops 4 to 7 lie between the uses. What a class has too few slots for leaves, though memory has room."""
-    tensors = [Tensor(size, slice(i, 12 - i), slice(4, 11 - i)) for i, size in enumerate((8, 8, 2, 2))]
+    tensors = [lying(size, slice(i, 12 - i), slice(4, 11 - i)) for i, size in enumerate((8, 8, 2, 2))]
     pool = Pool(tensors, np.full(12, 20), 20)
     assert pool.sizes.tolist() == [2, 8]
     assert pool.leaving() == []
@@ -228,7 +230,7 @@ def test_a_full_class_evicts_its_own() -> None:
 
 def test_the_genetic_search_is_the_same_each_time_and_leaves_random_alone() -> None:
     """Twenty tensors of one size: the search has to find how many slots leave thirteen of them without one."""
-    tensors = [Tensor(1, slice(i, 41 - i), slice(21, 40 - i)) for i in range(20)]
+    tensors = [lying(1, slice(i, 41 - i), slice(21, 40 - i)) for i in range(20)]
     pool = Pool(tensors, np.full(41, 20), 20)
     random.seed(7)
     before = random.getstate()
@@ -250,7 +252,7 @@ def test_without_deap_swapadvisor_says_what_to_install_and_auto_goes_on(
 
 
 def test_the_genetic_search_ends_with_the_best_so_far() -> None:
-    tensors = [Tensor(1, slice(i, 41 - i), slice(21, 40 - i)) for i in range(20)]
+    tensors = [lying(1, slice(i, 41 - i), slice(21, 40 - i)) for i in range(20)]
     pool = Pool(tensors, np.full(41, 20), 20)
     seen: list[int] = []
 
@@ -269,8 +271,9 @@ def test_swapadvisor_beats_plain_belady() -> None:
         Layer((16, 1, 4, 8)[i % 4] * MIB, (3.0, 2.0, 7.0, 1.0)[i % 4], (i - 1,), grad=MIB) for i in range(40)
     ]
     problem = problem_of(build(layers, device=GPU), 0.5)
-    able = swappable(problem)
-    plain = {able[i].storage: swap_of(able[i]) for i in pool_of(problem, able).leaving()}
+    board = ProfileBoard(problem)
+    gone = [board.absences[i].storage for i in pool_of(board).leaving()]
+    plain = {storage: board.swaps[storage] for storage in gone}
     alone = problem.run(place_prefetches(problem, plain))
     found = problem.run(decided("swapadvisor", problem))
     assert problem.fits(alone)
@@ -280,8 +283,8 @@ def test_swapadvisor_beats_plain_belady() -> None:
 
 def test_dtr_prefers_cheap_large_and_stale() -> None:
     problem = problem_of(net(), 0.93, frozenset({"recompute"}))
-    assert set(Dtr().plan(problem)) <= {3, 5, 7, 9, 11}
-    assert set(Dtr("local").plan(problem)) <= {3, 5, 7, 9, 11}
+    assert set(decided("dtr", problem)) <= {3, 5, 7, 9, 11}
+    assert set(decided("dtr-local", problem)) <= {3, 5, 7, 9, 11}
 
 
 def test_dtr_counts_evicted_ancestors_and_descendants() -> None:
@@ -289,22 +292,22 @@ def test_dtr_counts_evicted_ancestors_and_descendants() -> None:
     layers = [Layer(4 * MIB, float(2**i), (i - 1,)) for i in range(6)]
     problem = problem_of(build(layers), 0.5, frozenset({"recompute"}))
     costs = {}
-    for variant in ("", "eqclass", "local"):
+    for variant in ("dtr", "dtr-eqclass", "dtr-local"):
         walk = Evictions(problem, variant)
         for number in (1, 3):
             walk.evict(walk.candidates[number])
         walk.clock = 1000.0
         score = walk.score(np.array([2]))[0]
         costs[variant] = score * 4 * MIB * (1000.0 - walk.last_access[2])
-    assert costs == pytest.approx({"": 2 + 4 + 8, "eqclass": 2 + 4 + 8, "local": 4})
+    assert costs == pytest.approx({"dtr": 2 + 4 + 8, "dtr-eqclass": 2 + 4 + 8, "dtr-local": 4})
 
 
 def test_megengine_leaves_what_is_small() -> None:
     """Below 1 MiB nothing is evicted where that is less than 1/500 of all."""
     layers = [Layer(size, 1.0, (i - 1,)) for i, size in enumerate([600 * MIB, MIB - 4, MIB, MIB - 4, MIB])]
     problem = problem_of(build(layers), 0.9, frozenset({"recompute"}))
-    assert may_go(problem, "") == {600 * MIB: True, MIB: True, MIB - 4: True}
-    assert may_go(problem, "megengine") == {600 * MIB: True, MIB: True, MIB - 4: False}
+    assert may_go(problem, "dtr") == {600 * MIB: True, MIB: True, MIB - 4: True}
+    assert may_go(problem, "dtr-megengine") == {600 * MIB: True, MIB: True, MIB - 4: False}
 
 
 def may_go(problem: Problem, variant: str) -> dict[int, bool]:

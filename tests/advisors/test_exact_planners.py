@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from memopt.advisors.profiles.lower_bound import always_rerun, least_step_ms, watching_ms
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.advisors.program import Program
-from memopt.advisors.strategies.autotm import Autotm
-from memopt.advisors.strategies.checkmate import Checkmate
-from memopt.advisors.strategies.rotor import Rotor, optima
+from memopt.advisors.registry import find_strategy
+from memopt.advisors.strategies.rotor import optima
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
@@ -107,9 +106,9 @@ def test_checkmate_is_optimal_on_small_nets(
     best_ms, _ = optimum(problem, again=False)
     if best_ms == float("inf"):
         with pytest.raises(BudgetInfeasible):
-            Checkmate().plan(problem)
+            find_strategy("checkmate").plan(problem)
     else:
-        assert problem.run(Checkmate().plan(problem)).step_ms == pytest.approx(best_ms)
+        assert problem.run(find_strategy("checkmate").plan(problem)).step_ms == pytest.approx(best_ms)
 
 
 def test_the_bound_of_a_chain_by_hand() -> None:
@@ -199,7 +198,7 @@ def test_rotor_keeps_what_is_dear() -> None:
     """Of six stages the dear ones stay; the cheap ones, 1 ms each, run again one by one."""
     trace = build(chain([400] * 6, [50, 1, 50, 1, 50, 1]), state=0)
     problem = problem_of(trace, trace.peak_bytes - 800)
-    decisions = Rotor().plan(problem)
+    decisions = find_strategy("rotor").plan(problem)
     assert set(decisions) == {3, 5}
 
 
@@ -207,7 +206,7 @@ def test_autotm_takes_what_hides() -> None:
     """One tensor must go; the copies of the first hide behind 100 ms of others, those of the last would not."""
     trace = build([Layer(4 * MIB, 10, (i - 1,), grad=MIB, backward_ms=12) for i in range(10)], device=LINK)
     problem = problem_of(trace, trace.peak_bytes - 4 * MIB, frozenset({"swap-host"}))
-    timeline = problem.run(Autotm().plan(problem))
+    timeline = problem.run(find_strategy("autotm").plan(problem))
     assert timeline.stall_ms == 0
     assert timeline.peak_bytes <= problem.target_bytes
 
@@ -217,20 +216,20 @@ def test_autotm_pays_where_it_must() -> None:
     slow = Device(kind="cuda", host_out_bytes_per_s=1e9, host_in_bytes_per_s=1e8)
     trace = build([Layer(4 * MIB, 5, (i - 1,), grad=MIB, backward_ms=5) for i in range(8)], device=slow)
     problem = problem_of(trace, trace.peak_bytes - 4 * MIB, frozenset({"swap-host"}))
-    timeline = problem.run(Autotm().plan(problem))
+    timeline = problem.run(find_strategy("autotm").plan(problem))
     assert problem.fits(timeline)
     copy_ms = 4 * MIB / 1e8 * 1000
     assert timeline.stall_ms == pytest.approx(45 + copy_ms - 75)
     assert timeline.step_ms == pytest.approx(80 + watching_ms(problem) + timeline.stall_ms)
 
 
-@pytest.mark.parametrize("strategy", [Checkmate(), Autotm()])
-def test_what_cannot_be_met_is_told_with_the_smallest_peak(strategy: Checkmate | Autotm) -> None:
+@pytest.mark.parametrize("strategy", ["checkmate", "autotm"])
+def test_what_cannot_be_met_is_told_with_the_smallest_peak(strategy: str) -> None:
     """No answer of the program at all; still the error knows what letting go of everything comes to."""
     trace = build([Layer(4 * MIB, 10, (i - 1,), grad=MIB) for i in range(10)], device=LINK, state=60 * MIB)
     problem = problem_of(trace, 61 * MIB, DEFAULT_ALLOW)
     with pytest.raises(BudgetInfeasible) as caught:
-        strategy.plan(problem)
+        find_strategy(strategy).plan(problem)
     assert caught.value.min_peak_bytes < trace.peak_bytes
 
 

@@ -18,7 +18,7 @@ from memopt.advisors.max_batch import Batches
 from memopt.advisors.profiles.lower_bound import least_step_ms
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW
 from memopt.advisors.profiles.search import Search
-from memopt.advisors.registry import STRATEGIES
+from memopt.advisors.registry import profile_strategies
 from memopt.devices import DeviceSpec
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
 from memopt.estimators.elsewhere import from_profile
@@ -55,7 +55,7 @@ def test_auto_is_at_least_as_good_as_every_strategy(
     adviser = Adviser(traces[name], DEFAULT_ALLOW, LIMIT_S)
     problem = adviser.problem(int(share * adviser.unplanned_peak_bytes))
     steps: dict[str, float] = {}
-    for strategy in STRATEGIES:
+    for strategy in profile_strategies():
         try:
             timeline = problem.run(adviser.strategy(strategy).plan(problem))
         except (BudgetInfeasible, NotPossibleHere):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from memopt.advisors.profiles.problem import Decisions
-from memopt.advisors.strategies.autoswap import Autoswap
+from memopt.advisors.registry import find_strategy
 from memopt.cli.advise.words import with_variant
 from memopt.cli.main import run
 from memopt.device import Device
@@ -112,7 +112,7 @@ def interrupt(*_: Any) -> Decisions:
 def test_what_was_planned_before_an_interruption_stays(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Autoswap, "plan", interrupt)
+    monkeypatch.setattr(find_strategy("autoswap"), "plans", interrupt)
     code, figures = compared(capsys, "sublinear", "autoswap", "capuchin")
     assert code == 0
     assert [row["strategy"] for row in figures["strategies"]] == ["sublinear"]
@@ -121,7 +121,7 @@ def test_what_was_planned_before_an_interruption_stays(
 def test_an_interruption_before_any_plan_ends_the_command(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Autoswap, "plan", interrupt)
+    monkeypatch.setattr(find_strategy("autoswap"), "plans", interrupt)
 
     def die() -> None:
         raise SystemExit(130)

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from memopt.advisors import registry as strategies
+from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.lints import find, registry
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
-from memopt.advisors.registry import STRATEGIES, find_strategy
+from memopt.advisors.registry import find_strategy
+from memopt.cli.strategies import listing
 from memopt.device import Device
 from memopt.enforcers.codecs import table
 from memopt.estimators.fake.kernels import hidden
@@ -24,6 +27,7 @@ from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.reports.formats import export
 from memopt.reports.inputs import Inputs, Run
+from tests.advisors.graphs.planned_graphs import chain, graph_of
 from tests.support.layers_trace import Layer, build
 from tests.support.toy_trace import toy_trace
 from tools import house
@@ -42,17 +46,27 @@ def recipe(name: str) -> Any:
 
 
 def test_a_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = recipe("strategy").LargestFirst()
-    monkeypatch.setitem(STRATEGIES, made.name, made)
-    assert find_strategy(made.name) is made
+    """One file: both planners, and the list of strategies, know it; and nobody else may have its name."""
+    monkeypatch.setattr(strategies, "_FOUND", {each.name: each for each in strategies.registered()})
+    recipe("strategy")
+    name = "largest-first"
+    assert {row["plans"] for row in listing() if row["name"] == name} == {"profiles", "graphs"}
+    with pytest.raises(ValueError, match=name):
+        recipe("strategy")
     device = Device(kind="cuda", host_out_bytes_per_s=12e9, host_in_bytes_per_s=12e9)
     trace = build([Layer((i + 1) * MIB, 10.0, (i - 1,), grad=MIB) for i in range(8)], device=device)
     view = TraceView(trace)
     problem = Problem(view, Simulator(view), int(0.8 * trace.peak_bytes), DEFAULT_ALLOW, margin=0.0)
-    decisions = find_strategy(made.name).plan(problem)
+    decisions = find_strategy(name).plan(problem)
     assert decisions
     assert all(decision.kind == "swap" for decision in decisions.values())
     assert problem.fits(problem.run(decisions))
+    graph = graph_of(chain(8))
+    budget = int(0.8 * unplanned_peak(graph))
+    schedule = plan_graph(graph, budget, strategy=name, out_gbps=1.0, in_gbps=1.0)
+    assert schedule.peak_bytes <= budget
+    assert schedule.swaps
+    assert not schedule.reruns
 
 
 def test_a_lint(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,11 +20,10 @@ import numpy as np
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.bounds.program import RunProgram, last_service
+from memopt.advisors.graphs.executors.segments import missing
 from memopt.advisors.graphs.graph import IntColumn
 from memopt.advisors.graphs.problem import GraphProblem
-from memopt.advisors.graphs.runs import plain_memory
-from memopt.advisors.graphs.search.lanes import Swap
-from memopt.advisors.graphs.strategies.segments import missing
+from memopt.advisors.graphs.runs import Swap, plain_memory
 
 SMALL = 0.001
 """Tensors below this share of the budget are left out."""

@@ -16,6 +16,7 @@ from memopt.advisors.clock import now
 from memopt.advisors.graphs.bounds.bound_with_copies import Linked
 from memopt.advisors.graphs.bounds.exact import Proof, Relaxed, Start, prove
 from memopt.advisors.graphs.bounds.moments import overhead_bound
+from memopt.advisors.graphs.bounds.stages import build, solve
 from memopt.advisors.graphs.judge import InvalidSchedule
 from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, usual_s
 from memopt.advisors.graphs.runs import floor_bytes, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
@@ -26,7 +27,6 @@ from memopt.advisors.graphs.search.lanes import Lanes
 from memopt.advisors.graphs.search.least import least_memory, lowest_peak
 from memopt.advisors.graphs.search.neighbourhood import Search
 from memopt.advisors.graphs.search.starts import LARGE, first_plan, starts
-from memopt.advisors.graphs.strategies.checkmate import build, solve
 
 log = logging.getLogger(__name__)
 

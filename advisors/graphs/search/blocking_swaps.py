@@ -7,47 +7,37 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 from memopt.advisors.clock import now
+from memopt.advisors.graphs.board import GraphBoard
 from memopt.advisors.graphs.bounds.moments import overhead_bound
-from memopt.advisors.graphs.problem import SWAP, Answer, GraphProblem
-from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.schedule import OUT, RUN, Step
-from memopt.advisors.graphs.search.starts import FEW, IN_ANY_CASE_S
-from memopt.advisors.graphs.strategies.autoswap import autoswap
-from memopt.advisors.graphs.strategies.autotm import autotm
-from memopt.advisors.graphs.strategies.capuchin import capuchin
-from memopt.advisors.graphs.strategies.flashneuron import flashneuron, tflms
-from memopt.advisors.graphs.strategies.modnn import modnn
-from memopt.advisors.graphs.strategies.sentinel import sentinel
-from memopt.advisors.graphs.strategies.superneurons import superneurons
-from memopt.advisors.graphs.strategies.swap_executor import (
+from memopt.advisors.graphs.executors.swap_executor import (
     CannotHold,
     Trip,
     Walk,
     as_soon_as_possible,
     hold,
-    idle_trips,
     just_in_time,
 )
-from memopt.advisors.graphs.strategies.swapadvisor import belady, swapadvisor
-from memopt.advisors.graphs.strategies.vdnn import vdnn, vdnn_plus
+from memopt.advisors.graphs.problem import SWAP, GraphProblem
+from memopt.advisors.graphs.schedule import OUT, RUN, Step
+from memopt.advisors.graphs.search.starts import FEW, IN_ANY_CASE_S
+from memopt.advisors.registry import graph_strategies
+from memopt.advisors.size_classes import pool_of
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 
-Peer = Callable[[GraphProblem], Answer]
-JOINT: tuple[Peer, ...] = (superneurons, capuchin)
-SWAP_ONLY: tuple[Peer, ...] = (
-    modnn,
-    autoswap,
-    vdnn,
-    vdnn_plus,
-    flashneuron,
-    tflms,
-    sentinel,
-    swapadvisor,
-    autotm,
+JOINT = ("superneurons", "capuchin")
+SWAP_ONLY = (
+    "modnn",
+    "autoswap",
+    "vdnn",
+    "vdnn++",
+    "flashneuron",
+    "tflms",
+    "sentinel",
+    "swapadvisor",
+    "autotm",
 )
 
 
@@ -70,7 +60,7 @@ class Waiting:
             if peer in JOINT:
                 end = max(end, moment + IN_ANY_CASE_S)
             try:
-                self._note(peer(replace(self.problem, until=end)).steps)
+                self._note(graph_strategies()[peer].answer(replace(self.problem, until=end)).steps)
             except NotPossibleHere:
                 continue
             except BudgetInfeasible as failure:
@@ -79,12 +69,14 @@ class Waiting:
     def climb(self, until: float) -> None:
         """Change the set of trips at random while that helps."""
         problem = self.problem
-        runs = plain_runs(problem.graph)
-        everything = idle_trips(problem.graph, runs)
+        board = GraphBoard(problem)
+        runs, everything = board.runs, board.trips
         if not everything:
             return
         rnd = random.Random(0)
-        current = self._trips_of_best(everything) or belady(problem, runs, everything)
+        current = self._trips_of_best(everything) or [
+            everything[number] for number in pool_of(board).leaving()
+        ]
         worth = self._worth(runs, current)
         while now() < until:
             changed = set(current)

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.search.lanes import Swap
+from memopt.advisors.graphs.runs import Swap
 from memopt.advisors.graphs.search.neighbourhood import Search
 
 POOL = 6

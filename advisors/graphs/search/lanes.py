@@ -16,15 +16,12 @@ import numpy as np
 
 from memopt.advisors.graphs.graph import FloatColumn, Graph
 from memopt.advisors.graphs.lives import EMPTY
-from memopt.advisors.graphs.runs import frees_after
+from memopt.advisors.graphs.runs import Swap, frees_after
 from memopt.advisors.graphs.schedule import FREE, IN, OUT, RUN, Step
 from memopt.advisors.graphs.search.run_state import RunState
 
 MARGIN_MS = 1e-6
 """Copies end this much later in the plan than computed, so that rounding in another judge cannot break it."""
-
-Swap = tuple[int, int, bool]
-"""Tensor; an op; whether the tensor leaves after the first run of that op, or else is back for it (`op_count`: the end)."""
 
 
 @dataclass(frozen=True, slots=True)

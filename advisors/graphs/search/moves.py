@@ -18,7 +18,8 @@ import numpy as np
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import Graph, IntColumn
 from memopt.advisors.graphs.lives import EMPTY
-from memopt.advisors.graphs.search.lanes import Lanes, Swap
+from memopt.advisors.graphs.runs import Swap
+from memopt.advisors.graphs.search.lanes import Lanes
 from memopt.advisors.graphs.search.run_state import RunState
 
 CROWD = 1500

@@ -11,12 +11,11 @@ from bisect import bisect_left
 import numpy as np
 
 from memopt.advisors.clock import now
+from memopt.advisors.graphs.executors.swap_executor import idle_trips
 from memopt.advisors.graphs.lives import ADDED
-from memopt.advisors.graphs.runs import memory_of_runs
-from memopt.advisors.graphs.search.lanes import Swap
+from memopt.advisors.graphs.runs import Swap, memory_of_runs
 from memopt.advisors.graphs.search.recreate import Recreate
 from memopt.advisors.graphs.search.ruin_choice import Arms
-from memopt.advisors.graphs.strategies.swap_executor import idle_trips
 
 
 class Search(Recreate):

@@ -13,7 +13,7 @@ import numpy as np
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.lives import EMPTY
-from memopt.advisors.graphs.search.lanes import Swap
+from memopt.advisors.graphs.runs import Swap
 from memopt.advisors.graphs.search.moves import Moves
 
 TRIES = 3

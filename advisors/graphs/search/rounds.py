@@ -17,14 +17,13 @@ import numpy as np
 
 from memopt.advisors.graphs.graph import FloatColumn, Graph, IntColumn
 from memopt.advisors.graphs.runs import bytes_across, lifetimes, plain_memory
+from memopt.advisors.rounds import REPEATED, valleys
 
 HILL = 0.5
 """A hill rises above the narrowest cut by more than this share of what the budget leaves above it."""
 IDLE = 0.25
 """No cut where a plan may want to drop more than this share of the budget: what a few ops could make again from what is there."""
 DEPTH = 4
-REPEATED = 0.7
-"""Folding pays when the classes together have at most this share of the ops."""
 LARGE = 3000
 """In graphs with more ops, independent parts are worth planning apart even if no two are alike."""
 ALIKE_MS = 0.25
@@ -102,15 +101,8 @@ def _cuts(memory: IntColumn, across: IntColumn, budget_bytes: int) -> list[int]:
     if not len(over):
         return []
     base = int(across[over[0] : over[-1] + 1].min())
-    hill = memory > base + HILL * (budget_bytes - base)
-    ends = np.flatnonzero(hill[:-1] & ~hill[1:]) + 1
-    starts = np.flatnonzero(~hill[:-1] & hill[1:]) + 1
-    ends = ends[ends <= starts.max(initial=-1)]
-    following = starts[np.searchsorted(starts, ends)]
-    return [
-        start - int(np.argmin(across[end : start + 1][::-1]))
-        for end, start in zip(ends.tolist(), following.tolist(), strict=True)
-    ]
+    between = valleys(memory > base + HILL * (budget_bytes - base))
+    return [high - int(np.argmin(across[low : high + 1][::-1])) for low, high in between]
 
 
 class _Parts:

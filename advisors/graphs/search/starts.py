@@ -8,29 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.bounds.exact import MOST_OPS
-from memopt.advisors.graphs.graph import Graph
-from memopt.advisors.graphs.problem import RECOMPUTE, GraphProblem
-from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, rerun_ms
-from memopt.advisors.graphs.schedule import RUN
-from memopt.advisors.graphs.strategies.capuchin import capuchin
-from memopt.advisors.graphs.strategies.engine import THRASH, Engine, Stuck
-from memopt.advisors.graphs.strategies.rotor import rotor_plans
-from memopt.advisors.graphs.strategies.rounding import rounded_plans
-from memopt.advisors.graphs.strategies.scores import SCORES
-from memopt.advisors.graphs.strategies.segments import (
+from memopt.advisors.graphs.bounds.rounding import rounded_plans
+from memopt.advisors.graphs.executors.engine import THRASH, Engine, Stuck
+from memopt.advisors.graphs.executors.scores import SCORES
+from memopt.advisors.graphs.executors.segments import (
     Forward,
     cheapest_dropped,
+    checkpoints,
     greedy_cuts,
     runs_keeping,
     sqrt_cuts,
 )
-from memopt.advisors.graphs.strategies.superneurons import checkpoints
+from memopt.advisors.graphs.graph import Graph
+from memopt.advisors.graphs.problem import RECOMPUTE, GraphProblem
+from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, rerun_ms
+from memopt.advisors.graphs.schedule import RUN
+from memopt.advisors.registry import graph_strategies
 from memopt.errors import BudgetInfeasible
 
 PORTFOLIO = ("dtr-local", "size", "lru", "next-use", "dtr", "dtr-eqclass", "dtr-megengine", "msps", "belady")
@@ -133,7 +132,7 @@ def _planned(problem: GraphProblem, until: float) -> Iterator[list[int]]:
     every = problem.graph.op_count <= FEW
     alone = replace(problem, allow=frozenset({RECOMPUTE}), until=math.inf if every else until)
     with contextlib.suppress(BudgetInfeasible):
-        yield [what for verb, what in capuchin(alone).steps if verb == RUN]
+        yield [what for verb, what in graph_strategies()["capuchin"].answer(alone).steps if verb == RUN]
     if every:
         yield from rotor_plans(alone)
 
@@ -145,6 +144,12 @@ def ruled(graph: Graph, budget_bytes: int, name: str, until: float, most_ms: flo
         return Engine(graph, budget_bytes, SCORES[name](), thrash=thrash, until=until).plan()
     except Stuck:
         return []
+
+
+def rotor_plans(problem: GraphProblem) -> Iterable[list[int]]:
+    """Rotor's run sequences for several amounts of memory."""
+    rule = graph_strategies()["rotor"].runs
+    return rule(problem) if rule else ()
 
 
 def _valued(graph: Graph, budget_bytes: int, runs: list[int]) -> tuple[int, float, list[int]]:

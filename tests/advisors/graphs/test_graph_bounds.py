@@ -14,9 +14,10 @@ from memopt.advisors.graphs.bounds.bound_with_copies import Linked
 from memopt.advisors.graphs.bounds.exact import Relaxed, prove
 from memopt.advisors.graphs.bounds.moments import overhead_bound
 from memopt.advisors.graphs.graph import decode_graph
-from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes
+from memopt.advisors.registry import graph_strategies
 from memopt.errors import BudgetInfeasible
 from tests.advisors.graphs import schedule_checker as checker
 from tests.advisors.graphs.planned_graphs import unit_chain
@@ -87,7 +88,7 @@ def test_no_plan_with_a_link_undercuts_the_bounds(seed: int) -> None:
     few = sorted(rnd.sample(range(graph.op_count), 3))
     bounds = [Linked(problem, moments).lower_bound() for moments in (few, list(range(graph.op_count)))]
     bounds += [prove(problem, 1.0, Linked).bound_ms, overhead_bound(problem) * graph.plain_ms]
-    for strategy in GRAPH_STRATEGIES:
+    for strategy in graph_strategies():
         try:
             schedule = plan_graph(
                 graph, budget, strategy=strategy, out_gbps=out_gbps, in_gbps=in_gbps, time_limit_s=0.3

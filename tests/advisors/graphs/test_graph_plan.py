@@ -14,13 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memopt.advisors.clock import now, reading
+from memopt.advisors.graphs.executors.segments import Forward, cheapest_dropped
 from memopt.advisors.graphs.graph import decode_graph
-from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import floor_bytes, plain_runs
 from memopt.advisors.graphs.search.auto_plan import AutoPlan
 from memopt.advisors.graphs.search.neighbourhood import Search
-from memopt.advisors.graphs.strategies.segments import Forward, cheapest_dropped
+from memopt.advisors.registry import graph_strategies
 from memopt.errors import BudgetInfeasible, UsageError
 from tests.advisors.graphs import schedule_checker as checker
 from tests.advisors.graphs.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
@@ -62,7 +63,7 @@ def graphs(draw: st.DrawFn, most_ops: int = 7) -> dict[str, Any]:
 @given(
     plain=graphs(most_ops=20),
     share=st.floats(0.0, 1.0),
-    strategy=st.sampled_from(sorted(GRAPH_STRATEGIES)),
+    strategy=st.sampled_from(sorted(graph_strategies())),
     gbps=st.sampled_from((0.0, 1e-9, 2e-9, 1e-8)),
     allow=st.sampled_from((frozenset({"recompute", "swap"}), frozenset({"swap"}), frozenset({"recompute"}))),
 )
@@ -116,7 +117,7 @@ def test_auto_is_at_least_as_good_as_every_quick_strategy(name: str, share: floa
     """In two seconds of the processor's time, whatever else it does."""
     plain = json.loads(msgspec.json.encode(shapes.GRAPHS[name]()))
     budget = int(share * unplanned_peak(graph_of(plain)))
-    quick = sorted(set(GRAPH_STRATEGIES) - {"auto", "checkmate", "swapadvisor"})
+    quick = sorted(set(graph_strategies()) - {"auto", "checkmate", "swapadvisor"})
     others = {strategy: tried(plain, budget, strategy=strategy) for strategy in quick}
     with reading(time.process_time):
         overhead = tried(plain, budget, time_limit_s=2)
@@ -182,7 +183,7 @@ def test_peers_are_tried_even_when_the_time_is_gone(name: str, gbps: float) -> N
     budget = floor + (unplanned_peak(graph) - floor) // 2
     link = {"out_gbps": gbps, "in_gbps": gbps}
     hurried = tried(plain, budget, time_limit_s=0.001, **link)
-    quick = set(GRAPH_STRATEGIES) - {"auto", "checkmate", "swapadvisor", "autotm"}
+    quick = set(graph_strategies()) - {"auto", "checkmate", "swapadvisor", "autotm"}
     assert hurried <= min(tried(plain, budget, strategy=strategy, **link) for strategy in quick) + 1e-9
 
 
@@ -267,7 +268,7 @@ def test_a_refusal_keeps_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None
         problems.append(problem)
         raise BudgetInfeasible(problem.budget_bytes, problem.budget_bytes + 1, ())
 
-    monkeypatch.setitem(GRAPH_STRATEGIES, "auto", noting)
+    monkeypatch.setattr(graph_strategies()["auto"], "on_graph", noting)
     with pytest.raises(BudgetInfeasible):
         plan_graph(graph, 400, time_limit_s=60.0)
     assert problems[0].latest - problems[0].until == pytest.approx(0.92 * 60 - (4 + 60 - 20))

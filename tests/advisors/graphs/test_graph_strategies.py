@@ -8,16 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from memopt.advisors.graphs.executors.engine import Engine
+from memopt.advisors.graphs.executors.scores import SCORES, Neighbours
+from memopt.advisors.graphs.executors.segments import Forward
+from memopt.advisors.graphs.executors.swap_executor import Walk
 from memopt.advisors.graphs.graph import FloatColumn, IntColumn, decode_graph
-from memopt.advisors.graphs.plan import GRAPH_STRATEGIES, plan_graph, unplanned_peak
+from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import plain_runs
-from memopt.advisors.graphs.strategies import rounding
-from memopt.advisors.graphs.strategies.capuchin import in_order
-from memopt.advisors.graphs.strategies.engine import Engine
-from memopt.advisors.graphs.strategies.scores import SCORES, Neighbours
-from memopt.advisors.graphs.strategies.segments import Forward
-from memopt.advisors.graphs.strategies.swap_executor import Walk
+from memopt.advisors.registry import graph_strategies
+from memopt.advisors.strategies import checkmate
+from memopt.advisors.strategies.capuchin import in_order
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from tests.advisors.graphs.planned_graphs import chain, graph_of, plan_and_check, tried, unit_chain
 from tests.support.training_graphs.families import branches
@@ -45,7 +46,7 @@ def test_checkmate_rounds_its_relaxation_where_the_graph_is_large(monkeypatch: p
     assert 61 - 1e-3 <= best.overhead_bound * graph.plain_ms <= best.recompute_ms
     with pytest.raises(BudgetInfeasible):
         plan_graph(graph, 2, strategy="checkmate", time_limit_s=1)
-    monkeypatch.setattr(rounding, "MOST_OPS", 200)
+    monkeypatch.setattr(checkmate, "MOST_ROUNDED", 200)
     with pytest.raises(NotPossibleHere, match="240 ops are too many"):
         plan_graph(graph, 60, strategy="checkmate")
 
@@ -68,7 +69,7 @@ DEGENERATE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("strategy", GRAPH_STRATEGIES)
+@pytest.mark.parametrize("strategy", graph_strategies())
 @pytest.mark.parametrize("name", [*DEGENERATE, "no bytes", "no time"])
 def test_degenerate_graphs(name: str, strategy: str) -> None:
     """Each strategy gives a plan or a refusal for graphs that are hardly any, with a link and without."""

@@ -15,6 +15,7 @@ from memopt.advisors.counsel.counsel import Advice
 from memopt.advisors.profiles.picking import made_by, swap_of, swappable
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.advisors.registry import counsel
 from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.units import format_bytes, format_ms
@@ -26,11 +27,14 @@ _MASK = 1 / 32
 _ZEROS = ("relu", "relu_", "threshold", "native_dropout", "max_pool2d_with_indices", "clamp_min", "hardtanh")
 
 
+@counsel
 class Cdma:
     name = "cdma"
     paper = "Rhu et al. 2018, Compressing DMA Engine: Leveraging Activation Sparsity for Training Deep Neural Networks"
     needs = "a link to the host or a disk, ReLUs, and a copy engine that no GPU has: a what-if, not a plan"
     allows = frozenset({"swap-host", "swap-disk"})
+    not_on_graphs = "how far a copy can be compressed depends on the values"
+    enforced = False
 
     def study(self, problem: Problem, allow: frozenset[str], /) -> Advice:
         if not swappable(problem):

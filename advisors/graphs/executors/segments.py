@@ -1,10 +1,7 @@
-"""Checkpoint placement: keep the tensors that cross chosen cuts of the forward pass, recompute the rest on demand.
+"""Segments of the forward pass: which tensors are kept at its cuts, and the runs that make the rest again on demand.
 
-Paper: Chen et al., "Training deep nets with sublinear memory cost" (2016). Rules: `sqrt`, a cut after every k-th op with k = sqrt(n);
-`greedy`, a cut where the bytes accumulated since the last cut pass b, for a sweep of b (the best that meets the budget wins).
-What differs: the graph is no chain, so a cut keeps every tensor that the rest of the forward pass still reads there, and cuts are
-moved to the nearest narrow place; the "forward pass" is what precedes the unplanned peak, since a plain graph need not name phases.
-A recomputed tensor stays until its last use. O(edges) per plan, some dozens of plans.
+The "forward pass" is what precedes the unplanned peak, since a plain graph need not name phases. The graph is no chain, so a cut keeps every
+tensor that the rest of the forward pass still reads there. A recomputed tensor stays until its last use. O(edges) per run sequence.
 """
 
 from __future__ import annotations
@@ -14,8 +11,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from memopt.advisors.graphs.graph import Graph, IntColumn
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
-from memopt.advisors.graphs.runs import peak_of_runs, plain_memory, plain_peak, rerun_ms, steps_of_runs
+from memopt.advisors.graphs.runs import plain_memory
 
 FINEST = 0.5
 """The finest segments have this many times the square root of the ops, on the average, or a hundredth of all bytes if that is less."""
@@ -166,6 +162,17 @@ def greedy_cuts(forward: Forward, sweep: int = 24) -> list[set[int]]:
     return plans
 
 
+def checkpoints(forward: Forward) -> set[int]:
+    """Saved tensors of convolutions; of the dearest quarter of the ops where there are none."""
+    graph = forward.graph
+    saved = forward.droppable.nonzero()[0].tolist()
+    found = {tensor for tensor in saved if "conv" in graph.op_names[int(graph.producer[tensor])].lower()}
+    if not found:
+        dearest = sorted(saved, key=lambda tensor: -float(graph.op_ms[graph.producer[tensor]]))
+        found = set(dearest[: len(dearest) // 4])
+    return found
+
+
 def cheapest_dropped(forward: Forward) -> list[set[int]]:
     """What is kept when a share of the tensors that can be made again is dropped, those with the least recompute time per byte."""
     graph = forward.graph
@@ -173,34 +180,3 @@ def cheapest_dropped(forward: Forward) -> list[set[int]]:
     price = graph.op_ms[graph.producer[found]] / graph.tensor_bytes[found]
     ranked: list[int] = found[np.argsort(price, kind="stable")].tolist()
     return [set(range(graph.tensor_count)).difference(ranked[: int(share * len(ranked))]) for share in SHARES]
-
-
-def best_of(problem: GraphProblem, plans: Iterable[list[int]]) -> Answer:
-    """The cheapest of some run sequences that meets the budget; `BudgetInfeasible` with the smallest peak of them all."""
-    plain = plain_answer(problem)
-    if plain is not None:
-        return plain
-    graph = problem.graph
-    smallest = plain_peak(graph)
-    best: tuple[float, list[int]] | None = None
-    for runs in plans if problem.may_recompute else ():
-        peak = peak_of_runs(graph, runs)
-        smallest = min(smallest, peak)
-        cost = rerun_ms(graph, runs)
-        if peak <= problem.budget_bytes and (best is None or cost < best[0]):
-            best = (cost, runs)
-    if best is None:
-        raise infeasible(problem, smallest)
-    return Answer(steps=steps_of_runs(graph, best[1]))
-
-
-def sublinear_sqrt(problem: GraphProblem) -> Answer:
-    """Chen's sqrt(n) rule."""
-    forward = Forward(problem.graph)
-    return best_of(problem, (runs_keeping(forward, keep) for keep in sqrt_cuts(forward)))
-
-
-def sublinear_greedy(problem: GraphProblem) -> Answer:
-    """Chen's greedy segments, best of a sweep."""
-    forward = Forward(problem.graph)
-    return best_of(problem, (runs_keeping(forward, keep) for keep in greedy_cuts(forward)))

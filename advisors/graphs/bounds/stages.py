@@ -1,10 +1,9 @@
-"""Checkmate (Jain et al., MLSys'20) on a plain graph: the integer program, on HiGHS.
+"""Checkmate's integer program of a plain graph (Jain et al., MLSys'20), for HiGHS.
 
 Stage t ends with the first run of op t. R[t,i]: op i runs in stage t. S[t,v]: tensor v is on the device when stage t starts.
 F[t,k,v]: v is freed after k in stage t. Minimise the time of all R with i < t, with memory after every possible run within the budget.
-What differs: storages and ops are told apart (an op may write several), runs that cannot serve anything any more have no variable, and the program
-starts from a plan of the greedy search. Exact when HiGHS closes the gap; the dual bound is reported. O(ops^2 x degree) rows: above `MOST_OPS`
-the paper's approximation takes its place (`rounding`). Within a stage each op runs at most once, as in the paper. Needs `highspy`.
+Storages and ops are told apart (an op may write several), runs that cannot serve anything any more have no variable. Within a stage each
+op runs at most once, as in the paper. O(ops^2 x degree) rows.
 """
 
 from __future__ import annotations
@@ -14,39 +13,8 @@ import numpy as np
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.bounds.program import RunProgram, last_service
 from memopt.advisors.graphs.graph import Graph
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
-from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, plain_runs, steps_of_runs
-from memopt.advisors.graphs.search.neighbourhood import Search
-from memopt.advisors.graphs.strategies.rounding import rounded
-
-MOST_OPS = 100
-"""Above, HiGHS does not get beyond its start in a minute."""
-
-
-def checkmate(problem: GraphProblem) -> Answer:
-    """Checkmate (MLSys'20): the optimal recomputation by integer programming, from 100 ops on its relaxation rounded (needs highspy)."""
-    plain = plain_answer(problem)
-    if plain is not None:
-        return plain
-    graph = problem.graph
-    if not problem.may_recompute:
-        raise infeasible(problem, plain_peak(graph))
-    if graph.op_count > MOST_OPS:
-        return rounded(problem)
-    program = build(graph, problem.budget_bytes)
-    search = Search(graph, plain_runs(graph), problem.budget_bytes)
-    begin = now()
-    search.greedy(0.0, 0.5, problem.until)
-    search.load_best()
-    search.run(begin + 0.2 * (problem.until - begin))
-    runs, bound = solve(problem, program, search.best_runs if not search.best_over else None)
-    if runs is None:
-        raise infeasible(problem, max(problem.budget_bytes + 1, peak_of_runs(graph, search.best_runs)))
-    return Answer(
-        steps=steps_of_runs(graph, runs),
-        overhead_bound=bound / max(graph.plain_ms, 1e-12),
-        stats={"bound_ms": bound},
-    )
+from memopt.advisors.graphs.problem import GraphProblem
+from memopt.advisors.graphs.runs import peak_of_runs
 
 
 def build(graph: Graph, budget_bytes: int) -> RunProgram:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from memopt.advisors.board import Absence, Board
 from memopt.advisors.clock import OutOfTime
 from memopt.errors import NotPossibleHere
 
@@ -33,23 +33,14 @@ Rate = Callable[[list[int]], tuple[float, float]]
 """Bytes above the budget, and what the plan costs in time, where the tensors of these numbers leave."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One that may leave: `here` are the ops during which it takes a slot, `idle` those of them at which nobody uses it."""
-
-    size_bytes: int
-    here: slice
-    idle: slice
-
-
 class Pool:
     """The tensors that may leave, and the load that all of memory has at each op when none does."""
 
-    def __init__(self, tensors: Sequence[Tensor], load_bytes: Ints, target_bytes: int) -> None:
+    def __init__(self, tensors: Sequence[Absence], load_bytes: Ints, target_bytes: int) -> None:
         self.tensors, self.load_bytes, self.target_bytes = tensors, load_bytes, target_bytes
         self.size: Ints = np.array([tensor.size_bytes for tensor in tensors], dtype=np.int64)
-        self.leaves: Ints = np.array([tensor.idle.start for tensor in tensors], dtype=np.int64)
-        self.back: Ints = np.array([tensor.idle.stop for tensor in tensors], dtype=np.int64)
+        self.leaves: Ints = np.array([tensor.away.start for tensor in tensors], dtype=np.int64)
+        self.back: Ints = np.array([tensor.away.stop for tensor in tensors], dtype=np.int64)
         self.sizes, self.size_number = np.unique(self.size, return_inverse=True)
 
     def leaving(self, genes: Sequence[float] = ()) -> list[int]:
@@ -72,7 +63,7 @@ class Pool:
                 self._evict(gone, members, taken, slots, np.ones_like(self.size))
         load = self.load_bytes.copy()
         for number in np.flatnonzero(gone).tolist():
-            load[self.tensors[number].idle] -= self.size[number]
+            load[self.tensors[number].away] -= self.size[number]
         self._evict(gone, everyone, load, self.target_bytes, self.size)
         return np.flatnonzero(gone).tolist()
 
@@ -86,7 +77,7 @@ class Pool:
         """Walk the ops; while more than `most` is `taken` at one, the idle member whose next use is furthest leaves."""
         idle = np.zeros_like(taken)
         for number in np.flatnonzero(members & ~gone).tolist():
-            idle[self.tensors[number].idle] += 1
+            idle[self.tensors[number].away] += 1
         op = 0
         while op < len(taken):
             short = (taken[op:] > most) & (idle[op:] > 0)
@@ -96,8 +87,8 @@ class Pool:
             able = members & ~gone & (self.leaves <= op) & (op < self.back)
             victim = int(np.where(able, self.back, -1).argmax())
             gone[victim] = True
-            taken[self.tensors[victim].idle] -= amount[victim]
-            idle[self.tensors[victim].idle] -= 1
+            taken[self.tensors[victim].away] -= amount[victim]
+            idle[self.tensors[victim].away] -= 1
 
     def evolve(self, rate: Rate) -> list[int]:
         """The choice with the least `rate` of those that the search comes by; the same one each time.
@@ -120,6 +111,11 @@ class Pool:
             if self.tensors:
                 _genetic(len(self.sizes), evaluate)
         return list(min(rated, key=rated.__getitem__, default=plain))
+
+
+def pool_of(board: Board[object]) -> Pool:
+    """The pool in which the storages of a board lie that may be away."""
+    return Pool(board.absences, board.load_bytes, board.target_bytes)
 
 
 def _genetic(size_count: int, evaluate: Callable[[Sequence[float]], tuple[float, float]]) -> None:

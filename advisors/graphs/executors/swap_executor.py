@@ -9,15 +9,15 @@ O(runs + trips) per walk.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from memopt.advisors.graphs.graph import Graph, IntColumn
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer
+from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
 from memopt.advisors.graphs.runs import frees_after, memory_of_runs, plain_peak
 from memopt.advisors.graphs.schedule import FREE, IN, OUT, RUN, Step
 
@@ -33,6 +33,10 @@ class Trip:
 
 Prefetch = Callable[["Walk", Trip], int]
 """Position of the run before which the way back should start."""
+
+
+Copies = tuple[list[Trip], Prefetch]
+"""What leaves when, and where it would like its way back to start."""
 
 
 class CannotHold(Exception):
@@ -68,6 +72,25 @@ def idle_trips(graph: Graph, runs: list[int], least_bytes: int = 1) -> list[Trip
     return sorted((trip for _, trip in best.values()), key=lambda trip: (trip.leave, trip.need))
 
 
+def on_runs(graph: Graph, runs: list[int], trips: list[Trip]) -> list[Trip]:
+    """Trips on the plain sequence, moved to a longer one: they leave after the last run that touches them before the need."""
+    first: dict[int, int] = {}
+    moving = {trip.tensor for trip in trips}
+    touches: dict[int, list[int]] = {tensor: [] for tensor in moving}
+    for position, op in enumerate(runs):
+        first.setdefault(op, position)
+        for tensor in moving.intersection(graph.reads[op] + graph.writes[op]):
+            touches[tensor].append(position)
+    first[graph.op_count] = len(runs)
+    found = []
+    for trip in trips:
+        need = first[trip.need]
+        leave = touches[trip.tensor][bisect_left(touches[trip.tensor], need) - 1]
+        if leave + 1 < need:
+            found.append(Trip(trip.tensor, leave, need))
+    return found
+
+
 def clock_of(graph: Graph, runs: list[int]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Start of each run, and last the end, when nothing waits."""
     clock = np.zeros(len(runs) + 1)
@@ -96,6 +119,19 @@ class Walk:
     def in_ms(self, tensor: int) -> float:
         """Length of the way back."""
         return self.size[tensor] / (self.problem.in_gbps * 1e6)
+
+    def until_it_fits(self, trips: Iterable[Trip]) -> list[Trip]:
+        """Those of `trips`, one after the other, that are away where the budget is exceeded, until it is not; `memory` goes down by them."""
+        budget = self.problem.budget_bytes
+        chosen: list[Trip] = []
+        for trip in trips:
+            if int(self.memory.max()) <= budget:
+                break
+            span = self.memory[trip.leave + 1 : trip.need]
+            if int(span.max(initial=0)) > budget:
+                span -= self.size[trip.tensor]
+                chosen.append(trip)
+        return chosen
 
     def steps(self, prefetch: Prefetch) -> list[Step]:
         """A valid schedule, or `CannotHold`."""
@@ -217,31 +253,22 @@ def ahead(positions: int) -> Prefetch:
     return rule
 
 
-def best_walk(
-    problem: GraphProblem, choices: Sequence[tuple[list[int], list[Trip]]], prefetches: Sequence[Prefetch]
-) -> Answer:
-    """The cheapest schedule among choices of (runs, trips) and prefetch rules; `BudgetInfeasible` when none is valid."""
-    plain = plain_answer(problem)
-    if plain is not None:
-        return plain
+def best_walk(problem: GraphProblem, choices: Iterable[tuple[list[int], Sequence[Trip], Prefetch]]) -> Answer:
+    """The cheapest schedule among choices of runs, trips and a prefetch rule; `BudgetInfeasible` when none is valid."""
     best: tuple[float, list[Step]] | None = None
     smallest = plain_peak(problem.graph)
-    for runs, trips in choices:
+    for runs, trips, prefetch in choices:
         if trips and not problem.may_swap:
             continue
-        for prefetch in prefetches:
-            try:
-                steps = hold(problem, runs, trips, prefetch)
-            except CannotHold as failure:
-                smallest = (
-                    min(smallest, failure.peak_bytes)
-                    if failure.peak_bytes > problem.budget_bytes
-                    else smallest
-                )
-                continue
-            overhead = problem.replay(steps).overhead
-            if best is None or overhead < best[0]:
-                best = (overhead, steps)
+        try:
+            steps = hold(problem, runs, trips, prefetch)
+        except CannotHold as failure:
+            if failure.peak_bytes > problem.budget_bytes:
+                smallest = min(smallest, failure.peak_bytes)
+            continue
+        overhead = problem.replay(steps).overhead
+        if best is None or overhead < best[0]:
+            best = (overhead, steps)
     if best is None:
         raise infeasible(problem, max(smallest, problem.budget_bytes + 1))
     return Answer(steps=best[1])

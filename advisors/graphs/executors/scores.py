@@ -1,65 +1,44 @@
-"""Eviction scores for `engine`: what each online rule would drop first (smallest score).
-
-`weight` multiplies the score per tensor; the climb in `auto` perturbs it.
-"""
+"""Eviction scores for `engine`: what each online rule would drop first (smallest score)."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from memopt.advisors.graphs.executors.engine import TINY, Engine, Ledger, Score
 from memopt.advisors.graphs.graph import FloatColumn, IntColumn
-from memopt.advisors.graphs.strategies.engine import Engine
 
-TINY = 1e-9
 MOST_BITS = 10_000
 """Of evicted tensors, for whose regions there is memory as bits."""
 
 
-class PlainScore:
-    """A score with no memory of its own; subclasses give the formula."""
-
-    def start(self, engine: Engine) -> None:
-        """Keep the engine, whose columns the formulas read."""
-        self.engine = engine
-
-    def __call__(self, candidates: IntColumn) -> FloatColumn:
-        """Score of each candidate."""
-        raise NotImplementedError
-
-    def evicted(self, tensor: int) -> None:
-        """Nothing to remember."""
-
-    def recomputed(self, tensor: int) -> None:
-        """Nothing to remember."""
-
-    def staleness(self, candidates: IntColumn) -> FloatColumn:
-        """Time since the last access, in ms."""
-        found: FloatColumn = self.engine.clock - self.engine.last_access[candidates] + TINY
-        return found
-
-
-class Lru(PlainScore):
+class Lru(Score):
     """Least recently used first."""
 
     def __call__(self, candidates: IntColumn) -> FloatColumn:
         return -self.staleness(candidates)
 
 
-class LargestFirst(PlainScore):
+class LargestFirst(Score):
     """Largest first."""
 
     def __call__(self, candidates: IntColumn) -> FloatColumn:
         return -self.engine.size_column[candidates]
 
 
-class Belady(PlainScore):
+def next_uses(engine: Ledger, candidates: IntColumn) -> FloatColumn:
+    """Ops until each is used again."""
+    assert isinstance(engine, Engine)
+    return np.array([float(engine.next_use(tensor) - engine.now) for tensor in candidates.tolist()])
+
+
+class Belady(Score):
     """Furthest next use first (known: the trace is complete)."""
 
     def __call__(self, candidates: IntColumn) -> FloatColumn:
-        return np.array([-float(self.engine.next_use(tensor)) for tensor in candidates.tolist()])
+        return -next_uses(self.engine, candidates)
 
 
-class Local(PlainScore):
+class Local(Score):
     """h_DTR without the neighbourhood: own cost over bytes times staleness."""
 
     def __call__(self, candidates: IntColumn) -> FloatColumn:
@@ -70,29 +49,28 @@ class Local(PlainScore):
         return found
 
 
-class Neighbours(PlainScore):
+class Neighbours(Score):
     """Keeps, for every tensor on the device, the cost of the evicted tensors around it; reckoned anew only where that changed since the
     last time that anything was evicted for room."""
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: Ledger) -> None:
         """Nothing is evicted yet."""
         super().start(engine)
-        graph = engine.graph
-        self.gone = [False] * graph.tensor_count
+        self.gone = [False] * len(engine.size)
         self.cost: list[float] = engine.cost_column.tolist()
-        self.parents = [graph.reads[maker] if maker >= 0 else () for maker in engine.maker]
-        children: list[list[int]] = [[] for _ in range(graph.tensor_count)]
-        for op, tensors in enumerate(graph.reads):
+        self.parents = [engine.reads[maker] if maker >= 0 else () for maker in engine.maker]
+        children: list[list[int]] = [[] for _ in engine.size]
+        for op, tensors in enumerate(engine.reads):
             for tensor in tensors:
-                children[tensor].extend(graph.writes[op])
+                children[tensor].extend(engine.writes[op])
         self.children = [tuple(found) for found in children]
         self.next_to = [(*above, *below) for above, below in zip(self.parents, self.children, strict=True)]
         self.ways: tuple[list[tuple[int, ...]], ...] = (self.parents, self.children)
         """Where the neighbourhood spreads to."""
         self.changed: set[int] = set()
         """Evicted or recomputed since then."""
-        self.around: FloatColumn = np.zeros(graph.tensor_count)
-        self.stale = np.zeros(graph.tensor_count, dtype=np.bool_)
+        self.around: FloatColumn = np.zeros(len(engine.size))
+        self.stale = np.zeros(len(engine.size), dtype=np.bool_)
 
     def evicted(self, tensor: int) -> None:
         """Everything on the edge of the evicted region that it joins has a new neighbourhood."""
@@ -195,7 +173,7 @@ class Dtr(Neighbours):
 class Msps(Neighbours):
     """Memory saving per second: bytes over the time to bring the tensor back with its evicted ancestors."""
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: Ledger) -> None:
         """Only what has to be made before is counted."""
         super().start(engine)
         self.ways = (self.parents,)
@@ -207,15 +185,15 @@ class Msps(Neighbours):
         return found
 
 
-class EqClass(Neighbours):
+class EqClass(Dtr):
     """h_DTR with evicted tensors merged in union-find classes; a recomputation subtracts its cost, classes never split."""
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: Ledger) -> None:
         """Every tensor is its own class of cost zero."""
         super().start(engine)
-        self.root = list(range(engine.graph.tensor_count))
-        self.class_cost = [0.0] * engine.graph.tensor_count
-        self.members: list[list[int]] = [[tensor] for tensor in range(engine.graph.tensor_count)]
+        self.root = list(range(len(engine.size)))
+        self.class_cost = [0.0] * len(engine.size)
+        self.members: list[list[int]] = [[tensor] for tensor in range(len(engine.size))]
 
     def find(self, tensor: int) -> int:
         """Representative of the tensor's class."""
@@ -269,12 +247,6 @@ class EqClass(Neighbours):
             for member in self.members[home]:
                 self.stale[list(self.next_to[member])] = True
 
-    def __call__(self, candidates: IntColumn) -> FloatColumn:
-        engine = self.engine
-        cost = engine.cost_column[candidates] + self.neighbourhood(candidates) + TINY
-        found: FloatColumn = cost / (engine.size_column[candidates] * self.staleness(candidates))
-        return found
-
 
 class MegEngine(EqClass):
     """MegEngine: (neighbour cost + 1e-3) x 1.0001^recomputes / (MiB x (age + 1e-3)), cost and age in bytes touched / 1e8, as it never measures.
@@ -283,15 +255,15 @@ class MegEngine(EqClass):
     the address space are not modelled: a graph has no addresses.
     """
 
-    def start(self, engine: Engine) -> None:
+    def start(self, engine: Ledger) -> None:
         """No tensor was recomputed yet."""
-        graph, size = engine.graph, engine.size
-        touched = zip(graph.reads, graph.resident_reads, graph.writes, strict=True)
+        size = engine.size
+        touched = zip(engine.reads, engine.resident_reads, engine.writes, strict=True)
         engine.count_time([sum(size[tensor] for tensor in sum(tensors, ())) / 1e8 for tensors in touched])
         least = min(2**20, sum(size) // 500)
         engine.may_go = [may and size[tensor] >= least for tensor, may in enumerate(engine.may_go)]
         super().start(engine)
-        self.times: FloatColumn = np.zeros(engine.graph.tensor_count)
+        self.times: FloatColumn = np.zeros(len(engine.size))
 
     def recomputed(self, tensor: int) -> None:
         """Count recomputations, which make a tensor dearer."""
@@ -312,14 +284,12 @@ class NextUse(Msps):
     """MSPS divided by the distance to the next use: drop what is cheap, large and not wanted for long."""
 
     def __call__(self, candidates: IntColumn) -> FloatColumn:
-        far = np.array(
-            [float(self.engine.next_use(tensor) - self.engine.now) for tensor in candidates.tolist()]
-        )
+        far = next_uses(self.engine, candidates)
         found: FloatColumn = super().__call__(candidates) / np.maximum(far, 1.0)
         return found
 
 
-SCORES: dict[str, type[PlainScore]] = {
+SCORES: dict[str, type[Score]] = {
     "dtr": Dtr,
     "dtr-eqclass": EqClass,
     "dtr-local": Local,

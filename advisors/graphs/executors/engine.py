@@ -10,13 +10,16 @@ One run costs O(runs + evictions x tensors on the device), the scan being one Nu
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import Protocol
+from collections.abc import Sequence
 
 import numpy as np
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import FloatColumn, Graph, IntColumn
 
+TINY = 1e-9
+Ops = tuple[Sequence[tuple[int, ...]], Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
+"""What each op reads, what it reads that is always there, and what it writes."""
 THRASH = 3.0
 """A rule that reruns for longer than so many iterations is given up."""
 
@@ -30,14 +33,36 @@ class Stuck(Exception):
         self.need_bytes = need_bytes
 
 
-class Score(Protocol):
-    """What a strategy adds to the engine: which tensor to drop first, and what it wants to be told."""
+class Ledger:
+    """What a score reads: which op makes which tensor of which, sizes, costs, and when a tensor was last in use."""
 
-    def start(self, engine: Engine) -> None:
-        """Called before the first op."""
+    clock = 0.0
+    """In ms."""
+
+    def __init__(self, ops: Ops, maker: list[int], size: list[int], op_cost: list[float]) -> None:
+        self.reads, self.resident_reads, self.writes = ops
+        self.maker, self.size = maker, size
+        self.size_column: FloatColumn = np.array(size, dtype=np.float64)
+        self.last_access: FloatColumn = np.zeros(len(size))
+        self.may_go = [True] * len(size)
+        Ledger.count_time(self, op_cost)
+
+    def count_time(self, op_cost: list[float]) -> None:
+        """Take `op_cost`, one number an op, for the ops' times."""
+        costs = [op_cost[maker] if maker >= 0 else 0.0 for maker in self.maker]
+        self.cost_column: FloatColumn = np.array(costs, dtype=np.float64)
+
+
+class Score:
+    """What a strategy adds to the engine: which tensor to drop first, and what it wants to be told. Subclasses give the formula."""
+
+    def start(self, engine: Ledger) -> None:
+        """Called before the first op: keep the engine, whose columns the formulas read."""
+        self.engine = engine
 
     def __call__(self, candidates: IntColumn) -> FloatColumn:
         """Score of each candidate; the smallest is evicted."""
+        raise NotImplementedError
 
     def evicted(self, tensor: int) -> None:
         """`tensor` was dropped although it is needed later, or may be, as a source of a recomputation."""
@@ -45,8 +70,13 @@ class Score(Protocol):
     def recomputed(self, tensor: int) -> None:
         """`tensor` is on the device again."""
 
+    def staleness(self, candidates: IntColumn) -> FloatColumn:
+        """Time since the last access, in ms."""
+        found: FloatColumn = self.engine.clock - self.engine.last_access[candidates] + TINY
+        return found
 
-class Engine:
+
+class Engine(Ledger):
     """One pass over the graph under one budget with one score."""
 
     def __init__(
@@ -63,18 +93,14 @@ class Engine:
         self.budget_bytes = budget_bytes
         self.score = score
         self.most_rerun_ms = thrash * graph.plain_ms
-        self.size: list[int] = graph.tensor_bytes.tolist()
-        self.size_column = graph.tensor_bytes.astype(np.float64)
         self.ms: list[float] = graph.op_ms.tolist()
+        ops = graph.reads, graph.resident_reads, graph.writes
+        super().__init__(ops, graph.producer.tolist(), graph.tensor_bytes.tolist(), self.ms)
         self.workspace: list[int] = graph.op_workspace_bytes.tolist()
-        self.maker: list[int] = graph.producer.tolist()
         self.replayable: list[bool] = graph.replayable.tolist()
-        self.op_outputs = graph.writes
-        self.cost_column = np.where(graph.producer >= 0, graph.op_ms[np.maximum(graph.producer, 0)], 0.0)
         count = graph.tensor_count
         self.on_device = [False] * count
         self.locks = [0] * count
-        self.last_access: FloatColumn = np.zeros(count)
         self.evictable = np.zeros(count, dtype=np.bool_)
         self.may_go = [
             maker >= 0 and self.replayable[maker] and size > 0
@@ -87,19 +113,15 @@ class Engine:
         for tensor in np.flatnonzero(graph.kept & ~graph.resident).tolist():
             self.use_ops[tensor].append(graph.op_count)
         self.used = graph.resident_bytes
-        self.clock = 0.0
         self.now = 0
         self.reran_ms = 0.0
         self.runs: list[int] = []
-        self.smallest_stuck = 0
 
     def count_time(self, op_cost: list[float]) -> None:
         """Take `op_cost`, one number an op, for the ops' times."""
         self.most_rerun_ms *= sum(op_cost) / (self.graph.plain_ms or 1.0)
         self.ms = op_cost
-        self.cost_column = np.array(
-            [op_cost[maker] if maker >= 0 else 0.0 for maker in self.maker], dtype=np.float64
-        )
+        super().count_time(op_cost)
 
     def plan(self) -> list[int]:
         """The run sequence; raises `Stuck`."""
@@ -147,7 +169,7 @@ class Engine:
                 self._unlock(tensor)
 
     def _run(self, op: int, *, first: bool) -> None:
-        outputs = self.op_outputs[op]
+        outputs = self.writes[op]
         fresh = [tensor for tensor in outputs if not self.on_device[tensor]]
         need = self.workspace[op] + sum(self.size[tensor] for tensor in outputs)
         if self.used + need > self.budget_bytes:
