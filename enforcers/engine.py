@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from collections.abc import Callable
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -84,7 +86,7 @@ class Engine(modes.Mode):
         self._frames = frames
         self._iterations = iterations
         self._swapper = swapper
-        self._device = device
+        self._is_watched: Callable[[Tensor], bool] = attrgetter(f"is_{device}")
         self.capturing = Capturing(device)
         self._streams = OneStream()
         self._thread = frames.thread
@@ -162,22 +164,24 @@ class Engine(modes.Mode):
             return run(*args, **kwargs)
         if self._swapper is not None:
             self._swapper.collect()
-        frame = self._frames.current
-        ordinal = frame.next_op(kind.name)
-        planned = self._tables.ops.get(frame.key)
-        recorded = planned is not None and not frame.diverged and (kind.name, ordinal) in planned
-        readers = self._tables.readers.get(frame.key)
+        tables, frame = self._tables, self._frames.current
+        planned, clones = tables.ops.get(frame.key), tables.clones.get(frame.key)
+        readers = tables.readers.get(frame.key)
+        op = recorded = None
+        if planned is not None or clones is not None or self.weights is not None:
+            op = (kind.name, frame.next_op(kind.name))
+            recorded = planned is not None and not frame.diverged and op in planned
         self._called = (
             describe_call(kind.name, func, args, kwargs) if readers and kind.name in readers else None
         )
-        if not recorded and not self._unsettled and not kind.writes and kind.statistics is None:
-            out = run(*args, **kwargs)
+        if recorded or self._unsettled or kind.writes or kind.statistics is not None:
+            out = self._watch(func, run, kind, args, kwargs, bool(recorded))
         else:
-            out = self._watch(func, run, kind, args, kwargs, recorded)
-        if kind.name == CLONE and (kind.name, ordinal) in self._tables.clones.get(frame.key, ()):
+            out = run(*args, **kwargs)
+        if clones is not None and kind.name == CLONE and op in clones:
             self._copied(func, kind, args, kwargs, out)
-        if self.weights is not None:
-            self._let_weights_leave(self.weights, frame, (kind.name, ordinal), (*args, *kwargs.values()))
+        if op is not None and self.weights is not None:
+            self._let_weights_leave(self.weights, frame, op, (*args, *kwargs.values()))
         return out
 
     def _let_weights_leave(
@@ -209,9 +213,10 @@ class Engine(modes.Mode):
         if recorded:
             flat, form = flatten_call(args, kwargs)
             record = self._record(func, kind, flat, form)
-        for statistics in updated_statistics(kind, args):
-            self.values.source_changes(statistics.untyped_storage()._cdata, but=record)
-        written = self.values.about_to_write(kind, args, kwargs, record)
+        if kind.statistics is not None:
+            for statistics in updated_statistics(kind, args):
+                self.values.source_changes(statistics.untyped_storage()._cdata, but=record)
+        written = self.values.about_to_write(kind, args, kwargs, record) if kind.writes else ()
         out = run(*args, **kwargs)
         self.values.overwritten(written)
         if record is not None:
@@ -227,7 +232,7 @@ class Engine(modes.Mode):
         """The call, remembered before it runs; None when it could not be made again."""
         if self._regions.depth or not kind.replayable:
             return None  # what a plan says may have been edited
-        if not same_bits_again(func, (a for a in flat if isinstance(a, Tensor))):
+        if not same_bits_again(func, [a for a in flat if isinstance(a, Tensor)]):
             self.other_bits.add(kind.name)
             return None
         try:
@@ -259,7 +264,7 @@ class Engine(modes.Mode):
     def _pack(self, tensor: Tensor) -> Kept | Planned:
         if self._iterations.in_backward or not self._thread.is_here or not self.active:
             return Kept(tensor)
-        if tensor.device.type != self._device or not is_plain(tensor):
+        if not is_plain(tensor) or not self._is_watched(tensor):
             return Kept(tensor)
         self.saved_tensors += 1
         self.saved_elements += tensor.numel()

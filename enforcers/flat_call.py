@@ -2,36 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from msgspec import Struct
 from torch import Tensor
 
-from memopt.instrument.torch_internals import TreeSpec, tree_flatten, tree_unflatten
 
-
-@dataclass(slots=True)
-class CallForm:
+class CallForm(Struct, frozen=True, gc=False):
     """How a flat list becomes positional and named arguments again."""
 
     positional: int
     names: tuple[str, ...]
-    tree: TreeSpec | None = None
-    """Where tensors lay in lists; torch's own flattening in Python takes ten times as long."""
+    lists: tuple[tuple[int, int], ...] = ()
+    """(place among the arguments, items) of each list that was taken apart, in order. No schema has lists of lists of tensors."""
 
     def rebuild(self, flat: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The call's arguments, from as many items as flattening gave."""
-        if self.tree is not None:
-            args, kwargs = tree_unflatten(flat, self.tree)
-            return args, kwargs
+        if self.lists:
+            flat = self._put_together(flat)
+        if not self.names:
+            return tuple(flat), {}
         return tuple(flat[: self.positional]), dict(zip(self.names, flat[self.positional :], strict=True))
+
+    def _put_together(self, flat: list[Any]) -> list[Any]:
+        arguments: list[Any] = []
+        taken = 0
+        for place, count in self.lists:
+            before = place - len(arguments)
+            arguments += flat[taken : taken + before]
+            taken += before + count
+            arguments.append(flat[taken - count : taken])
+        return arguments + flat[taken:]
 
 
 def flatten_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], CallForm]:
     """The arguments of an overload's call, tensors never inside lists, and how to put them back."""
-    flat = [*args, *kwargs.values()]
-    for argument in flat:
-        if isinstance(argument, (list, tuple)) and any(isinstance(part, Tensor) for part in argument):
-            leaves, tree = tree_flatten((args, kwargs))
-            return leaves, CallForm(0, (), tree)
-    return flat, CallForm(len(args), tuple(kwargs))
+    given = [*args, *kwargs.values()] if kwargs else [*args]
+    lists = tuple(
+        [
+            (place, len(argument))
+            for place, argument in enumerate(given)
+            if isinstance(argument, (list, tuple)) and any(isinstance(part, Tensor) for part in argument)
+        ]
+    )
+    form = CallForm(len(args), tuple(kwargs), lists)
+    if not lists:
+        return given, form
+    apart = {place for place, _ in lists}
+    flat = [
+        part for place, argument in enumerate(given) for part in (argument if place in apart else (argument,))
+    ]
+    return flat, form

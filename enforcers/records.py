@@ -12,11 +12,11 @@ Making a value walks its records depth first, runs each once, frees what nobody 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from msgspec import Struct
 from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.codecs.encoded import Encoded
@@ -35,14 +35,14 @@ from memopt.instrument.torch_internals import (
 )
 
 _KEEPS_VERSION = DispatchKey.ADInplaceOrView
+_NONE: frozenset[int] = frozenset()
 
 
 class CannotReplay(RuntimeError):
     """A source of a replay was changed behind memopt's back: the value is lost, and a wrong one is never handed out."""
 
 
-@dataclass(slots=True)
-class View:
+class View(Struct, frozen=True, gc=False):
     """A tensor that shows a value, and where it lies in it."""
 
     value: Value
@@ -121,13 +121,15 @@ class Value:
         "waiting",
     )
 
-    def __init__(self, record: Record, place: int, storage: UntypedStorage, version: int) -> None:
+    def __init__(
+        self, record: Record, place: int, storage: weakref.ref[UntypedStorage], version: int
+    ) -> None:
         self.record = record
         self.version = version
         """What the version counter of its tensors says as long as they hold this value."""
         self.place = place
         """Index among the outputs, or -1 - (position in the flat arguments) when written in place."""
-        self.storage: weakref.ref[UntypedStorage] | None = weakref.ref(storage)
+        self.storage: weakref.ref[UntypedStorage] | None = storage
         """The storage that forward made; None once it is gone or has been overwritten."""
         self.cached: UntypedStorage | None = None
         """Made again, and held for those who still wait."""
@@ -175,24 +177,27 @@ class Record:
         self.rng = rng
         self.grad = torch.is_grad_enabled()
         """Some kernels ask for the grad mode."""
-        self.updated = _statistics_positions(kind, form, args)
+        self.updated = _statistics_positions(kind, form, args) if kind.statistics is not None else _NONE
         """Flat positions of running statistics that the call moves on; its outputs do not depend on them."""
-        self.written = _written_positions(kind, form, len(args)) | self.updated
+        self.written = (
+            _written_positions(kind, form, len(args)) | self.updated if kind.writes else self.updated
+        )
         """Flat positions of arguments that the op writes: a replay gives it private copies."""
         self.values: list[weakref.ref[Value]] = []
 
     def writes_unrecorded(self) -> bool:
         """Does it write in place what no record can make again? Then it cannot be replayed."""
-        return any(not isinstance(self.args[position], View) for position in self.written - self.updated)
+        return bool(self.written) and any(
+            not isinstance(self.args[position], View) for position in self.written - self.updated
+        )
 
     def stands_on(self, address: int) -> bool:
         """Is what lies at `address` an argument that it reads from there?"""
         return any(isinstance(each, Pinned) and each.address == address for each in self.args)
 
-    def sources(self) -> Iterator[Value]:
-        for argument in self.args:
-            if isinstance(argument, View):
-                yield argument.value
+    def sources(self) -> list[Value]:
+        """The values that it reads."""
+        return [argument.value for argument in self.args if type(argument) is View]
 
 
 def generator_state(args: list[Any]) -> tuple[Any, Tensor]:
@@ -222,57 +227,65 @@ def make(value: Value) -> UntypedStorage:
     found = value.there()
     if found is not None:
         return found
-    order = _order(value)
-    with DisableAutocast(), disable_current_modes(), BelowAutograd():
-        return _Replay(order, value).run()
-
-
-def _order(value: Value) -> list[Record]:
-    """Records to run, inputs first, each once."""
-    order: list[Record] = []
-    seen: set[int] = set()
-    stack: list[tuple[Value, bool]] = [(value, False)]
-    while stack:
-        wanted, expanded = stack.pop()
-        record = wanted.record
-        if expanded:
-            if id(record) not in seen:
-                seen.add(id(record))
-                order.append(record)
-            continue
-        if id(record) in seen or wanted.there() is not None:
-            continue
-        stack.append((wanted, True))
-        stack.extend((source, False) for source in reversed(list(record.sources())))
-    return order
+    replay = _Replay(value)
+    grad = torch.is_grad_enabled()
+    try:
+        with DisableAutocast(), disable_current_modes(), BelowAutograd():
+            return replay.run()
+    finally:
+        torch.set_grad_enabled(grad)
 
 
 class _Replay:
     """One walk: what it has made so far and how often each value is still to be read."""
 
-    def __init__(self, order: list[Record], target: Value) -> None:
-        self._order = order
+    def __init__(self, target: Value) -> None:
         self._target = target
-        self._made: dict[int, UntypedStorage] = {}
+        self._made: dict[int, Tensor] = {}
+        """By the values' ids: tensors that show them, as their ops gave them."""
         self._reads: dict[int, int] = {id(target): 1}
-        for record in order:
-            for source in record.sources():
-                self._reads[id(source)] = self._reads.get(id(source), 0) + 1
+        self._order = self._records()
+
+    def _records(self) -> list[Record]:
+        """Records to run, inputs first, each once. Counts who reads what."""
+        order: list[Record] = []
+        seen: set[int] = set()
+        stack: list[tuple[Value, list[Value] | None]] = [(self._target, None)]
+        reads = self._reads
+        while stack:
+            wanted, sources = stack.pop()
+            record = wanted.record
+            if id(record) in seen:
+                continue
+            if sources is not None:
+                seen.add(id(record))
+                order.append(record)
+                for source in sources:
+                    reads[id(source)] = reads.get(id(source), 0) + 1
+            elif wanted.there() is None:
+                sources = record.sources()
+                stack.append((wanted, sources))
+                for source in reversed(sources):
+                    stack.append((source, None))
+        return order
 
     def run(self) -> UntypedStorage:
+        grad = torch.is_grad_enabled()
         for record in self._order:
+            if record.grad is not grad:
+                grad = record.grad
+                torch.set_grad_enabled(grad)
             self._run(record)
-        found = self._made.get(id(self._target))
-        if found is None:
-            found = self._target.there()
+        made = self._made.get(id(self._target))
+        found = made.untyped_storage() if made is not None else self._target.there()
         assert found is not None
         return found
 
     def _run(self, record: Record) -> None:
         flat = [self._argument(record, position, argument) for position, argument in enumerate(record.args)]
         args, kwargs = record.form.rebuild(flat)
-        out = self._call(record, args, kwargs)
-        outputs = list(_tensors(out))
+        out = record.func(*args, **kwargs) if record.rng is None else _draw_again(record, args, kwargs)
+        outputs = output_tensors(out)
         for reference in record.values:
             value = reference()
             if value is None:
@@ -282,51 +295,53 @@ class _Replay:
                 raise CannotReplay(
                     f"memopt cannot compute {record.kind.name} again: the second run gave no such output"
                 )
-            self._keep(value, tensor.untyped_storage())
+            self._keep(value, tensor)
 
-    @staticmethod
-    def _call(record: Record, args: Any, kwargs: Any) -> Any:
-        with torch.set_grad_enabled(record.grad):
-            if record.rng is None:
-                return record.func(*args, **kwargs)
-            generator, state = record.rng
-            now = generator.get_state()
-            generator.set_state(state)
-            try:
-                return record.func(*args, **kwargs)
-            finally:
-                generator.set_state(now)
-
-    def _keep(self, value: Value, storage: UntypedStorage) -> None:
+    def _keep(self, value: Value, tensor: Tensor) -> None:
         if value.waiting > 0 and value.there() is None and (value is self._target or not value.again):
-            value.cached = storage
+            value.cached = tensor.untyped_storage()
         if self._reads.get(id(value), 0) > 0:
-            self._made[id(value)] = storage
+            self._made[id(value)] = tensor
 
     def _argument(self, record: Record, position: int, argument: Any) -> Any:
-        written = position in record.written
-        if isinstance(argument, Pinned):
-            if argument.is_changed and not written:
-                raise _changed(record, argument)
-            tensor = argument.get()
-            return _private(tensor) if written and argument.encoded is None else tensor
-        if not isinstance(argument, View):
+        if type(argument) is View:
+            return self._value(argument, written=position in record.written)
+        if type(argument) is not Pinned:
             return argument
-        value = argument.value
-        self._reads[id(value)] -= 1
-        last = self._reads[id(value)] == 0
-        mine = self._made.pop(id(value), None) if last else self._made.get(id(value))
-        storage = mine if mine is not None else value.there()
-        assert storage is not None
-        tensor = argument.place.on(storage)
-        if written and (mine is None or not last or value.cached is not None):
+        written = position in record.written
+        if argument.is_changed and not written:
+            raise _changed(record, argument)
+        tensor = argument.get()
+        return _private(tensor) if written and argument.encoded is None else tensor
+
+    def _value(self, view: View, *, written: bool) -> Tensor:
+        value = view.value
+        left = self._reads[id(value)] = self._reads[id(value)] - 1
+        mine = self._made.get(id(value)) if left else self._made.pop(id(value), None)
+        if mine is not None and view.place.is_of(mine):
+            tensor = mine
+        else:
+            storage = mine.untyped_storage() if mine is not None else value.there()
+            assert storage is not None
+            tensor = view.place.on(storage)
+        if written and (mine is None or left or value.cached is not None):
             return _private(tensor)
         return tensor
 
 
+def _draw_again(record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the op of `record` with the random numbers that it drew in forward."""
+    assert record.rng is not None
+    generator, state = record.rng
+    now = generator.get_state()
+    generator.set_state(state)
+    try:
+        return record.func(*args, **kwargs)
+    finally:
+        generator.set_state(now)
+
+
 def _written_positions(kind: OpKind, form: CallForm, count: int) -> frozenset[int]:
-    if not kind.writes:
-        return frozenset()
     args, kwargs = form.rebuild(list(range(count)))
     found: set[int] = set()
     for position, name in zip(kind.writes, kind.write_names, strict=True):
@@ -337,29 +352,17 @@ def _written_positions(kind: OpKind, form: CallForm, count: int) -> frozenset[in
 
 def _statistics_positions(kind: OpKind, form: CallForm, flat: list[Any]) -> frozenset[int]:
     """Where the statistics lie that the call updates; none in evaluation mode, which only reads them."""
-    if kind.statistics is None:
-        return frozenset()
+    assert kind.statistics is not None
     args, _ = form.rebuild(list(range(len(flat))))
     mean, variance, training = kind.statistics
     if training is not None and not flat[args[training]]:
-        return frozenset()
+        return _NONE
     return frozenset({args[mean], args[variance]})
 
 
 def _private(tensor: Tensor) -> Tensor:
     """The same view on a copy of the whole storage."""
     return Place.of(tensor).on(tensor.untyped_storage().clone())
-
-
-def _tensors(out: Any) -> Iterator[Any]:
-    if isinstance(out, (tuple, list)):
-        for part in out:
-            if isinstance(part, (tuple, list)):
-                yield from part
-            else:
-                yield part
-    else:
-        yield out
 
 
 def _changed(record: Record, argument: Pinned) -> CannotReplay:
@@ -384,4 +387,12 @@ def record_op(
 
 def output_tensors(out: Any) -> list[Any]:
     """Outputs in the order in which a replay counts them."""
-    return list(_tensors(out))
+    if not isinstance(out, (tuple, list)):
+        return [out]
+    found: list[Any] = []
+    for part in out:
+        if isinstance(part, (tuple, list)):
+            found += part
+        else:
+            found.append(part)
+    return found

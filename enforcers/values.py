@@ -6,7 +6,7 @@ Every way in which bytes can change passes here first, so that what was to be ma
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,25 @@ from memopt.instrument.saved import Place
 from memopt.instrument.script.training_thread import TrainingThread
 
 
+class _Address(weakref.ref[UntypedStorage]):
+    """A storage that may die, and where it was then."""
+
+    __slots__ = ("address",)
+    address: int
+
+    def __new__(cls, storage: UntypedStorage, died: Callable[[_Address], None]) -> _Address:
+        """`died` is called with it when the storage has gone."""
+        self = super().__new__(cls, storage, died)
+        self.address = storage._cdata
+        return self
+
+
 class Values:
     """The values of one run, by the storages that hold them."""
 
     def __init__(self, thread: TrainingThread) -> None:
         self._thread = thread
+        self._died = self._storage_died
         self._values: dict[int, Value] = {}
         """Storage address -> the value that it holds now, of this iteration."""
         self._older: dict[int, weakref.ref[Value]] = {}
@@ -104,8 +118,9 @@ class Values:
 
     def value_in(self, tensor: Tensor, storage: UntypedStorage) -> Value | None:
         """The recorded value that `tensor` shows; None when no op was seen that made it as it is now."""
-        value = self._values.get(storage._cdata)
-        known = value or self._older_value(storage._cdata)
+        address = storage._cdata
+        value = self._values.get(address)
+        known = value if value is not None or not self._older else self._older_value(address)
         if known is None or known.storage is None or known.storage() is not storage:
             return None
         if version_of(tensor) > known.version:  # written by a kernel that no mode sees
@@ -119,20 +134,18 @@ class Values:
 
     def remember(self, record: Record, flat: list[Any], out: Any) -> None:
         """`record` has run, on the arguments `flat`, and gave `out`: its results are values from here on."""
-        taken: set[int] = set()
         for position in record.written:
             argument = record.args[position]
             if isinstance(argument, View):
                 storage = flat[position].untyped_storage()
-                taken.add(storage._cdata)
                 self._new_value(record, -1 - position, storage, version_of(flat[position]) + 1)
-        inputs = {
+        taken = {  # storages that are not new
             t.untyped_storage()._cdata for t in flat if isinstance(t, Tensor) and t.layout is torch.strided
         }
         for place, tensor in enumerate(output_tensors(out)):
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in inputs and storage._cdata not in taken:
+                if storage._cdata not in taken:
                     taken.add(storage._cdata)
                     self._new_value(record, place, storage, version_of(tensor))
         self._pin(record)
@@ -144,31 +157,30 @@ class Values:
 
     def _pin(self, record: Record) -> None:
         for position, argument in enumerate(record.args):
-            address = argument.address if isinstance(argument, Pinned) else None
+            address = argument.address if type(argument) is Pinned else None
             if address is not None and position not in record.updated:
                 self._pins.setdefault(address, []).append(weakref.ref(record))
 
     def _new_value(self, record: Record, place: int, storage: UntypedStorage, version: int) -> None:
-        address = storage._cdata
-        value = Value(record, place, storage, version)
-        value.storage = weakref.ref(storage, lambda gone: self._storage_died(address, gone))
+        lives = _Address(storage, self._died)
+        value = Value(record, place, lives, version)
         record.values.append(weakref.ref(value))
-        self._values[address] = value
+        self._values[lives.address] = value
 
-    def _storage_died(self, address: int, gone: weakref.ref[UntypedStorage]) -> None:
+    def _storage_died(self, gone: _Address) -> None:
+        address = gone.address
         value = self._values.get(address)
         if value is not None and value.storage is gone:
             del self._values[address]
-        older = self._older_value(address)
-        if older is None or older.storage is gone:
-            self._older.pop(address, None)
+        if self._older:
+            older = self._older_value(address)
+            if older is None or older.storage is gone:
+                self._older.pop(address, None)
 
     def about_to_write(
         self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None
     ) -> list[UntypedStorage]:
         """Storages that the op writes; whatever was to be made from their present bytes is made now."""
-        if not kind.writes:
-            return []
         storages = []
         for position, name in zip(kind.writes, kind.write_names, strict=True):
             given = args[position] if position < len(args) else kwargs.get(name)
@@ -189,7 +201,7 @@ class Values:
                 if value.there() is None or value.cached is None:
                     value.cached = make(value)
 
-    def overwritten(self, storages: list[UntypedStorage]) -> None:
+    def overwritten(self, storages: Sequence[UntypedStorage]) -> None:
         """The storages hold other bytes now; their former values have to be made again where they are wanted."""
         for storage in storages:
             older = self._older.pop(storage._cdata, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -82,6 +82,8 @@ class OpKind:
     replayable: bool
     statistics: tuple[int, int, int | None] | None
     """Running statistics that it updates though its schema does not say so."""
+    may_differ: bool
+    """Its bits may differ when it runs again, on some devices or under some settings: `same_bits_again` says."""
 
 
 @cache
@@ -107,21 +109,22 @@ def kind_of(func: OpOverload) -> OpKind:
         and torch.Tag.dynamic_output_shape not in func.tags
         and bool(schema.returns),
         statistics=_RUNNING_STATISTICS.get(packet),
+        may_differ=packet in _OTHER_BITS_ON_A_GPU or packet in _SCANS or packet in _TUNED,
     )
 
 
-def same_bits_again(func: OpOverload, tensors: Iterable[Tensor]) -> bool:
+def same_bits_again(func: OpOverload, tensors: Sequence[Tensor]) -> bool:
     """Does the op give the same bits when it runs again on inputs like these, in another thread too? Only asked of replayable ops.
 
     Of sparse and quantized inputs nobody knows whether they are still what they were: `_to_dense` alone, run again, moves the
     version counter of a CSR tensor.
     """
-    tensors = list(tensors)
-    if any(tensor.layout is not torch.strided or tensor.is_quantized for tensor in tensors):
-        return False
-    packet = func._schema.name
-    if packet not in _OTHER_BITS_ON_A_GPU and packet not in _SCANS and packet not in _TUNED:
+    for tensor in tensors:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return False
+    if not kind_of(func).may_differ:
         return True
+    packet = func._schema.name
     there = [tensor for tensor in tensors if tensor.device.type != "cpu"]
     if packet in _TUNED:
         return not (there and torch.backends.cudnn.benchmark)
@@ -174,7 +177,7 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor._is_zerotensor()
-        and tensor.device.type != "meta"
+        and not tensor.is_meta
     )
 
 

@@ -144,13 +144,11 @@ if TYPE_CHECKING:  # what annotations name, and what is inherited from
     from torch._ops import OpOverload as OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-    from torch.utils._pytree import TreeSpec as TreeSpec
 
     is_wrapper = is_traceable_wrapper_subclass
 else:
     OpOverload = _watch("torch._ops.OpOverload", "the type of what a dispatch mode is handed")
     TorchDispatchMode = _watch("torch.utils._python_dispatch.TorchDispatchMode", "sees every op")
-    TreeSpec = _watch("torch.utils._pytree.TreeSpec", "the form of an op's arguments, kept for its replay")
     is_wrapper = _watch(
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
         "a tensor made of tensors (DTensor) is compared by its parts",
@@ -191,9 +189,9 @@ is_functorch_wrapped = _watch(
 
 # --- arguments as trees
 tree_flatten = _watch(
-    "torch.utils._pytree.tree_flatten", "the tensors among an op's arguments, and their places"
+    "torch.utils._pytree.tree_flatten", "the tensors among a compiled function's arguments, and their places"
 )
-tree_unflatten = _watch("torch.utils._pytree.tree_unflatten", "the arguments of a replay")
+tree_unflatten = _watch("torch.utils._pytree.tree_unflatten", "its arguments again, and its results")
 tree_iter = _watch("torch.utils._pytree.tree_iter", "the tensors among an op's arguments")
 tree_leaves = _watch("torch.utils._pytree.tree_leaves", "the same as a list")
 tree_map_only = _watch("torch.utils._pytree.tree_map_only", "an op's arguments with other tensors")

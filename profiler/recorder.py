@@ -45,6 +45,8 @@ from memopt.profiler.clock import OpClock
 from memopt.profiler.rows import BACKWARD, FORWARD, OPTIMIZER, OTHER, OpRow, SlotRow
 from memopt.profiler.storages import StorageRows, describe
 
+_PLAIN_TYPES = frozenset(PLAIN_TYPES)
+
 MOST_POLLED = 256
 """Saved storages that one op asks after."""
 
@@ -122,7 +124,7 @@ class Recorder(modes.Mode):
         run = as_plain(func)
         if not self._recording or self._regions.compiling:
             return run(*args, **kwargs)
-        if any(t not in PLAIN_TYPES for t in types):
+        if not _PLAIN_TYPES.issuperset(types):
             return run(*args, **kwargs) if just_goes_on(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
@@ -188,9 +190,9 @@ class Recorder(modes.Mode):
             module, forward_op = self._backward_place(module, op)
         else:
             self._node_ops.setdefault(sequence_nr() - 1, op)
-        statistics = {id(t) for t in updated_statistics(kind, args)}
         tensors = tensors_in((*args, *kwargs.values()) if kwargs else args)
-        reads = [self.met.value_of(t) for t in tensors if id(t) not in statistics]
+        statistics = {id(t) for t in updated_statistics(kind, args)} if kind.statistics is not None else ()
+        reads = {self.met.value_of(t) for t in tensors if id(t) not in statistics}
         row = OpRow(
             kind=kind,
             module=module,
@@ -198,7 +200,7 @@ class Recorder(modes.Mode):
             phase=phase,
             line=self.ops[forward_op].line if forward_op >= 0 else user_line(),
             forward_op=forward_op,
-            reads=sorted({value for value in reads if value >= 0}),
+            reads=sorted(value for value in reads if value >= 0),
             other_bits=not same_bits_again(func, tensors),
             compiled=self._regions.depth > 0,
         )
@@ -227,8 +229,9 @@ class Recorder(modes.Mode):
     def _close_row(
         self, row: OpRow, op: int, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
-        for tensor in (*self._written(row.kind, args, kwargs), *updated_statistics(row.kind, args)):
-            _add(row.writes, self.met.written(tensor, op))
+        if row.kind.writes or row.kind.statistics is not None:
+            for tensor in (*self._written(row.kind, args, kwargs), *updated_statistics(row.kind, args)):
+                _add(row.writes, self.met.written(tensor, op))
         outputs = out if isinstance(out, (tuple, list)) else (out,)
         for index, given in enumerate(outputs):
             for tensor in given if isinstance(given, (tuple, list)) else (given,):

@@ -1,8 +1,9 @@
 """The neutral graph of a recorded iteration: a profile that graph strategies can plan, with what the enforcer of profiles can do.
 
-Every storage born in the iteration is a tensor. What was there before is resident, or, where it is freed on the way (the gradients of the
-iteration before), made by an op of no time at the beginning; what is still there when the iteration ends is kept. Only forward ops may run
-again, and of those that change what was there before only batch norm, whose replay leaves its statistics alone.
+Every storage that an op of the iteration made is a tensor; what came on the way without one (from numpy, a loader's worker) is none. What was
+there before is resident, or, where it is freed on the way (the gradients of the iteration before), made by an op of no time at the beginning;
+what is still there when the iteration ends is kept. Only forward ops may run again, and of those that change what was there before only batch
+norm, whose replay leaves its statistics alone.
 An op in place is not a second tensor: in forward it is one op with the op whose result it changes, unless somebody reads that in between; a gradient
 that is added to stays the tensor it was, and what is written is a mark of no bytes that later readers read besides. What the script
 holds longer than its last reader is read once more then, by an op of no time; what only autograd holds is not.
@@ -95,6 +96,10 @@ class Bridge:
 
     # --- what lives until when
 
+    def _is_known(self, value: int) -> bool:
+        """Is it a tensor of the graph? What came on the way without an op is none."""
+        return self.before[self.storage[value]] or value in self.made
+
     def _leaves(self, storage: int) -> bool:
         """Was it there before, and is freed in this iteration?"""
         return self.before[storage] and self.trace.storages.death_op[storage] < self.n
@@ -122,7 +127,7 @@ class Bridge:
         high, size = self.view.high.tolist(), self.view.size.tolist()
         least = _LEAST_PINNED * max(high, default=0)
         for storage, versions in self.view.value_times.items():
-            made = [(op, value) for op, value in sorted(versions) if op < 0 or value in self.made]
+            made = [(op, value) for op, value in sorted(versions) if self._is_known(value)]
             if not made or size[storage] < least or (self.before[storage] and not self._leaves(storage)):
                 continue
             ends = [*(op for op, _ in made[1:]), min(self._held_until(storage), self.n - 1)]
@@ -137,9 +142,7 @@ class Bridge:
         found: dict[int, list[int]] = defaultdict(list)
         for storage, versions in self.view.value_times.items():
             until = self._held_until(storage)
-            values = [
-                value for op, value in sorted(versions) if op <= until and (op < 0 or value in self.made)
-            ]
+            values = [value for op, value in sorted(versions) if op <= until and self._is_known(value)]
             if (
                 not values
                 or until < 0
@@ -185,7 +188,7 @@ class Bridge:
             tensor
             for member in members
             for value in self.reads[member]
-            if (self.before[self.storage[value]] or value in self.made) and value not in inside
+            if self._is_known(value) and value not in inside
             for tensor in self._ids(value)
         ]
         replayable = all(self._may_run_again(member) for member in members)

@@ -14,7 +14,7 @@ from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.sums import on_grid
 from memopt.estimators.simulator.trace_view import Saved, TraceView
 
-REPLAY_MS = 0.09
+REPLAY_MS = 0.05
 """Per replayed op, on top of the op itself: remembering it in forward and calling it again."""
 AWAY, ASKED, AGAIN, MADE, THERE, CODED, COPIED = (1 << bit for bit in range(7))
 """How a storage stands: it leaves the device; it is to be made again; `Decision.again`; it was made; that one is still there; a codec

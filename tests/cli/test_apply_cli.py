@@ -134,3 +134,21 @@ def test_a_plan_of_which_nothing_is_enforced_is_told(folder: Path) -> None:
     assert "nothing of the plan was enforced: 0 of" in done.stderr
     assert "followed the profile" not in done.stderr
     assert memopt(folder, "apply", "other.plan.json", "--strict", "-q").returncode == 4
+
+
+def test_a_plan_of_another_ranks_part_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["script"]["rank"] = 0
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    (folder / "ranks.plan.json").write_text(json.dumps(plan))
+    told = "this plan was made from the profile of rank 0, whose part in the run is another"
+    assert told not in " ".join(memopt(folder, "apply", "ranks.plan.json").stderr.split()), "it does the same"
+    plan["script"]["argv"][0] = "part.py"
+    (folder / "part.py").write_text(SCRIPT.replace("range(4)", "range(2)"))
+    plan["script"]["sha256"] = hashlib.sha256((folder / "part.py").read_bytes()).hexdigest()
+    (folder / "ranks.plan.json").write_text(json.dumps(plan))
+    done = memopt(folder, "apply", "ranks.plan.json")
+    assert done.returncode == 0, done.stderr
+    assert told in " ".join(done.stderr.split())
+    assert "memopt apply NAME-%r.plan.json" in done.stderr

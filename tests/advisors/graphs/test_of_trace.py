@@ -118,6 +118,20 @@ def test_what_was_there_before_and_is_freed_on_the_way_is_no_resident() -> None:
     assert unplanned_peak(decode_graph(msgspec.json.encode(file))) == 1000 + 10 + 8 + 4 + 6
 
 
+@pytest.mark.parametrize("pinned_above", [None, 0])
+def test_what_came_on_the_way_without_an_op_is_no_tensor(pinned_above: int | None) -> None:
+    """A batch that a loader made of a list, which the script holds on to after op 0 has read it."""
+    trace = build(chain([8, 4, 6]))
+    births, deaths = list(trace.storages.birth_op), list(trace.storages.death_op)
+    births[1], deaths[1] = 0, 2
+    storages = msgspec.structs.replace(trace.storages, birth_op=births, death_op=deaths)
+    file = graph_of(changed(trace, storages=storages), "found", pinned_above=pinned_above)
+    graph = decode_graph(msgspec.json.encode(file))
+    assert graph.op_count == trace.op_count, "nothing holds it"
+    assert [tensor.id for tensor in file.tensors if tensor.resident] == [8]
+    assert not any({1, 8 + 1} & {*row.reads, *row.writes} for row in file.ops)
+
+
 def test_a_pinned_tensor_is_read_for_as_long_as_the_script_holds_it() -> None:
     """Then nobody can take it away in between; the peak without a plan stays."""
     trace = build(chain([1000] * 4))
