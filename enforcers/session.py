@@ -18,6 +18,7 @@ from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
 from memopt.plan import Plan, ScriptAction
+from memopt.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -325,7 +326,7 @@ class ApplySession:
         planned += (in_backward > 0) + (in_pieces > 0) + (in_place > 0)
         done = len(self._done) + (stepped >= in_backward > 0) + (in_turn >= in_pieces > 0)
         done += written_over >= in_place > 0
-        notes = [*self.notes, *self._declined()]
+        notes = [*self.notes, *self._declined(), *self._beyond()]
         if engine is not None and engine.other_bits:
             names = ", ".join(sorted(engine.other_bits))
             notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
@@ -390,6 +391,17 @@ class ApplySession:
         return [
             f"{count} actions skipped: {why}"
             for why, count in sorted(reasons.items(), key=lambda item: -item[1])
+        ]
+
+    def _beyond(self) -> list[str]:
+        """Of codecs that were planned for the values of the profile."""
+        beyond = self._engine.beyond if self._engine is not None else {}
+        more = [size for action, size in beyond.items() if size and action in self._done]
+        if not more:
+            return []
+        return [
+            f"{len(more)} compressed tensors took up to {format_bytes(sum(more))} more than planned in some iterations: "
+            "their values were others than in the profile"
         ]
 
     # --- the training loop (Listener)

@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from memopt.codecs import CODECS
+from memopt.codecs.table import CODECS, is_of_values
 from memopt.device import Device
 from memopt.errors import BadFile
 from memopt.files import read_bytes, write_atomic
@@ -27,9 +27,6 @@ OPTIMIZER_IN_PIECES: Final = "optimizer in pieces"
 
 GRADIENTS_IN_PLACE: Final = "gradients in place"
 """As above, about backward: a formula writes what it makes into the gradient that it uses up."""
-
-NEEDS: Final = ("values", "nothing", "predicate", "pool_index")
-"""What a backward may read of a saved tensor (`estimators.slot_needs`)."""
 
 Kind = Literal["keep", "swap", "recompute", "compress", "drop"]
 Tier = Literal["host", "disk"]
@@ -57,9 +54,9 @@ class SlotRef(msgspec.Struct, frozen=True, kw_only=True):
     is_output: bool = False
     """The op has run already when the tensor is packed."""
     need: str = "values"
-    """What backward reads: `values`, `nothing`, `predicate`, ... (see `enforcers.codecs`)."""
+    """What backward reads (`estimators.simulator.slot_needs`): `values`, or what the codec of that name holds."""
     params: dict[str, float | int | str | bool | list[int]] = {}
-    """What the codec must know of the node (`{"dim": 1}`)."""
+    """What the codec must know: of the node (`{"dim": 1}`), or of what was planned (`{"narrow_dtype": "int16"}`)."""
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
@@ -279,6 +276,6 @@ def _bad_codec(action: Action) -> str:
     if action.codec not in CODECS:
         return f"there is no codec '{action.codec[:40]}'"
     for need in sorted({slot.need for slot in action.slots}):
-        if need not in NEEDS:
+        if need != "values" and (need not in CODECS or is_of_values(need)):
             return f"no backward needs '{need[:40]}' of a tensor"
     return ""

@@ -12,7 +12,7 @@ from functools import cached_property
 from memopt.advisors.clock import now
 from memopt.advisors.profiles.moments import moments_of
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
-from memopt.codecs import CODECS
+from memopt.codecs.table import CODECS
 from memopt.estimators.simulator.chains import Chain
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.in_pieces import Pieces
@@ -251,7 +251,7 @@ class _Writer:
     def _slots(self, candidate: Candidate, decision: Decision) -> list[SlotRef]:
         slots = candidate.saved.slots
         codec = candidate.codec
-        if decision.kind not in ("compress", "drop") or codec is None or decision.is_source:
+        if decision.kind not in ("compress", "drop") or codec is None:
             return [self.slot_ref(slot) for slot in slots]
         return [self.slot_ref(slot, need) for slot, need in zip(slots, codec.needs, strict=True)]
 
