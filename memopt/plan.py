@@ -28,6 +28,13 @@ OPTIMIZER_IN_PIECES: Final = "optimizer in pieces"
 GRADIENTS_IN_PLACE: Final = "gradients in place"
 """As above, about backward: a formula writes what it makes into the gradient that it uses up."""
 
+_ENFORCED: Final = {
+    OPTIMIZER_IN_BACKWARD: "optimizer",
+    OPTIMIZER_IN_PIECES: "optimizer",
+    GRADIENTS_IN_PLACE: "backward",
+}
+"""`ScriptAction.what` of decisions that can be applied, and their kind."""
+
 Kind = Literal["keep", "swap", "recompute", "compress", "drop"]
 Tier = Literal["host", "disk"]
 
@@ -140,19 +147,7 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_be_applied(self) -> bool:
-        return self.kind == "allocator" or self.is_in_backward or self.is_in_pieces or self.is_in_place
-
-    @property
-    def is_in_place(self) -> bool:
-        return self.kind == "backward" and self.what == GRADIENTS_IN_PLACE
-
-    @property
-    def is_in_pieces(self) -> bool:
-        return self.kind == "optimizer" and self.what == OPTIMIZER_IN_PIECES
-
-    @property
-    def is_in_backward(self) -> bool:
-        return self.kind == "optimizer" and self.what == OPTIMIZER_IN_BACKWARD
+        return self.kind in ("allocator", _ENFORCED.get(self.what))
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,17 +189,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def in_backward(self) -> ScriptAction | None:
         """The decision to step the optimizer inside backward, if it is made."""
-        return next((each for each in self.script_actions if each.is_in_backward), None)
+        return self._decided(OPTIMIZER_IN_BACKWARD)
 
     @property
     def in_pieces(self) -> ScriptAction | None:
         """The decision to step the optimizer in pieces, if it is made."""
-        return next((each for each in self.script_actions if each.is_in_pieces), None)
+        return self._decided(OPTIMIZER_IN_PIECES)
 
     @property
     def in_place(self) -> ScriptAction | None:
         """The decision to write over gradients that are used up, if it is made."""
-        return next((each for each in self.script_actions if each.is_in_place), None)
+        return self._decided(GRADIENTS_IN_PLACE)
+
+    def _decided(self, what: str) -> ScriptAction | None:
+        return next((a for a in self.script_actions if a.what == what and a.kind == _ENFORCED[what]), None)
 
     def is_better_than(self, other: Plan) -> bool:
         """For the same budget: is it passed by less, or as little and the step shorter?"""
@@ -244,9 +242,10 @@ def _inconsistency(plan: Plan) -> str:
         problem = _bad_action(action)
         if problem:
             return f"action {number} ({action.kind} {action.label[:60]}): {problem}"
+    pieces = plan.in_pieces
+    if pieces is not None and not 0 < pieces.piece_bytes < 2**62:
+        return f"an optimizer cannot be stepped in pieces of {pieces.piece_bytes} bytes"
     for each in plan.script_actions:
-        if each.is_in_pieces and not 0 < each.piece_bytes < 2**62:
-            return f"an optimizer cannot be stepped in pieces of {each.piece_bytes} bytes"
         for name, value in each.variables.items():
             if name not in ALLOCATOR_VARIABLES or each.kind != "allocator":
                 return f"script action '{each.what[:60]}' sets {name[:40]}, which is no plan's business"
