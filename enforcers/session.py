@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -14,8 +14,8 @@ from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
 from memopt.enforcers.memory_limit import MemoryLimit
 from memopt.errors import NotPossibleHere
+from memopt.instrument.loop import Loop, begin_at_torch
 from memopt.instrument.script.forks import call_around_fork
-from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
 from memopt.plan import Plan, ScriptAction
 from memopt.units import format_bytes
@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.tiers.per_device import PerDevice
     from memopt.enforcers.tiers.swapped import Swapper
-    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
-    from memopt.instrument.loop import Loop
     from memopt.instrument.saved import SavedTensorHooks
 
 log = logging.getLogger(__name__)
@@ -75,7 +73,8 @@ class ApplySession:
         self._iterations: Iterations | None = None
         self._hooks: SavedTensorHooks | None = None
         self._swapper: Swapper | None = None
-        self._forms: PlainForms | None = None
+        self._own_loop: Loop | None = None
+        """None where frames and iterations are another's to remove."""
         self._updates: OptimizerInBackward | None = None
         self._pieces: OptimizerInPieces | None = None
         self._gradients: GradientsElsewhere | None = None
@@ -88,8 +87,6 @@ class ApplySession:
         self._left_plain = 0
         """Iterations of which that was true, but the first."""
         self.notes: list[str] = []
-        self._shares_loop = False
-        """Frames and iterations are another's to install and remove."""
 
     @property
     def pieces(self) -> OptimizerInPieces | None:
@@ -108,28 +105,20 @@ class ApplySession:
 
     # --- life
 
-    _installed: ClassVar[ApplySession | None] = None
-    """The one of this process, or, after a fork, of its parent."""
-
     def install(self) -> None:
         """Be there when the script imports torch."""
-        ApplySession._installed = self
-        call_after_import("torch", self._torch_imported, within=quiet_allocator)
+        begin_at_torch(self)
 
-    @classmethod
-    def forget_parents(cls) -> None:
-        """In a process that was forked: what steers its parent steers nothing here."""
-        session, cls._installed = cls._installed, None
-        if session is None or session._pid == os.getpid():
-            return
-        session._remove()
+    def leave_child(self) -> None:
+        """What steers the parent steers nothing in its child."""
+        self._remove()
 
-    def _torch_imported(self) -> None:
+    def torch_imported(self) -> None:
+        """Enforce the plan in a loop of our own."""
         self._try_to_set_up(None)
 
     def begin_in(self, loop: Loop) -> None:
         """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
-        self._shares_loop = True
         self._try_to_set_up(loop)
         if self._engine is not None and loop.iterations.count:
             for moved in (self._pieces, self._updates):
@@ -151,71 +140,75 @@ class ApplySession:
             self._give_up()
 
     def _set_up(self, loop: Loop | None) -> None:
+        from memopt.enforcers.lookup import tables_of
         from memopt.instrument.torch_internals import ON_GPU, WATCH, require
 
         require(WATCH, *([ON_GPU] if self._plan.device.kind == "cuda" else []))
-        from memopt.enforcers.engine import Engine
-        from memopt.enforcers.lookup import tables_of
-        from memopt.instrument.as_plain import PlainForms
-        from memopt.instrument.frames import Frames
-        from memopt.instrument.iterations import Iterations
-        from memopt.instrument.saved import SavedTensorHooks
-        from memopt.instrument.script.script_profiler import watch
-
-        if loop is None:
-            watch()
-            self._frames = Frames()
-            self._iterations = Iterations(self, self._frames.thread, optimizers=self._plan.optimizers)
-            self._iterations.install()
-        else:
-            self._frames, self._iterations = loop.frames, loop.iterations
-        self._limit.begin()
         tables = tables_of(self._plan)
-        self._frames.without_gradients = self._measurements.without_gradients
-        self._swapper = self._tiers(tables)
-        self._frames.named = tables.frames
-        self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
-        if self._engine.weights is not None:
-            self._engine.weights.install()
-        if not tables.empty:
-            if self._plan.device.kind == "cpu":
-                keep_freed_pages()
-            if loop is None:
-                self._frames.install()
-            if "@" in tables.frames or (loop is not None and loop.iterations.count):
-                self._engine.enter()
-            if loop is None:
-                self._frames.before_training = self._training_begins
-        if self._plan.in_place is not None:
-            from memopt.enforcers.gradients_in_place import GradientsInPlace
-
-            self._over_gradients = GradientsInPlace(self._plan.in_place.least_bytes)
-        if loop is None and (not tables.empty or self._over_gradients is not None):
-            self._forms = PlainForms()
-            self._forms.install()
-        if self._plan.in_backward is not None:
-            from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
-
-            self._updates = OptimizerInBackward(self._iterations, self._will_change, self._gradient_is_whole)
-            self._updates.install()
-        pieces = self._plan.in_pieces
-        if pieces is not None:
-            from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
-
-            tier, most = self._state_tier(pieces), pieces.away or None
-            if tier is not None and pieces.gradient_bytes:
-                from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
-
-                self._gradients = GradientsElsewhere(tier)
-                self._gradients.install()
-            self._pieces = OptimizerInPieces(
-                self._iterations, pieces.piece_bytes, tier, most, self._gradients
-            )
-        falls_back = self._shares_loop and bool(self._plan.script_actions)
+        if loop is None:
+            forms = not tables.empty or self._plan.in_place is not None
+            optimizers = self._plan.optimizers
+            self._own_loop = Loop.start(self, optimizers=optimizers, calls=not tables.empty, forms=forms)
+        self._limit.begin()
+        engine = self._engine_in(self._own_loop or loop, tables)
+        self._step_as_planned()
+        falls_back = loop is not None and bool(self._plan.script_actions)
         if not tables.empty or self._gradients is not None or falls_back:
-            self._hooks = SavedTensorHooks(self._engine.pack, self._unpack)
+            from memopt.instrument.saved import SavedTensorHooks
+
+            self._hooks = SavedTensorHooks(engine.pack, self._unpack)
             self._hooks.install()
         call_around_fork(self._before_fork, self._measurements.go_on, self._forked)
+
+    def _engine_in(self, loop: Loop | None, tables: Tables) -> Engine:
+        """What enforces actions on tensors; the mode is on where there is something to watch for."""
+        from memopt.enforcers.engine import Engine
+
+        assert loop is not None
+        frames = loop.frames
+        self._frames, self._iterations = frames, loop.iterations
+        frames.without_gradients = self._measurements.without_gradients
+        self._swapper = self._tiers(tables)
+        frames.named = tables.frames
+        self._engine = engine = Engine(tables, frames, loop.iterations, self._swapper, self._plan.device.kind)
+        if engine.weights is not None:
+            engine.weights.install()
+        if tables.empty:
+            return engine
+        if self._plan.device.kind == "cpu":
+            keep_freed_pages()
+        if "@" in tables.frames or (self._own_loop is None and loop.iterations.count):
+            engine.enter()
+        if self._own_loop is not None:
+            frames.before_training = self._training_begins
+        return engine
+
+    def _step_as_planned(self) -> None:
+        """What enforces decisions about the run as a whole."""
+        plan, iterations = self._plan, self._iterations
+        assert iterations is not None
+        if plan.in_place is not None:
+            from memopt.enforcers.gradients_in_place import GradientsInPlace
+
+            self._over_gradients = GradientsInPlace(plan.in_place.least_bytes)
+        if plan.in_backward is not None:
+            from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
+
+            self._updates = OptimizerInBackward(iterations, self._will_change, self._gradient_is_whole)
+            self._updates.install()
+        if plan.in_pieces is not None:
+            self._pieces = self._optimizer_in_pieces(plan.in_pieces, iterations)
+
+    def _optimizer_in_pieces(self, pieces: ScriptAction, iterations: Iterations) -> OptimizerInPieces:
+        from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+
+        tier, most = self._state_tier(pieces), pieces.away or None
+        if tier is not None and pieces.gradient_bytes:
+            from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
+
+            self._gradients = GradientsElsewhere(tier)
+            self._gradients.install()
+        return OptimizerInPieces(iterations, pieces.piece_bytes, tier, most, self._gradients)
 
     def _unpack(self, handle: Any) -> torch.Tensor:
         assert self._engine is not None
@@ -289,8 +282,8 @@ class ApplySession:
         self._engine = self._hooks = self._updates = self._pieces = self._swapper = self._over_gradients = (
             None
         )
-        if not self._shares_loop:
-            self._iterations = self._frames = self._forms = None
+        if self._own_loop is not None:
+            self._iterations = self._frames = self._own_loop = None
 
     def _remove(self) -> None:
         """Leave the script to itself; in a forked child, too."""
@@ -300,14 +293,13 @@ class ApplySession:
                 self._engine.weights.remove()
         if self._frames is not None:
             self._frames.named = self._frames.before_training = self._frames.without_gradients = None
-        watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
         for part in (
             self._hooks,
             self._updates,
             self._pieces,
             self._gradients,
             self._over_gradients,
-            *watchers,
+            self._own_loop,
         ):
             if part is not None:
                 part.remove()
