@@ -23,6 +23,7 @@ HILL = 0.5
 IDLE = 0.25
 """No cut where a plan may want to drop more than this share of the budget: what a few ops could make again from what is there."""
 DEPTH = 4
+"""Ops one after the other: what takes more of them to be made again counts as gone."""
 REPEATED = 0.7
 """Folding pays when the classes together have at most this share of the ops."""
 LARGE = 3000
