@@ -60,6 +60,21 @@ class Witness(Protocol):
         """It is used and let go before the step begins."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A decision about the run as a whole, and how far it was carried out."""
+
+    what: str
+    used: int
+    planned: int
+    why_not_all: str
+    """Empty where nothing was set up: that is told by itself."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.used} of {self.planned} {self.what}: {self.why_not_all}"
+
+
 class ApplySession:
     """Listens to the training loop and keeps the engine in step with it."""
 
@@ -307,53 +322,10 @@ class ApplySession:
             self._swapper.close()
 
     def _outcome(self) -> Outcome:
-        plan, engine = self._plan, self._engine
-        in_backward = plan.in_backward.parameters if plan.in_backward is not None else 0
-        stepped = self._updates.most_used if self._updates is not None else 0
-        in_pieces = plan.in_pieces.parameters if plan.in_pieces is not None else 0
-        in_turn = self._pieces.most_used if self._pieces is not None else 0
-        planned = len([action for action in plan.actions if action.kind != "keep"])
-        over, in_place = self._over_gradients, plan.in_place.ops if plan.in_place is not None else 0
-        written_over = over.most_used if over is not None else 0
-        planned += (in_backward > 0) + (in_pieces > 0) + (in_place > 0)
-        done = len(self._done) + (stepped >= in_backward > 0) + (in_turn >= in_pieces > 0)
-        done += written_over >= in_place > 0
-        notes = [*self.notes, *self._declined(), *self._beyond()]
-        if engine is not None and engine.other_bits:
-            names = ", ".join(sorted(engine.other_bits))
-            notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
-        if self._swapper is not None:
-            failures = self._swapper.failures()
-            notes = [
-                n
-                for n in notes
-                if not any(f.startswith(n.partition("skipped: ")[2] or "\0") for f in failures)
-            ]
-            notes += [f"{failure}; what could not be copied was kept" for failure in failures]
-            feedback = self._swapper.feedback
-            notes += [told] if feedback is not None and (told := feedback.told()) else []
-        if stepped < in_backward and self._updates is not None:
-            why = "; ".join(self._updates.declined) or "no step came right after a backward call"
-            notes.append(f"{stepped} of {in_backward} parameters were stepped inside backward: {why}")
-        if self._pieces is not None:
-            notes += self._pieces.failures()
-            if in_turn < in_pieces:
-                why = "; ".join(self._pieces.declined) or "no step was made"
-                notes.append(f"{in_turn} of {in_pieces} parameters were stepped in pieces: {why}")
-        if self._hooks is not None and self._hooks.stepped_aside:
-            notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
-        if self._left_plain:
-            notes.append(
-                f"{self._left_plain} iterations began to train in another thread and ran without the plan"
-            )
-        if written_over < in_place:
-            notes.append(
-                f"{written_over} of {in_place} ops of backward wrote over the gradient that they use up: somebody else held the others"
-            )
-        swaps = [part for part in (self._swapper, self._pieces) if part is not None]
-        notes += dict.fromkeys(why for part in swaps for why in part.frees_nothing())
-        measured = self._measurements
-        notes += measured.notes()
+        plan, measured = self._plan, self._measurements
+        whole = self._decisions_about_the_run()
+        planned = len([action for action in plan.actions if action.kind != "keep"]) + len(whole)
+        done = len(self._done) + sum(each.used >= each.planned for each in whole)
         outcome = Outcome(
             budget_bytes=plan.budget_bytes,
             unplanned_peak_bytes=plan.unplanned_peak_bytes,
@@ -363,15 +335,84 @@ class ApplySession:
             predicted_step_ms=plan.predicted_step_ms,
             measured_step_ms=measured.step_ms,
             actions=ActionCounts(planned=planned, done=done, skipped=planned - done),
-            divergences=engine.divergences if engine is not None else 0,
+            divergences=self._engine.divergences if self._engine is not None else 0,
             steps=self._iterations.count if self._iterations is not None else 0,
             other_steps=measured.other_steps,
             process_peak_bytes=measured.process_peak_bytes,
-            notes=notes,
+            notes=[*self._of_tensors(), *self._of_the_run(whole), *measured.notes()],
         )
         on_the_gpu = measured.on_the_gpu()
         outside = measured.outside_bytes(on_the_gpu.get("allocated_peak_bytes", 0))
         return msgspec.structs.replace(outcome, outside_peak_bytes=outside, **on_the_gpu)
+
+    def _decisions_about_the_run(self) -> list[_Whole]:
+        plan, found = self._plan, []
+        if plan.in_backward is not None:
+            updates = self._updates
+            why = (
+                "; ".join(updates.declined) or "no step came right after a backward call"
+                if updates is not None
+                else ""
+            )
+            found.append(
+                _Whole(
+                    "parameters were stepped inside backward",
+                    updates.most_used if updates is not None else 0,
+                    plan.in_backward.parameters,
+                    why,
+                )
+            )
+        if plan.in_pieces is not None:
+            pieces = self._pieces
+            why = "; ".join(pieces.declined) or "no step was made" if pieces is not None else ""
+            found.append(
+                _Whole(
+                    "parameters were stepped in pieces",
+                    pieces.most_used if pieces is not None else 0,
+                    plan.in_pieces.parameters,
+                    why,
+                )
+            )
+        if plan.in_place is not None:
+            over = self._over_gradients
+            found.append(
+                _Whole(
+                    "ops of backward wrote over the gradient that they use up",
+                    over.most_used if over is not None else 0,
+                    plan.in_place.ops,
+                    "somebody else held the others" if over is not None else "",
+                )
+            )
+        return [each for each in found if each.planned > 0]
+
+    def _of_tensors(self) -> list[str]:
+        """What to say of the actions on tensors."""
+        notes = [*self.notes, *self._declined(), *self._beyond()]
+        if self._engine is not None and self._engine.other_bits:
+            names = ", ".join(sorted(self._engine.other_bits))
+            notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
+        if self._swapper is None:
+            return notes
+        failures = self._swapper.failures()
+        told = [
+            n for n in notes if not any(f.startswith(n.partition("skipped: ")[2] or "\0") for f in failures)
+        ]
+        told += [f"{failure}; what could not be copied was kept" for failure in failures]
+        feedback = self._swapper.feedback
+        return [*told, *filter(None, [feedback.told() if feedback is not None else ""])]
+
+    def _of_the_run(self, whole: list[_Whole]) -> list[str]:
+        """What to say of the decisions about the run, and of what the script did."""
+        notes = [each.words for each in whole if each.used < each.planned and each.why_not_all]
+        notes += self._pieces.failures() if self._pieces is not None else []
+        if self._hooks is not None and self._hooks.stepped_aside:
+            notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
+        if self._left_plain:
+            notes.append(
+                f"{self._left_plain} iterations began to train in another thread and ran without the plan"
+            )
+        swaps = [part for part in (self._swapper, self._pieces) if part is not None]
+        return [*notes, *dict.fromkeys(why for part in swaps for why in part.frees_nothing())]
 
     def _declined(self) -> list[str]:
         if self._engine is None:
