@@ -253,7 +253,7 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     updates: Updates | None = None
     """How the optimizer was used; none where that was not recorded."""
     value_facts: list[ValueFacts] = []
-    """Of large saved storages whose values a codec may make use of. Empty where nobody looked, as before memopt 0.2."""
+    """Of large saved storages whose values a codec may make use of. Empty where nobody looked, as in older profiles."""
 
     def save(self, path: Path) -> None:
         """Write the trace, gzipped, whole or not at all."""

@@ -45,6 +45,8 @@ def facts_of(storage: int, tensor: Tensor) -> ValueFacts | None:
     try:
         row = tensor.detach().as_strided((whole // tensor.element_size(),), (1,), 0).view(as_integers)
         bits: Cells = array_over(row).view(unsigned)
+    except (RuntimeError, NotImplementedError):
+        return None  # of a tensor that shows its bytes to nobody
     finally:
         del guard
     few = bits[:: max(1, len(bits) // _FEW)]
