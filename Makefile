@@ -45,7 +45,7 @@ format: $(READY) ## Format the code
 
 types: $(READY) ## Check types (mypy --strict) through a view in which the rooms lie inside the package
 	@mkdir -p build/types/memopt && find build/types -xtype l -delete
-	@ln -sfn $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/integrations $(CURDIR)/memopt/py.typed build/types/memopt/
+	@ln -sfn $(addprefix $(CURDIR)/,$(ROOMS)) $(wildcard $(CURDIR)/memopt/*.py) $(CURDIR)/memopt/codecs $(CURDIR)/memopt/integrations $(CURDIR)/memopt/py.typed build/types/memopt/
 	$(BIN)/mypy
 
 docs: $(READY) ## Write what the docs have from the code: the help of every command, manual pages, completions, torch's private names

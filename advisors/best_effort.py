@@ -13,6 +13,7 @@ from memopt.units import format_bytes
 NOT_MET = "the budget cannot be met: "
 """Begin of the note that says what holds the floor."""
 _TRIES = 6
+"""Each asks for what the refusal of the one before told; the plain peak is what is left then."""
 _WIDER = 1.05
 """From the second try on: where time is short, a search may miss a peak that the one before came to."""
 

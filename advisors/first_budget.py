@@ -9,6 +9,7 @@ import numpy as np
 from memopt.trace import Trace
 
 _USUAL = 0.8
+"""Of the plain peak: no lower budget is the first that a person is told to try."""
 _OF_THE_WAY = 0.5
 """From the plain peak down to the floor."""
 _HARDLY = 0.97

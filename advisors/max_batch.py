@@ -25,7 +25,9 @@ _MOST = 1 << 20
 _PLANNED_WITHIN = 1 / 64
 """Of the batch: each further halving asks for a whole plan."""
 _SHARE_OF_A_PROBE = 0.25
+"""Of the time limit: a probe asks whether a plan fits, not how good it can become."""
 _MOST_RETRACES = 4
+"""Each runs the script on fake tensors, in seconds, and comes down by what the one before was over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

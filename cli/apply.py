@@ -8,14 +8,17 @@ import shlex
 import signal
 import sys
 from collections.abc import MutableMapping
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from memopt.cli.on_oom import leaving_traces
+from memopt.cli.requests import ApplyRequest
 from memopt.cli.shared.device_here import require_device
 from memopt.errors import BadFile, MemoptError, NotEnforced, NotPossibleHere, RunFailed, UsageError, reason
+from memopt.files import swap_folder
 from memopt.plan import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
@@ -55,79 +58,92 @@ if TYPE_CHECKING:
 @click.option("-q", "--quiet", is_flag=True, help="Say nothing at the end.")
 @click.argument("plan", type=click.Path(path_type=Path))
 @click.argument("args", nargs=-1, metavar="[-- ARGS]...", type=click.UNPROCESSED)
-def apply(
-    outcome_path: Path | None,
-    force: bool,
-    verify_steps: int | None,
-    deterministic: bool,
-    in_place: bool,
-    changed_script: bool,
-    cwd: Path | None,
-    hold: bool,
-    strict: bool,
-    swap_dir: Path | None,
-    no_measure: bool,
-    quiet: bool,
-    plan: Path,
-    args: tuple[str, ...],
-) -> int:
+def apply(**options: Any) -> int:
     """Run the script of PLAN as it was profiled, with the plan enforced. %r in PLAN is the rank.
 
     ARGS, after --, take the place of the script's own arguments. The script's output, exit code and
     signals stay its own; at the end stderr tells the measured peak and step time beside the predicted.
     """
-    from memopt.cli.shared.console import say
-    from memopt.cli.shared.ranks import expand, path_of_rank, rank_here
-    from memopt.enforcers.memory_limit import limit_of
-    from memopt.enforcers.session import ApplySession, Options
-    from memopt.files import refuse_overwrite, swap_folder
-    from memopt.plan import load_plan
+    request = _checked(ApplyRequest(**options))
+    path, plan = _load(request)
+    _prepare(plan)
+    folder = swap_folder(request.swap_dir)  # as seen from here: the next line changes the folder
+    command = command_to_run(plan, request.args, request.cwd)
+    _say_before(request, plan, command)
+    if request.verify_steps is not None:
+        return _verify(request, path, command, request.verify_steps, folder)
+    return _enforce(request, plan, command, folder)
 
-    if in_place and verify_steps is None:
+
+def _checked(request: ApplyRequest) -> ApplyRequest:
+    """With the outcome's file by its rank. Raises `UsageError` for words that do not go together, and for a file that is there."""
+    from memopt.cli.shared.ranks import path_of_rank
+    from memopt.files import refuse_overwrite
+
+    if request.in_place and request.verify_steps is None:
         raise UsageError(
             "--in-place goes with --verify",
             why="a run under a plan runs where the script is",
             try_="--verify 3 --in-place",
         )
-    if deterministic and verify_steps is None:
+    if request.deterministic and request.verify_steps is None:
         raise UsageError(
             "--deterministic goes with --verify",
             why="a run under a plan uses the algorithms that the script asks for",
             try_="--verify 3 --deterministic",
         )
-    if outcome_path is not None:
-        outcome_path = path_of_rank(str(outcome_path), ".json")
-        refuse_overwrite(outcome_path, force=force)
-    plan_path = (plan if plan.exists() else Path(expand(str(plan), os.environ.get("RANK", "")))).absolute()
-    loaded = load_plan(plan_path)
-    for said in prepare_run(loaded, os.environ):
+    if request.outcome_path is None:
+        return request
+    outcome_path = path_of_rank(str(request.outcome_path), ".json")
+    refuse_overwrite(outcome_path, force=request.force)
+    return replace(request, outcome_path=outcome_path)
+
+
+def _load(request: ApplyRequest) -> tuple[Path, Plan]:
+    """The plan that was named, or the one of this rank, and where it is."""
+    from memopt.cli.shared.ranks import expand
+    from memopt.plan import load_plan
+
+    named = request.plan
+    path = named if named.exists() else Path(expand(str(named), os.environ.get("RANK", "")))
+    return path.absolute(), load_plan(path.absolute())
+
+
+def _prepare(plan: Plan) -> None:
+    """Set the environment as planned. Raises `NotPossibleHere` for advice, and for another device's plan."""
+    from memopt.cli.shared.console import say
+
+    for said in prepare_run(plan, os.environ):
         say(said)
     require_device(
-        loaded.device.kind,
-        f"this plan is for another device: {loaded.device.name or loaded.device.kind}",
+        plan.device.kind,
+        f"this plan is for another device: {plan.device.name or plan.device.kind}",
         try_="memopt apply on a machine that has it, or memopt advise without --device for this one",
     )
-    folder = swap_folder(swap_dir)
-    command = command_to_run(loaded, args, cwd)
-    for warning in _doubts(loaded, command, changed_script=changed_script):
+
+
+def _say_before(request: ApplyRequest, plan: Plan, command: Command) -> None:
+    from memopt.cli.shared.console import say
+    from memopt.cli.shared.ranks import rank_here
+
+    for warning in _doubts(plan, command, changed_script=request.changed_script):
         say(warning)
-    if not quiet and not rank_here():
+    if not request.quiet and not rank_here():
         say(f"running {command.in_words} in {os.getcwd()}")
-    if verify_steps is not None:
-        return _verify(
-            plan_path,
-            command,
-            verify_steps,
-            folder,
-            outcome_path,
-            deterministic=deterministic,
-            in_place=in_place,
-        )
-    limit_bytes = limit_of(loaded) if hold else 0
-    options = Options(swap_dir=folder, measure=not no_measure, limit_bytes=limit_bytes)
-    session = ApplySession(loaded, options)
-    told = Told(loaded, options, session)
-    return _run(session, loaded, command, outcome_path, told, quiet=quiet, strict=strict)
+
+
+def _enforce(request: ApplyRequest, plan: Plan, command: Command, folder: Path) -> int:
+    """Run the script under the plan, and tell what came of it."""
+    from memopt.enforcers.memory_limit import limit_of
+    from memopt.enforcers.session import ApplySession, Options
+
+    options = Options(
+        swap_dir=folder,
+        measure=not request.no_measure,
+        limit_bytes=limit_of(plan) if request.hold else 0,
+    )
+    session = ApplySession(plan, options)
+    return _Enforced(request, plan, session, Told(plan, options, session)).run(command)
 
 
 def prepare_run(plan: Plan, environment: MutableMapping[str, str]) -> list[str]:
@@ -232,22 +248,18 @@ def _doubts(plan: Plan, command: Command, *, changed_script: bool) -> list[str]:
     return doubts
 
 
-def _verify(
-    plan_path: Path,
-    command: Command,
-    steps: int,
-    swap_dir: Path,
-    outcome_path: Path | None,
-    *,
-    deterministic: bool,
-    in_place: bool,
-) -> int:
+def _verify(request: ApplyRequest, plan_path: Path, command: Command, steps: int, folder: Path) -> int:
     from memopt.cli.shared.console import out, progress, say
     from memopt.enforcers.verify import verify
 
     with progress(f"running {steps} iterations plain and {steps} enforced"):
         verified = verify(
-            plan_path, list(command.argv), steps, swap_dir, deterministic=deterministic, in_place=in_place
+            plan_path,
+            list(command.argv),
+            steps,
+            folder,
+            deterministic=request.deterministic,
+            in_place=request.in_place,
         )
     same = f"losses, gradients, parameters and buffers of {verified.iterations} iterations, bit for bit"
     out().print(f"identical: {same}")
@@ -255,8 +267,8 @@ def _verify(
         say("what the plan did is not known: the script ended without letting anybody look back")
     else:
         counts = verified.outcome.actions
-        if outcome_path is not None:
-            verified.outcome.save(outcome_path)
+        if request.outcome_path is not None:
+            verified.outcome.save(request.outcome_path)
         if counts.planned:
             say(f"{counts.done} of {counts.planned} actions were taken")
     if verified.iterations < steps:
@@ -291,62 +303,70 @@ class Told:
         return outcome
 
 
-def _run(
-    session: ApplySession,
-    plan: Plan,
-    command: Command,
-    outcome_path: Path | None,
-    told: Told,
-    *,
-    quiet: bool,
-    strict: bool,
-) -> int:
-    from memopt.cli.shared.console import outlive_the_scripts_stderr, say
-    from memopt.instrument.script import runner
-    from memopt.instrument.script.on_import import call_after_import
-    from memopt.instrument.script.signals import before_terminating
+class _Enforced:
+    """A run of the script under a plan, and the last words on it."""
 
-    failed: list[int] = []
+    def __init__(self, request: ApplyRequest, plan: Plan, session: ApplySession, told: Told) -> None:
+        self._request, self._plan, self._session, self._told = request, plan, session, told
+        self._exit_code = 0
+        """Of memopt's own, where it did not do what was asked."""
 
-    def end() -> None:
+    def run(self, command: Command) -> int:
+        """The exit code; dies of the signal that the script died of."""
+        from memopt.instrument.script import runner
+        from memopt.instrument.script.on_import import call_after_import
+        from memopt.instrument.script.signals import before_terminating
+
+        def listen() -> None:
+            before_terminating(self._end)
+
+        call_after_import("torch", listen)
+        self._session.install()
+        pid = os.getpid()
+        try:
+            code = runner.run(command, raised=leaving_traces(command))
+        except KeyboardInterrupt:
+            self._end()
+            runner.die_of(signal.SIGINT)
+        if os.getpid() != pid:
+            runner.leave_child(code)
+        self._end()
+        return code or self._exit_code
+
+    def _end(self) -> None:
+        from memopt.cli.shared.console import outlive_the_scripts_stderr, say
+
         outlive_the_scripts_stderr()
-        outcome = session.finished()
+        outcome = self._session.finished()
         if outcome is None:
             return
-        outcome = told.instead_of(outcome)
-        if outcome_path is not None:
-            try:
-                outcome.save(outcome_path)
-            except MemoptError as error:
-                failed.append(RunFailed.exit_code)
-                say(str(error))
+        outcome, quiet = self._told.instead_of(outcome), self._request.quiet
+        self._write(outcome)
         if not quiet:
             _tell(outcome)
-        role = _another_role(plan, outcome)
+        role = _another_role(self._plan, outcome)
         if role and not quiet:
             say(role)
         if outcome.actions.planned and not outcome.actions.done:
             plain = not_enforced(outcome, told=not quiet)
-            if strict:
-                failed.append(plain.exit_code)
-            if strict or not quiet:
+            if self._request.strict:
+                self._fail(plain.exit_code)
+            if self._request.strict or not quiet:
                 say(str(plain))
 
-    def listen() -> None:
-        before_terminating(end)
+    def _write(self, outcome: Outcome) -> None:
+        from memopt.cli.shared.console import say
 
-    call_after_import("torch", listen)
-    session.install()
-    pid = os.getpid()
-    try:
-        code = runner.run(command, raised=leaving_traces(command))
-    except KeyboardInterrupt:
-        end()
-        runner.die_of(signal.SIGINT)
-    if os.getpid() != pid:
-        runner.leave_child(code)
-    end()
-    return code or (failed[0] if failed else 0)
+        if self._request.outcome_path is None:
+            return
+        try:
+            outcome.save(self._request.outcome_path)
+        except MemoptError as error:
+            self._fail(RunFailed.exit_code)
+            say(str(error))
+
+    def _fail(self, exit_code: int) -> None:
+        self._exit_code = self._exit_code or exit_code
 
 
 def _tell(outcome: Outcome) -> None:

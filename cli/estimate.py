@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from memopt.cli.requests import EstimateRequest
 from memopt.cli.shared.device_name import DeviceName
 from memopt.cli.shared.numbers import Real
 from memopt.errors import GateFailed, UsageError
@@ -60,37 +61,36 @@ class _Command(click.Command):
 @click.option("--assume-bn/--no-assume-bn", default=None, help="Put batch norms back where the exporter folded them.  [default: where that is seen]  (ONNX)")  # fmt: skip
 @click.argument("target")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def estimate(target: str, args: tuple[str, ...], **options: Any) -> int:
+def estimate(**options: Any) -> int:
     """Tell the peak memory of training TARGET: a script with its arguments, a model.onnx, or a recorded profile.
 
     A script is run on fake tensors: nothing is computed, no memory is taken, nothing is saved.
     """
     from memopt.units import parse_bytes
 
-    if options["calibration"]:
-        os.environ["MEMOPT_CALIBRATION"] = str(options["calibration"])
-    gate = parse_bytes(options["fail_over"]) if options["fail_over"] else None
-    found = _estimate(target, args, options)
-    if options["as_json"]:
+    request = EstimateRequest(**options)
+    gate = parse_bytes(request.fail_over) if request.fail_over else None
+    found = _estimate(request)
+    if request.as_json:
         click.echo(_encoded(found.as_json()))
     else:
         from memopt.cli.shared.console import out
         from memopt.reports.estimate import print_estimate
 
-        print_estimate(out(), found, target, explain=options["explain"])
+        print_estimate(out(), found, request.target, explain=request.explain)
     if gate is not None:
         _gate(found, gate)
     return 0
 
 
-def _estimate(target: str, args: tuple[str, ...], options: dict[str, Any]) -> Estimate:
-    kind = _kind(target, options["as_module"])
+def _estimate(request: EstimateRequest) -> Estimate:
+    target, kind = request.target, _kind(request.target, request.as_module)
     _refuse_unread(kind, target)
     if kind == "script":
-        return _script([target, *args], options)
-    if args:
+        return _script(request)
+    if request.args:
         raise UsageError(
-            f"'{args[0]}' is not understood",
+            f"'{request.args[0]}' is not understood",
             why="an ONNX file or a profile takes no arguments",
             try_="memopt estimate --help",
         )
@@ -99,9 +99,9 @@ def _estimate(target: str, args: tuple[str, ...], options: dict[str, Any]) -> Es
             f"there is no file {target}", try_="the path of a script, an ONNX model or a profile"
         )
     if kind == "onnx":
-        return _onnx(Path(target), options)
+        return _onnx(Path(target), request)
     if kind == "profile":
-        return _profile(Path(target), options)
+        return _profile(Path(target), request)
     raise UsageError(
         f"cannot estimate from {target}",
         why="it is neither a script nor an ONNX model nor a profile",
@@ -151,24 +151,26 @@ def _refuse_unread(kind: str, target: str) -> None:
             )
 
 
-def _script(argv: list[str], options: dict[str, Any]) -> Estimate:
+def _script(request: EstimateRequest) -> Estimate:
     from memopt.cli.shared.console import progress
     from memopt.estimators.estimate import DEFAULT_DEVICE, estimate_script
 
     def once(words: list[str]) -> Estimate:
         return estimate_script(
             words,
-            device=options["device"] or DEFAULT_DEVICE,
-            as_module=options["as_module"],
-            alloc_conf=options["alloc_conf"],
-            steps=options["steps"],
+            device=request.device or DEFAULT_DEVICE,
+            as_module=request.as_module,
+            alloc_conf=request.alloc_conf,
+            steps=request.steps,
             further=True,
-            timeout_s=options["timeout"],
+            timeout_s=request.timeout,
+            calibration=request.calibration,
         )
 
+    argv = [request.target, *request.args]
     _say_strays(argv)
-    if options["max_batch"]:
-        return _largest(once, argv, options["batch_arg"])
+    if request.max_batch:
+        return _largest(once, argv, request.batch_arg)
     with progress(f"following {argv[0]} on fake tensors"):
         return once(argv)
 
@@ -187,7 +189,7 @@ def _say_strays(argv: list[str]) -> None:
             say(f"{name} went to {argv[0]}, which does not name it; options of memopt come before the script")
 
 
-def _largest(once: Any, argv: list[str], flag: str | None) -> Estimate:
+def _largest(once: Callable[[list[str]], Estimate], argv: list[str], flag: str | None) -> Estimate:
     from memopt.cli.shared.console import say
     from memopt.estimators.batch_search import largest_batch
     from memopt.estimators.elsewhere.batch import batch_arguments
@@ -217,7 +219,7 @@ def _with_flag(argv: list[str], flag: str, size: int) -> list[str]:
     return [*kept, flag, str(size)]
 
 
-def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
+def _onnx(path: Path, request: EstimateRequest) -> Estimate:
     from memopt.estimators.estimate import DEFAULT_DEVICE
     from memopt.estimators.fake.script.request import STEPS
     from memopt.estimators.onnx.estimate import estimate_onnx
@@ -226,19 +228,20 @@ def _onnx(path: Path, options: dict[str, Any]) -> Estimate:
         return estimate_onnx(
             path,
             batch_size=batch,
-            dims=_dims(options["dims"]),
-            optimizer=options["optimizer"],
-            dtype=options["dtype"],
-            loss=options["loss"],
-            device=options["device"] or DEFAULT_DEVICE,
-            faithful=options["faithful"],
-            assume_bn=options["assume_bn"],
-            alloc_conf=options["alloc_conf"],
-            steps=options["steps"] or STEPS,
+            dims=_dims(request.dims),
+            optimizer=request.optimizer,
+            dtype=request.dtype,
+            loss=request.loss,
+            device=request.device or DEFAULT_DEVICE,
+            faithful=request.faithful,
+            assume_bn=request.assume_bn,
+            alloc_conf=request.alloc_conf,
+            calibration=request.calibration,
+            steps=request.steps or STEPS,
         )
 
-    if not options["max_batch"]:
-        return once(options["batch_size"])
+    if not request.max_batch:
+        return once(request.batch_size)
     from memopt.cli.shared.console import say
     from memopt.estimators.batch_search import largest_batch
 
@@ -261,11 +264,23 @@ def _dims(given: tuple[str, ...]) -> dict[str, int]:
     return dims
 
 
-def _profile(path: Path, options: dict[str, Any]) -> Estimate:
+def _profile(path: Path, request: EstimateRequest) -> Estimate:
     from memopt.cli.shared.console import say
-    from memopt.estimators.elsewhere.from_profile import estimate_profile
+    from memopt.estimators.elsewhere.from_profile import FromProfile, device_of
+    from memopt.estimators.hidden.calibrated import calibrated_by
+    from memopt.trace import load_trace
 
-    return estimate_profile(path, options, say)
+    trace = load_trace(path)
+    asked = FromProfile(
+        trace,
+        calibrated_by(device_of(trace, request.device), request.calibration),
+        alloc_conf=request.alloc_conf,
+        flag=request.batch_arg,
+        method=request.method,
+        steps=request.steps or 3,
+        timeout_s=request.timeout,
+    )
+    return asked.largest(say) if request.max_batch else asked.at(request.batch_size)
 
 
 def _gate(found: Estimate, gate_bytes: int) -> None:

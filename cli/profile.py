@@ -6,15 +6,18 @@ import os
 import shlex
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from memopt.cli.on_oom import leaving_traces
+from memopt.cli.requests import ProfileRequest
 from memopt.cli.shared.device_here import require_device
 from memopt.cli.shared.ranks import path_of_rank, rank_here
+from memopt.cli.shared.swap_dir import require_folder
 from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
@@ -42,79 +45,77 @@ _SILENT_S = 1.0
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script", required=False)
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def profile(
-    output: str | None,
-    force: bool,
-    warmup: int,
-    steps: int,
-    keep_running: bool,
-    swap_dir: Path | None,
-    device: str | None,
-    offload: bool,
-    from_snapshot: Path | None,
-    quiet: bool,
-    as_module: bool,
-    script: str | None,
-    args: tuple[str, ...],
-) -> int:
+def profile(**options: Any) -> int:
     """Record one steady iteration of a training SCRIPT.
 
     SCRIPT runs unmodified, with all that follows it as its own arguments, and is stopped once its
     third iteration is recorded. Its output, its exit code and its signals stay its own.
     """
-    if from_snapshot is not None:
-        if script is not None:
+    request = ProfileRequest(**options)
+    if request.from_snapshot is not None:
+        if request.script is not None:
             raise UsageError(
-                "--from-snapshot runs nothing", why=f"{script} was given too", try_="one of the two"
+                "--from-snapshot runs nothing", why=f"{request.script} was given too", try_="one of the two"
             )
         from memopt.cli.profile_snapshot import write_profile
 
-        return write_profile(from_snapshot, output, force=force, quiet=quiet)
-    if script is None:
+        return write_profile(request.from_snapshot, request.output, force=request.force, quiet=request.quiet)
+    if request.script is None:
         raise click.UsageError("Missing argument 'SCRIPT'.")
+    from memopt.instrument.script.runner import Command
+
+    command = Command((request.script, *request.args), as_module=request.as_module)
+    path = _checked_path(request, command)
+    return _record(request, command, path, require_folder(request.swap_dir))
+
+
+def _checked_path(request: ProfileRequest, command: Command) -> Path:
+    """Where the profile goes. Raises for a device that is not here, another's file, and a script that is not there."""
     from memopt.cli.shared.own_files import refuse_foreign
-    from memopt.files import swap_folder
+    from memopt.instrument.script.runner import find_source
+    from memopt.trace import Script
+
+    if request.device is not None:
+        require_device(
+            request.device,
+            f"nothing can be recorded on {request.device}",
+            try_="memopt profile without --device",
+        )
+    path = profile_path(request.output, command)
+    same = Script(argv=list(command.argv), cwd=os.getcwd(), as_module=command.as_module)
+    refuse_foreign(path, "memopt.trace", script=same, force=request.force)
+    find_source(command)
+    return path
+
+
+def _record(request: ProfileRequest, command: Command, path: Path, folder: Path) -> int:
+    """Run the script and record it, in this process or in one that it starts; gives the exit code."""
     from memopt.instrument.script.children import Children
-    from memopt.instrument.script.runner import Command, find_source
     from memopt.profiler.child import RecordsChild
     from memopt.profiler.recordings import Wanted
     from memopt.profiler.session import ProfileSession
 
-    if device is not None:
-        require_device(device, f"nothing can be recorded on {device}", try_="memopt profile without --device")
-    command = Command((script, *args), as_module=as_module)
-    from memopt.trace import Script
-
-    path = profile_path(output, command)
-    same = Script(argv=list(command.argv), cwd=os.getcwd(), as_module=as_module)
-    refuse_foreign(path, "memopt.trace", script=same, force=force)
-    find_source(command)
-    folder = swap_folder(swap_dir)
-    if swap_dir is not None and not folder.is_dir():
-        raise UsageError(
-            f"nothing can be swapped to {swap_dir}",
-            why="there is no such folder",
-            try_=f"mkdir -p {swap_dir}",
-        )
-    ending = _Ending(path, quiet, warmup)
+    ending = _Ending(path, request.quiet, request.warmup)
     wanted = Wanted(
-        warmup=warmup,
-        steps=steps,
-        keep_running=keep_running,
+        warmup=request.warmup,
+        steps=request.steps,
+        keep_running=request.keep_running,
         swap_dir=folder,
-        device=device or "",
-        offload=tier_opener(folder) if offload else None,
+        device=request.device or "",
+        offload=tier_opener(folder) if request.offload else None,
     )
-    begins = Progress(warmup + 1)
-    quiet_now = quiet or bool(rank_here())
-    if not quiet_now:
-        begins.say(f"running {command.in_words}, to record iteration {warmup + 1}")
-    session = ProfileSession(
-        command, wanted, done=ending.write, begins=begins if not quiet_now else lambda iteration: None
-    )
+    begins: Callable[[int], None] = _nothing
+    if not (request.quiet or rank_here()):
+        begins = told = Progress(request.warmup + 1)
+        told.say(f"running {command.in_words}, to record iteration {request.warmup + 1}")
+    session = ProfileSession(command, wanted, done=ending.write, begins=begins)
     in_child = RecordsChild(command, replace(wanted, offload=None), path, ending.claim)
     children = Children(in_child, wanted=lambda: not session.iterations_seen)
-    return ending.run(session, command, children, keep_running=keep_running)
+    return ending.run(session, command, children, keep_running=request.keep_running)
+
+
+def _nothing(iteration: int) -> None:
+    """Nobody wants to hear which iteration begins."""
 
 
 def tier_opener(folder: Path) -> OpenTier:

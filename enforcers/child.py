@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt.enforcers.session import ApplySession, Options
+from memopt.instrument.loop import forget_parents
 from memopt.instrument.script.children import is_first
 from memopt.plan import Plan
 
@@ -24,7 +25,7 @@ class EnforcesInChild:
 
     def run(self, target: Callable[[], Any]) -> Any:
         """Call `target` under the plan."""
-        ApplySession.forget_parents()
+        forget_parents(ApplySession)
         session = ApplySession(self.plan, self.options)
         session.install()
         try:

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopt.codecs.table import is_of_values
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.codecs.encoded import Encoded, flat_storage
 from memopt.enforcers.codecs.premises import Call, describe_call, hold
-from memopt.enforcers.codecs.table import CODECS, decode, encode, encode_for
+from memopt.enforcers.codecs.table import bytes_beyond, decode, encode, encode_for
 from memopt.enforcers.flat_call import CallForm, flatten_call
 from memopt.enforcers.handles import Planned, Trigger
 from memopt.enforcers.lookup import AtUse, PlannedSlot, Tables
@@ -109,6 +110,8 @@ class Engine(modes.Mode):
         """Action -> slots on which it was taken in this iteration."""
         self.declined: dict[int, str] = {}
         """Action -> why it was not taken, the first reason of the run."""
+        self.beyond: Counter[int] = Counter()
+        """Action -> most bytes that a codec held above what was planned: the values were others than in the profile."""
         self.other_bits: set[str] = set()
         """Ops that were to be run again, and may give other bits then."""
         self.divergences = 0
@@ -419,7 +422,7 @@ class Engine(modes.Mode):
     def _compress(self, handle: Planned, tensor: Tensor) -> None:
         slot = handle.slot
         if slot.ref.need == "values":
-            encoded = self._encode_storage(slot.codec, tensor)
+            encoded = self._encode_storage(slot, tensor)
         else:
             params = {name: tuple(v) if isinstance(v, list) else v for name, v in slot.ref.params.items()}
             encoded = encode_for(Need(slot.ref.need, tuple(params.items())), tensor)
@@ -428,12 +431,15 @@ class Engine(modes.Mode):
             return
         self._take(handle, encoded)
 
-    def _encode_storage(self, codec: str, tensor: Tensor) -> Encoded | None:
+    def _encode_storage(self, slot: PlannedSlot, tensor: Tensor) -> Encoded | None:
         """One encoded form for all views of a storage, and for the replays that read it."""
         storage = tensor.untyped_storage()
         encoded = self.values.encoded_form(storage, tensor._version)
-        if encoded is None:
-            encoded = encode(codec, flat_storage(tensor), {}) if CODECS[codec].of_values else None
+        if encoded is None and is_of_values(slot.codec):
+            row, params = flat_storage(tensor), slot.ref.params
+            encoded = encode(slot.codec, row, params)
+            beyond = bytes_beyond(slot.codec, row, params, encoded)
+            self.beyond[slot.action] = max(self.beyond[slot.action], beyond)
             if encoded is not None:
                 self.values.is_encoded(storage, tensor._version, encoded)
         return encoded

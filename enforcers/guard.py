@@ -158,7 +158,7 @@ class Guard(modes.Mode):
     @property
     def frees_nothing(self) -> str:
         """Why moving has freed nothing; empty where it has."""
-        return getattr(self._tier, "frees_nothing", "")
+        return self._tier.frees_nothing
 
     def begin(self) -> None:
         """Watch from here on."""

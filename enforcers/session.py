@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -14,10 +14,11 @@ from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
 from memopt.enforcers.memory_limit import MemoryLimit
 from memopt.errors import NotPossibleHere
+from memopt.instrument.loop import Loop, begin_at_torch
 from memopt.instrument.script.forks import call_around_fork
-from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.outcome import ActionCounts, Outcome
 from memopt.plan import Plan, ScriptAction
+from memopt.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -30,10 +31,8 @@ if TYPE_CHECKING:
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.tiers.per_device import PerDevice
     from memopt.enforcers.tiers.swapped import Swapper
-    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
-    from memopt.instrument.loop import Loop
     from memopt.instrument.saved import SavedTensorHooks
 
 log = logging.getLogger(__name__)
@@ -61,6 +60,21 @@ class Witness(Protocol):
         """It is used and let go before the step begins."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """A decision about the run as a whole, and how far it was carried out."""
+
+    what: str
+    used: int
+    planned: int
+    why_not_all: str
+    """Empty where nothing was set up: that is told by itself."""
+
+    @property
+    def words(self) -> str:
+        return f"{self.used} of {self.planned} {self.what}: {self.why_not_all}"
+
+
 class ApplySession:
     """Listens to the training loop and keeps the engine in step with it."""
 
@@ -74,7 +88,8 @@ class ApplySession:
         self._iterations: Iterations | None = None
         self._hooks: SavedTensorHooks | None = None
         self._swapper: Swapper | None = None
-        self._forms: PlainForms | None = None
+        self._own_loop: Loop | None = None
+        """None where frames and iterations are another's to remove."""
         self._updates: OptimizerInBackward | None = None
         self._pieces: OptimizerInPieces | None = None
         self._gradients: GradientsElsewhere | None = None
@@ -87,8 +102,6 @@ class ApplySession:
         self._left_plain = 0
         """Iterations of which that was true, but the first."""
         self.notes: list[str] = []
-        self._shares_loop = False
-        """Frames and iterations are another's to install and remove."""
 
     @property
     def pieces(self) -> OptimizerInPieces | None:
@@ -107,28 +120,20 @@ class ApplySession:
 
     # --- life
 
-    _installed: ClassVar[ApplySession | None] = None
-    """The one of this process, or, after a fork, of its parent."""
-
     def install(self) -> None:
         """Be there when the script imports torch."""
-        ApplySession._installed = self
-        call_after_import("torch", self._torch_imported, within=quiet_allocator)
+        begin_at_torch(self)
 
-    @classmethod
-    def forget_parents(cls) -> None:
-        """In a process that was forked: what steers its parent steers nothing here."""
-        session, cls._installed = cls._installed, None
-        if session is None or session._pid == os.getpid():
-            return
-        session._remove()
+    def leave_child(self) -> None:
+        """What steers the parent steers nothing in its child."""
+        self._remove()
 
-    def _torch_imported(self) -> None:
+    def torch_imported(self) -> None:
+        """Enforce the plan in a loop of our own."""
         self._try_to_set_up(None)
 
     def begin_in(self, loop: Loop) -> None:
         """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
-        self._shares_loop = True
         self._try_to_set_up(loop)
         if self._engine is not None and loop.iterations.count:
             for moved in (self._pieces, self._updates):
@@ -150,71 +155,75 @@ class ApplySession:
             self._give_up()
 
     def _set_up(self, loop: Loop | None) -> None:
+        from memopt.enforcers.lookup import tables_of
         from memopt.instrument.torch_internals import ON_GPU, WATCH, require
 
         require(WATCH, *([ON_GPU] if self._plan.device.kind == "cuda" else []))
-        from memopt.enforcers.engine import Engine
-        from memopt.enforcers.lookup import tables_of
-        from memopt.instrument.as_plain import PlainForms
-        from memopt.instrument.frames import Frames
-        from memopt.instrument.iterations import Iterations
-        from memopt.instrument.saved import SavedTensorHooks
-        from memopt.instrument.script.script_profiler import watch
-
-        if loop is None:
-            watch()
-            self._frames = Frames()
-            self._iterations = Iterations(self, self._frames.thread, optimizers=self._plan.optimizers)
-            self._iterations.install()
-        else:
-            self._frames, self._iterations = loop.frames, loop.iterations
-        self._limit.begin()
         tables = tables_of(self._plan)
-        self._frames.without_gradients = self._measurements.without_gradients
-        self._swapper = self._tiers(tables)
-        self._frames.named = tables.frames
-        self._engine = Engine(tables, self._frames, self._iterations, self._swapper, self._plan.device.kind)
-        if self._engine.weights is not None:
-            self._engine.weights.install()
-        if not tables.empty:
-            if self._plan.device.kind == "cpu":
-                keep_freed_pages()
-            if loop is None:
-                self._frames.install()
-            if "@" in tables.frames or (loop is not None and loop.iterations.count):
-                self._engine.enter()
-            if loop is None:
-                self._frames.before_training = self._training_begins
-        if self._plan.in_place is not None:
-            from memopt.enforcers.gradients_in_place import GradientsInPlace
-
-            self._over_gradients = GradientsInPlace(self._plan.in_place.least_bytes)
-        if loop is None and (not tables.empty or self._over_gradients is not None):
-            self._forms = PlainForms()
-            self._forms.install()
-        if self._plan.in_backward is not None:
-            from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
-
-            self._updates = OptimizerInBackward(self._iterations, self._will_change, self._gradient_is_whole)
-            self._updates.install()
-        pieces = self._plan.in_pieces
-        if pieces is not None:
-            from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
-
-            tier, most = self._state_tier(pieces), pieces.away or None
-            if tier is not None and pieces.gradient_bytes:
-                from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
-
-                self._gradients = GradientsElsewhere(tier)
-                self._gradients.install()
-            self._pieces = OptimizerInPieces(
-                self._iterations, pieces.piece_bytes, tier, most, self._gradients
-            )
-        falls_back = self._shares_loop and bool(self._plan.script_actions)
+        if loop is None:
+            forms = not tables.empty or self._plan.in_place is not None
+            optimizers = self._plan.optimizers
+            self._own_loop = Loop.start(self, optimizers=optimizers, calls=not tables.empty, forms=forms)
+        self._limit.begin()
+        engine = self._engine_in(self._own_loop or loop, tables)
+        self._step_as_planned()
+        falls_back = loop is not None and bool(self._plan.script_actions)
         if not tables.empty or self._gradients is not None or falls_back:
-            self._hooks = SavedTensorHooks(self._engine.pack, self._unpack)
+            from memopt.instrument.saved import SavedTensorHooks
+
+            self._hooks = SavedTensorHooks(engine.pack, self._unpack)
             self._hooks.install()
         call_around_fork(self._before_fork, self._measurements.go_on, self._forked)
+
+    def _engine_in(self, loop: Loop | None, tables: Tables) -> Engine:
+        """What enforces actions on tensors; the mode is on where there is something to watch for."""
+        from memopt.enforcers.engine import Engine
+
+        assert loop is not None
+        frames = loop.frames
+        self._frames, self._iterations = frames, loop.iterations
+        frames.without_gradients = self._measurements.without_gradients
+        self._swapper = self._tiers(tables)
+        frames.named = tables.frames
+        self._engine = engine = Engine(tables, frames, loop.iterations, self._swapper, self._plan.device.kind)
+        if engine.weights is not None:
+            engine.weights.install()
+        if tables.empty:
+            return engine
+        if self._plan.device.kind == "cpu":
+            keep_freed_pages()
+        if "@" in tables.frames or (self._own_loop is None and loop.iterations.count):
+            engine.enter()
+        if self._own_loop is not None:
+            frames.before_training = self._training_begins
+        return engine
+
+    def _step_as_planned(self) -> None:
+        """What enforces decisions about the run as a whole."""
+        plan, iterations = self._plan, self._iterations
+        assert iterations is not None
+        if plan.in_place is not None:
+            from memopt.enforcers.gradients_in_place import GradientsInPlace
+
+            self._over_gradients = GradientsInPlace(plan.in_place.least_bytes)
+        if plan.in_backward is not None:
+            from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
+
+            self._updates = OptimizerInBackward(iterations, self._will_change, self._gradient_is_whole)
+            self._updates.install()
+        if plan.in_pieces is not None:
+            self._pieces = self._optimizer_in_pieces(plan.in_pieces, iterations)
+
+    def _optimizer_in_pieces(self, pieces: ScriptAction, iterations: Iterations) -> OptimizerInPieces:
+        from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+
+        tier, most = self._state_tier(pieces), pieces.away or None
+        if tier is not None and pieces.gradient_bytes:
+            from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
+
+            self._gradients = GradientsElsewhere(tier)
+            self._gradients.install()
+        return OptimizerInPieces(iterations, pieces.piece_bytes, tier, most, self._gradients)
 
     def _unpack(self, handle: Any) -> torch.Tensor:
         assert self._engine is not None
@@ -288,8 +297,8 @@ class ApplySession:
         self._engine = self._hooks = self._updates = self._pieces = self._swapper = self._over_gradients = (
             None
         )
-        if not self._shares_loop:
-            self._iterations = self._frames = self._forms = None
+        if self._own_loop is not None:
+            self._iterations = self._frames = self._own_loop = None
 
     def _remove(self) -> None:
         """Leave the script to itself; in a forked child, too."""
@@ -299,14 +308,13 @@ class ApplySession:
                 self._engine.weights.remove()
         if self._frames is not None:
             self._frames.named = self._frames.before_training = self._frames.without_gradients = None
-        watchers = () if self._shares_loop else (self._iterations, self._frames, self._forms)
         for part in (
             self._hooks,
             self._updates,
             self._pieces,
             self._gradients,
             self._over_gradients,
-            *watchers,
+            self._own_loop,
         ):
             if part is not None:
                 part.remove()
@@ -314,53 +322,10 @@ class ApplySession:
             self._swapper.close()
 
     def _outcome(self) -> Outcome:
-        plan, engine = self._plan, self._engine
-        in_backward = plan.in_backward.parameters if plan.in_backward is not None else 0
-        stepped = self._updates.most_used if self._updates is not None else 0
-        in_pieces = plan.in_pieces.parameters if plan.in_pieces is not None else 0
-        in_turn = self._pieces.most_used if self._pieces is not None else 0
-        planned = len([action for action in plan.actions if action.kind != "keep"])
-        over, in_place = self._over_gradients, plan.in_place.ops if plan.in_place is not None else 0
-        written_over = over.most_used if over is not None else 0
-        planned += (in_backward > 0) + (in_pieces > 0) + (in_place > 0)
-        done = len(self._done) + (stepped >= in_backward > 0) + (in_turn >= in_pieces > 0)
-        done += written_over >= in_place > 0
-        notes = [*self.notes, *self._declined()]
-        if engine is not None and engine.other_bits:
-            names = ", ".join(sorted(engine.other_bits))
-            notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
-        if self._swapper is not None:
-            failures = self._swapper.failures()
-            notes = [
-                n
-                for n in notes
-                if not any(f.startswith(n.partition("skipped: ")[2] or "\0") for f in failures)
-            ]
-            notes += [f"{failure}; what could not be copied was kept" for failure in failures]
-            feedback = self._swapper.feedback
-            notes += [told] if feedback is not None and (told := feedback.told()) else []
-        if stepped < in_backward and self._updates is not None:
-            why = "; ".join(self._updates.declined) or "no step came right after a backward call"
-            notes.append(f"{stepped} of {in_backward} parameters were stepped inside backward: {why}")
-        if self._pieces is not None:
-            notes += self._pieces.failures()
-            if in_turn < in_pieces:
-                why = "; ".join(self._pieces.declined) or "no step was made"
-                notes.append(f"{in_turn} of {in_pieces} parameters were stepped in pieces: {why}")
-        if self._hooks is not None and self._hooks.stepped_aside:
-            notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
-        if self._left_plain:
-            notes.append(
-                f"{self._left_plain} iterations began to train in another thread and ran without the plan"
-            )
-        if written_over < in_place:
-            notes.append(
-                f"{written_over} of {in_place} ops of backward wrote over the gradient that they use up: somebody else held the others"
-            )
-        swaps = [part for part in (self._swapper, self._pieces) if part is not None]
-        notes += dict.fromkeys(why for part in swaps for why in part.frees_nothing())
-        measured = self._measurements
-        notes += measured.notes()
+        plan, measured = self._plan, self._measurements
+        whole = self._decisions_about_the_run()
+        planned = len([action for action in plan.actions if action.kind != "keep"]) + len(whole)
+        done = len(self._done) + sum(each.used >= each.planned for each in whole)
         outcome = Outcome(
             budget_bytes=plan.budget_bytes,
             unplanned_peak_bytes=plan.unplanned_peak_bytes,
@@ -370,15 +335,84 @@ class ApplySession:
             predicted_step_ms=plan.predicted_step_ms,
             measured_step_ms=measured.step_ms,
             actions=ActionCounts(planned=planned, done=done, skipped=planned - done),
-            divergences=engine.divergences if engine is not None else 0,
+            divergences=self._engine.divergences if self._engine is not None else 0,
             steps=self._iterations.count if self._iterations is not None else 0,
             other_steps=measured.other_steps,
             process_peak_bytes=measured.process_peak_bytes,
-            notes=notes,
+            notes=[*self._of_tensors(), *self._of_the_run(whole), *measured.notes()],
         )
         on_the_gpu = measured.on_the_gpu()
         outside = measured.outside_bytes(on_the_gpu.get("allocated_peak_bytes", 0))
         return msgspec.structs.replace(outcome, outside_peak_bytes=outside, **on_the_gpu)
+
+    def _decisions_about_the_run(self) -> list[_Whole]:
+        plan, found = self._plan, []
+        if plan.in_backward is not None:
+            updates = self._updates
+            why = (
+                "; ".join(updates.declined) or "no step came right after a backward call"
+                if updates is not None
+                else ""
+            )
+            found.append(
+                _Whole(
+                    "parameters were stepped inside backward",
+                    updates.most_used if updates is not None else 0,
+                    plan.in_backward.parameters,
+                    why,
+                )
+            )
+        if plan.in_pieces is not None:
+            pieces = self._pieces
+            why = "; ".join(pieces.declined) or "no step was made" if pieces is not None else ""
+            found.append(
+                _Whole(
+                    "parameters were stepped in pieces",
+                    pieces.most_used if pieces is not None else 0,
+                    plan.in_pieces.parameters,
+                    why,
+                )
+            )
+        if plan.in_place is not None:
+            over = self._over_gradients
+            found.append(
+                _Whole(
+                    "ops of backward wrote over the gradient that they use up",
+                    over.most_used if over is not None else 0,
+                    plan.in_place.ops,
+                    "somebody else held the others" if over is not None else "",
+                )
+            )
+        return [each for each in found if each.planned > 0]
+
+    def _of_tensors(self) -> list[str]:
+        """What to say of the actions on tensors."""
+        notes = [*self.notes, *self._declined(), *self._beyond()]
+        if self._engine is not None and self._engine.other_bits:
+            names = ", ".join(sorted(self._engine.other_bits))
+            notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
+        if self._swapper is None:
+            return notes
+        failures = self._swapper.failures()
+        told = [
+            n for n in notes if not any(f.startswith(n.partition("skipped: ")[2] or "\0") for f in failures)
+        ]
+        told += [f"{failure}; what could not be copied was kept" for failure in failures]
+        feedback = self._swapper.feedback
+        return [*told, *filter(None, [feedback.told() if feedback is not None else ""])]
+
+    def _of_the_run(self, whole: list[_Whole]) -> list[str]:
+        """What to say of the decisions about the run, and of what the script did."""
+        notes = [each.words for each in whole if each.used < each.planned and each.why_not_all]
+        notes += self._pieces.failures() if self._pieces is not None else []
+        if self._hooks is not None and self._hooks.stepped_aside:
+            notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
+        if self._left_plain:
+            notes.append(
+                f"{self._left_plain} iterations began to train in another thread and ran without the plan"
+            )
+        swaps = [part for part in (self._swapper, self._pieces) if part is not None]
+        return [*notes, *dict.fromkeys(why for part in swaps for why in part.frees_nothing())]
 
     def _declined(self) -> list[str]:
         if self._engine is None:
@@ -390,6 +424,17 @@ class ApplySession:
         return [
             f"{count} actions skipped: {why}"
             for why, count in sorted(reasons.items(), key=lambda item: -item[1])
+        ]
+
+    def _beyond(self) -> list[str]:
+        """Of codecs that were planned for the values of the profile."""
+        beyond = self._engine.beyond if self._engine is not None else {}
+        more = [size for action, size in beyond.items() if size and action in self._done]
+        if not more:
+            return []
+        return [
+            f"{len(more)} compressed tensors took up to {format_bytes(sum(more))} more than planned in some iterations: "
+            "their values were others than in the profile"
         ]
 
     # --- the training loop (Listener)

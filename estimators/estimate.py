@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from memopt.devices import DeviceSpec, common_gpus, find_device
@@ -15,7 +16,7 @@ from memopt.estimators.curve import Curve, curve_of
 from memopt.estimators.error_bars import error_bar
 from memopt.estimators.fake.script.request import request_on
 from memopt.estimators.fake.script.run import record_script
-from memopt.estimators.hidden.calibrated import Calibration, calibration_of
+from memopt.estimators.hidden.calibrated import Calibration, calibrated_by, calibration_of
 from memopt.estimators.recording import Recording
 from memopt.units import format_bytes
 
@@ -87,14 +88,16 @@ def estimate_script(
     steps: int | None = None,
     further: bool | None = None,
     timeout_s: float = 600.0,
+    calibration: Path | None = None,
 ) -> Estimate:
     """The peak memory of training with the script `argv` on `device` (`cpu`: this machine's own operators).
 
+    `calibration`: file of what `memopt calibrate` measured on such a device, in place of the user's own.
     Followed are so many `steps`, or three; and `further` what comes after them while that is quick, unless steps are given.
 
     Raises `NotPossibleHere` when the script cannot be followed, or puts nothing on the GPU that was asked about.
     """
-    spec = find_device(device)
+    spec = calibrated_by(find_device(device), calibration)
     further = steps is None if further is None else further
     request = request_on(spec, argv, as_module=as_module, steps=steps, further=further)
     recording, partial = record_script(request, timeout_s=timeout_s)

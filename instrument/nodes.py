@@ -83,7 +83,7 @@ def _packed(node: Any, attribute: str) -> list[Any]:
 
 
 def attributes_of(node: Any) -> dict[str, Any]:
-    """Plain numbers that `node` keeps beside its tensors, and which of its inputs need a gradient."""
+    """Plain numbers that `node` keeps beside its tensors (None: the bound that `clamp` was not given), and which of its inputs need a gradient."""
     found: dict[str, Any] = {}
     for attribute in _names_of(node).numbers:
         with contextlib.suppress(RuntimeError):
@@ -109,4 +109,4 @@ def output_in_words(handle: object) -> str:
 def _is_simple(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return len(value) < 16 and all(isinstance(v, (bool, int, float)) for v in value)
-    return isinstance(value, (bool, int, float, str)) and value is not None
+    return value is None or isinstance(value, (bool, int, float, str))

@@ -42,6 +42,8 @@ class DeviceSpec(msgspec.Struct, frozen=True, kw_only=True):
     launch_us: float
     """What one eager op costs the host, whatever its size."""
     note: str = ""
+    calibration: str = ""
+    """File of what `memopt calibrate` measured on such devices, where one was named; else it is the user's own, if there is one."""
 
     @property
     def capability_pair(self) -> tuple[int, int]:

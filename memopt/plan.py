@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from memopt.codecs import CODECS
+from memopt.codecs.table import CODECS, is_of_values
 from memopt.device import Device
 from memopt.errors import BadFile
 from memopt.files import read_bytes, write_atomic
@@ -28,8 +28,12 @@ OPTIMIZER_IN_PIECES: Final = "optimizer in pieces"
 GRADIENTS_IN_PLACE: Final = "gradients in place"
 """As above, about backward: a formula writes what it makes into the gradient that it uses up."""
 
-NEEDS: Final = ("values", "nothing", "predicate", "pool_index")
-"""What a backward may read of a saved tensor (`estimators.slot_needs`)."""
+_ENFORCED: Final = {
+    OPTIMIZER_IN_BACKWARD: "optimizer",
+    OPTIMIZER_IN_PIECES: "optimizer",
+    GRADIENTS_IN_PLACE: "backward",
+}
+"""`ScriptAction.what` of decisions that can be applied, and their kind."""
 
 Kind = Literal["keep", "swap", "recompute", "compress", "drop"]
 Tier = Literal["host", "disk"]
@@ -57,9 +61,9 @@ class SlotRef(msgspec.Struct, frozen=True, kw_only=True):
     is_output: bool = False
     """The op has run already when the tensor is packed."""
     need: str = "values"
-    """What backward reads: `values`, `nothing`, `predicate`, ... (see `enforcers.codecs`)."""
+    """What backward reads (`estimators.simulator.slot_needs`): `values`, or what the codec of that name holds."""
     params: dict[str, float | int | str | bool | list[int]] = {}
-    """What the codec must know of the node (`{"dim": 1}`)."""
+    """What the codec must know: of the node (`{"dim": 1}`), or of what was planned (`{"narrow_dtype": "int16"}`)."""
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,19 +147,7 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_be_applied(self) -> bool:
-        return self.kind == "allocator" or self.is_in_backward or self.is_in_pieces or self.is_in_place
-
-    @property
-    def is_in_place(self) -> bool:
-        return self.kind == "backward" and self.what == GRADIENTS_IN_PLACE
-
-    @property
-    def is_in_pieces(self) -> bool:
-        return self.kind == "optimizer" and self.what == OPTIMIZER_IN_PIECES
-
-    @property
-    def is_in_backward(self) -> bool:
-        return self.kind == "optimizer" and self.what == OPTIMIZER_IN_BACKWARD
+        return self.kind in ("allocator", _ENFORCED.get(self.what))
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -197,17 +189,20 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def in_backward(self) -> ScriptAction | None:
         """The decision to step the optimizer inside backward, if it is made."""
-        return next((each for each in self.script_actions if each.is_in_backward), None)
+        return self._decided(OPTIMIZER_IN_BACKWARD)
 
     @property
     def in_pieces(self) -> ScriptAction | None:
         """The decision to step the optimizer in pieces, if it is made."""
-        return next((each for each in self.script_actions if each.is_in_pieces), None)
+        return self._decided(OPTIMIZER_IN_PIECES)
 
     @property
     def in_place(self) -> ScriptAction | None:
         """The decision to write over gradients that are used up, if it is made."""
-        return next((each for each in self.script_actions if each.is_in_place), None)
+        return self._decided(GRADIENTS_IN_PLACE)
+
+    def _decided(self, what: str) -> ScriptAction | None:
+        return next((a for a in self.script_actions if a.what == what and a.kind == _ENFORCED[what]), None)
 
     def is_better_than(self, other: Plan) -> bool:
         """For the same budget: is it passed by less, or as little and the step shorter?"""
@@ -247,9 +242,10 @@ def _inconsistency(plan: Plan) -> str:
         problem = _bad_action(action)
         if problem:
             return f"action {number} ({action.kind} {action.label[:60]}): {problem}"
+    pieces = plan.in_pieces
+    if pieces is not None and not 0 < pieces.piece_bytes < 2**62:
+        return f"an optimizer cannot be stepped in pieces of {pieces.piece_bytes} bytes"
     for each in plan.script_actions:
-        if each.is_in_pieces and not 0 < each.piece_bytes < 2**62:
-            return f"an optimizer cannot be stepped in pieces of {each.piece_bytes} bytes"
         for name, value in each.variables.items():
             if name not in ALLOCATOR_VARIABLES or each.kind != "allocator":
                 return f"script action '{each.what[:60]}' sets {name[:40]}, which is no plan's business"
@@ -279,6 +275,6 @@ def _bad_codec(action: Action) -> str:
     if action.codec not in CODECS:
         return f"there is no codec '{action.codec[:40]}'"
     for need in sorted({slot.need for slot in action.slots}):
-        if need not in NEEDS:
+        if need != "values" and (need not in CODECS or is_of_values(need)):
             return f"no backward needs '{need[:40]}' of a tensor"
     return ""

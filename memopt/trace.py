@@ -20,6 +20,7 @@ from memopt.device import Device
 from memopt.errors import BadFile
 from memopt.files import read_bytes, write_atomic
 from memopt.updates import Updates
+from memopt.value_facts import ValueFacts
 from memopt.versioned import decode_versioned
 
 SCHEMA: Final = "memopt.trace/1"
@@ -251,6 +252,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """Why the recording is not whole; empty when it is."""
     updates: Updates | None = None
     """How the optimizer was used; none where that was not recorded."""
+    value_facts: list[ValueFacts] = []
+    """Of large saved storages whose values a codec may make use of. Empty where nobody looked, as in older profiles."""
 
     def save(self, path: Path) -> None:
         """Write the trace, gzipped, whole or not at all."""
@@ -308,6 +311,7 @@ def _inconsistency(trace: Trace) -> str:
         or _bad_table("slots", trace.slots)
         or _bad_ranges(trace)
         or _bad_updates(trace)
+        or _bad_facts(trace)
         or _bad_numbers(trace)
         or _bad_texts(trace)
         or trace.script.problem
@@ -366,6 +370,18 @@ def _bad_ranges(trace: Trace) -> str:
     for name, column, low, high in checks:
         if column and not (low <= min(column) and max(column) < high):
             return f"{name} holds {min(column)}..{max(column)}, outside {low}..{high - 1}"
+    return ""
+
+
+def _bad_facts(trace: Trace) -> str:
+    known = {facts.storage for facts in trace.value_facts}
+    if len(known) < len(trace.value_facts):
+        return "value_facts tell of a storage twice"
+    for facts in trace.value_facts:
+        if not 0 <= facts.storage < trace.storage_count:
+            return f"value_facts tell of storage {facts.storage}, and there are {trace.storage_count}"
+        if facts.problem:
+            return f"value_facts of storage {facts.storage}: {facts.problem}"
     return ""
 
 

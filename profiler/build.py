@@ -105,6 +105,7 @@ def build_trace(
         notes=notes,
         facts=facts,
         partial=partial,
+        value_facts=[row.facts for row in recorder.storages if row.facts is not None],
     )
 
 

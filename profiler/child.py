@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from memopt.instrument.loop import forget_parents
 from memopt.instrument.script.children import is_first
 from memopt.instrument.script.runner import Command
 from memopt.profiler.recordings import Wanted
@@ -34,7 +35,7 @@ class RecordsChild:
             if mine[0]:
                 trace.save(self.path)
 
-        ProfileSession.forget_parents()
+        forget_parents(ProfileSession)
         session = ProfileSession(self.command, replace(self.wanted, keep_running=True, offload=None), write)
         session.install()
         try:

@@ -44,6 +44,7 @@ from memopt.instrument.torch_internals import (
 from memopt.profiler.clock import OpClock
 from memopt.profiler.rows import BACKWARD, FORWARD, OPTIMIZER, OTHER, OpRow, SlotRow
 from memopt.profiler.storages import StorageRows, describe
+from memopt.profiler.value_facts import facts_of
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
 
@@ -344,6 +345,7 @@ class Recorder(modes.Mode):
                 freed.append(number)
             elif storage_use_count(address) <= len(handles) + 1:
                 self.storages[number].only_saved_from = op
+                self.storages[number].facts = facts_of(number, handles[next(iter(handles))].tensor)
                 freed.append(number)
                 self._left_to_autograd(number, list(handles.values()))
         for number in freed:

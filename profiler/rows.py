@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memopt.instrument.ops import OpKind
+from memopt.value_facts import ValueFacts
 
 FORWARD, BACKWARD, OPTIMIZER, OTHER = range(4)
 
@@ -56,6 +57,8 @@ class StorageRow:
     """Its bytes are somebody else's, who may change them unseen."""
     category: str = ""
     """Set where it is known for sure (parameter, gradient, ...); else worked out at the end."""
+    facts: ValueFacts | None = None
+    """What was found of its values when nobody but autograd held it any more."""
 
 
 @dataclass(slots=True)

@@ -6,14 +6,14 @@ import logging
 import os
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from memopt.device import Device
 from memopt.errors import MemoptError, NotPossibleHere, RunFailed
+from memopt.instrument.loop import Loop, begin_at_torch
 from memopt.instrument.script.forks import call_around_fork
-from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.instrument.script.runner import Command, StopScript, stop_script
 from memopt.profiler.ending import in_words, is_out_of_memory
 from memopt.profiler.plain_steps import PlainSteps
@@ -30,10 +30,8 @@ from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, Trace
 if TYPE_CHECKING:
     import torch
 
-    from memopt.instrument.as_plain import PlainForms
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
-    from memopt.instrument.loop import Loop
     from memopt.instrument.saved import Kept, SavedTensorHooks
 
 log = logging.getLogger(__name__)
@@ -73,7 +71,8 @@ class ProfileSession:
         self._plain = PlainSteps()
         self._optimizers: set[int] = set()
         self._hooks: SavedTensorHooks | None = None
-        self._forms: PlainForms | None = None
+        self._own_loop: Loop | None = None
+        """None where frames and iterations are another's to remove."""
         self._done = False
         """There is nothing left to record."""
         self._timed = False
@@ -88,70 +87,44 @@ class ProfileSession:
         self.failure: MemoptError | None = None
         """What went wrong in memopt itself; the script is not disturbed by it."""
         self.torch_seen = False
-        self._shares_loop = False
-        """Frames and iterations are another's to remove."""
         self._above_bytes = 0
         """What was held before the first forward, above what was held then."""
         self._then_bytes = 0
-
-    _installed: ClassVar[ProfileSession | None] = None
-    """The one of this process, or, after a fork, of its parent."""
 
     # --- life
 
     def install(self) -> None:
         """Be there when the script imports torch."""
-        ProfileSession._installed = self
-        call_after_import("torch", self._torch_imported, within=quiet_allocator)
+        begin_at_torch(self)
 
-    @classmethod
-    def forget_parents(cls) -> None:
-        """In a process that was forked: what watched its parent watches no more."""
-        session, cls._installed = cls._installed, None
-        if session is None or session._pid == os.getpid():
-            return
-        session._done = True
-        if session._recordings is not None and session._recordings.dropped is not None:
+    def leave_child(self) -> None:
+        """What watched the parent watches nothing in its child."""
+        self._done = True
+        if self._recordings is not None and self._recordings.dropped is not None:
             from memopt.instrument import modes
 
-            modes.leave(session._recordings.dropped)
-        session._watch_no_more()
-        for part in (session._iterations, session._forms):
-            if part is not None:
-                part.remove()
+            modes.leave(self._recordings.dropped)
+        self._watch_no_more()
+        if self._own_loop is not None:
+            self._own_loop.remove()
 
-    def _torch_imported(self) -> None:
+    def torch_imported(self) -> None:
+        """Watch the script in a loop of our own."""
         self.torch_seen = True
         self._guard(self._watch)
 
     def _watch(self) -> None:
-        from memopt.instrument.torch_internals import WATCH, require
-
-        require(WATCH)
-        from memopt.instrument.as_plain import PlainForms
-        from memopt.instrument.frames import Frames
-        from memopt.instrument.iterations import Iterations
-        from memopt.instrument.script.script_profiler import watch
-
-        watch()
-        self._frames = Frames()
-        self._frames.install()
-        self._forms = PlainForms()
-        self._forms.install()
-        self._iterations = Iterations(self, self._frames.thread)
-        self._iterations.install()
-        self._begin()
+        self._own_loop = Loop.start(self)
+        self._begin(self._own_loop)
 
     def begin_in(self, loop: Loop) -> None:
         """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
-        self._frames, self._iterations, self._shares_loop = loop.frames, loop.iterations, True
-        self._begin()
+        self._begin(loop)
 
-    def _begin(self) -> None:
+    def _begin(self, loop: Loop) -> None:
         from memopt.instrument.saved import SavedTensorHooks
 
-        assert self._frames is not None
-        assert self._iterations is not None
+        self._frames, self._iterations = loop.frames, loop.iterations
         self.torch_seen = True
         call_around_fork(self._before_fork, self._after_fork, self._forked)
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
@@ -222,10 +195,8 @@ class ProfileSession:
             self._over = True
             self._guard(lambda: self._wind_up(problem, out_of_memory))
             self._watch_no_more()
-            watchers = () if self._shares_loop else (self._iterations, self._forms)
-            for part in watchers:
-                if part is not None:
-                    part.remove()
+            if self._own_loop is not None:
+                self._own_loop.remove()
             if self._recordings is not None:
                 self._recordings.close()
         return self.trace
@@ -235,8 +206,8 @@ class ProfileSession:
         if self._hooks is not None:
             self._hooks.remove()
             self._hooks = None
-        if self._frames is not None and not self._shares_loop:
-            self._frames.remove()
+        if self._own_loop is not None:
+            self._own_loop.frames.remove()
 
     def _wind_up(self, problem: str, out_of_memory: bool) -> None:
         recordings = self._recordings

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memopt.instrument.identity import NO_STORAGE, parts_of
 from memopt.instrument.memory.buckets import BUCKET
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, version_of
 from memopt.profiler.clock import OpClock
@@ -123,7 +124,7 @@ class StorageRows:
                 not self._is_there(storage.device) or not storage.data_ptr()
             ):
                 return None
-        except (NotImplementedError, RuntimeError, AttributeError, ValueError):
+        except NO_STORAGE:
             return None
         return storage
 
@@ -243,14 +244,14 @@ class StorageRows:
 
     def know(self, tensor: Tensor, category: str, name: str) -> None:
         """Tell what `tensor` is: its storage is in the trace even if no op touches it."""
-        for part in _parts(tensor):
+        for part in parts_of(tensor):
             number = self.row_of(part)
             if number >= 0:
                 _name(self.rows[number], category, name)
 
     def know_again(self, tensor: Tensor, category: str, name: str) -> None:
         """As `know`, at the end of a recording: only what it has met, and only what is sure."""
-        for part in _parts(tensor):
+        for part in parts_of(tensor):
             storage = self._storage_of(part)
             number = self._numbers.get(storage._cdata) if storage is not None else None
             if number is None:
@@ -270,17 +271,6 @@ def _name(row: StorageRow, category: str, name: str) -> None:
         row.category, row.name = category, name
     elif not row.name and row.category == category:
         row.name = name
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """`tensor`, or the tensors that a wrapper such as DTensor holds."""
-    if type(tensor) in PLAIN_TYPES or not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    try:
-        names = tensor.__tensor_flatten__()[0]
-        return [part for name in names for part in _parts(getattr(tensor, name))]
-    except Exception:
-        return []
 
 
 def describe(tensor: Tensor) -> str:

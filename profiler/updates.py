@@ -10,9 +10,17 @@ import torch
 from torch import Tensor
 
 from memopt.instrument.iterations import Iterations
-from memopt.instrument.stepping.cleared import NOT_CLEARED, is_cleared
 from memopt.instrument.stepping.gradient_reads import GradientReads, gradient_of
 from memopt.instrument.stepping.in_pieces import why_not as why_not_in_pieces
+from memopt.instrument.stepping.premises import (
+    ADD_UP,
+    HOOKED,
+    KEEPS_GRAPH,
+    is_hooked,
+    looks_at_gradients,
+    optimizer_ahead,
+    whole_gradient,
+)
 from memopt.instrument.stepping.single_parameter_step import (
     all_cleared,
     is_steady,
@@ -20,8 +28,6 @@ from memopt.instrument.stepping.single_parameter_step import (
     several_processes,
     why_not,
 )
-from memopt.instrument.stepping.source_mentions_gradients import speaks_of_gradients
-from memopt.instrument.stepping.step_after_backward import caller_of_backward, find, step_ahead_of
 from memopt.profiler.recorder import Recorder
 from memopt.updates import Updates
 
@@ -33,7 +39,7 @@ class UpdateWatch:
         self._recorder, self._iterations = recorder, iterations
         self._optimizer: torch.optim.Optimizer | None = optimizer
         self._reads = GradientReads(self)
-        self._refused = why_not(optimizer) or _looks_at_gradients()
+        self._refused = why_not(optimizer) or looks_at_gradients()
         self._gradients_stay = "several processes train together" if several_processes() else ""
         self._handles: list[Any] = []
         self._old: list[int] = []
@@ -50,8 +56,8 @@ class UpdateWatch:
         met = self._recorder.met
         self._old = [met.row_of(found) for each in parameters if (found := gradient_of(each)) is not None]
         for each in parameters:
-            if each._post_accumulate_grad_hooks:
-                self._refuse("the script hooks its gradients", of_both=True)
+            if is_hooked(each):
+                self._refuse(HOOKED, of_both=True)
             if each.requires_grad and each.is_leaf:
                 self._handles.append(each.register_post_accumulate_grad_hook(self._ready))
         self._reads.install()
@@ -99,27 +105,19 @@ class UpdateWatch:
 
     def backward_begins(self, *, keep_graph: bool, create_graph: bool) -> None:
         if keep_graph or create_graph:
-            self._refuse("backward keeps its graph", of_both=True)
+            self._refuse(KEEPS_GRAPH, of_both=True)
         assert self._optimizer is not None
         if not all_cleared(self._optimizer):
-            self._refuse("gradients are not cleared to none before backward", of_both=True)
-        frame = caller_of_backward()
-        ahead = step_ahead_of(frame) if frame is not None else None
-        if frame is None or ahead is None:
-            self._refuse("backward is not called by the script itself")
-        elif not ahead.path:
-            self._refuse(f"between backward and the step the script does something else ({ahead.where})")
-        elif find(frame, ahead.path) is not self._optimizer:
-            self._refuse("what is stepped after backward cannot be told before")
-        elif not is_cleared(frame, self._optimizer):
-            self._refuse(NOT_CLEARED)
+            self._refuse(ADD_UP, of_both=True)
+        ahead, why = optimizer_ahead()
+        if ahead is not self._optimizer:
+            self._refuse(why or "another optimizer is stepped after backward")
 
     def _ready(self, parameter: Tensor) -> None:
-        gradient = gradient_of(parameter)
-        rows = self._recorder.met.row_of
+        gradient, rows = whole_gradient(parameter), self._recorder.met.row_of
         if self._iterations.nested or id(parameter) in self._rows:
             self._refuse("backward is called inside backward", of_both=True)
-        elif gradient is None or gradient.layout is not torch.strided:
+        elif gradient is None:
             self._refuse("a gradient is sparse", of_both=True)
         elif self._is_steady(parameter):
             self._rows[id(parameter)] = rows(parameter), rows(gradient), len(self._recorder.ops)
@@ -166,8 +164,3 @@ def watch_updates(recorder: Recorder, iterations: Iterations) -> UpdateWatch | N
     watch = UpdateWatch(recorder, iterations, optimizer)
     watch.begin()
     return watch
-
-
-def _looks_at_gradients() -> str:
-    where = speaks_of_gradients()
-    return f"the script may look at gradients ({where})" if where else ""

@@ -7,6 +7,7 @@ from collections import defaultdict
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from memopt.codecs.table import CODECS
 from memopt.plan import Action, Plan
 from memopt.reports import verdict
 from memopt.reports.area import Area
@@ -17,16 +18,6 @@ from memopt.trace import Trace
 from memopt.units import format_bytes, format_ms
 
 _WHAT_FITS = 80
-_CODECS = {
-    "nothing": "not held",
-    "predicate": "to 1 bit",
-    "two_valued": "to 1 bit",
-    "pool_index": "to small indices",
-    "narrow_int": "to small integers",
-    "exact_cast": "to 16 bits",
-    "zero_bitmap": "without zeros",
-}
-"""What a codec does to a tensor; each gives back the same bits."""
 
 
 def render_trace(trace: Trace, *, top: int = 10) -> RenderableType:
@@ -116,7 +107,7 @@ def what_it_does(action: Action) -> str:
     if action.kind == "swap":
         return f"swap to {action.tier}"
     if action.kind == "compress":
-        return f"compress ({_CODECS.get(action.codec, action.codec)})"
+        return f"compress ({CODECS[action.codec].effect if action.codec in CODECS else action.codec})"
     if action.kind == "recompute":
         count = len(action.records)
         return f"recompute{' again' if action.again else ''} ({count} op{'s' if count > 1 else ''})"

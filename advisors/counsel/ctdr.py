@@ -26,6 +26,7 @@ from memopt.trace import CATEGORIES
 from memopt.units import format_bytes
 
 RANK = 0.25
+"""Of the channels: a quarter, which is what the advice is an example of; a person chooses by the accuracy that is left."""
 _MOST_ROWS = 8
 """Layers that are named one by one: a table for a screen."""
 _PRODUCTS = ("addmm", "mm", "bmm", "linear", "_addmm_activation", "matmul")

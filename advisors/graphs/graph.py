@@ -22,7 +22,9 @@ SCHEMA: Final = "memopt.graph/1"
 MOST_BYTES_EACH: Final = 2**53
 """Larger than any device, and still exact in every JSON reader."""
 MOST_BYTES_ALL: Final = 2**60
+"""Sums stay inside 64 bits, with room for a plan that makes tensors several times."""
 MOST_MS: Final = 1e12
+"""Thirty years: a time beyond is a mistake in the file, and would drown the others in a sum of floats."""
 
 IntColumn = NDArray[np.int64]
 FloatColumn = NDArray[np.float64]

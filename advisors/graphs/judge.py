@@ -14,6 +14,7 @@ from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.schedule import FREE, IN, OUT, RUN, Step
 
 UNBOUNDED = 2**62
+"""No budget: above any sum of `MOST_BYTES_ALL`, and still inside 64 bits."""
 
 
 class InvalidSchedule(Exception):

@@ -16,7 +16,9 @@ from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.runs import memory_at
 
 EMPTY = -1
+"""A slot in which no op runs."""
 FAR = 2**60
+"""After every slot: what is not read again."""
 ADDED, REMOVED, MOVED = 0, 1, 2
 
 

@@ -14,10 +14,7 @@ from memopt.files import read_bytes, write_atomic
 
 SCHEMA: Final = "memopt.schedule/1"
 
-RUN: Final = 0
-FREE: Final = 1
-OUT: Final = 2
-IN: Final = 3
+RUN, FREE, OUT, IN = range(4)
 VERBS: Final = ("run", "free", "out", "in")
 
 Step = tuple[int, int]

@@ -32,6 +32,7 @@ from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
 
 _MANY = 400
+"""With more candidates, kinds of alike ones are tried first: single ones take too long to weigh."""
 _MOST_FOR_SQUARES = 4000
 """With more candidates, Capuchin, whose picks take the square of their number, is left out."""
 _SHARE_WITHOUT_A_PLAN = 0.4
@@ -51,6 +52,7 @@ _SHARE_FOR_GRAPHS = 0.25
 _LARGE = 8000
 """With more ops than this, an iteration that has rounds is not searched as a whole."""
 _DESCENT_TRIES = 6
+"""Ways in which a plan is torn to reach the next lower target, before the step down is halved."""
 _MET = 1e-5
 """Share above the bound at which a plan is as good as optimal."""
 _QUICK = (

@@ -1,43 +1,24 @@
 """Which codec serves all the readers of a storage, and what it holds and costs, from the trace alone.
 
-Only codecs whose gain is sure before the run: values never read, predicates, pool indices, and the noise of CPU dropout
-(two values by construction). Codecs that depend on the data (`zero_bitmap`, `narrow_int`, `exact_cast`) are left out: a
-profile says nothing of what they would hold.
+What readers need is known of their formulas (`slot_needs`). Where one needs values, a codec of values may serve: dropout's noise on a CPU
+has two by construction, and of others the profile says what it found (`ValueFacts`), which each codec's row takes with a margin.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from memopt.codecs.meta import ITEM_BYTES, TensorMeta, whole_storage
+from memopt.codecs.row import Codec, Params
+from memopt.codecs.table import CODECS
 from memopt.device import Device
-from memopt.estimators.simulator.codec_sizes import (
-    TensorMeta,
-    decode_transient_bytes,
-    decoded_bytes,
-    encode_transient_bytes,
-    pieces_of,
-    predicted_bytes,
-)
-from memopt.estimators.simulator.decision import VALUE_CODECS, Decision
+from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.slot_needs import VALUES, Need, needs_of, weakest_common_codec
 from memopt.estimators.simulator.trace_view import Saved, TraceView
 
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-    "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
-}  # fmt: skip
 _DEFAULT_COPY_RATE = {"cpu": 8e9, "cuda": 5e11}
-"""Bytes per second, where none was measured."""
-_PASSES = {
-    "cpu": {"nothing": (0.0, 0.0), "predicate": (3.0, 1.6), "pool_index": (12.0, 12.0), "two_valued": (3.0, 1.6)},
-    "cuda": {"nothing": (0.0, 0.0), "predicate": (3.7, 1.6), "pool_index": (3.5, 3.0)},
-}  # fmt: skip
-"""How long encoding and decoding take, in copies of the tensor: measured on a CPU; on a GPU what their kernels read and write. Asking a
-16 bit float takes as long as asking one of 32."""
-_QUICKLY_ASKED = {"relu": 2.0, "mask": 1.1}
-"""On a GPU: questions that need no kernel of the reader's."""
-_LAUNCHES = {"predicate": (12, 8), "pool_index": (14, 12)}
-"""Kernels to encode and to decode a piece of a tensor on a GPU."""
+"""Bytes per second, where none was measured: on the low side, so that codecs seem rather dearer than they are."""
 _LAUNCH_MS = 5e-3
 """Of the host for one kernel; the shortest kernels take about as long."""
 
@@ -48,12 +29,23 @@ class CodecChoice:
 
     decision: Decision
     needs: tuple[Need, ...]
-    """In the order of `Saved.slots`."""
+    """In the order of `Saved.slots`. Of a codec of values: values, with what was planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one run of a codec encodes."""
+
+    codec: Codec
+    meta: TensorMeta
+    params: Params
 
 
 def codec_choice(view: TraceView, device: Device, saved: Saved) -> CodecChoice | None:
     """How to hold `saved` in fewer bytes without losing what backward reads; None: only as it is."""
-    if any(_meta(view, slot, device) is None for slot in saved.slots):
+    metas = [_meta(view, slot, device) for slot in saved.slots]
+    known = [meta for meta in metas if meta is not None]
+    if len(known) < len(metas):
         return None
     needs = tuple(slot_need(view, slot) for slot in saved.slots)
     if any(
@@ -61,13 +53,23 @@ def codec_choice(view: TraceView, device: Device, saved: Saved) -> CodecChoice |
         for slot, need in zip(saved.slots, needs, strict=True)
     ):
         return None  # the enforcer checks the call that saves the tensor, and here nobody knows it
-    codec = weakest_common_codec(needs)
-    if codec is None and device.kind == "cpu" and is_dropout_noise(view, saved):
-        codec = "two_valued"  # which two has to be looked up: on a GPU that would wait for the device
+    of_values = {part.codec.name: part for part in _value_codecs(view, device, saved)}
+    codec = weakest_common_codec(needs, of_values)
     if codec is None:
         return None
-    decision = _decision(view, device, saved, codec, needs)
+    if codec in of_values:
+        parts = [of_values[codec]]
+        needs = (_planned(parts[0]),) * len(needs)
+    else:
+        parts = [_Part(CODECS[n.kind], meta, n.parameters) for n, meta in zip(needs, known, strict=True)]
+    if any(_device_type(device) not in part.codec.passes for part in parts):
+        return None
+    decision = _decision(device, codec, parts)
     return CodecChoice(decision, needs) if decision.encoded_bytes < saved.size_bytes else None
+
+
+def _planned(part: _Part) -> Need:
+    return Need(VALUES.kind, tuple((name, value) for name, value in part.params.items() if isinstance(value, int | str)))  # fmt: skip
 
 
 def slot_need(view: TraceView, slot: int) -> Need:
@@ -96,6 +98,31 @@ def siblings(view: TraceView, slot: int) -> list[int]:
     while is_same(last + 1):
         last += 1
     return list(range(first, last + 1))
+
+
+def _value_codecs(view: TraceView, device: Device, saved: Saved) -> Iterator[_Part]:
+    """The codecs of values that may be planned for `saved`, the smallest form first."""
+    found = []
+    for codec in CODECS.values():
+        if codec.of_values and _device_type(device) in codec.passes:
+            part = _value_codec(view, device, saved, codec)
+            if part is not None:
+                found.append(part)
+    yield from sorted(found, key=lambda part: part.codec.held_bytes(part.meta, part.params))
+
+
+def _value_codec(view: TraceView, device: Device, saved: Saved, codec: Codec) -> _Part | None:
+    strings, dtypes = view.trace.strings, {view.trace.slots.dtype[slot] for slot in saved.slots}
+    if len(dtypes) > 1:
+        return None
+    meta = whole_storage(saved.size_bytes, strings[dtypes.pop()].removeprefix("torch."), device.kind)
+    if meta is None:
+        return None
+    if codec.name == "two_valued" and is_dropout_noise(view, saved):
+        return _Part(codec, meta, {})
+    facts = view.value_facts.get(saved.storage)
+    params = codec.planned(facts, meta) if facts is not None and facts.dtype == meta.dtype else None
+    return _Part(codec, meta, params) if params is not None else None
 
 
 def is_dropout_noise(view: TraceView, saved: Saved) -> bool:
@@ -131,43 +158,32 @@ def _meta(view: TraceView, slot: int, device: Device) -> TensorMeta | None:
     )
 
 
-def _decision(view: TraceView, device: Device, saved: Saved, codec: str, needs: tuple[Need, ...]) -> Decision:
-    """Price of `codec`: a storage-wide codec encodes once, the others slot by slot; every unpack decodes."""
-    whole = codec in VALUE_CODECS
-    encoded = transient = decoded = 0
-    encode_ms = decode_ms = 0.0
-    for position, (slot, need) in enumerate(zip(saved.slots, needs, strict=True)):
-        meta = _meta(view, slot, device)
-        assert meta is not None
-        kind = codec if whole else need.kind
-        if not (whole and position):
-            encoded += predicted_bytes(kind, meta, need.parameters)
-            costs = _costs_ms(kind, meta, device, str(need.parameters.get("test")))
-            encode_ms, decode_ms = encode_ms + costs[0], decode_ms + costs[1]
-        transient = max(transient, encode_transient_bytes(kind, meta, need.parameters))
-        decoded = max(
-            decoded,
-            decoded_bytes(kind, meta, need.parameters) + decode_transient_bytes(kind, meta, need.parameters),
-        )
+def _decision(device: Device, name: str, parts: list[_Part]) -> Decision:
+    """Price of codec `name`: one of values encodes once, the others slot by slot; every unpack decodes."""
+    costs = [codec_costs_ms(part.codec, part.meta, device, str(part.params.get("test"))) for part in parts]
     return Decision(
-        kind="drop" if codec == "nothing" else "compress",
-        codec=codec,
-        encoded_bytes=encoded,
-        transient_bytes=transient,
-        decoded_bytes=decoded,
-        encode_ms=encode_ms,
-        decode_ms=decode_ms if whole else decode_ms / max(1, len(saved.slots)),
+        kind="drop" if name == "nothing" else "compress",
+        codec=name,
+        encoded_bytes=sum(p.codec.held_bytes(p.meta, p.params) for p in parts),
+        transient_bytes=max(p.codec.encode_bytes(p.meta, p.params) for p in parts),
+        decoded_bytes=max(
+            p.codec.decoded_bytes(p.meta, p.params) + p.codec.decode_bytes(p.meta, p.params) for p in parts
+        ),
+        encode_ms=sum(encode for encode, _ in costs),
+        decode_ms=sum(decode for _, decode in costs) / len(parts),
     )
 
 
-def _costs_ms(codec: str, meta: TensorMeta, device: Device, test: str) -> tuple[float, float]:
-    """What it takes to encode a tensor, and to decode it."""
-    kind = "cpu" if device.kind == "cpu" else "cuda"
-    encode, decode = _PASSES[kind][codec]
-    asked = meta.cells * (max(4, meta.itemsize) if codec == "predicate" else meta.itemsize)
+def codec_costs_ms(codec: Codec, meta: TensorMeta, device: Device, test: str) -> tuple[float, float]:
+    """What it takes to encode a tensor for a reader with this `test`, and to decode it."""
+    kind = _device_type(device)
     copy_ms = 1000 / (device.copy_bytes_per_s or _DEFAULT_COPY_RATE[kind])
-    if kind == "cpu":
-        return encode * asked * copy_ms, decode * meta.cells * meta.itemsize * copy_ms
-    launched = [_LAUNCH_MS * count * pieces_of(codec, meta) for count in _LAUNCHES.get(codec, (0, 0))]
-    encode = _QUICKLY_ASKED.get(test, encode) if codec == "predicate" else encode
-    return max(launched[0], encode * asked * copy_ms), max(launched[1], decode * asked * copy_ms)
+    passes = codec.passes[kind]
+    return (
+        codec.encoding_ms(meta, passes, copy_ms, _LAUNCH_MS, test),
+        codec.decoding_ms(meta, passes, copy_ms, _LAUNCH_MS),
+    )
+
+
+def _device_type(device: Device) -> str:
+    return "cpu" if device.kind == "cpu" else "cuda"

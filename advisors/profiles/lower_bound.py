@@ -24,8 +24,11 @@ from memopt.estimators.simulator.timeline import REPLAY_MS
 from memopt.estimators.simulator.trace_view import Ints
 
 _MOST_MOMENTS = 90
+"""Each is a row of the program: this bounds its size."""
 _MOST_CELLS = 9000
+"""Moments times candidates, which is the program's size."""
 _MOST_CANDIDATES = 3000
+"""With more, the six moments that are left would tell too little."""
 _SLACK = 1e-5
 """Share by which the solver's own tolerance may have lifted its optimum."""
 

@@ -14,6 +14,7 @@ from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.errors import BudgetInfeasible
 
 _SHARE_OF_THE_FIRST = 0.65
+"""Of the time limit, for the run with the optimizer moved; the rest is for the run as it is, in case that is cheaper."""
 _NEAR = 0.003
 """Share of the step that is not worth another search."""
 
@@ -60,6 +61,7 @@ def plan_moved_at_last(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
 _CHEAP = 0.02
 """Share of the step that is not worth looking at the optimizer's state for."""
 _SHARE_FOR_PIECES = 0.4
+"""Of the time limit, for each way of stepping in pieces: the cheapest that fits ends the search, so that two are the rule."""
 
 
 def plan_with_pieces(

@@ -12,7 +12,7 @@ from functools import cached_property
 from memopt.advisors.clock import now
 from memopt.advisors.profiles.moments import moments_of
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
-from memopt.codecs import CODECS
+from memopt.codecs.table import CODECS
 from memopt.estimators.simulator.chains import Chain
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.in_pieces import Pieces
@@ -123,18 +123,23 @@ def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline
         return []
     if problem.pieces is not None:
         return [_in_pieces(problem, plain, problem.pieces, decisions, timeline)]
-    without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
     count = len(updates.parameter)
     return [
         ScriptAction(
             kind="optimizer",
             what=OPTIMIZER_IN_BACKWARD,
             why=f"gradients of {count} parameters used and freed in backward: {updates.optimizer} gives the same bits one by one",
-            saved_bytes=max(0, without - timeline.peak_bytes),
+            saved_bytes=_saved_by_moving(plain, decisions, timeline),
             parameters=count,
             cost_ms=round(problem.view.trace.step_ms - plain.view.trace.step_ms, 4),
         )
     ]
+
+
+def _saved_by_moving(plain: Problem, decisions: Decisions, timeline: Timeline) -> int:
+    """Bytes by which the peak would rise if the optimizer stepped as in the run as it is."""
+    without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
+    return max(0, without - timeline.peak_bytes)
 
 
 def _in_pieces(
@@ -152,12 +157,11 @@ def _in_pieces(
         if pieces.gradient_bytes:
             moved.append(f"{format_bytes(pieces.gradient_bytes)} of gradients from when they are whole")
         why += f"; {', '.join(moved[not pieces.state_bytes :])}"
-    without = max(plain.run(decisions).peak_bytes, plain.unplanned_peak_bytes if not decisions else 0)
     return ScriptAction(
         kind="optimizer",
         what=OPTIMIZER_IN_PIECES,
         why=why,
-        saved_bytes=max(0, without - timeline.peak_bytes),
+        saved_bytes=_saved_by_moving(plain, decisions, timeline),
         parameters=pieces.parameters,
         cost_ms=round(max(0.0, problem.view.trace.step_ms - plain.view.trace.step_ms), 4),
         piece_bytes=pieces.piece_bytes,
@@ -251,7 +255,7 @@ class _Writer:
     def _slots(self, candidate: Candidate, decision: Decision) -> list[SlotRef]:
         slots = candidate.saved.slots
         codec = candidate.codec
-        if decision.kind not in ("compress", "drop") or codec is None or decision.is_source:
+        if decision.kind not in ("compress", "drop") or codec is None:
             return [self.slot_ref(slot) for slot in slots]
         return [self.slot_ref(slot, need) for slot, need in zip(slots, codec.needs, strict=True)]
 

@@ -34,6 +34,7 @@ MARGIN = 0.005
 LEAST_GAIN = 0.01
 """No plan that lowers the peak by less is worth its hooks."""
 LEAST_SWAP_BYTES = 1 << 20
+"""Smaller ones are not worth the start of a copy and a place in a tier."""
 TIME_LIMIT_S = 8.0
 """How long a search, or a solver, may take; for iterations of more than 8,000 ops see `usual_limit_s`."""
 _REMEMBERED_OPS = 40_000_000
@@ -41,6 +42,7 @@ _REMEMBERED_OPS = 40_000_000
 _COVERED = 0.998
 """Of all bytes with an option; what is left out beyond it is each smaller than a thousandth of the peak, too."""
 _MOST_CANDIDATES = 40_000
+"""The largest; what one of more could save is lost in the margin."""
 
 
 def usual_limit_s(op_count: int) -> float:

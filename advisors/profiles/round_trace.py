@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from memopt.advisors.profiles.rounds import Round
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Csr, Ops, Slots, Storages, Trace, Values
+from memopt.value_facts import ValueFacts
 
 Table = TypeVar("Table", Ops, Values, Storages, Slots)
 
@@ -39,6 +40,7 @@ def trace_of(view: TraceView, rounds: Sequence[Round], time_us: Sequence[float])
         slots=kept.slots_table(),
         step_ms=view.trace.step_ms * (sum(time_us) / total if total > 0 else len(kept.ops) / view.n),
         updates=None,
+        value_facts=kept.value_facts(),
     ), kept.storages
 
 
@@ -105,6 +107,10 @@ class _Kept:
             death_op=[self.last(op) for op in columns.death_op],
             only_saved_from=[self.last(op) for op in columns.only_saved_from],
         )
+
+    def value_facts(self) -> list[ValueFacts]:
+        known = self.view.value_facts
+        return [replace(known[s], storage=number) for number, s in enumerate(self.storages) if s in known]
 
     def slots_table(self) -> Slots:
         """Nothing is to be done with what outlives its round."""

@@ -22,6 +22,7 @@ from memopt.estimators.simulator.timeline import REPLAY_MS
 from memopt.timeline import Timeline
 
 _FLOOR_MS = 0.002
+"""No action is cheaper than so much of the interpreter's time, so that no gain is divided by 0."""
 _NEAR = 2.0
 """An overhead this much larger than the best one may still come down: what does not fit yet waits for its copies."""
 

@@ -1,1 +1,1 @@
-"""`memopt advise`: the command, its words and tables, and what its options lead to."""
+"""`memopt advise`: the command, one file for each of its verbs, its words and tables."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from memopt.cli.advise.comparison_row import Row
+from memopt.cli.advise.one_plan import write_and_show
+from memopt.cli.advise.setting import setting_of
+from memopt.cli.advise.words import with_command
+from memopt.cli.requests import AdviseRequest
 from memopt.errors import BudgetInfeasible, MemoptError, NotPossibleHere, UsageError, enough
 
 if TYPE_CHECKING:
@@ -13,33 +18,23 @@ if TYPE_CHECKING:
     from memopt.plan import Plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What one strategy made of the budget."""
+def compare_strategies(request: AdviseRequest) -> int:
+    """Plan by each, write the fastest plan, show all; gives the exit code."""
+    from memopt.advisors.profiles.problem import kinds_named
 
-    strategy: str
-    plan: Plan | None = None
-    min_peak_bytes: int | None = None
-    """The lowest peak that it found, where that does not fit; what its advice comes to. None: it was not possible here."""
-    advised: bool = False
-    """It advises on the run as a whole: there is a peak, but no plan."""
-    fits: bool = False
-    step_ms: float | None = None
-    why_not: str = ""
-    """Why it was not possible here."""
-    seconds: float = 0.0
-
-    def figures(self) -> dict[str, Any]:
-        return {
-            "strategy": self.strategy,
-            "feasible": self.fits,
-            "predicted_peak_bytes": self.plan.predicted_peak_bytes if self.plan else self.min_peak_bytes,
-            "predicted_step_ms": self.step_ms,
-            "actions": len(self.plan.actions) if self.plan else 0,
-            "advice_only": self.advised,
-            "why_not": self.why_not,
-            "seconds": round(self.seconds, 3),
-        }
+    setting = setting_of(request)
+    budget = setting.budget()
+    rows = compare(setting.adviser, budget.tensors_bytes, request.strategies, kinds_named(request.allow))
+    best = best_of(rows)
+    if best is not None:
+        return write_and_show(setting, best, budget, rows=rows)
+    error = failure(rows, budget.tensors_bytes)
+    setting.tell_no_plan(error, rows)
+    if isinstance(error, BudgetInfeasible):
+        raise with_command(budget.told(error), request)
+    if error is not None:
+        raise error
+    return 0
 
 
 def compare(

@@ -8,75 +8,68 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
 
 from memopt.advisors.counsel.counsel import Advice, Counsel
 from memopt.cli.advise.words import with_command
+from memopt.cli.requests import AdviseRequest
 from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
     from memopt.advisors.lints.registry import Lint
+    from memopt.plan import Plan
 
 
-def study(path: Path, options: dict[str, Any]) -> int:
+def study(request: AdviseRequest) -> int:
     """Print what the strategy finds; gives the exit code."""
     from memopt.advisors.advise import Adviser
-    from memopt.advisors.lints.find import find_lints
     from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed, kinds_named
-    from memopt.cli.advise.given import on_device, room_as_budget, script_stem
-    from memopt.cli.shared.own_files import refuse_foreign
+    from memopt.cli.advise.setting import file_for, lints_of, planned_trace
     from memopt.estimators.hidden.beside_tensors import parse_budget
-    from memopt.trace import load_trace
 
-    counsel = _counsel(options)
-    named, denied = kinds_named(options["allow"]), kinds_named(options["deny"])
+    counsel = _counsel(request)
+    named, denied = kinds_named(request.allow), kinds_named(request.deny)
     if counsel.allows and counsel.allows <= denied:
         raise UsageError(f"{counsel.name} needs {', '.join(sorted(counsel.allows))}, which --deny excludes")
-    room_as_budget(options)
-    trace = on_device(load_trace(path), options["device"])
-    output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.plan.json")
-    if options["output"]:
-        refuse_foreign(output, "memopt.plan", script=trace.script, force=options["force"])
-    usual = allowed((), tuple(options["deny"]))
-    adviser = Adviser(trace, usual, options["time_limit_s"] or TIME_LIMIT_S, str(path))
-    budget = parse_budget(options["budget"] or "100%", trace, unplanned_bytes=adviser.unplanned_peak_bytes)
+    trace = planned_trace(request)
+    output = file_for(request, trace) if request.output else None
+    limit_s = request.time_limit_s or TIME_LIMIT_S
+    adviser = Adviser(trace, allowed((), request.deny), limit_s, str(request.source))
+    budget = parse_budget(request.budget or "100%", trace, unplanned_bytes=adviser.unplanned_peak_bytes)
     problem = adviser.problem(budget.tensors_bytes)
     advice = counsel.study(problem, named - denied)
-    met = options["budget"] is None or advice.peak_bytes <= problem.budget_bytes
-    write = bool(options["output"]) or (advice.enforced and met)
-    if write and not options["output"]:
-        refuse_foreign(output, "memopt.plan", script=trace.script, force=options["force"])
-    lints = [] if trace.partial else find_lints(trace)
-    _print(advice, " ".join(trace.script.argv), output if write and met else None, lints, options)
+    met = request.budget is None or advice.peak_bytes <= problem.budget_bytes
+    if output is None and advice.enforced and met:
+        output = file_for(request, trace)
+    lints, script = lints_of(trace), " ".join(trace.script.argv)
+    _print(advice, script, output if met else None, lints, as_json=request.as_json)
     if not met:
         refused = BudgetInfeasible(
             problem.budget_bytes,
             advice.peak_bytes,
             (f"this is what {counsel.name} comes to; --strategy auto may find a plan",),
         )
-        raise with_command(budget.told(refused), path, options)
-    if write:
+        raise with_command(budget.told(refused), request)
+    if output is not None:
         _write(adviser.write(problem, {}, counsel.name, advice.notes), advice, output)
     return 0
 
 
-def _counsel(options: dict[str, Any]) -> Counsel:
+def _counsel(request: AdviseRequest) -> Counsel:
     from memopt.advisors.registry import counsels
 
-    names = options["strategies"]
+    (wanted,) = request.strategies
     for name in ("pareto", "max_overhead", "max_batch", "explain"):
-        if options[name]:
-            raise UsageError(f"--{name.replace('_', '-')} does not go with --strategy {names[0]}")
-    return counsels()[names[0]]
+        if getattr(request, name):
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --strategy {wanted}")
+    return counsels()[wanted]
 
 
-def _print(
-    advice: Advice, script: str, output: Path | None, lints: list[Lint], options: dict[str, Any]
-) -> None:
-    if options["as_json"]:
+def _print(advice: Advice, script: str, output: Path | None, lints: list[Lint], *, as_json: bool) -> None:
+    if as_json:
         from memopt.reports.formats.summary import encode
 
         figures = {
@@ -93,15 +86,15 @@ def _print(
         }
         click.echo(encode(figures))
         return
-    from memopt.cli.advise.tables import advice_table, lints_table
+    from memopt.cli.advise.setting import tell_lints
+    from memopt.cli.advise.tables import advice_table
     from memopt.cli.shared.console import out
 
     out().print(advice_table(advice, script))
-    if lints:
-        out().print(lints_table(lints))
+    tell_lints(lints, out())
 
 
-def _write(plan: Any, advice: Advice, output: Path) -> None:
+def _write(plan: Plan, advice: Advice, output: Path) -> None:
     from memopt.cli.shared.console import say
 
     plan = msgspec.structs.replace(plan, script_actions=list(advice.actions))

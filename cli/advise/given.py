@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from memopt.trace import Trace
+from memopt.cli.requests import AdviseRequest
+from memopt.devices import find_device
+from memopt.trace import Trace
 
 
-def room_as_budget(options: dict[str, Any]) -> None:
+def room_as_budget(request: AdviseRequest) -> AdviseRequest:
     """Without a goal, the budget is what the named device has room for."""
-    if options["device"] and not any(options[name] for name in ("budget", "max_overhead", "pareto")):
-        from memopt.devices import find_device
-
-        options["budget"] = str(find_device(options["device"]).memory_bytes)
+    if not request.device or request.budget or request.max_overhead or request.pareto:
+        return request
+    return replace(request, budget=str(find_device(request.device).memory_bytes))
 
 
 def on_device(trace: Trace, name: str | None) -> Trace:
     """The trace as the device called `name` would run it."""
     if not name:
         return trace
-    from memopt.devices import find_device
     from memopt.estimators.elsewhere.modelled import model_for_device
 
     return model_for_device(trace, find_device(name))

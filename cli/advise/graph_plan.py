@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,14 +60,10 @@ def advise_graph(
     if schedule is not None:
         refuse_foreign(schedule, "memopt.schedule", graph=graph.name, force=force)
     peak_bytes = unplanned_peak(graph)
-    lowest = is_lowest({"budget": budget, "strategies": names, "max_batch": False})
+    lowest = is_lowest(budget, names)
     budget_bytes = None if lowest else parse_bytes(budget, of_bytes=peak_bytes)
-    options = {
-        **_rates(out_gbps, in_gbps),
-        "allow": kinds,
-        "time_limit_s": time_limit_s,
-    }
-    rows = [_plan(graph, budget_bytes, name, options) for name in names]
+    rates = _rates(out_gbps, in_gbps)
+    rows = [_plan(graph, budget_bytes, name, rates, kinds, time_limit_s) for name in names]
     plans = [row.schedule for row in rows if row.schedule is not None]
     best = min(plans, key=lambda plan: plan.overhead) if plans else None
     budget_bytes = best.budget_bytes if best is not None else budget_bytes or 0
@@ -85,7 +82,7 @@ def advise_graph(
     return 0
 
 
-def _rates(out_gbps: float | None, in_gbps: float | None) -> dict[str, float]:
+def _rates(out_gbps: float | None, in_gbps: float | None) -> tuple[float, float]:
     """Both rates of the link; one that was left out is as the other, which is said."""
     from memopt.cli.shared.console import say
 
@@ -94,10 +91,7 @@ def _rates(out_gbps: float | None, in_gbps: float | None) -> dict[str, float]:
         missing = "--in-gbps" if in_gbps is None else "--out-gbps"
         say(f"{missing} was left out: the link has {known[0]:g} GB/s both ways")
     rate = known[0] if known else 0.0
-    return {
-        "out_gbps": rate if out_gbps is None else out_gbps,
-        "in_gbps": rate if in_gbps is None else in_gbps,
-    }
+    return rate if out_gbps is None else out_gbps, rate if in_gbps is None else in_gbps
 
 
 def _kinds(allow: Sequence[str], deny: Sequence[str]) -> frozenset[str]:
@@ -120,16 +114,29 @@ def _kind(word: str) -> str:
         ) from None
 
 
-def _plan(graph: Graph, budget_bytes: int | None, name: str, options: dict[str, Any]) -> _Row:
+def _plan(
+    graph: Graph,
+    budget_bytes: int | None,
+    name: str,
+    rates: tuple[float, float],
+    kinds: frozenset[str],
+    time_limit_s: float | None,
+) -> _Row:
     """What the strategy makes of the budget; without one, of the smallest peak that it finds."""
     from memopt.advisors.graphs.plan import plan_graph, plan_lowest
 
     begin = time.monotonic()
+    out_gbps, in_gbps = rates
+    plan_it = plan_lowest if budget_bytes is None else partial(plan_graph, budget_bytes=budget_bytes)
     try:
-        if budget_bytes is None:
-            plan = plan_lowest(graph, strategy=name, **options)
-        else:
-            plan = plan_graph(graph, budget_bytes, strategy=name, **options)
+        plan = plan_it(
+            graph,
+            strategy=name,
+            out_gbps=out_gbps,
+            in_gbps=in_gbps,
+            allow=kinds,
+            time_limit_s=time_limit_s,
+        )
     except (BudgetInfeasible, NotPossibleHere) as failure:
         return _Row(strategy=name, seconds=time.monotonic() - begin, failure=failure)
     return _Row(strategy=name, seconds=time.monotonic() - begin, schedule=plan)

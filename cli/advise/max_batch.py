@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memopt.cli.advise.words import with_command
+from memopt.cli.requests import AdviseRequest
 from memopt.errors import BudgetInfeasible, UsageError
 
 if TYPE_CHECKING:
@@ -16,45 +17,39 @@ if TYPE_CHECKING:
     from memopt.advisors.max_batch import Batches, Largest
 
 
-def max_batch(path: Path, options: dict[str, Any]) -> int:
+def max_batch(request: AdviseRequest) -> int:
     """Search, show both, write the plan for the larger batch; gives the exit code."""
-    from memopt.advisors.lints.find import find_lints
     from memopt.advisors.max_batch import Batches
     from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed
-    from memopt.cli.advise.given import on_device, room_as_budget, script_stem
-    from memopt.cli.advise.tables import lints_table
+    from memopt.cli.advise.setting import file_for, lints_of, planned_trace, tell_lints
     from memopt.cli.shared.console import err, say
-    from memopt.cli.shared.own_files import refuse_foreign
     from memopt.estimators.hidden.beside_tensors import parse_budget
-    from memopt.trace import load_trace
 
-    room_as_budget(options)
-    _check_words(options)
-    trace = on_device(load_trace(path), options["device"])
-    output: Path = options["output"] or Path(f"memopt-{script_stem(trace)}.plan.json")
-    refuse_foreign(output, "memopt.plan", script=trace.script, force=options["force"])
-    budget = parse_budget(options["budget"], trace, unplanned_bytes=trace.peak_bytes)
+    typed = _typed_budget(request)
+    trace = planned_trace(request)
+    output = file_for(request, trace)
+    budget = parse_budget(typed, trace, unplanned_bytes=trace.peak_bytes)
     search = Batches(
         trace,
         budget.tensors_bytes,
-        allowed(options["allow"], options["deny"]),
-        options["time_limit_s"] or TIME_LIMIT_S,
-        strategy=(options["strategies"] or ("auto",))[0],
-        flag=options["batch_arg"],
-        profile=str(path),
+        allowed(request.allow, request.deny),
+        request.time_limit_s or TIME_LIMIT_S,
+        strategy=(request.strategies or ("auto",))[0],
+        flag=request.batch_arg,
+        profile=str(request.source),
         say=say,
     )
     plain, planned = search.plain(), search.planned()
-    lints = [] if trace.partial else find_lints(trace)
+    lints = lints_of(trace)
     if planned.plan is None:
-        if lints and not options["as_json"]:
-            err().print(lints_table(lints))
+        if not request.as_json:
+            tell_lints(lints, err())
         refused = BudgetInfeasible(
             search.budget_bytes, planned.peak_bytes, ("not even a batch of 1 fits, with any plan found",)
         )
-        raise with_command(budget.told(refused), path, options)
+        raise with_command(budget.told(refused), request)
     budget.noted(planned.plan).save(output)
-    _print(plain, planned, search.recorded, search.budget_bytes, output, lints, as_json=options["as_json"])
+    _print(plain, planned, search.recorded, search.budget_bytes, output, lints, as_json=request.as_json)
     say(f"wrote {output}")
     _say_what_to_heed(planned, search)
     if _names_the_batch(planned, search):
@@ -62,18 +57,20 @@ def max_batch(path: Path, options: dict[str, Any]) -> int:
     return 0
 
 
-def _check_words(options: dict[str, Any]) -> None:
+def _typed_budget(request: AdviseRequest) -> str:
+    """The budget, of words that go with it. Raises `UsageError`."""
     for name in ("pareto", "max_overhead", "explain"):
-        if options[name]:
+        if getattr(request, name):
             raise UsageError(
                 f"--{name.replace('_', '-')} does not go with --max-batch",
                 why="the batch is what is searched for",
                 try_="--max-batch --budget 16GB",
             )
-    if len(options["strategies"]) > 1:
-        raise UsageError("--max-batch takes one strategy", try_=f"--strategy {options['strategies'][0]}")
-    if options["budget"] is None:
+    if len(request.strategies) > 1:
+        raise UsageError("--max-batch takes one strategy", try_=f"--strategy {request.strategies[0]}")
+    if request.budget is None:
         raise UsageError("--budget is missing", try_="--max-batch --budget 16GB, or --device NAME")
+    return request.budget
 
 
 def _say_what_to_heed(planned: Largest, search: Batches) -> None:
@@ -124,7 +121,7 @@ def _print(
         }
         click.echo(encode(figures))
         return
-    from memopt.cli.advise.tables import lints_table
+    from memopt.cli.advise.setting import tell_lints
     from memopt.cli.shared.console import out
     from memopt.reports.tables import pairs_table, words
     from memopt.units import format_bytes, format_ms
@@ -148,8 +145,7 @@ def _print(
         out().print(
             words(f"With a plan, batches of {untried} were not tried; {planned.first_that_fails} has none.")
         )
-    if lints:
-        out().print(lints_table(lints))
+    tell_lints(lints, out())
 
 
 def _figures(found: Largest) -> dict[str, Any]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from memopt.advisors.explain import Explanation
     from memopt.advisors.frontier import Point
     from memopt.advisors.lints.registry import Lint
-    from memopt.cli.advise.comparison import Row
+    from memopt.cli.advise.comparison_row import Row
     from memopt.plan import Plan
     from memopt.trace import Script
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
+from memopt.cli.requests import AdviseRequest
 from memopt.errors import BudgetInfeasible, UsageError, enough
 from memopt.units import format_bytes
 
@@ -24,31 +24,32 @@ _REPEATED = (
 _NOT_OF_A_GRAPH = ("output", "device", "max_overhead", "pareto", "max_batch", "batch_arg", "explain")
 
 
-def check_words(options: dict[str, Any]) -> None:
+def check_words(request: AdviseRequest) -> None:
     """Raise `UsageError` for what was typed wrongly, before any file is looked at."""
     from memopt.advisors.profiles.problem import kinds_named
     from memopt.advisors.registry import counsels, find_strategy
     from memopt.units import parse_bytes
 
-    for name in options["strategies"]:
+    for name in request.strategies:
         if name not in counsels():
             find_strategy(name)
-    kinds_named(options["allow"]), kinds_named(options["deny"])
-    if options["budget"] is not None and not is_lowest(options):
-        budget = parse_bytes(options["budget"], of_bytes=_ANY_PEAK_BYTES)
-        if budget < _HARDLY_BYTES and options["budget"].strip().isdecimal():
+    kinds_named(request.allow), kinds_named(request.deny)
+    typed = request.budget
+    if typed is not None and not is_lowest(typed, request.strategies, max_batch=request.max_batch):
+        budget = parse_bytes(typed, of_bytes=_ANY_PEAK_BYTES)
+        if budget < _HARDLY_BYTES and typed.strip().isdecimal():
             raise UsageError(
                 f"a budget of {budget} is {budget} bytes",
                 why="a number without a unit is bytes",
                 try_=f"--budget {budget}GB, or --budget {budget}B where that is meant",
             )
-    if options["max_overhead"] is not None:
-        parse_share(options["max_overhead"])
+    if request.max_overhead is not None:
+        parse_share(request.max_overhead)
 
 
-def is_lowest(options: dict[str, Any]) -> bool:
-    """Is the smallest peak asked for? Raises `UsageError` where that goes with something else."""
-    budget = (options["budget"] or "").strip().lower()
+def is_lowest(typed: str | None, strategies: Sequence[str], *, max_batch: bool = False) -> bool:
+    """Does the budget `typed` ask for the smallest peak? Raises `UsageError` where that goes with something else."""
+    budget = (typed or "").strip().lower()
     if _ZERO.fullmatch(budget):
         raise UsageError(
             f"a budget of {budget} cannot be met",
@@ -57,7 +58,7 @@ def is_lowest(options: dict[str, Any]) -> bool:
         )
     if budget != LOWEST:
         return False
-    if len(options["strategies"]) > 1 or options["max_batch"]:
+    if len(strategies) > 1 or max_batch:
         raise UsageError(
             "--budget min asks for the smallest peak of one plan",
             why="the largest batch and a comparison of strategies need one budget",
@@ -66,17 +67,17 @@ def is_lowest(options: dict[str, Any]) -> bool:
     return True
 
 
-def with_command(error: BudgetInfeasible, source: Path, options: dict[str, Any]) -> BudgetInfeasible:
+def with_command(error: BudgetInfeasible, request: AdviseRequest) -> BudgetInfeasible:
     """`error`, whose last line is the command for the nearest budget that a plan was found for."""
-    words = ["memopt", "advise", *(["--graph"] if options["graph"] else []), str(source)]
-    words += ["--max-batch"] if options["max_batch"] else []
+    words = ["memopt", "advise", *(["--graph"] if request.graph else []), str(request.source)]
+    words += ["--max-batch"] if request.max_batch else []
     words += enough(error.min_peak_bytes).split()
     for name, flag in _REPEATED:
-        given = options[name]
+        given = getattr(request, name)
         for each in given if isinstance(given, tuple) else () if given is None else (given,):
             words += [flag, f"{each:g}" if isinstance(each, float) else str(each)]
     error.try_ = shlex.join(words)
-    error.what = _as_typed(error, options["budget"] or "")
+    error.what = _as_typed(error, request.budget or "")
     return error
 
 
@@ -126,16 +127,16 @@ def parse_share(text: str) -> float:
     return share
 
 
-def check_graph_words(profile: Path | None, options: dict[str, Any]) -> None:
+def check_graph_words(request: AdviseRequest) -> None:
     """Raise `UsageError` for what does not go with `--graph`."""
-    if profile is not None:
+    if request.profile is not None:
         raise UsageError(
             "--graph is planned instead of a profile",
-            why=f"{profile} was given too",
+            why=f"{request.profile} was given too",
             try_="memopt advise --graph FILE --budget B, without a profile",
         )
     for name in _NOT_OF_A_GRAPH:
-        if options[name]:
+        if getattr(request, name):
             raise UsageError(
                 f"--{name.replace('_', '-')} does not go with --graph",
                 why="it is for profiles",
@@ -143,9 +144,17 @@ def check_graph_words(profile: Path | None, options: dict[str, Any]) -> None:
             )
 
 
-def check_goal(options: dict[str, Any], strategies: tuple[str, ...]) -> None:
+def check_of_profiles(request: AdviseRequest) -> None:
+    """Raise `UsageError` for what goes with `--graph` alone."""
+    for name in ("schedule", "out_gbps", "in_gbps"):
+        if getattr(request, name) is not None:
+            raise UsageError(f"--{name.replace('_', '-')} goes with --graph", try_="--graph graph.json")
+
+
+def check_goal(request: AdviseRequest) -> None:
     """Raise `UsageError` unless exactly one goal is set, and one that goes with the rest."""
-    goals = [name for name in ("budget", "max_overhead", "pareto") if options[name]]
+    strategies = request.strategies
+    goals = [goal for goal in (request.budget, request.max_overhead, request.pareto) if goal]
     if len(goals) != 1:
         what = "choose one goal" if goals else "--budget is missing"
         raise UsageError(
@@ -153,13 +162,13 @@ def check_goal(options: dict[str, Any], strategies: tuple[str, ...]) -> None:
             why="a plan meets a budget, or a limit on the time it may cost, or shows the curve of both",
             try_="--budget 16GB, --max-overhead 10% or --pareto",
         )
-    if len(strategies) > 1 and options["budget"] is None:
+    if len(strategies) > 1 and request.budget is None:
         raise UsageError(
             "several strategies are compared at one budget",
             why=f"{' and '.join(strategies)} were asked for",
             try_="--budget 16GB, or one --strategy",
         )
-    if options["explain"] and (options["pareto"] or len(strategies) > 1):
+    if request.explain and (request.pareto or len(strategies) > 1):
         raise UsageError(
             "--explain tells of one plan", why="several are made", try_="one --strategy and one --budget"
         )

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from memopt.cli.on_oom import leaving_traces
+from memopt.cli.requests import RunRequest
 from memopt.cli.shared.device_here import require_device
 from memopt.cli.shared.numbers import Real
+from memopt.cli.shared.swap_dir import require_folder
 from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("-m", "as_module", is_flag=True, help="SCRIPT is a module's name, as in python -m.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run(script: str, args: tuple[str, ...], **options: Any) -> int:
+def run(**options: Any) -> int:
     """Run a training SCRIPT within a memory budget, with the same results.
 
     SCRIPT runs once, unmodified, with all that follows it as its own arguments; output, exit code and signals stay its
@@ -51,62 +53,56 @@ def run(script: str, args: tuple[str, ...], **options: Any) -> int:
     from memopt.files import refuse_overwrite
     from memopt.instrument.script.runner import Command, find_source
 
-    _check(options)
-    command = Command((script, *args), as_module=options["as_module"])
+    request = RunRequest(**options)
+    _check(request)
+    command = Command((request.script, *request.args), as_module=request.as_module)
     find_source(command)
-    kinds_named(options["allow"])
-    kinds_named(options["deny"])
-    outcome_path = options["outcome_path"]
+    kinds_named(request.allow)
+    kinds_named(request.deny)
+    outcome_path = request.outcome_path
     if outcome_path is not None:
         outcome_path = path_of_rank(str(outcome_path), ".json")
-        refuse_overwrite(outcome_path, force=options["force"])
-    if options["online"] and options["dry_run"]:
+        refuse_overwrite(outcome_path, force=request.force)
+    if request.online and request.dry_run:
         raise UsageError("--dry-run shows a plan, and --online makes none", try_="one of the two")
-    if options["dry_run"]:
+    if request.dry_run:
         from memopt.cli.run.dry import dry_run
 
-        return dry_run(command, options)
-    conditions = {name: options[name] for name in ("budget", "device", "allow", "deny")}
+        return dry_run(command, request)
+    conditions = {name: getattr(request, name) for name in ("budget", "device", "allow", "deny")}
     cache = Cache(command, conditions)
-    if options["fresh"]:
+    if request.fresh:
         cache.forget()
-    return _Run(command, _wishes(options), cache, outcome_path, quiet=options["quiet"]).run()
+    return _Run(command, _wishes(request), cache, outcome_path, quiet=request.quiet).run()
 
 
-def _check(options: dict[str, Any]) -> None:
+def _check(request: RunRequest) -> None:
     """Raises `UsageError` for what cannot be meant, before anything runs."""
-    from memopt.files import swap_folder
     from memopt.units import parse_bytes
 
-    if options["budget"] is not None:
-        parse_bytes(options["budget"], of_bytes=None if options["online"] else 2**40)
-    if options["device"] is not None:
-        require_device(options["device"], f"nothing can be held on {options['device']}", try_="memopt run without --device")  # fmt: skip
-    folder = swap_folder(options["swap_dir"])
-    if options["swap_dir"] is not None and not folder.is_dir():
-        raise UsageError(
-            f"nothing can be swapped to {options['swap_dir']}",
-            why="there is no such folder",
-            try_=f"mkdir -p {options['swap_dir']}",
-        )
+    if request.budget is not None:
+        parse_bytes(request.budget, of_bytes=None if request.online else 2**40)
+    if request.device is not None:
+        require_device(request.device, f"nothing can be held on {request.device}", try_="memopt run without --device")  # fmt: skip
+    require_folder(request.swap_dir)
 
 
-def _wishes(options: dict[str, Any]) -> Wishes:
+def _wishes(request: RunRequest) -> Wishes:
     from memopt.cli.run.phases import Wishes
     from memopt.enforcers.tiers.per_device import offload_tier
     from memopt.files import swap_folder
 
-    folder = swap_folder(options["swap_dir"])
+    folder = swap_folder(request.swap_dir)
     return Wishes(
-        budget=options["budget"],
-        device=options["device"] or "",
+        budget=request.budget,
+        device=request.device or "",
         swap_dir=folder,
-        allow=options["allow"],
-        deny=options["deny"],
-        time_limit_s=options["time_limit_s"],
-        measure=not options["no_measure"],
+        allow=request.allow,
+        deny=request.deny,
+        time_limit_s=request.time_limit_s,
+        measure=not request.no_measure,
         offload=lambda: offload_tier(folder),
-        online=options["online"],
+        online=request.online,
     )
 
 

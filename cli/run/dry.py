@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from memopt.cli.requests import RunRequest
 from memopt.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from memopt.trace import Trace
 
 
-def dry_run(command: Command, options: dict[str, Any]) -> int:
+def dry_run(command: Command, request: RunRequest) -> int:
     """Run the script until an iteration is recorded, and show on stderr what `memopt run` would do. 3 where the budget cannot be met."""
     from memopt.cli.shared.console import err, say
     from memopt.files import swap_folder
@@ -23,7 +24,7 @@ def dry_run(command: Command, options: dict[str, Any]) -> int:
     from memopt.profiler.session import ProfileSession
     from memopt.reports.terminal import render_plan
 
-    wanted = Wanted(swap_dir=swap_folder(options["swap_dir"]), device=options["device"] or "")
+    wanted = Wanted(swap_dir=swap_folder(request.swap_dir), device=request.device or "")
     session = ProfileSession(command, wanted)
     session.install()
     pid = os.getpid()
@@ -40,20 +41,20 @@ def dry_run(command: Command, options: dict[str, Any]) -> int:
             )
         )
         return code or RunFailed.exit_code
-    plan = _plan(trace, options)
+    plan = _plan(trace, request)
     err().print(render_plan(plan, top=10))
     from memopt.advisors.best_effort import NOT_MET
 
     return 3 if any(note.startswith(NOT_MET) for note in plan.notes) else 0
 
 
-def _plan(trace: Trace, options: dict[str, Any]) -> Plan:
+def _plan(trace: Trace, request: RunRequest) -> Plan:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.best_effort import best_effort
     from memopt.advisors.profiles.problem import allowed, usual_limit_s
     from memopt.instrument.memory.room import free_bytes
 
-    limit_s = options["time_limit_s"] or usual_limit_s(trace.op_count)
-    adviser = Adviser(trace, allowed(options["allow"], options["deny"]), limit_s, str(Path.cwd()))
-    budget = options["budget"] or str(free_bytes(trace.device.kind) or trace.peak_bytes)
+    limit_s = request.time_limit_s or usual_limit_s(trace.op_count)
+    adviser = Adviser(trace, allowed(request.allow, request.deny), limit_s, str(Path.cwd()))
+    budget = request.budget or str(free_bytes(trace.device.kind) or trace.peak_bytes)
     return best_effort(adviser, budget)

@@ -18,6 +18,7 @@ import msgspec
 from memopt.advisors.background import Background
 from memopt.cli.run.cache import Cache
 from memopt.errors import MemoptError
+from memopt.instrument.loop import Loop
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.instrument.script.runner import Command
 from memopt.instrument.script.signals import before_terminating
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from memopt.enforcers.guard import Guard
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.session import ApplySession
-    from memopt.instrument.loop import Loop
     from memopt.outcome import Outcome
     from memopt.plan import Plan
     from memopt.profiler.offload import OpenTier
@@ -159,24 +159,8 @@ class Phases:
         self._guard(self._begin)
 
     def _begin(self) -> None:
-        from memopt.instrument.torch_internals import WATCH, require
-
-        require(WATCH)
-        from memopt.instrument.as_plain import PlainForms
-        from memopt.instrument.frames import Frames
-        from memopt.instrument.iterations import Iterations
-        from memopt.instrument.loop import Loop
-        from memopt.instrument.script.script_profiler import watch
-
-        watch()
-        frames = Frames()
-        frames.install()
         plan = self._kept_plan()
-        iterations = Iterations(self, frames.thread, optimizers=plan.optimizers if plan is not None else 0)
-        iterations.install()
-        forms = PlainForms()
-        forms.install()
-        self._loop = Loop(frames, iterations, forms)
+        self._loop = Loop.start(self, optimizers=plan.optimizers if plan is not None else 0)
         if plan is not None:
             self.course.from_cache = True
             self._enforce(plan)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memopt.estimators.simulator.codec_sizes import CHUNK_CELLS, GPU_CHUNK_CELLS, TensorMeta
+from memopt.codecs.meta import CHUNK_CELLS, GPU_CHUNK_CELLS, TensorMeta
 from memopt.instrument import ops
 
 _BIT_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}

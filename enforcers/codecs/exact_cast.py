@@ -17,7 +17,6 @@ from memopt.enforcers.codecs.encoded import (
 )
 
 name = "exact_cast"
-of_values = True
 
 _HALVES = {torch.float32: (torch.bfloat16, torch.float16), torch.float64: (torch.float32,)}
 

@@ -1,4 +1,8 @@
-"""Integers that fit a narrower type (class labels, sort and gather indices): held narrow, widened for their reader."""
+"""Integers that fit a narrower type (class labels, sort and gather indices): held narrow, widened for their reader.
+
+With `narrow_dtype` they are held in the type that was planned, so that every iteration takes the same bytes; in a wider one where they do
+not fit it.
+"""
 
 from __future__ import annotations
 
@@ -6,33 +10,27 @@ from collections.abc import Mapping
 
 import torch
 
+from memopt.codecs.of_values import NARROWER, narrowest
 from memopt.enforcers.codecs.encoded import Encoded, cells_of, is_plain, meta_of, new_cells
 
 name = "narrow_int"
-of_values = True
-
-_NARROWER = (torch.uint8, torch.int16, torch.int32)
 
 
 def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None:
     if not is_plain(tensor) or tensor.dtype not in (torch.int64, torch.int32, torch.int16):
         return None
     meta, cells = meta_of(tensor), cells_of(tensor)
-    narrow = _narrowest(cells)
-    if narrow is None or narrow.itemsize >= meta.itemsize:
+    narrow = _type_for(cells, str(params.get("narrow_dtype")))
+    if narrow is None or (dtype := getattr(torch, narrow)).itemsize >= meta.itemsize:
         return None
-    return Encoded(name, meta, (cells.to(narrow),), {"narrow_dtype": str(narrow).removeprefix("torch.")})
+    return Encoded(name, meta, (cells.to(dtype),), {"narrow_dtype": narrow})
 
 
-def _narrowest(cells: torch.Tensor) -> torch.dtype | None:
-    if not cells.numel():
-        return torch.uint8
-    low, high = (int(v) for v in torch.stack(torch.aminmax(cells)).tolist())
-    for dtype in _NARROWER:
-        info = torch.iinfo(dtype)
-        if info.min <= low and high <= info.max:
-            return dtype
-    return None
+def _type_for(cells: torch.Tensor, planned: str) -> str | None:
+    """The name of the narrowest type that holds `cells`, or of the planned one where that does."""
+    low, high = (int(v) for v in torch.stack(torch.aminmax(cells)).tolist()) if cells.numel() else (0, 0)
+    least, most = NARROWER.get(planned, (1, 0))
+    return planned if least <= low and high <= most else narrowest(low, high)
 
 
 def decode(encoded: Encoded) -> torch.Tensor:

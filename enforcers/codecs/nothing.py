@@ -11,11 +11,10 @@ from collections.abc import Mapping
 
 import torch
 
+from memopt.codecs.of_readers import is_empty_stand_in
 from memopt.enforcers.codecs.encoded import Encoded, is_plain, meta_of, new_cells
-from memopt.estimators.simulator.codec_sizes import is_empty_stand_in
 
 name = "nothing"
-of_values = False
 
 _PROVEN_ON = ("2.10.", "2.11.", "2.12.", "2.13.")
 """Releases with which every row of `slot_needs.SLOT_NEEDS` has run its real backward on 0 bytes (`tests/enforcers/test_codecs.py`)."""

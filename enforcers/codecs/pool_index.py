@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from memopt.codecs.meta import CHUNK_CELLS
 from memopt.enforcers.codecs.bits import pack_nibbles, unpack_nibbles
 from memopt.enforcers.codecs.encoded import Encoded, is_plain, meta_of, new_cells
-from memopt.estimators.simulator.codec_sizes import CHUNK_CELLS
 
 name = "pool_index"
-of_values = False
 
 
 @dataclass(frozen=True, slots=True)

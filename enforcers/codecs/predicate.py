@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memopt.codecs.meta import bitmap_bytes
 from memopt.enforcers.codecs.bits import fill_by_bits, pack_bits
 from memopt.enforcers.codecs.encoded import (
     Encoded,
@@ -24,10 +25,8 @@ from memopt.enforcers.codecs.encoded import (
     meta_of,
     new_cells,
 )
-from memopt.estimators.simulator.codec_sizes import bitmap_bytes
 
 name = "predicate"
-of_values = False
 
 _aten = torch.ops.aten
 _SURE_OF_NAN = frozenset({"relu", "threshold", "mask"})

@@ -56,8 +56,11 @@ def hold(ref: SlotRef, call: Call | None) -> bool:
             and not _is_default_stride(call.given, name, value)
         ):
             return False
-    places = list(call.given.values())
-    for row in SLOT_NEEDS.get(f"{ref.node}.{ref.slot}", ()):
+    places, rows = list(call.given.values()), SLOT_NEEDS.get(f"{ref.node}.{ref.slot}", ())
+    left_out = {name for row in rows if row.kind == ref.need for name in row.takes} - set(ref.params)
+    if any(_find(call.given, name) is not None for name in left_out):
+        return False  # a bound that there was not
+    for row in rows:
         if row.evaluating and call.given.get("training", call.given.get("train")) is not False:
             return False
         for place in row.frozen_inputs:

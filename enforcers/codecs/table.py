@@ -1,11 +1,10 @@
-"""The codecs by name, and what they look like: a module with `encode` and `decode`, pure and exact.
+"""Encode and decode by a codec's name. Its row is in `memopt.codecs.table`, its module here has `encode` and `decode`, pure and exact.
 
-A new codec is one file (copy `two_valued.py`), one line in `CODECS`, its sizes in `codec_sizes.py`, and, if it serves
-only certain readers, rows in `slot_needs.py`. Two kinds:
+Two kinds (`Codec.of_values`):
 
-* *per reader* (`nothing`, `predicate`, `pool_index`): encode the tensor that was saved, with the parameters of its `Need`;
+* *of readers* (`nothing`, `predicate`, `pool_index`): encode the tensor that was saved, with the parameters of its `Need`;
 * *of values* (`two_valued`, `narrow_int`, `exact_cast`, `zero_bitmap`): any reader; encode `flat_storage(tensor)` once for all
-  views of the storage, or a single tensor. They look at the data, so the profile proposes and `encode` may still decline.
+  views of the storage, or a single tensor. They look at the data: the profile proposes, and `encode` may still decline.
 
 They hold when backward is differentiated too (`create_graph=True`): what it reads then was proven by `tests/enforcers/test_breaker_enforce.py`.
 """
@@ -13,26 +12,18 @@ They hold when backward is differentiated too (`create_graph=True`): what it rea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from importlib import import_module
+from typing import Protocol, cast
 
 import torch
 
-from memopt.enforcers.codecs import exact_cast as _exact_cast
-from memopt.enforcers.codecs import narrow_int as _narrow_int
-from memopt.enforcers.codecs import nothing as _nothing
-from memopt.enforcers.codecs import pool_index as _pool_index
-from memopt.enforcers.codecs import predicate as _predicate
-from memopt.enforcers.codecs import two_valued as _two_valued
-from memopt.enforcers.codecs import zero_bitmap as _zero_bitmap
-from memopt.enforcers.codecs.encoded import Encoded
+from memopt.codecs.table import CODECS
+from memopt.enforcers.codecs.encoded import Encoded, meta_of
 from memopt.estimators.simulator.slot_needs import Need
 
 
-class Codec(Protocol):
+class CodecModule(Protocol):
     """What a module of a codec offers."""
-
-    name: str
-    of_values: bool
 
     def encode(self, tensor: torch.Tensor, params: Mapping[str, object], /) -> Encoded | None:
         """The encoded tensor, or None: keep it. Never changes `tensor`."""
@@ -41,16 +32,16 @@ class Codec(Protocol):
         """A fresh tensor with the size, strides, offset, dtype and device of the original. May be called again."""
 
 
-CODECS: dict[str, Codec] = {
-    codec.name: codec
-    for codec in (_nothing, _predicate, _pool_index, _two_valued, _narrow_int, _exact_cast, _zero_bitmap)
+MODULES: dict[str, CodecModule] = {
+    name: cast(CodecModule, import_module(f"memopt.enforcers.codecs.{name}")) for name in CODECS
 }
+"""Imported at once: no script should meet an import in the middle of its forward."""
 
 
 @torch.no_grad()
 def encode(name: str, tensor: torch.Tensor, params: Mapping[str, object] | None = None) -> Encoded | None:
     """`tensor` under codec `name`, or None where it does not apply to this tensor or these data: keep it then."""
-    return CODECS[name].encode(tensor.detach(), params or {})
+    return MODULES[name].encode(tensor.detach(), params or {})
 
 
 @torch.no_grad()
@@ -62,39 +53,12 @@ def encode_for(need: Need, tensor: torch.Tensor) -> Encoded | None:
 @torch.no_grad()
 def decode(encoded: Encoded) -> torch.Tensor:
     """What backward may be given in place of the tensor."""
-    return CODECS[encoded.codec].decode(encoded)
+    return MODULES[encoded.codec].decode(encoded)
 
 
-def measure_value_codecs(tensor: torch.Tensor) -> tuple[tuple[str, int], ...]:
-    """(codec, bytes) for every value codec that takes these data, smallest first: what a profile should offer a planner."""
-    found = [(name, _measure(codec, tensor.detach())) for name, codec in CODECS.items() if codec.of_values]
-    return tuple(sorted(((name, held) for name, held in found if held is not None), key=lambda pair: pair[1]))
-
-
-@torch.no_grad()
-def _measure(codec: Codec, tensor: torch.Tensor) -> int | None:
-    if codec is CODECS["zero_bitmap"]:
-        return _zero_bitmap.measure(tensor, {})
-    encoded = codec.encode(tensor, {})
-    return None if encoded is None else encoded.encoded_bytes
-
-
-def attributes_of(node: Any) -> dict[str, object]:
-    """What `slot_needs.needs_of` wants to know of an autograd node: its plain saved attributes, `<slot>.size` of its saved
-    tensors, and `needs_input_grad`. Reading a saved tensor runs its unpack hook."""
-    found: dict[str, object] = {
-        "needs_input_grad": tuple(following is not None for following, _ in node.next_functions)
-    }
-    for attribute in dir(type(node)) or dir(node):
-        if not attribute.startswith("_saved_"):
-            continue
-        try:
-            value = getattr(node, attribute)
-        except RuntimeError:  # freed, or modified in place since
-            continue
-        slot = attribute.removeprefix("_saved_")
-        if isinstance(value, torch.Tensor):
-            found[f"{slot}.size"] = tuple(value.size())
-        elif value is None or isinstance(value, bool | int | float | str | tuple):
-            found[slot] = value
-    return found
+def bytes_beyond(
+    name: str, tensor: torch.Tensor, params: Mapping[str, object], encoded: Encoded | None
+) -> int:
+    """By how much what is held of `tensor` (`encoded`, or the tensor itself) passes what was planned for, with `params`."""
+    held = tensor.nbytes if encoded is None else encoded.encoded_bytes
+    return max(0, held - CODECS[name].held_bytes(meta_of(tensor), params))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from memopt.codecs.meta import bitmap_bytes
 from memopt.enforcers.codecs.bits import fill_by_bits, first_set, pack_bits, quick_row
 from memopt.enforcers.codecs.encoded import (
     Encoded,
@@ -19,10 +20,8 @@ from memopt.enforcers.codecs.encoded import (
     meta_of,
     new_cells,
 )
-from memopt.estimators.simulator.codec_sizes import bitmap_bytes
 
 name = "two_valued"
-of_values = True
 
 
 def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None:

@@ -21,18 +21,15 @@ from torch import Tensor
 
 from memopt.errors import NotPossibleHere
 from memopt.instrument.iterations import Iterations
-from memopt.instrument.stepping.cleared import NOT_CLEARED, is_cleared
-from memopt.instrument.stepping.gradient_reads import GradientReads, gradient_of, let_go
+from memopt.instrument.stepping.gradient_reads import GradientReads, let_go
+from memopt.instrument.stepping.premises import KEEPS_GRAPH, not_fresh, optimizer_ahead, whole_gradient
 from memopt.instrument.stepping.single_parameter_step import (
     Group,
-    all_cleared,
     is_steady,
     parameters_of,
     step_one,
     why_not,
 )
-from memopt.instrument.stepping.source_mentions_gradients import speaks_of_gradients
-from memopt.instrument.stepping.step_after_backward import caller_of_backward, find, step_ahead_of
 from memopt.instrument.torch_internals import storage_use_count
 
 
@@ -88,12 +85,10 @@ class OptimizerInBackward:
         """Find out whether this call may step an optimizer."""
         if self._step_due:
             self._break("the script calls backward again without the step that was to come")
-        optimizer = None if keep_graph or create_graph else self._optimizer_ahead()
-        if optimizer is None:
-            return
-        reason = self._why_not_now(optimizer)
-        if reason:
-            self.declined[reason] += 1
+        optimizer, why = (None, KEEPS_GRAPH) if keep_graph or create_graph else optimizer_ahead()
+        why = why if optimizer is None else self._why_not_now(optimizer)
+        if optimizer is None or why:
+            self.declined[why] += 1
             return
         self._armed = optimizer
         self._groups = {
@@ -103,37 +98,12 @@ class OptimizerInBackward:
         }
         self._hook(optimizer)
 
-    def _optimizer_ahead(self) -> torch.optim.Optimizer | None:
-        frame = caller_of_backward()
-        if frame is None:
-            return None
-        ahead = step_ahead_of(frame)
-        if not ahead.path:
-            self.declined[
-                f"between backward and the step the script does something else ({ahead.where})"
-            ] += 1
-            return None
-        found = find(frame, ahead.path)
-        if not isinstance(found, torch.optim.Optimizer):
-            return None
-        words = speaks_of_gradients()
-        if words or not is_cleared(frame, found):
-            self.declined[f"the script may look at gradients ({words})" if words else NOT_CLEARED] += 1
-            return None
-        return found
-
     def _why_not_now(self, optimizer: torch.optim.Optimizer) -> str:
         if optimizer not in self._stepped:
             return "the optimizer's first step is its own"
         if len(self._stepped) > 1:
             return "several optimizers train"
-        if not all_cleared(optimizer):
-            return "gradients add up over several backward calls"
-        others = any(
-            set(each._post_accumulate_grad_hooks or ()) - self._our_hook(each)
-            for _, each in parameters_of(optimizer)
-        )
-        return "the script hooks its gradients" if others else why_not(optimizer)
+        return not_fresh(optimizer, self._our_hook) or why_not(optimizer)
 
     def _our_hook(self, parameter: Tensor) -> set[int]:
         known = self._hooked.get(id(parameter))
@@ -152,8 +122,7 @@ class OptimizerInBackward:
         optimizer, group = self._armed, self._groups.get(id(parameter))
         if optimizer is None or group is None:
             return
-        gradient = gradient_of(parameter)
-        if gradient is None or gradient.layout is not torch.strided or self._iterations.nested:
+        if whole_gradient(parameter) is None or self._iterations.nested:
             return
         if _holders(parameter) > self._holders.get(id(parameter), 0):
             self.declined["backward may still need a detached view of a parameter"] += 1

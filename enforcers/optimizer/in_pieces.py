@@ -165,7 +165,7 @@ class OptimizerInPieces:
 
     def frees_nothing(self) -> list[str]:
         """Why paging has freed nothing, if that is so."""
-        why = getattr(self._tier, "frees_nothing", "")
+        why = self._tier.frees_nothing if self._tier is not None else ""
         return [why] if why else []
 
     def remove(self) -> None:

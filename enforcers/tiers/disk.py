@@ -165,6 +165,13 @@ class DiskStore:
             raise
         self._space.grow(room)
 
+    @property
+    def frees_nothing(self) -> str:
+        """Its folder may be memory of the host, as what comes from there is; from an accelerator's it has gone all the same."""
+        if not self.in_memory or self._accelerator is not None:
+            return ""
+        return f"{self.folder} is itself memory (tmpfs): what was swapped there freed nothing; try another --swap-dir, on a disk"
+
     def write_async(self, storage: torch.UntypedStorage) -> Ticket:
         """Start to move `storage` to the file; the ticket drops it when that is done. It must not be written to meanwhile."""
         self.collect()

@@ -214,6 +214,10 @@ class HostStore:
         """Bytes that had to be pinned beyond the plan."""
         return self._arena.grown_bytes
 
+    @property
+    def frees_nothing(self) -> str:
+        return ""
+
     def write_async(self, storage: torch.UntypedStorage) -> HostTicket:
         """Start to copy `storage` out, after what this thread has queued so far. It must not be written to meanwhile."""
         with self._lock, self._accelerator.here():

@@ -42,11 +42,7 @@ class PerDevice:
     @property
     def frees_nothing(self) -> str:
         """Why what was moved there has freed nothing; empty where it has."""
-        for device, store in self._stores.items():
-            if device.type == "cpu" and getattr(store, "in_memory", False):
-                folder = getattr(store, "folder", "")
-                return f"{folder} is itself memory (tmpfs): what was swapped there freed nothing; try another --swap-dir, on a disk"
-        return ""
+        return next((why for store in self.stores if (why := store.frees_nothing)), "")
 
     def write_async(self, storage: torch.UntypedStorage) -> Any:
         """As the device's own store; raises `SwapFailed` where that could not be opened."""

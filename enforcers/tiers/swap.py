@@ -49,6 +49,10 @@ class SwapTier(Protocol[AnyTicket]):
     def failure(self) -> SwapFailed | None:
         """The first thing that went wrong, for the outcome to tell."""
 
+    @property
+    def frees_nothing(self) -> str:
+        """Why what was moved there has freed nothing; empty where it has."""
+
     def write_async(self, storage: torch.UntypedStorage, /) -> AnyTicket:
         """Start to take `storage` away. The ticket holds it until the copy is safe and `collect` comes by. Do not write to it."""
 

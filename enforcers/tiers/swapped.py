@@ -188,7 +188,7 @@ class Swapper:
 
     def frees_nothing(self) -> list[str]:
         """Of which tier that is so, and why."""
-        return [why for tier in self._tiers.values() if (why := getattr(tier, "frees_nothing", ""))]
+        return [why for tier in self._tiers.values() if (why := tier.frees_nothing)]
 
     def new_iteration(self) -> None:
         self.failed.clear()

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Literal
 
 from memopt.devices import DeviceSpec, find_device
 from memopt.errors import MemoptError, NotPossibleHere, UsageError
@@ -23,7 +22,7 @@ from memopt.estimators.elsewhere.recording import amounts_of, recording_of
 from memopt.estimators.elsewhere.retrace import argv_at, retrace, script_changed
 from memopt.estimators.estimate import DEFAULT_DEVICE, Estimate, estimate_recording
 from memopt.estimators.recording import Recording
-from memopt.trace import Trace, load_trace
+from memopt.trace import Trace
 from memopt.units import format_bytes
 
 Method = Literal["auto", "retrace", "scale"]
@@ -36,25 +35,6 @@ _KIND_ERROR = 0.15
 """CUDA chooses other operators than the CPU that was recorded."""
 _WORKSPACE_ERROR = 0.5
 """Workspaces at the peak, of which nobody knows how they grow."""
-
-
-def estimate_profile(
-    path: Path, options: dict[str, Any], say: Callable[[str], None] = lambda text: None
-) -> Estimate:
-    """What `memopt estimate PROFILE` answers, for the command's `options`."""
-    asked = _Asked(
-        trace=load_trace(path),
-        spec=None,
-        alloc_conf=options.get("alloc_conf") or "",
-        flag=options.get("batch_arg"),
-        method=options.get("method") or "auto",
-        steps=options.get("steps") or 3,
-        timeout_s=options.get("timeout") or 600.0,
-    )
-    asked.spec = device_of(asked.trace, options.get("device"))
-    if options.get("max_batch"):
-        return asked.largest(say)
-    return asked.at(options.get("batch_size"))
 
 
 def estimate_trace(
@@ -72,8 +52,10 @@ def estimate_trace(
 
     `batch_arg` is the script's own flag for the batch size. Raises `NotPossibleHere` where the method asked for cannot do it.
     """
-    asked = _Asked(trace, device_of(trace, device), alloc_conf, batch_arg, method, steps, timeout_s)
-    return asked.at(batch_size)
+    spec = device_of(trace, device)
+    return FromProfile(
+        trace, spec, alloc_conf=alloc_conf, flag=batch_arg, method=method, steps=steps, timeout_s=timeout_s
+    ).at(batch_size)
 
 
 def device_of(trace: Trace, name: str | None) -> DeviceSpec:
@@ -94,23 +76,20 @@ def device_of(trace: Trace, name: str | None) -> DeviceSpec:
 
 
 @dataclass(slots=True)
-class _Asked:
-    """One question about a profile."""
+class FromProfile:
+    """What can be said of a profile's run on a device: `at` a batch size, or at the `largest` that fits."""
 
     trace: Trace
-    spec: DeviceSpec | None
-    alloc_conf: str
-    flag: str | None
-    method: Method
-    steps: int
-    timeout_s: float
+    device: DeviceSpec
+    _: KW_ONLY
+    alloc_conf: str = ""
+    flag: str | None = None
+    """The script's own, for the batch size."""
+    method: Method = "auto"
+    steps: int = 3
+    timeout_s: float = 600.0
     as_recorded: Recording | None = None
     """The script as it was profiled, on fake tensors; None until that was needed."""
-
-    @property
-    def device(self) -> DeviceSpec:
-        assert self.spec is not None
-        return self.spec
 
     @property
     def same_kind(self) -> bool:

@@ -58,11 +58,10 @@ from memopt.estimators.fake.values.real import stays_real
 from memopt.estimators.fake.values.shapes import Shapes
 from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording, StorageRow, on_fullest
+from memopt.instrument.identity import NO_STORAGE, parts_of
 from memopt.instrument.torch_internals import TorchDispatchMode, disable_current_modes, is_wrapper
 
 Target = Literal["cuda", "cpu"]
-_NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
-"""What sparse, wrapped and lazy tensors raise when asked for their storage."""
 
 
 prim_device = torch.ops.prim.device.default
@@ -208,7 +207,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         """Whether the storage under `tensor` is recorded; of a sparse one, that of its values."""
         try:
             return tensor.untyped_storage()._cdata in self._live
-        except _NO_STORAGE:
+        except NO_STORAGE:
             if tensor.layout is not torch.sparse_coo:
                 return False
         with self.paused():
@@ -227,18 +226,13 @@ class FakeRecorder(Ledger, TorchDispatchMode):
 
     def rows_of(self, tensor: torch.Tensor) -> Iterator[StorageRow]:
         """What is recorded of the storages under `tensor`: of a wrapper, under the tensors that it holds."""
-        if is_wrapper(tensor):
-            held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-            for each in held:
-                if isinstance(each, torch.Tensor):  # a DTensor holds its mesh too
-                    yield from self.rows_of(each)
-            return
-        try:
-            found = self._live.get(tensor.untyped_storage()._cdata)
-        except _NO_STORAGE:
-            return
-        if found:
-            yield self.rows[found[1]]
+        for part in parts_of(tensor):
+            try:
+                found = self._live.get(part.untyped_storage()._cdata)
+            except NO_STORAGE:
+                continue
+            if found:
+                yield self.rows[found[1]]
 
     def held(self) -> set[int]:
         """The rows whose storages live."""
@@ -280,7 +274,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
     def _see(self, tensor: torch.Tensor, device: str, op: str) -> None:
         try:
             storage = tensor.untyped_storage()
-        except _NO_STORAGE:
+        except NO_STORAGE:
             if tensor.layout is torch.sparse_coo:
                 self._see_sparse(tensor, device, op)
             return

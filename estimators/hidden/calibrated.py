@@ -1,6 +1,6 @@
 """Which rows of hidden memory hold for a device: those that `memopt calibrate` measured on one like it, else the built-in ones.
 
-The file is the one that `MEMOPT_CALIBRATION` names (`memopt estimate --calibration FILE` sets it), else
+The file is the one that goes with the device (`memopt estimate --calibration FILE`), else the one that `MEMOPT_CALIBRATION` names, else
 `memopt/calibration.json` in the user's configuration folder (`XDG_CONFIG_HOME`, or `~/.config`).
 """
 
@@ -10,6 +10,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypedDict
+
+import msgspec
 
 from memopt.devices import DeviceSpec
 from memopt.estimators.hidden.hidden_memory import HiddenMemory, load_rows
@@ -32,8 +34,13 @@ class Calibration:
         return [f"context and workspaces as memopt calibrate measured them ({self.path}: {versions})"]
 
 
+def calibrated_by(spec: DeviceSpec, calibration: Path | None) -> DeviceSpec:
+    """`spec` with the file of what was measured on it; with None the user's own."""
+    return spec if calibration is None else msgspec.structs.replace(spec, calibration=str(calibration))
+
+
 def calibration_path() -> Path | None:
-    """The file in use, if there is one. One that is named need not exist: reading it will say so."""
+    """The user's own file, if there is one. One that is named need not exist: reading it will say so."""
     named = os.environ.get(VARIABLE)
     if named:
         return Path(named).expanduser()
@@ -58,7 +65,7 @@ def on_device(spec: DeviceSpec) -> OnDevice:
 
 def calibration_of(spec: DeviceSpec) -> Calibration:
     """The hidden memory to reckon with on `spec`. Raises `BadFile` for a calibration that cannot be read."""
-    path = calibration_path()
+    path = Path(spec.calibration).expanduser() if spec.calibration else calibration_path()
     rows = [row for row in load_rows(path) if row.device == spec.name] if path else []
     if not rows:
         return Calibration(HiddenMemory.of(spec))

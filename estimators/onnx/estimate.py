@@ -264,6 +264,7 @@ def estimate_onnx(
     *,
     device: str = "a100-80gb",
     alloc_conf: str = "",
+    calibration: Path | None = None,
     **training: Unpack[Training],
 ) -> Estimate:
     """The peak memory of training the model at `path` on `device`, without running it or reading its weights.
@@ -272,9 +273,9 @@ def estimate_onnx(
     """
     from memopt.devices import find_device
     from memopt.estimators.estimate import estimate_recording
-    from memopt.estimators.hidden.calibrated import on_device
+    from memopt.estimators.hidden.calibrated import calibrated_by, on_device
 
-    spec = find_device(device)
+    spec = calibrated_by(find_device(device), calibration)
     made = record_onnx(path, **on_device(spec), **training)
     found = estimate_recording(made.recording, spec, alloc_conf=alloc_conf, partial=made.partial)
     return dataclasses.replace(found, notes=list(dict.fromkeys([*made.notes, *found.notes])))

@@ -6,10 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from memopt.codecs import CODECS
-
-VALUE_CODECS = frozenset(codec.name for codec in CODECS.values() if codec.of_values)
-"""They hold a whole storage, for any reader; the others serve one backward formula."""
+from memopt.codecs.table import is_of_values
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
@@ -34,7 +31,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     @property
     def is_source(self) -> bool:
         """Can a replay read the tensor while it is held like this? From a codec that gives back the values of the storage."""
-        return self.codec in VALUE_CODECS
+        return is_of_values(self.codec)
 
 
 RECOMPUTE = Decision(kind="recompute")

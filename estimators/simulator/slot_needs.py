@@ -158,16 +158,13 @@ def weakest_common_codec(needs: Sequence[Need], value_codecs: Iterable[str] = ()
     """The codec under which every reader of one storage lets go of it, or None: keep it.
 
     Readers that need no values are served each by its own stand-in (`nothing` beside a `predicate` costs one bit in all);
-    as soon as one needs values, one exact copy of the whole storage serves all: the first of `value_codecs`, which the
-    caller lists smallest first (see `enforcers.codecs.table.measure_value_codecs`).
+    as soon as one needs values, or two need different things, one exact copy of the whole storage serves all: the first of
+    `value_codecs`, which the caller lists smallest first.
     """
     kinds = {need.kind for need in needs}
     if not kinds:
         return None
-    if kinds == {"nothing"}:
-        return "nothing"
-    if kinds <= {"nothing", "predicate"}:
-        return "predicate"
-    if kinds <= {"nothing", "pool_index"}:
-        return "pool_index"
-    return next(iter(value_codecs), None)
+    asked = kinds - {"nothing"}
+    if len(asked) > 1 or VALUES.kind in asked:
+        return next(iter(value_codecs), None)
+    return asked.pop() if asked else "nothing"

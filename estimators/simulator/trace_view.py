@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from memopt.estimators.simulator.frozen import frozen_weights
 from memopt.estimators.simulator.saved import Saved as Saved
 from memopt.trace import CATEGORIES, COPIES, PHASES, RANDOM, REPLAYABLE, Trace
+from memopt.value_facts import ValueFacts
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -139,6 +140,11 @@ class TraceView:
             if unpacks:
                 found.setdefault(unpacks[0], slot)
         return found
+
+    @cached_property
+    def value_facts(self) -> dict[int, ValueFacts]:
+        """What the profile found of a storage's values."""
+        return {facts.storage: facts for facts in self.trace.value_facts}
 
     def _saved(self, storage: int, rows: list[int]) -> Saved:
         slots = self.trace.slots

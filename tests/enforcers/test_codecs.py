@@ -17,18 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.profiler import profile
 
-from memopt import plan
+from memopt.codecs.meta import CHUNK_CELLS, bitmap_bytes, whole_storage
+from memopt.codecs.table import CODECS
 from memopt.enforcers.codecs import bits
 from memopt.enforcers.codecs.encoded import bits_of, cells_of, flat_storage, is_plain, meta_of
-from memopt.enforcers.codecs.table import (
-    CODECS,
-    attributes_of,
-    decode,
-    encode,
-    encode_for,
-    measure_value_codecs,
-)
-from memopt.estimators.simulator import codec_sizes
+from memopt.enforcers.codecs.table import bytes_beyond, decode, encode, encode_for
 from memopt.estimators.simulator.slot_needs import (
     SLOT_NEEDS,
     VALUES,
@@ -36,6 +29,8 @@ from memopt.estimators.simulator.slot_needs import (
     needs_of,
     weakest_common_codec,
 )
+from memopt.instrument.nodes import attributes_of
+from memopt.value_facts import ValueFacts
 
 NAN, INF = math.nan, math.inf
 AWKWARD = (NAN, INF, -INF, -0.0, 0.0, 1.0, -1.0, 6.0, 3.0, -3.0, 0.1, 0.5, -0.5, 1e-40, 3e38, -NAN)
@@ -444,7 +439,7 @@ class Run:
                 continue
             seen.add(node)
             todo += [following for following, _ in node.next_functions]
-            attributes = attributes_of(node)
+            attributes = attributes_of(node) | sizes_of(node)
             for attribute in dir(node):
                 self.read.clear()
                 if attribute.startswith("_saved_"):
@@ -453,6 +448,14 @@ class Run:
                     slot = attribute.removeprefix("_saved_")
                     handle.reader = (f"{node.name()}.{slot}", needs_of(node.name(), slot, attributes))
         return [handle.reader or ("?", VALUES) for handle in self.handles]
+
+
+def sizes_of(node) -> dict[str, object]:
+    """Of the tensors that `node` saved, as a profile has them from its slots."""
+    saved = {
+        name.removeprefix("_saved_"): getattr(node, name) for name in dir(node) if name.startswith("_saved_")
+    }
+    return {f"{slot}.size": tuple(t.size()) for slot, t in saved.items() if isinstance(t, torch.Tensor)}
 
 
 DATA = ("plain", "awkward", "bounds", "channels_last", "gaps")
@@ -550,11 +553,11 @@ def stored_again(codec: str, tensor: torch.Tensor, **params: object) -> torch.Te
     if encoded is None:
         return None
     meta = meta_of(tensor)
-    assert encoded.encoded_bytes == codec_sizes.predicted_bytes(codec, meta, {**params, **encoded.params})
+    assert encoded.encoded_bytes == CODECS[codec].held_bytes(meta, {**params, **encoded.params})
     first, second = decode(encoded), decode(encoded)
     for again in (first, second):
         assert meta_of(again) == meta
-        assert again.untyped_storage().nbytes() == codec_sizes.decoded_bytes(codec, meta, params)
+        assert again.untyped_storage().nbytes() == CODECS[codec].decoded_bytes(meta, params)
     if codec != "nothing":
         assert torch.equal(bits_of(cells_of(first)), bits_of(cells_of(second)))
     return first
@@ -616,7 +619,6 @@ def test_dense_data_are_declined():
     assert encode("zero_bitmap", x) is None
     assert encode("two_valued", x) is None
     assert encode("exact_cast", x) is None
-    assert measure_value_codecs(x) == ()
 
 
 def test_negative_zero_is_not_zero():
@@ -630,7 +632,7 @@ def test_negative_zero_is_not_zero():
 
 
 def test_a_third_value_in_the_last_chunk_is_noticed():
-    x = torch.zeros(codec_sizes.CHUNK_CELLS * 2 + 5)
+    x = torch.zeros(CHUNK_CELLS * 2 + 5)
     x[7] = 2.0
     assert exact("two_valued", x)
     x[-1] = 3.0
@@ -639,7 +641,7 @@ def test_a_third_value_in_the_last_chunk_is_noticed():
 
 def test_chunks_meet_without_a_seam():
     torch.manual_seed(2)
-    n = codec_sizes.CHUNK_CELLS * 2 + 11
+    n = CHUNK_CELLS * 2 + 11
     x = torch.relu(torch.randn(n))
     assert exact("zero_bitmap", x)
     assert exact("exact_cast", x.bfloat16().float())
@@ -725,8 +727,8 @@ def test_nothing_holds_nothing_and_keeps_the_shape(stand_in):
         assert encoded.encoded_bytes == 0
         given = decode(encoded)
         assert meta_of(given) == meta_of(x)
-        assert given.untyped_storage().nbytes() == codec_sizes.decoded_bytes(
-            "nothing", meta_of(x), {"stand_in": stand_in}
+        assert given.untyped_storage().nbytes() == CODECS["nothing"].decoded_bytes(
+            meta_of(x), {"stand_in": stand_in}
         )
 
 
@@ -793,7 +795,7 @@ def all_inside(index, plane, kernel, stride, padding, dilation) -> bool:
 @given(st.lists(st.booleans(), max_size=70))
 def test_bits_and_nibbles_come_back_on_both_paths(values):
     mask = torch.tensor(values, dtype=torch.bool)
-    packed = torch.empty(codec_sizes.bitmap_bytes(len(values)), dtype=torch.uint8)
+    packed = torch.empty(bitmap_bytes(len(values)), dtype=torch.uint8)
     bits.pack_bits(mask, packed)
     assert torch.equal(bits.gather_bits(mask), packed)
     assert torch.equal(bits.unpack_bits(packed, len(values)), mask)
@@ -837,15 +839,49 @@ def test_tensors_that_are_not_plain_memory_are_declined():
     torch.vmap(inside)(torch.randn(2, 3))
 
 
-def test_measuring_offers_the_smallest_first():
-    x = torch.where(torch.rand(10_000) > 0.5, 1.25, 0.0)
-    offers = measure_value_codecs(x)
-    assert offers[0][0] == "two_valued"
-    assert [held for _, held in offers] == sorted(held for _, held in offers)
-    for name, held in offers:
-        encoded = encode(name, x)
-        assert encoded is not None
-        assert encoded.encoded_bytes == held
+def test_a_planned_room_is_taken_whole_and_passed_where_there_is_more() -> None:
+    x = torch.zeros(1000)
+    x[::4] = 1.5
+    for planned, held in ((400, 400), (250, 250), (100, 250), (10**12, None)):
+        encoded = encode("zero_bitmap", x, {"nonzero_cells": planned})
+        assert (encoded and encoded.encoded_bytes) == (held and 125 + 4 * held)
+        assert encoded is None or torch.equal(decode(encoded), x)
+    beyond = bytes_beyond("zero_bitmap", x, {"nonzero_cells": 100}, encode("zero_bitmap", x, {}))
+    assert beyond == 4 * 150
+    assert bytes_beyond("zero_bitmap", x, {"nonzero_cells": 100}, None) == 4000 - 125 - 400
+
+
+@pytest.mark.parametrize(
+    ("planned", "high", "held"), [("int16", 9, 2), ("int16", 2**15, 4), ("uint8", 300, 2), ("gone", 9, 1), ("int32", 9, 4)]
+)  # fmt: skip
+def test_integers_are_held_in_the_planned_type_or_in_one_that_holds_them(planned, high, held) -> None:
+    x = torch.tensor([0, high])
+    encoded = encode("narrow_int", x, {"narrow_dtype": planned})
+    assert encoded is not None
+    assert encoded.encoded_bytes == 2 * held
+    assert torch.equal(decode(encoded), x)
+
+
+def test_plans_leave_a_margin_for_other_values() -> None:
+    floats = whole_storage(4 << 20, "float32", "cpu")
+    integers = whole_storage(8 << 20, "int64", "cpu")
+    assert floats is not None
+    assert integers is not None
+
+    def found(**facts: object) -> ValueFacts:
+        return ValueFacts(storage=0, dtype="", **facts)  # type: ignore[arg-type]
+
+    sparse = CODECS["zero_bitmap"].planned
+    assert sparse(found(nonzero_share=0.5), floats) == {"nonzero_cells": math.ceil((1 << 20) * 0.57)}
+    assert sparse(found(nonzero_share=0.8), floats) is None
+    narrow = CODECS["narrow_int"].planned
+    assert narrow(found(low=0, high=127), integers) == {"narrow_dtype": "uint8"}
+    assert narrow(found(low=0, high=128), integers) == {"narrow_dtype": "int16"}
+    assert narrow(found(low=-1, high=9), integers) == {"narrow_dtype": "int16"}
+    assert narrow(found(low=0, high=2**30), integers) is None
+    cast = CODECS["exact_cast"].planned
+    assert cast(found(exact_as="bfloat16"), floats) == {}
+    assert cast(found(), floats) is None
 
 
 def test_dropout_noise_is_two_valued_in_the_real_backward():
@@ -915,27 +951,27 @@ def test_payloads_are_torch_memory_and_predicted_transients_hold(codec):
     events, encoded = _allocations(lambda: encode(codec, source, params))
     assert encoded is not None
     rounding = 64 * 8
-    assert 0 <= sum(events) - encoded.encoded_bytes < rounding + codec_sizes.ALLOCATION_BYTES
+    assert 0 <= sum(events) - encoded.encoded_bytes < rounding + 64
     spare = _highest(events) - encoded.encoded_bytes
-    predicted = codec_sizes.encode_transient_bytes(codec, meta, params)
+    predicted = CODECS[codec].encode_bytes(meta, params)
     assert predicted - rounding <= spare <= predicted + rounding
     assert spare < 0.5 * meta.cells * meta.itemsize
     events, tensor = _allocations(lambda: decode(encoded))
     assert torch.equal(bits_of(tensor), bits_of(source)) or codec == "predicate"
-    spare = _highest(events) - codec_sizes.decoded_bytes(codec, meta)
-    predicted = codec_sizes.decode_transient_bytes(codec, meta, params)
+    spare = _highest(events) - CODECS[codec].decoded_bytes(meta, params)
+    predicted = CODECS[codec].decode_bytes(meta, params)
     assert predicted - rounding <= spare <= predicted + rounding
     assert spare < 0.5 * meta.cells * meta.itemsize
 
 
-@pytest.mark.parametrize("cells", [codec_sizes.CHUNK_CELLS, 2 * codec_sizes.CHUNK_CELLS])
+@pytest.mark.parametrize("cells", [CHUNK_CELLS, 2 * CHUNK_CELLS])
 @pytest.mark.parametrize(
     "params",
     [{"test": "relu"}, {"test": "clamp", "min": 0.0, "max": 1.0}, {"test": "threshold", "threshold": 0.5}],
 )
 def test_answers_of_one_chunk_and_the_one_before(params, cells):
     source = torch.randn(cells)
-    predicted = codec_sizes.encode_transient_bytes("predicate", meta_of(source), params)
+    predicted = CODECS["predicate"].encode_bytes(meta_of(source), params)
     encode("predicate", source, params)  # what answers mean is found once
     events, encoded = _allocations(lambda: encode("predicate", source, params))
     assert predicted <= _highest(events) - encoded.encoded_bytes <= predicted + 64 * 8
@@ -978,24 +1014,18 @@ def test_numpy_is_not_what_holds_the_payload():
     assert not torch.from_numpy(np.zeros(3)).untyped_storage().resizable()
 
 
-def test_a_plan_may_name_what_there_is() -> None:
-    """Plans are read without torch, so the names stand there too."""
-    assert {codec.name: codec.of_values for codec in plan.CODECS.values()} == {
-        name: codec.of_values for name, codec in CODECS.items()
-    }
-    assert set(plan.NEEDS) == {"values"} | {row.kind for rows in SLOT_NEEDS.values() for row in rows}
+def test_every_need_is_what_a_codec_of_readers_holds() -> None:
+    kinds = {row.kind for rows in SLOT_NEEDS.values() for row in rows}
+    assert kinds == {name for name, codec in CODECS.items() if not codec.of_values}
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_codec_has_its_sizes_and_its_words(codec: str, device: str) -> None:
-    """A new one that forgets them is told here, not by a KeyError in somebody's plan."""
+    row = CODECS[codec]
     meta = dataclasses.replace(meta_of(torch.zeros(2, 3, 8, 8)), device=device)
-    for size in (
-        codec_sizes.predicted_bytes,
-        codec_sizes.encode_transient_bytes,
-        codec_sizes.decode_transient_bytes,
-        codec_sizes.decoded_bytes,
-    ):
-        assert size(codec, meta, {"kernel_size": (2, 2), "test": "relu"}) >= 0
-    assert plan.CODECS[codec].words
+    for size in (row.held_bytes, row.encode_bytes, row.decode_bytes, row.decoded_bytes):
+        assert size(meta, {"kernel_size": (2, 2), "test": "relu"}) >= 0
+    assert row.pieces(meta) == 1
+    assert row.words
+    assert row.effect

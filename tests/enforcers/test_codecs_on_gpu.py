@@ -9,12 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memopt.advisors.profiles import codec_options
+from memopt.advisors.profiles.codec_options import codec_costs_ms
+from memopt.codecs.table import CODECS
 from memopt.device import Device
 from memopt.enforcers.codecs import pool_index as codec_pool_index
 from memopt.enforcers.codecs import predicate as codec_predicate
 from memopt.enforcers.codecs.encoded import meta_of
-from memopt.estimators.simulator import codec_sizes
 from memopt.instrument.ops import kind_of
 
 QUESTIONS = [
@@ -89,7 +89,7 @@ def priced(tensor, codec, params):
     """(ms to encode, ms to decode, the same without launches) at 1 byte a nanosecond, as a planner expects them."""
     meta = dataclasses.replace(meta_of(tensor), device="cuda")
     device = Device(kind="cuda", name="", copy_bytes_per_s=1e9)
-    return codec_options._costs_ms(codec, meta, device, str(params.get("test")))
+    return codec_costs_ms(CODECS[codec], meta, device, str(params.get("test")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,10 +120,10 @@ def test_a_plan_expects_what_the_kernels_of_pool_indices_read_and_write():
 def agree(tensor, codec, params, encoding, decoding):
     """A copy reads and writes each byte, so at a copy rate of 1 byte a ns a byte of traffic takes half a ns."""
     expected = priced(tensor, codec, params)
-    pieces = codec_sizes.pieces_of(codec, dataclasses.replace(meta_of(tensor), device="cuda"))
-    for ms, traffic, launches in zip(
-        expected, (encoding, decoding), codec_options._LAUNCHES[codec], strict=True
-    ):
+    pieces = CODECS[codec].pieces(dataclasses.replace(meta_of(tensor), device="cuda"))
+    passes = CODECS[codec].passes["cuda"]
+    launched = (passes.encode_launches, passes.decode_launches)
+    for ms, traffic, launches in zip(expected, (encoding, decoding), launched, strict=True):
         assert traffic.bytes / 2e6 == pytest.approx(ms, rel=0.3)
         assert traffic.kernels <= 1.3 * launches * pieces
         assert traffic.kernels > 0.4 * launches * pieces

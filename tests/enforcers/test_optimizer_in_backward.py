@@ -41,8 +41,7 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def _gradients_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of the tests speak of gradients, which would be reason enough to refuse any loop that lives in them."""
-    for room in ("profiler.updates", "enforcers.optimizer.in_backward"):
-        monkeypatch.setattr(f"memopt.{room}.speaks_of_gradients", lambda: "")
+    monkeypatch.setattr("memopt.instrument.stepping.premises.speaks_of_gradients", lambda: "")
 
 
 def moved_plan(trace: Trace, choose=lambda problem: Decisions()) -> Plan:

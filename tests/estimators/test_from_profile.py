@@ -21,7 +21,7 @@ from memopt.estimators.elsewhere.from_profile import estimate_trace
 from memopt.estimators.elsewhere.recording import amounts_of, recording_of
 from memopt.estimators.elsewhere.retrace import argv_at
 from memopt.estimators.recording import Recording
-from memopt.trace import CATEGORIES, Csr, Ops, Script, Storages, Trace, Values
+from memopt.trace import CATEGORIES, Csr, Ops, Script, Storages, Trace, Values, load_trace
 from tests.support.profiled import Run, profiler
 from tests.support.toy_trace import toy_trace
 
@@ -358,7 +358,7 @@ def test_the_largest_batch_and_a_gone_script(runs: dict[str, Run]) -> None:
     path = runs["8"].path.with_name("gone.profile.json.gz")
     trace.save(path)
     said: list[str] = []
-    found = from_profile.estimate_profile(path, {"device": "rtx-4060", "max_batch": True}, said.append)
+    found = from_profile.FromProfile(load_trace(path), find_device("rtx-4060")).largest(said.append)
     size = int(said[-1].rpartition(" ")[2])
     assert any("not checked by re-tracing" in note for note in found.notes)
     over = estimate_trace(trace, device="rtx-4060", batch_size=size + size // 32, method="scale")

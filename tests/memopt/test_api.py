@@ -168,7 +168,7 @@ def test_a_plan_that_moves_the_optimizer_is_drawn_as_promised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     """Be it inside backward or in pieces, whichever the planner takes."""
-    monkeypatch.setattr("memopt.profiler.updates.speaks_of_gradients", lambda: "")
+    monkeypatch.setattr("memopt.instrument.stepping.premises.speaks_of_gradients", lambda: "")
     path = tmp_path / "wide.profile.json.gz"
     with memopt.profile(path):
         net = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(6)])

@@ -17,6 +17,7 @@ from memopt.advisors.lints import find, registry
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
 from memopt.advisors.registry import find_strategy
 from memopt.cli.strategies import listing
+from memopt.codecs.table import CODECS
 from memopt.device import Device
 from memopt.enforcers.codecs import table
 from memopt.estimators.fake.kernels import hidden
@@ -27,7 +28,9 @@ from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.reports.formats import export
 from memopt.reports.inputs import Inputs, Run
+from memopt.reports.terminal import what_it_does
 from tests.advisors.graphs.planned_graphs import chain, graph_of
+from tests.support.enforced import enforced, everything, plan_of, recorded, seeded, state_digests
 from tests.support.layers_trace import Layer, build
 from tests.support.toy_trace import toy_trace
 from tools import house
@@ -106,18 +109,37 @@ def test_a_kernels_hidden_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row.size_bytes for row in rows if row.category == "workspace"] == [4000]
 
 
-def test_a_codec(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = recipe("codec")
-    monkeypatch.setitem(table.CODECS, made.name, made)
+def zero_padded(steps: int) -> list[str]:
+    """`gather` saves indices that are all the same."""
+    layer = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(steps):
+        loss = layer(torch.randn(512, 256)).gather(1, torch.full((512, 256), 3)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return state_digests(layer)
+
+
+def test_a_codec(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Row and module are all that the profile, the planner and the enforcer ask for."""
+    made, row = recipe("codec"), recipe("codec row").ROW
+    monkeypatch.setitem(CODECS, row.name, row)
+    monkeypatch.setitem(table.MODULES, row.name, made)
     same, other = torch.full((3, 5), 2.5).t(), torch.arange(4.0)
-    encoded = table.encode(made.name, same)
+    encoded = table.encode(row.name, same)
     assert encoded is not None
-    assert encoded.encoded_bytes == 4
+    assert encoded.encoded_bytes == row.held_bytes(encoded.meta, {}) == 4
     back = table.decode(encoded)
     assert torch.equal(back, same)
     assert back.stride() == same.stride()
-    assert table.encode(made.name, other) is None
-    assert (made.name, 4) in table.measure_value_codecs(same)
+    assert table.encode(row.name, other) is None
+    plan = plan_of(recorded(zero_padded, tmp_path), everything("compress"))
+    assert row.name in {action.codec for action in plan.actions}
+    computed, outcome = enforced(zero_padded, plan, tmp_path, 5)
+    assert computed == seeded(zero_padded, 5)
+    assert outcome.actions.done == outcome.actions.planned
+    assert "to one element" in {what_it_does(a).partition("(")[2].rstrip(")") for a in plan.actions}
 
 
 def test_a_report() -> None:

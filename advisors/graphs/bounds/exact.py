@@ -28,13 +28,17 @@ from memopt.advisors.graphs.runs import Swap, plain_memory
 SMALL = 0.001
 """Tensors below this share of the budget are left out."""
 MOST_VARIABLES = 40_000
+"""A larger program is not even relaxed: HiGHS would spend the time on setting it up."""
 MOST_WHOLE = 6_000
+"""Of variables: larger programs are solved relaxed, not in whole numbers too."""
 EVERY_OP = 3_000
 """With fewer variables than this, every op is a moment too."""
 CHOICES = ((6, False), (6, True), (10, False), (16, True))
 """Numbers of moments; and whether each is the op with the largest working set of its stretch, or they lie evenly."""
 MOST_OPS = 20_000
+"""Larger graphs have no bound by programs, whose set-up would take the search's time."""
 SLACK = 1e-6
+"""HiGHS' own tolerance, relative and in ms: a bound must not lie above the optimum by it."""
 
 Start = tuple[list[int], frozenset[Swap]]
 """A run sequence, and swaps."""

@@ -18,6 +18,7 @@ from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import lifetimes, plain_memory
 
 MOST_MOMENTS = 60
+"""Each is a row for every tensor there: this bounds the program's size."""
 
 
 def overhead_bound(problem: GraphProblem) -> float:

@@ -31,6 +31,7 @@ from memopt.advisors.graphs.search.starts import LARGE, first_plan, starts
 log = logging.getLogger(__name__)
 
 STARTS = 3
+"""So many of the best starts are searched from: fewer would all be alike, more would each have too little time."""
 SLOW = 150
 """With fewer iterations than this in a slice, one long search is worth more than several."""
 QUICK = 800

@@ -15,9 +15,13 @@ from memopt.advisors.graphs.runs import Swap
 from memopt.advisors.graphs.search.neighbourhood import Search
 
 POOL = 6
+"""Plans that are kept to be crossed: few, so that each is better than most that are found."""
 NOISES = (0.3, 0.15, 0.5, 0.3)
+"""Of the greedy starts, in turn: how far they stray from the cheapest eviction, so that no two are the same."""
 BREADTHS = (0.5, 1.0, 0.5, 0.0)
+"""Of the same starts: from one eviction at a time to many at once."""
 HEATS = (0.004, 0.015, 0.05)
+"""As shares of the plan's cost: one search hardly takes what is dearer, one a little, one much; which is best differs by graph."""
 
 
 @dataclass(frozen=True, slots=True)

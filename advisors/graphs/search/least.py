@@ -19,6 +19,7 @@ from memopt.advisors.graphs.graph import Graph
 from memopt.advisors.graphs.runs import peak_of_runs
 
 MOST_RUNS = 400_000
+"""Of ops, over and over: a plan of so many has gone in a circle, and no memory holds more of them."""
 TRIED = 12
 """So many of the tensors at hand are looked at closely before one goes."""
 CLOSE = 0.01

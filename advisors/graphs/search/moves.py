@@ -23,6 +23,7 @@ from memopt.advisors.graphs.search.lanes import Lanes
 from memopt.advisors.graphs.search.run_state import RunState
 
 CROWD = 1500
+"""Runs that were packed together to make room, after which all are laid out afresh."""
 NEGLIGIBLE = 0.002
 """Tensors that together are less than this share of the peak are never worth a move."""
 

@@ -17,16 +17,25 @@ from memopt.advisors.graphs.runs import Swap
 from memopt.advisors.graphs.search.moves import Moves
 
 TRIES = 3
+"""Evictions that are weighed against one another at one slot: each has to be made and undone to know its price."""
 FAILURES = 8
+"""After so many that relieve nothing the best so far is taken."""
 HOPELESS = 24
+"""As above, where none has relieved anything yet: before a slot is given up."""
 SAMPLE = 64
+"""Tensors that are ranked at a slot; of more a sample, so that a move takes as long in a large graph as in a small one."""
 REFINED = 16
+"""Of those, the first whose price is reckoned with what their inputs would cost."""
 BULK = 16
+"""Evictions at one slot, from which on they are made in order and not weighed."""
 DEAR = 4.0
 """In bulk, a rerun is placed early only where late its inputs would cost so many times as much as itself."""
 NEAR = 8
+"""Slots on each side of one that nothing relieves, which are short for the same reason."""
 AROUND = 40
+"""Slots before a read in which the rerun's own inputs have to be held."""
 EARLIER = (0, 0, 1, 1, 2, 3)
+"""By how many runs a rerun goes before its read: mostly just before, where it holds memory for the shortest time."""
 
 
 class Recreate(Moves):

@@ -24,6 +24,7 @@ HILL = 0.5
 IDLE = 0.25
 """No cut where a plan may want to drop more than this share of the budget: what a few ops could make again from what is there."""
 DEPTH = 4
+"""Ops one after the other: what takes more of them to be made again counts as gone."""
 LARGE = 3000
 """In graphs with more ops, independent parts are worth planning apart even if no two are alike."""
 ALIKE_MS = 0.25

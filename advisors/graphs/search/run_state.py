@@ -10,7 +10,9 @@ from bisect import bisect_left
 from memopt.advisors.graphs.lives import ADDED, EMPTY, MOVED, REMOVED, Lives
 
 REACH = 400
+"""Slots that are looked back over for an empty one: one move shifts no more runs than that."""
 WANTED_HOLES = 16
+"""Empty slots that are gathered at once, since the next rerun mostly wants one near by."""
 
 
 class RunState(Lives):

@@ -37,6 +37,7 @@ PORTFOLIO = ("dtr-local", "size", "lru", "next-use", "dtr", "dtr-eqclass", "dtr-
 IN_ANY_CASE_S = 0.5
 """So long each of them, Rotor and Capuchin have there, however late it is."""
 LOOSER = 1.25
+"""Of the budget: what a rule plans for a larger one may be mended to fit."""
 FEW = 1000
 """On graphs of so many ops every strategy takes milliseconds."""
 LARGE = 8000

@@ -15,8 +15,11 @@ import numpy as np
 from memopt.advisors.graphs.graph import Graph
 
 MOST_OPS = 10
+"""Orders of so many ops can be told apart one by one."""
 MOST_TENSORS = 14
+"""A state is a set of them: 2^14 are quickly gone through."""
 MOST_STATES = 60_000
+"""Bounds the time; what has more is left to the search."""
 
 State = tuple[int, int]
 """The next op, and a bit for each tensor on the device."""

@@ -17,6 +17,7 @@ from memopt.enforcers.optimizer import gradients_elsewhere, in_pieces
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.verify import digest
+from memopt.instrument.loop import forget_parents
 from memopt.instrument.script.signals import held
 from memopt.plan import Plan
 from tests.enforcers.optimizer.test_gradients_elsewhere import plan
@@ -223,7 +224,7 @@ def test_a_forked_child_is_let_be(tmp_path: Path) -> None:
 
 def _in_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     signal.alarm(20)
-    ApplySession.forget_parents()
+    forget_parents(ApplySession)
     twin = net()
     twin(torch.randn(8, 3, 9, 9), more=True).square().mean().backward()
     torch.optim.AdamW(twin.parameters(), lr=0.01).step()
