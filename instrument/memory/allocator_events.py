@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from memopt.instrument.script.script_profiler import is_free, on_script, ours, watch
+from memopt.instrument.script.script_profiler import is_free, on_script, ours, ours_ends, watch
 from memopt.instrument.torch_internals import EventType, RecordFunction, profiler_enabled
 
 MARK = "memopt::op"
@@ -51,13 +51,15 @@ def started_profile() -> Started | None:
 def stop_profile(started: Started) -> list[tuple[int, int, int]] | None:
     """Stop what `started_profile` gave; what it saw, as `memory_events`. None in another thread, which cannot stop it.
 
-    Its result is never freed: when the profile began or ended inside an optimizer hook, libkineto's ~MemoryTraceLogger frees
-    garbage and the process dies in some later garbage collection (torch 2.13). There are a few results in a run.
+    Its result is never freed: when the profile began or ended inside an optimizer hook, libkineto's ~MemoryTraceLogger has freed
+    garbage, and the process died in some later garbage collection (torch 2.13; perhaps what `script_profiler` tells of scopes). There are
+    a few results in a run.
     """
     on_script(None)
     if started.thread != threading.get_ident():
         return None
     profile = started.profile
+    ours_ends()
     with _quiet(), ours():
         profile.stop()
     results = profile.profiler.kineto_results

@@ -1,4 +1,9 @@
-"""The script's own torch.profiler goes before ours: torch runs one at a time, and a second one raises in whoever starts it."""
+"""The script's own torch.profiler goes before ours: torch runs one at a time, and a second one raises in whoever starts it.
+
+A scope that was opened in one profile (`record_function`: every optimizer's step is one) and closes in the next writes its end time into the
+first one's memory, which has been freed: what lies there by then is damaged, and the process may die. memopt ends a profile and starts the
+next inside the step, so that such a scope is never closed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch  # noqa: F401 - torch.jit resolves names of a scope's methods here
 import torch.autograd.profiler as torch_profiler
 
 _ours = False
@@ -15,6 +21,10 @@ _busy = False
 """The script has prepared or started one and has not stopped it yet."""
 _give_way: Callable[[], None] | None = None
 """Stops memopt's, while it has one running."""
+_ended = 0
+"""Profiles of memopt's that have ended."""
+_never_closed: list[Any] = []
+"""Records of scopes that were open then: torch would close them when they are freed."""
 
 
 def watch() -> None:
@@ -27,6 +37,32 @@ def watch() -> None:
         ("_disable_profiler", _script_ends),
     ):
         setattr(torch_profiler, name, _first(action, getattr(torch_profiler, name)))
+    _watch_scopes(torch_profiler.record_function)
+
+
+def _watch_scopes(scope: Any) -> None:
+    opened, closed = scope.__enter__, scope.__exit__
+
+    @functools.wraps(opened)
+    def enter(self: Any) -> Any:
+        found = opened(self)
+        self.memopt_ended = _ended
+        return found
+
+    @functools.wraps(closed)
+    def leave(self: Any, exc_type: Any, exc_value: Any, traceback: Any) -> Any:
+        if getattr(self, "memopt_ended", _ended) == _ended:
+            return closed(self, exc_type, exc_value, traceback)
+        _never_closed.append(self.record)
+        return None
+
+    scope.__enter__, scope.__exit__ = enter, leave
+
+
+def ours_ends() -> None:
+    """A profile of memopt's is about to end: what is open now belongs to it."""
+    global _ended
+    _ended += 1
 
 
 def _first(action: Callable[[], None], original: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.autograd.profiler import record_function
 
 from memopt.enforcers.session import ApplySession, Options
+from memopt.instrument.memory.allocator_events import started_profile, stop_profile
+from memopt.instrument.script import script_profiler
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded, state_digests
 
 CPU = [torch.profiler.ProfilerActivity.CPU]
@@ -73,3 +76,31 @@ def test_a_second_training_is_measured_again(tmp_path: Path) -> None:
     computed, outcome = enforced(_loop(_whole, seen), plan_of(trace, everything("recompute")), tmp_path, 3)
     assert computed
     assert outcome.divergences == 0
+
+
+def test_a_scope_that_is_open_when_memopts_profile_ends_is_never_closed() -> None:
+    """torch would write its end time into memory that was freed with the profile, once the next one runs."""
+    first = started_profile()
+    assert first is not None
+    scope = record_function("step")
+    scope.__enter__()
+    stop_profile(first)
+    second = started_profile()
+    assert second is not None
+    scope.__exit__(None, None, None)
+    with record_function("later") as later:
+        pass
+    stop_profile(second)
+    assert script_profiler._never_closed[-1] is scope.record
+    assert all(record is not later.record for record in script_profiler._never_closed)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+def test_torch_jit_can_still_script_a_scope() -> None:
+    script_profiler.watch()
+
+    def labelled(x: torch.Tensor) -> torch.Tensor:
+        with record_function("scope"):
+            return x + 1
+
+    assert torch.jit.script(labelled)(torch.ones(1)).item() == 2
