@@ -95,7 +95,7 @@ def test_a_scope_that_is_open_when_memopts_profile_ends_is_never_closed() -> Non
     assert all(record is not later.record for record in script_profiler._never_closed)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_torch_jit_can_still_script_a_scope() -> None:
     script_profiler.watch()
 
