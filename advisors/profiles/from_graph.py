@@ -39,8 +39,10 @@ def graph_plans(problem: Problem, until: float) -> Iterator[Decisions]:
 
     Without a tier to copy to, the first that fits is the last: what the search adds to it is worth more than another."""
     bridge = Bridge(problem.view.trace, REPLAY_MS)
-    graphs = {pinned: _graph(problem, bridge, pinned=pinned) for pinned in (True, False)}
+    graphs: dict[bool, Graph] = {}
     for at, (pinned, share) in enumerate(_VARIANTS):
+        if pinned not in graphs:
+            graphs[pinned] = _graph(problem, bridge, pinned=pinned)
         graph, seconds = graphs[pinned], (until - now()) / (len(_VARIANTS) - at)
         if seconds < _LEAST_S or not graph.op_count:
             return

@@ -19,7 +19,6 @@ from memopt.advisors.clock import OutOfTime
 from memopt.advisors.profiles.picking import chain_given
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.estimators.simulator.decision import Decision
-from memopt.estimators.simulator.timeline import REPLAY_MS
 
 _QUANTILES = (0.25, 0.5, 0.1, 0.0, 0.75, 0.9)
 """Of what a millisecond of the link saves of recomputation, in the order in which they are tried."""
@@ -117,9 +116,7 @@ class _Moves:
 
     def _replay_ms(self, candidate: Candidate, found: Decisions) -> float:
         chain = chain_given(self.problem, candidate, found)
-        if chain is None:
-            return float("inf")
-        return _LEAST_MS + float(sum(self.problem.view.op_ms[op] + REPLAY_MS for op in chain.ops))
+        return _LEAST_MS + (self.problem.replay_ms(chain) if chain is not None else float("inf"))
 
     def _own_ms(self, candidate: Candidate, option: Decision) -> float:
         if option.kind == "swap":

@@ -330,13 +330,17 @@ class Problem:
         """What `option` costs when nothing else is done: replay, encode and decode, or the copies that nothing hides."""
         if option.kind == "recompute":
             assert candidate.chain is not None
-            return float(sum(self.view.op_ms[op] + REPLAY_MS for op in candidate.chain.ops))
+            return self.replay_ms(candidate.chain)
         if option.kind == "swap":
             return max(0.0, -self.free_ms(candidate.saved, option)) + self.simulator.staging_ms(
                 candidate.saved
             )
         unpacks = sum(len(self.view.trace.slots.unpacks.row(slot)) for slot in candidate.saved.slots)
         return option.encode_ms + option.decode_ms * unpacks
+
+    def replay_ms(self, chain: Chain) -> float:
+        """What running the ops of `chain` again takes."""
+        return float(sum(self.view.op_ms[op] + REPLAY_MS for op in chain.ops))
 
     def free_ms(self, saved: Saved, option: Decision) -> float:
         """Capuchin's free time: what is left of the span between the uses after both copies; negative when exposed."""

@@ -18,7 +18,6 @@ from memopt.advisors.profiles.picking import chain_given
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
-from memopt.estimators.simulator.timeline import REPLAY_MS
 from memopt.timeline import Timeline
 
 _FLOOR_MS = 0.002
@@ -224,10 +223,8 @@ class Search:
         return float(gain**power / price)
 
     def _replay_ms(self, candidate: Candidate, decisions: Decisions) -> float:
-        view, chain = self.problem.view, chain_given(self.problem, candidate, decisions)
-        if chain is None:
-            return 1e9
-        return float(sum(view.op_ms[op] + REPLAY_MS for op in chain.ops)) + _FLOOR_MS
+        chain = chain_given(self.problem, candidate, decisions)
+        return self.problem.replay_ms(chain) + _FLOOR_MS if chain is not None else 1e9
 
     def _unblock(self, plan: Plan) -> Plan | None:
         """At a peak that replays make: keep one of the storages made there, or do not hold it then, if that lowers the excess."""

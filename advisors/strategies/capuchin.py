@@ -37,7 +37,6 @@ from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.advisors.registry import RECOMPUTES, REPLAYABLE, SWAPS, strategy
 from memopt.estimators.simulator.chains import Chain
 from memopt.estimators.simulator.decision import RECOMPUTE, Decision
-from memopt.estimators.simulator.timeline import REPLAY_MS
 
 _PREFIXES = 40
 """So many prefixes of the picks are tried until one keeps the budget; then those between it and the one before, by bisection."""
@@ -101,7 +100,7 @@ def _price(
     chain = chain_given(problem, candidate, chosen) if candidate.option("recompute") else None
     if chain is None:
         return swap_ms, swap, None
-    replay_ms = float(sum(problem.view.op_ms[op] + REPLAY_MS for op in chain.ops))
+    replay_ms = problem.replay_ms(chain)
     return (replay_ms, RECOMPUTE, chain) if replay_ms <= swap_ms else (swap_ms, swap, chain)
 
 
