@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -136,9 +137,10 @@ class ApplySession:
         """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
         self._try_to_set_up(loop)
         if self._engine is not None and loop.iterations.count:
-            for moved in (self._pieces, self._updates):
-                if moved is not None:
-                    moved.begin(loop.iterations.stepped)
+            if self._pieces is not None:
+                self._pieces.begin(loop.iterations.stepped)
+            if self._updates is not None:
+                self._updates.begin(loop.iterations.stepped, self._tier_of_old_gradients())
             for optimizer in loop.iterations.stepped:
                 self._leave_behind(optimizer)
             self._measurements.begin_after(loop.iterations.count)
@@ -268,6 +270,13 @@ class ApplySession:
             if pieces.tier == "disk"
             else host_tier(pieces.away_bytes + pieces.gradient_bytes)
         )
+
+    def _tier_of_old_gradients(self) -> Callable[[], PerDevice] | None:
+        """For the gradients of the step before the plan, where the script clears them only once it has run forward."""
+        from memopt.enforcers.tiers.per_device import offload_tier
+
+        late = self._plan.in_backward is not None and self._plan.in_backward.cleared_late
+        return (lambda: offload_tier(self._options.swap_dir)) if late else None
 
     def _weights_are_back(self) -> None:
         if self._engine is not None and self._engine.weights is not None:

@@ -20,6 +20,7 @@ from memopt.instrument.torch_internals import (
     negated,
     pop_saved_hooks,
     push_saved_hooks,
+    saved_hooks_allowed,
     top_saved_hooks,
 )
 from memopt.instrument.traced import or_while_compiling
@@ -40,8 +41,9 @@ class SavedTensorHooks:
         """Regions (vmap, grad, ...) in which torch allows no hooks."""
 
     def install(self) -> bool:
-        """Push the hooks; False when the script has hooks of its own around this point (the innermost would win)."""
-        if self._pushed or _top() is not None:
+        """Push the hooks; False when the script has hooks of its own around this point (the innermost would win), or when this is inside
+        of a torch.func transform (an iteration can end there), which allows none."""
+        if self._pushed or not saved_hooks_allowed() or _top() is not None:
             return self._pushed
         _push(self._pack, self._unpack)
         self._pushed = True
@@ -53,7 +55,7 @@ class SavedTensorHooks:
         """Push them in this thread as well: torch keeps them by thread."""
         if self._original is None:
             self.install()
-        elif _top() is None:
+        elif saved_hooks_allowed() and _top() is None:
             _push(self._pack, self._unpack)
 
     def leave_thread(self) -> None:
@@ -68,7 +70,7 @@ class SavedTensorHooks:
             self._original = None
         if self._pushed and self._on_top():
             pop_saved_hooks()
-            self._pushed = False
+        self._pushed = False
 
     def _on_top(self) -> bool:
         top = _top()
@@ -85,7 +87,7 @@ class SavedTensorHooks:
             with self._original(error_message):
                 yield
         finally:
-            if popped:
+            if popped and self._original is not None:  # else they were removed meanwhile
                 _push(self._pack, self._unpack)
 
 

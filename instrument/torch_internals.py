@@ -206,6 +206,9 @@ negated = _watch("torch._neg_view", "a saved negative view is made again")
 _A = "torch._C._autograd."
 push_saved_hooks = _watch(_A + "_push_saved_tensors_default_hooks", "sees and replaces what autograd saves")
 pop_saved_hooks = _watch(_A + "_pop_saved_tensors_default_hooks", "ends that")
+saved_hooks_allowed = _watch(
+    _A + "_saved_tensors_hooks_is_enabled", "tells whether torch.func forbids hooks here"
+)
 top_saved_hooks = _watch(
     _A + "_top_saved_tensors_default_hooks", "does the script have such hooks of its own?"
 )

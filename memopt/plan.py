@@ -143,7 +143,8 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     least_bytes: int = 0
     """Of `gradients in place`: what has fewer bytes is left alone."""
     cleared_late: bool = False
-    """Of `optimizer in pieces`: the script clears gradients after the next forward has begun, so that what a step asked for goes back."""
+    """Of both: the script clears gradients after the next forward has begun, so that what a step asked for goes back to the tier, and so do
+    those of the last step before a plan that begins while the script runs."""
 
     @property
     def can_be_applied(self) -> bool:

@@ -132,6 +132,7 @@ def _of_the_optimizer(problem: Problem, decisions: Decisions, timeline: Timeline
             saved_bytes=_saved_by_moving(plain, decisions, timeline),
             parameters=count,
             cost_ms=round(problem.view.trace.step_ms - plain.view.trace.step_ms, 4),
+            cleared_late=bool(updates.old_gradients),
         )
     ]
 

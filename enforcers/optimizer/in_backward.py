@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
+from memopt.enforcers.tiers.swap import SwapTier
 from memopt.errors import NotPossibleHere
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.stepping.gradient_reads import GradientReads, let_go
@@ -47,6 +49,8 @@ class OptimizerInBackward:
         self._about_to_change = about_to_change
         self._about_to_use = about_to_use
         self._reads = GradientReads(self)
+        self._old: GradientsElsewhere | None = None
+        """Gradients of a step that somebody else has watched, which the script clears only once it has run forward."""
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have made a step of their own."""
         self._hooked: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
@@ -67,12 +71,31 @@ class OptimizerInBackward:
     def install(self) -> None:
         self._reads.install()
 
-    def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Go on from an iteration boundary, after steps of `optimizers` that somebody else has watched."""
-        for optimizer in optimizers:
+    def begin(
+        self, optimizers: Iterable[torch.optim.Optimizer], tier: Callable[[], SwapTier[Any]] | None = None
+    ) -> None:
+        """Go on from an iteration boundary, after steps of `optimizers` that somebody else has watched. With a `tier` their gradients
+        are there until the next backward call, or whoever asks sooner."""
+        stepped = [*optimizers]
+        for optimizer in stepped:
             self.step_ended(optimizer)
+        if tier is None:
+            return
+        self._reads.remove()
+        self._old = GradientsElsewhere(tier())
+        self._old.install()
+        for optimizer in stepped:
+            self._old.step_ended(optimizer, leave=True)
+
+    def _bring_old_ones(self) -> None:
+        """Those that the script has not cleared meanwhile; from here on the gradients to watch are ours."""
+        if self._old is not None:
+            self._old.remove()
+            self._old = None
+            self._reads.install()
 
     def remove(self) -> None:
+        self._bring_old_ones()
         self._reads.remove()
         for _, handle in self._hooked.values():
             handle.remove()
@@ -83,6 +106,7 @@ class OptimizerInBackward:
 
     def backward_begins(self, *, keep_graph: bool, create_graph: bool) -> None:
         """Find out whether this call may step an optimizer."""
+        self._bring_old_ones()
         if self._step_due:
             self._break("the script calls backward again without the step that was to come")
         optimizer, why = (None, KEEPS_GRAPH) if keep_graph or create_graph else optimizer_ahead()

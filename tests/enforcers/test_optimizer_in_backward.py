@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser, advise
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
+from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.verify import digest
 from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.in_backward import in_backward, why_not
@@ -134,6 +135,51 @@ def test_the_first_iteration_of_a_plan_that_begins_in_the_midst_of_a_run_is_one_
     assert computed == plain
     assert outcome.actions.done == 1, outcome
     assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=2e-4)
+
+
+def clears_late(asks_at: int = -1) -> Loop:
+    """Clears gradients once it has run forward; in step `asks_at` it reads one before."""
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        optimizer = OPTIMIZERS["sgd-momentum"](model.parameters())
+        found = []
+        for step in range(steps):
+            loss = model(torch.randn(8, 256)).square().mean()
+            if step == asks_at:
+                found.append(digest(model[1].weight.grad))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found += [digest(loss), *everything(model, optimizer)]
+        return found
+
+    return loop
+
+
+@pytest.mark.parametrize("asks_at", [-1, 2])
+def test_gradients_of_the_step_before_a_plan_are_elsewhere_until_they_are_cleared(
+    asks_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would be there beside the activations of the first iteration under it, and of no other."""
+    gone: list[int] = []
+    remove = GradientsElsewhere.remove
+
+    def noted(self: GradientsElsewhere) -> None:
+        gone.append(self.most_away)
+        remove(self)
+
+    monkeypatch.setattr(GradientsElsewhere, "remove", noted)
+    plan = moved_plan(recorded(clears_late(), tmp_path))
+    loop = clears_late(asks_at)
+    plain = seeded(loop, 3)
+    computed, outcome = enforced_from(loop, plan, tmp_path, 3, begins_after=2)
+    assert computed == plain
+    assert gone == [4]
+    assert outcome.actions.done == 1, outcome
+    assert torch.Tensor.grad is torch._C.TensorBase.grad
+    if asks_at < 0:
+        assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=2e-3)
 
 
 def copy_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
