@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -9,11 +10,13 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from memopt.instrument.script.script_profiler import is_free, on_script, ours, ours_ends, watch
+from memopt.instrument.script.training_thread import AtEnd
 from memopt.instrument.torch_internals import EventType, RecordFunction, profiler_enabled
 
 MARK = "memopt::op"
@@ -22,17 +25,52 @@ _FREED = "memopt::freed "
 _ALLOCATION = EventType.Allocation
 
 
-@dataclass(frozen=True, slots=True)
+_here = threading.local()
+"""`running`: what was started last in this thread; `end` stops it with the thread."""
+
+
+@dataclass(slots=True, eq=False)
 class Started:
-    """A profile that runs, and the thread that it watches."""
+    """A profile that runs, and the thread that it watches, which alone can stop it.
+
+    One that nobody stops dies with torch's thread-local state: torch complains on stderr, or the process dies as it exits.
+    """
 
     profile: Any
     thread: int
+    left: bool = False
+    """Whoever started it has no use for it any more, but was in another thread."""
+    stopped: bool = False
+
+    def stop(self) -> Any:
+        """Its results, which are never freed: when the profile began or ended inside an optimizer hook, libkineto's ~MemoryTraceLogger has
+        freed garbage, and the process died in some later garbage collection (torch 2.13; perhaps what `script_profiler` tells of scopes).
+        There are a few results in a run."""
+        self.stopped = True
+        ours_ends()
+        with _quiet(), ours():
+            self.profile.stop()
+        results = self.profile.profiler.kineto_results
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(results))
+        return results
+
+
+def _stop(running: Started | None) -> None:
+    if running is not None and not running.stopped:
+        with contextlib.suppress(Exception):
+            running.stop()
+
+
+def _stop_here() -> None:
+    _stop(getattr(_here, "running", None))
 
 
 def started_profile() -> Started | None:
     """A running `torch.profiler` profile of the CPU allocator's events; None where the script runs one of its own."""
     watch()
+    before: Started | None = getattr(_here, "running", None)
+    if before is not None and before.left:
+        _stop(before)
     if not is_free():
         return None
     # Some releases warn, once, of profiles that do not accumulate; one that does makes all its events anew when it stops.
@@ -45,26 +83,22 @@ def started_profile() -> Started | None:
             profile.profiler.acc_events = False
     except RuntimeError:
         return None
-    return Started(profile, threading.get_ident())
+    started = _here.running = Started(profile, threading.get_ident())
+    _here.end = AtEnd(partial(_stop, started))
+    atexit.unregister(_stop_here)
+    atexit.register(_stop_here)  # of the main thread nothing goes before torch's state does
+    return started
 
 
 def stop_profile(started: Started) -> list[tuple[int, int, int]] | None:
-    """Stop what `started_profile` gave; what it saw, as `memory_events`. None in another thread, which cannot stop it.
-
-    Its result is never freed: when the profile began or ended inside an optimizer hook, libkineto's ~MemoryTraceLogger has freed
-    garbage, and the process died in some later garbage collection (torch 2.13; perhaps what `script_profiler` tells of scopes). There are
-    a few results in a run.
-    """
+    """Stop what `started_profile` gave; what it saw, as `memory_events`. None in another thread, which cannot stop it."""
     on_script(None)
     if started.thread != threading.get_ident():
+        started.left = True
         return None
-    profile = started.profile
-    ours_ends()
-    with _quiet(), ours():
-        profile.stop()
-    results = profile.profiler.kineto_results
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(results))
-    return memory_events(results.experimental_event_tree())
+    if started.stopped:
+        return None
+    return memory_events(started.stop().experimental_event_tree())
 
 
 def note_freed(size_bytes: int) -> bool:

@@ -40,10 +40,10 @@ class TrainingThread:
         What memopt leaves in torch's thread-local state is freed after that, and needs the interpreter, which may be gone by then:
         the process would abort.
         """
-        self._ends.action = _AtEnd(action)
+        self._ends.action = AtEnd(action)
 
 
-class _AtEnd:
+class AtEnd:
     """Thread-local objects go when their thread does, while it can still run Python."""
 
     def __init__(self, action: Callable[[], None]) -> None:
