@@ -11,12 +11,10 @@ end of those that had a step.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +22,7 @@ from torch.optim import optimizer as optim
 
 from memopt.instrument.live_objects import living
 from memopt.instrument.script.training_thread import TrainingThread
+from memopt.instrument.stepping.torchs_step import calls_closure_first, steps_under_way
 from memopt.instrument.torch_internals import current_graph_task, engine_run_backward, set_engine_run_backward
 
 _MOST_BACKWARDS_A_STEP = 1024
@@ -47,7 +46,9 @@ class Listener(Protocol):
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
     ) -> None: ...
     def backward_ended(self) -> None: ...
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """It is about to update; where it was given a closure, and calls that first of all, when that has returned."""
+
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None: ...
     def thread_changed(self) -> None:
         """The script trains in this thread from now on: what torch keeps for each thread by itself is not here yet."""
@@ -87,8 +88,8 @@ class Iterations:
         self.accumulates = True
         """The last backward call left gradients behind, as `torch.autograd.grad` does not."""
         self._steps_open = 0
-        self.step_has_arguments = False
-        """The step that begins was given some: a closure."""
+        self.step_has_closure = False
+        """The step that begins was given one, and has not called it yet."""
         self._stepped_inside = False
         """An optimizer has stepped during the backward call that is running."""
         self._handles: list[Any] = []
@@ -222,19 +223,39 @@ class Iterations:
         inside = self._depth > 0 and os.getpid() == self._pid and current_graph_task() != -1
         return inside and isinstance(threading.current_thread(), threading._DummyThread)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        """A hook of torch's: what it returns are the arguments in place of `args` and `kwargs`."""
         if not self._steps_for_us():
-            return
-        self._steps_open = _steps_under_way()
-        self.step_has_arguments = len(args) > 1 or bool(kwargs)
+            return None
+        self._steps_open = steps_under_way()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        self.step_has_closure = closure is not None
+        if closure is not None and calls_closure_first(optimizer):
+            then = self._and_then_begins(closure, optimizer)
+            return (
+                ((args[0], then, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": then})
+            )
         self._listener.step_begins(optimizer)
+        return None
+
+    def _and_then_begins(
+        self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer
+    ) -> Callable[[], Any]:
+        def both() -> Any:
+            found = closure()
+            if self._steps_for_us():
+                self.step_has_closure = False
+                self._listener.step_begins(optimizer)
+            return found
+
+        return both
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         inside = self._depth > 0 and self._steps_open <= 1 and os.getpid() == self._pid
         self._stepped_inside |= inside  # perhaps in a thread of autograd's
         if not self._steps_for_us():
             return
-        self._steps_open = _steps_under_way() - 1
+        self._steps_open = steps_under_way() - 1
         self._listener.step_ended(optimizer)
         if inside:
             return
@@ -274,20 +295,6 @@ class Iterations:
 def _wait_for_gpu() -> None:
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
-
-
-_STEP = optim.Optimizer.profile_hook_step(lambda: None).__code__
-"""The function that torch puts around every optimizer's `step`, which calls the hooks."""
-
-
-def _steps_under_way() -> int:
-    """How many steps this thread is in, one that wraps another counted apart. A step that raised calls no hook at its end."""
-    found = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        found += frame.f_code is _STEP
-        frame = frame.f_back
-    return found
 
 
 def _others(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:

@@ -132,7 +132,7 @@ class UpdateWatch:
         )
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        with_closure = self._iterations.step_has_arguments
+        with_closure = self._iterations.step_has_closure
         self._in_pieces = self._in_pieces or why_not_in_pieces(optimizer, with_closure=with_closure)
         if optimizer is not self._optimizer or self._span != (0, 0):
             self._refuse("several optimizers train, or one steps twice", of_both=True)

@@ -127,7 +127,7 @@ class OptimizerInPieces:
     def _reason(self, optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> str:
         """Why it must not step in pieces; empty when nothing speaks against it."""
         reason = (
-            why_not(optimizer, with_closure=self._iterations.step_has_arguments)
+            why_not(optimizer, with_closure=self._iterations.step_has_closure)
             or _odd(optimizer, gradients)
             or _odd_state(optimizer)
         )

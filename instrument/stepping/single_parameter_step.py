@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import optimizer as optim
 
-from memopt.instrument.iterations import _STEP, Iterations
+from memopt.instrument.iterations import Iterations
 from memopt.instrument.ops import PLAIN_TYPES, is_shared
 from memopt.instrument.stepping.gradient_reads import gradient_of
+from memopt.instrument.stepping.torchs_step import is_torchs
 from memopt.instrument.torch_internals import step_hooks
 
 PROVED = frozenset(
@@ -34,8 +33,6 @@ PROVED = frozenset(
 """By `tests/enforcers/test_optimizer_in_backward.py`, on a CPU; never a subclass."""
 
 Group = dict[str, Any]
-_TORCHS = (str(Path(optim.__file__).parent), str(Path(torch.__file__).parent / "utils" / "_contextlib.py"))
-"""Files of torch's own steps, and of the `no_grad()` around some of them."""
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Group, Tensor]]:
@@ -70,7 +67,7 @@ def why_not(optimizer: torch.optim.Optimizer) -> str:
 def not_its_own_step(optimizer: torch.optim.Optimizer) -> str:
     """Who else has a hand in the optimizer's step, which then must not be taken in parts; empty where it is torch's own."""
     kind = type(optimizer)
-    if not _is_torchs(kind.step):
+    if not is_torchs(kind.step):
         return f"somebody has replaced the step of {kind.__name__}"
     own = vars(optimizer).get("step")
     if own is not None and not _is_a_schedulers(own, kind):
@@ -83,18 +80,6 @@ def not_its_own_step(optimizer: torch.optim.Optimizer) -> str:
 def several_processes() -> bool:
     """Do processes train together? They may exchange gradients."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _is_torchs(step: Any) -> bool:
-    """Is this function torch's wrapper, which calls the hooks, around nothing but torch's own step? What others put around either with
-    `functools.wraps` looks like it, and must not run once for each part of a step."""
-    if getattr(step, "__code__", None) is not _STEP:
-        return False
-    while (step := getattr(step, "__wrapped__", None)) is not None:
-        code = getattr(step, "__code__", None)
-        if code is None or code is _STEP or not code.co_filename.startswith(_TORCHS):
-            return False
-    return True
 
 
 def _is_a_schedulers(step: Any, kind: Any) -> bool:

@@ -24,7 +24,7 @@ from memopt.instrument.iterations import Iterations
 from memopt.instrument.stepping.in_pieces import ALIGNED, pieces_of, same_bits_in_pieces
 from memopt.outcome import Outcome
 from memopt.plan import OPTIMIZER_IN_PIECES, Plan, ScriptAction, Tier
-from memopt.trace import Script
+from memopt.trace import PHASES, Script
 from tests.support.disks import Full
 from tests.support.enforced import Loop, enforced, recorded, seeded
 from tests.support.loops import LOOPS
@@ -278,32 +278,87 @@ def test_what_is_left_alone(make: Any, why: str, tmp_path: Path) -> None:
     assert any(why in note for note in outcome.notes), outcome.notes
 
 
-def test_a_closure_and_hooks_are_left_alone(tmp_path: Path) -> None:
+def closures(step_with: Callable[[torch.optim.Optimizer, Callable[[], Tensor]], Any]) -> Loop:
+    """Its steps are given a closure, or none."""
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Linear(50, 50)
+        optimizer = torch.optim.AdamW(model.parameters())
+        found = []
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            lost: Tensor = model(torch.randn(4, 50)).square().mean()
+            lost.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            found.append(digest(lost))
+            return lost
+
+        for _ in range(steps):
+            found.append(digest(step_with(optimizer, loss)))
+        return [*found, *everything(model, optimizer)]
+
+    return loop
+
+
+def nothing_given(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> Tensor:
+    """As `accelerate` steps."""
+    found = loss()
+    optimizer.step(None)
+    optimizer.zero_grad()
+    loss()
+    optimizer.step(closure=None)  # type: ignore[call-overload]
+    return found
+
+
+CLOSURES = [lambda o, loss: o.step(loss), lambda o, loss: o.step(closure=loss), nothing_given]
+
+
+@pytest.mark.parametrize("step_with", CLOSURES, ids=["first", "by name", "none"])
+def test_a_closure_has_run_before_its_step_in_pieces(step_with: Any, tmp_path: Path) -> None:
+    check(closures(step_with), tmp_path)
+
+
+@pytest.mark.parametrize("step_with", CLOSURES[:2], ids=["first", "by name"])
+def test_a_step_with_a_closure_is_planned_in_pieces(step_with: Any, tmp_path: Path) -> None:
+    trace = recorded(closures(step_with), tmp_path)
+    assert why_not(trace) == ""
+    assert trace.updates is not None
+    assert 0 < trace.updates.begin_op < trace.updates.end_op
+    phases = trace.ops.phase[trace.updates.begin_op : trace.updates.end_op]
+    assert {PHASES[each] for each in phases} == {"optimizer"}
+
+
+def test_a_closure_that_raises_leaves_the_step_to_the_script(tmp_path: Path) -> None:
+    def step_with(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> Tensor:
+        def broken() -> Tensor:
+            loss()
+            raise ArithmeticError
+
+        with pytest.raises(ArithmeticError):
+            optimizer.step(broken)
+        return cast(Tensor, optimizer.step(loss))
+
+    check(closures(step_with), tmp_path)
+
+
+def test_hooks_are_left_alone(tmp_path: Path) -> None:
     def loop(steps: int) -> list[str]:
         model = nn.Linear(50, 50)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-        def loss() -> Tensor:
-            optimizer.zero_grad()
-            found = model(torch.randn(4, 50)).square().mean()
-            found.backward()
-            return found
-
         def halve(*args: Any) -> None:
             model.weight.grad.mul_(0.5)
 
-        for step in range(steps):
-            if step == 3:
-                optimizer.register_step_pre_hook(halve)
-            if step < 3:
-                optimizer.step(loss)
-            else:
-                loss()
-                optimizer.step()
+        optimizer.register_step_pre_hook(halve)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(4, 50)).square().mean().backward()
+            optimizer.step()
         return everything(model, optimizer)
 
     outcome = check(loop, tmp_path, done=0)
-    assert any("in a closure" in note and "hooks the optimizer's step" in note for note in outcome.notes)
+    assert any("hooks the optimizer's step" in note for note in outcome.notes)
 
 
 @pytest.mark.parametrize("when", ["before the first optimizer", "after it", "with torch's own decorator"])
@@ -440,7 +495,7 @@ def test_a_parameter_that_grows(momentum: float, tier: Tier | None, tmp_path: Pa
 
 
 class _Nobody:
-    step_has_arguments = False
+    step_has_closure = False
 
 
 def alone() -> OptimizerInPieces:
