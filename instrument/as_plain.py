@@ -1,11 +1,12 @@
 """Ops that run under a mode compute what they compute without one.
 
-Four things differ while a `TorchDispatchMode` is on, and each is put right here:
+Five things differ while a `TorchDispatchMode` is on, and each is put right here:
 1. Inside an op that was handed to a mode, conjugate and negative views are not resolved: complex `linalg.pinv` came out wrong.
 2. Nor does autocast reach what such an op calls: `linalg.pinv` and `nn.Bilinear` came out in another precision.
 3. The backward formulas of `prod`, `cumprod`, `max`, `min`, `median` and `det` take another way, with other bits, or other bits of its own
    derivative.
 4. `svdvals`, `eigvalsh` and `eigvals` of what needs no gradient compute vectors as well, by another routine of LAPACK's.
+5. `matmul` of batches, one of them of a single matrix that needs no gradient, multiplies them as one large matrix, not one by one.
 """
 
 from __future__ import annotations
@@ -147,6 +148,24 @@ def _eigvals(matrix: Tensor) -> Tensor:
     return values
 
 
+def _matmul(one: Tensor, other: Tensor) -> Tensor:
+    """As torch's own (`_matmul_impl`), but for modes of memopt's."""
+    if one.dim() == other.dim() == 3 and one.size(0) != other.size(0):
+        single = one if one.size(0) == 1 else other
+        if single.size(0) == 1 and not (single.requires_grad or _is_like_a_subclass(single)):
+            return _one_by_one(one, other)
+    found: Tensor = torch.ops.aten.matmul.default._op_dk(_Key.CompositeImplicitAutograd, one, other)
+    return found
+
+
+def _one_by_one(one: Tensor, other: Tensor) -> Tensor:
+    count = max(one.size(0), other.size(0)) if one.size(0) and other.size(0) else 0
+    first, second = (each.expand(count, *each.shape[1:]) for each in (one, other))
+    product = torch.bmm(first.reshape(first.shape), second.reshape(second.shape))
+    found: Tensor = torch.ops.aten._unsafe_view(product, [count, one.size(1), other.size(2)])
+    return found
+
+
 def _script_has_modes() -> bool:
     return any(not type(mode).__module__.startswith("memopt.") for mode in current_modes())
 
@@ -155,11 +174,14 @@ def _wants_vectors(matrix: Tensor) -> bool:
     """Torch's own question (`_may_require_fw_or_bw_grad`), but for modes of memopt's."""
     if torch.is_grad_enabled() and matrix.requires_grad:
         return True
-    if type(matrix) not in PLAIN_TYPES or is_functorch_wrapped(matrix):
-        return True
-    if _script_has_modes():
+    if _is_like_a_subclass(matrix):
         return True
     return inside_dual_level() and forward_ad.unpack_dual(matrix).tangent is not None
+
+
+def _is_like_a_subclass(tensor: Tensor) -> bool:
+    """Torch's `isTensorSubclassLike`, but for modes of memopt's."""
+    return type(tensor) not in PLAIN_TYPES or is_functorch_wrapped(tensor) or _script_has_modes()
 
 
 class PlainForms:
@@ -175,6 +197,7 @@ class PlainForms:
             "linalg_eigvalsh": _eigvalsh,
             "linalg_eigvals": _eigvals,
             "pinverse": _pinverse,
+            "matmul": _matmul,
         }
         for name, form in forms.items():
             for key in ("CPU", "AutogradCPU", "CUDA", "AutogradCUDA"):

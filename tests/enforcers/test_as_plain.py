@@ -62,7 +62,35 @@ def _forward_derivative() -> Tensor:
         return torch.cat([values.primal, values.tangent])
 
 
+SHAPES = [
+    ((32, 3, 3), (1, 3, 3)),
+    ((1, 3, 3), (32, 3, 3)),
+    ((64, 257, 3), (1, 3, 3)),
+    ((1, 7, 5), (4, 5, 6)),
+    ((0, 2, 3), (1, 3, 2)),
+    ((1, 2, 3), (1, 3, 2)),
+    ((5, 33), (4, 33, 6)),
+    ((2, 1, 4, 5), (3, 5, 6)),
+]
+
+
+def _products() -> Tensor:
+    """Batches of matrices, one of them of a single one, with and without gradients: torch folds that one in where a mode is on."""
+    found = []
+    for one, other in SHAPES:
+        for first, second in ((False, False), (True, False), (False, True)):
+            a = torch.randn(one, requires_grad=first)
+            b = torch.randn(other, requires_grad=second)
+            product = a @ b
+            found += [product.detach().flatten(), torch.tensor(product.stride(), dtype=torch.float)]
+            if first or second:
+                product.sin().sum().backward()
+            found += [each.grad.flatten() for each in (a, b) if each.grad is not None]
+    return torch.cat(found)
+
+
 CASES = [
+    _products,
     _complex,
     _negative,
     _spectral_norms,
