@@ -273,8 +273,15 @@ class Problem:
             return saved.size_bytes if candidate.away.start <= op < candidate.away.stop else 0
         if not saved.gone_after < op <= saved.release:
             return 0
-        unpacks = self.view.trace.slots.unpacks
-        handed = sum(unpacks.row(slot).count(op) for slot in saved.slots) if op >= saved.first_use else 0
+        unpacks, node_end = self.view.trace.slots.unpacks, self.view.node_end
+        handed = 0
+        if op >= saved.first_use:
+            handed = sum(
+                use <= op <= node_end[use]
+                for slot in saved.slots
+                for use in unpacks.row(slot)
+                if use < self.view.n
+            )
         return saved.size_bytes - option.encoded_bytes - handed * option.decoded_bytes
 
     def _candidate(self, saved: Saved) -> Candidate | None:

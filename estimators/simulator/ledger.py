@@ -148,7 +148,8 @@ class Ledger:
         decode_ms = sign * on_grid(decision.decode_ms)
         for slot in saved.slots:
             for use in self.view.trace.slots.unpacks.row(slot):
-                self._bump.add(use, sign * decision.decoded_bytes)
+                for op in range(use, self.view.node_end[use] + 1) if use < n else ():
+                    self._bump.add(op, sign * decision.decoded_bytes)
                 self._added_ms.add(use, decode_ms)
 
     # --- summing up

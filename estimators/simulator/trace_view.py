@@ -20,6 +20,7 @@ Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
 _FORWARD = PHASES.index("forward")
+_SUM = "aten.sum.dim_IntList"
 _RANDOM_STATE_BYTES = 5056
 """A CPU generator's state, kept for every recorded op that draws random numbers."""
 
@@ -72,6 +73,19 @@ class TraceView:
             bool(flag & REPLAYABLE) and phase == _FORWARD
             for flag, phase in zip(ops.flags, ops.phase, strict=True)
         ]
+
+    @cached_property
+    def node_end(self) -> list[int]:
+        """Per op: in backward the last op of its node, which holds until then what it has unpacked; elsewhere the op. Not sums at the end:
+        autograd fits gradients to their inputs so (a bias), when the node's own function is over."""
+        trace, found = self.trace, [*range(self.n)]
+        ops = trace.ops
+        for op in range(self.n - 2, -1, -1):
+            node, last = (ops.forward_op[op], ops.phase[op]), op + 1
+            if node[0] >= 0 and node == (ops.forward_op[last], ops.phase[last]):
+                ends_in_sum = found[last] == last and trace.op_name(last) == _SUM
+                found[op] = op if ends_in_sum else found[last]
+        return found
 
     @cached_property
     def random(self) -> list[bool]:

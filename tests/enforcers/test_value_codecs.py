@@ -106,6 +106,30 @@ def test_the_profile_tells_what_it_found_and_a_file_keeps_it(
     assert load_trace(path).value_facts == traces["narrow_int"].value_facts
 
 
+def test_what_a_node_has_decoded_is_there_until_its_last_op(tmp_path: Path) -> None:
+    """The product's node multiplies twice: what it saved is decoded for both, beside what the first one makes."""
+
+    def loop(steps: int) -> list[str]:
+        net = nn.Sequential(nn.Linear(64, 512), nn.Dropout(0.8), nn.Linear(512, 512), nn.Linear(512, 2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(torch.randn(512, 64)), torch.randint(2, (512,))).backward()
+            optimizer.step()
+        return [p.detach().double().sum().item().hex() for p in net.parameters()]
+
+    every = everything("compress")
+    plan = plan_of(
+        recorded(loop, tmp_path),
+        lambda problem: {each: how for each, how in every(problem).items() if how.codec == "zero_bitmap"},
+    )
+    assert [action.codec for action in plan.actions] == ["zero_bitmap"]
+    plain = seeded(loop, 4)
+    computed, outcome = enforced(loop, plan, tmp_path, 4, measure=True)
+    assert computed == plain
+    assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=1e-4)
+
+
 def grows_dense(layer: nn.Module, x: Tensor, step: int) -> Tensor:
     """From the fifth step on half of the values are not zero, then all."""
     hidden = torch.relu(layer(x) - 0.25 + 0.25 * max(0, step - 3))
