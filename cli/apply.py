@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-import signal
 import sys
 from collections.abc import MutableMapping
 from dataclasses import replace
@@ -23,7 +22,7 @@ from memopt.plan import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
     from memopt.enforcers.session import ApplySession, Options
-    from memopt.instrument.script.runner import Command
+    from memopt.instrument.script.command import Command
     from memopt.outcome import Outcome
     from memopt.plan import Plan
 
@@ -171,7 +170,7 @@ def command_to_run(plan: Plan, args: tuple[str, ...], cwd: Path | None = None) -
 
     A plan may come from anywhere: outside the present folder a person is asked first. Raises when the script is not there any more.
     """
-    from memopt.instrument.script.runner import Command, find_source
+    from memopt.instrument.script.command import Command, find_source
 
     folder = cwd if cwd is not None else Path(plan.script.cwd)
     if cwd is None:
@@ -215,7 +214,7 @@ def _doubts(plan: Plan, command: Command, *, changed_script: bool) -> list[str]:
     """What is different from the run that was profiled. Another script is refused, unless that is what is wanted."""
     from importlib.metadata import PackageNotFoundError, version
 
-    from memopt.instrument.script.runner import find_source
+    from memopt.instrument.script.command import find_source
 
     doubts = []
     world = int(os.environ.get("WORLD_SIZE") or 1)
@@ -313,27 +312,12 @@ class _Enforced:
 
     def run(self, command: Command) -> int:
         """The exit code; dies of the signal that the script died of."""
-        from memopt.instrument.script import runner
-        from memopt.instrument.script.on_import import call_after_import
-        from memopt.instrument.script.signals import before_terminating
+        from memopt.instrument.script.runner import run_to_the_end
 
-        def listen() -> None:
-            before_terminating(self._end)
-
-        call_after_import("torch", listen)
         self._session.install()
-        pid = os.getpid()
-        try:
-            code = runner.run(command, raised=leaving_traces(command))
-        except KeyboardInterrupt:
-            self._end()
-            runner.die_of(signal.SIGINT)
-        if os.getpid() != pid:
-            runner.leave_child(code)
-        self._end()
-        return code or self._exit_code
+        return run_to_the_end(command, self._end, raised=leaving_traces(command)) or self._exit_code
 
-    def _end(self) -> None:
+    def _end(self, how: int) -> None:
         from memopt.cli.shared.console import outlive_the_scripts_stderr, say
 
         outlive_the_scripts_stderr()

@@ -22,8 +22,9 @@ import msgspec
 from memopt.enforcers.scratch import copy_folder, moved
 from memopt.enforcers.spread import beside_the_spread
 from memopt.errors import VerifyFailed
+from memopt.instrument.script.command import Command
 from memopt.instrument.script.on_import import call_after_import
-from memopt.instrument.script.runner import Command, run, stop_script
+from memopt.instrument.script.runner import run, stop_script
 from memopt.outcome import Outcome
 from memopt.plan import Plan, load_plan
 

@@ -13,7 +13,7 @@ from memopt.errors import UsageError
 
 if TYPE_CHECKING:
     from memopt.estimators.estimate import Estimate
-    from memopt.instrument.script.runner import Command
+    from memopt.instrument.script.command import Command
     from memopt.outcome import Outcome
     from memopt.reports.loaded import Loaded, LoadedProfile
 
@@ -153,7 +153,7 @@ def estimate(target: str | Path, *args: str, device: str = "", **options: Any) -
 
 def _this_command() -> Command:
     """The command that this process was started with; a session without a file (a notebook, `python -c`) is this module's."""
-    from memopt.instrument.script.runner import Command, find_source
+    from memopt.instrument.script.command import Command, find_source
 
     command = Command(tuple(sys.argv) if sys.argv and sys.argv[0] else (__file__,))
     try:

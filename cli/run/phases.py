@@ -19,9 +19,8 @@ from memopt.advisors.background import Background
 from memopt.cli.run.cache import Cache
 from memopt.errors import MemoptError
 from memopt.instrument.loop import Loop
+from memopt.instrument.script.command import Command
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
-from memopt.instrument.script.runner import Command
-from memopt.instrument.script.signals import before_terminating
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -128,12 +127,11 @@ class Phases:
         command: Command,
         wishes: Wishes,
         cache: Cache,
-        warned: Callable[[], None],
         tell: Callable[[str], None],
     ) -> None:
-        """`warned` is called when SIGTERM is about to end the process, `tell` as a phase begins."""
+        """`tell` is called as a phase begins."""
         self._command, self._wishes, self._cache = command, wishes, cache
-        self._warned, self._tell = warned, tell
+        self._tell = tell
         self._pid = os.getpid()
         self._loop: Loop | None = None
         self._session: ProfileSession | ApplySession | Guard | None = None
@@ -152,11 +150,7 @@ class Phases:
 
     def install(self) -> None:
         """Be there when the script imports torch."""
-        call_after_import("torch", self._torch_imported, within=quiet_allocator)
-
-    def _torch_imported(self) -> None:
-        before_terminating(self._warned)
-        self._guard(self._begin)
+        call_after_import("torch", lambda: self._guard(self._begin), within=quiet_allocator)
 
     def _begin(self) -> None:
         plan = self._kept_plan()

@@ -13,7 +13,8 @@ from torch import nn
 
 from memopt.enforcers.tiers.disk import DiskStore, Ticket
 from memopt.instrument import one_stream
-from memopt.instrument.script.runner import Command, StopScript
+from memopt.instrument.script.command import Command
+from memopt.instrument.script.runner import StopScript
 from memopt.profiler import offload
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession

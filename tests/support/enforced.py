@@ -20,7 +20,8 @@ from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.loop import Loop as Watched
-from memopt.instrument.script.runner import Command, StopScript
+from memopt.instrument.script.command import Command
+from memopt.instrument.script.runner import StopScript
 from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.profiler.recordings import Wanted
