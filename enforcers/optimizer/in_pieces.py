@@ -124,6 +124,11 @@ class OptimizerInPieces:
         """Parameters that have been stepped in pieces, of all optimizers."""
         return self._used.total()
 
+    @property
+    def why_not_all(self) -> str:
+        """Why it was not done as often as planned."""
+        return "; ".join(self.declined) or "no step was made"
+
     def _reason(self, optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> str:
         """Why it must not step in pieces; empty when nothing speaks against it."""
         reason = (
