@@ -249,7 +249,7 @@ def _doubts(plan: Plan, command: Command, *, changed_script: bool) -> list[str]:
 
 def _verify(request: ApplyRequest, plan_path: Path, command: Command, steps: int, folder: Path) -> int:
     from memopt.cli.shared.console import out, progress, say
-    from memopt.enforcers.verify import verify
+    from memopt.enforcers.verify.compare import verify
 
     with progress(f"running {steps} iterations plain and {steps} enforced"):
         verified = verify(

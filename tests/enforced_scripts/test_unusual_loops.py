@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import allowed
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.errors import BudgetInfeasible
 from tests.support import warm
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded

@@ -14,7 +14,7 @@ import torch
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.enforcers.session import ApplySession, Options
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN, Decision
 from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames

@@ -17,7 +17,7 @@ from memopt.enforcers.optimizer import gradients_elsewhere, paged
 from memopt.enforcers.optimizer.piece import Piece
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.swap import SwapFailed
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.instrument.loop import forget_parents
 from memopt.instrument.script.signals import held
 from memopt.plan import Plan
