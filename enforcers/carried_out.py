@@ -4,17 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from memopt.plan import Plan
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
-    from memopt.enforcers.engine import Engine
     from memopt.enforcers.gradients_in_place import GradientsInPlace
     from memopt.enforcers.optimizer.planned_steps import PlannedSteps
     from memopt.enforcers.tiers.swapped import Swapper
+
+
+@dataclass(slots=True)
+class Account:
+    """What was done of a plan's actions on tensors, by their numbers."""
+
+    done: Counter[int] = field(default_factory=Counter)
+    """Slots on which an action was taken in this iteration."""
+    declined: dict[int, str] = field(default_factory=dict)
+    """Why an action was not taken, the first reason of the run."""
+    beyond: Counter[int] = field(default_factory=Counter)
+    """Most bytes that a codec held above what was planned: the values were others than in the profile."""
+    other_bits: set[str] = field(default_factory=set)
+    """Ops that were to be run again, and may give other bits then."""
+
+    def decline(self, action: int, why: str) -> None:
+        """It is not taken."""
+        self.declined.setdefault(action, why)
 
 
 class Enforcer(Protocol):
@@ -62,11 +79,11 @@ def decisions_about_the_run(
     return [each for each in found if each is not None and each.planned > 0]
 
 
-def notes_on_tensors(engine: Engine, swapper: Swapper | None, done: Container[int]) -> list[str]:
+def notes_on_tensors(account: Account, swapper: Swapper | None, done: Container[int]) -> list[str]:
     """What to say of the actions on tensors; those in `done` were taken."""
-    notes = [*_declined(engine, done), *_beyond(engine, done)]
-    if engine.other_bits:
-        names = ", ".join(sorted(engine.other_bits))
+    notes = [*_declined(account, done), *_beyond(account, done)]
+    if account.other_bits:
+        names = ", ".join(sorted(account.other_bits))
         notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
     if swapper is None:
         return notes
@@ -76,14 +93,14 @@ def notes_on_tensors(engine: Engine, swapper: Swapper | None, done: Container[in
     return [*told, *filter(None, [swapper.feedback.told() if swapper.feedback is not None else ""])]
 
 
-def _declined(engine: Engine, done: Container[int]) -> list[str]:
-    reasons = Counter(why for action, why in engine.declined.items() if action not in done)
+def _declined(account: Account, done: Container[int]) -> list[str]:
+    reasons = Counter(why for action, why in account.declined.items() if action not in done)
     return [f"{count} actions skipped: {why}" for why, count in reasons.most_common()]
 
 
-def _beyond(engine: Engine, done: Container[int]) -> list[str]:
+def _beyond(account: Account, done: Container[int]) -> list[str]:
     """Of codecs that were planned for the values of the profile."""
-    more = [size for action, size in engine.beyond.items() if size and action in done]
+    more = [size for action, size in account.beyond.items() if size and action in done]
     if not more:
         return []
     return [

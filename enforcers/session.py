@@ -278,7 +278,11 @@ class ApplySession:
         return msgspec.structs.replace(outcome, outside_peak_bytes=outside, **on_the_gpu)
 
     def _of_tensors(self) -> list[str]:
-        return notes_on_tensors(self._engine, self._swapper, self._done) if self._engine is not None else []
+        return (
+            notes_on_tensors(self._engine.account, self._swapper, self._done)
+            if self._engine is not None
+            else []
+        )
 
     def _of_the_run(self, decisions: list[Decision]) -> list[str]:
         """What to say of the decisions about the run, and of what the script did."""
@@ -333,9 +337,10 @@ class ApplySession:
         if self._swapper is not None and self._swapper.feedback is not None:
             self._swapper.feedback.iteration_ended(peak_bytes)
         failed = self._swapper.failed if self._swapper is not None else {}
-        engine.declined = failed | engine.declined
+        account = engine.account
+        account.declined = failed | account.declined
         actions = self._plan_slots(engine)
-        self._done |= {n for n, taken in engine.done.items() if taken >= actions[n] and n not in failed}
+        self._done |= {n for n, taken in account.done.items() if taken >= actions[n] and n not in failed}
         engine.new_iteration()
         if self._over_gradients is not None:
             self._over_gradients.new_iteration()

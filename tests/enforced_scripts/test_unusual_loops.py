@@ -90,7 +90,7 @@ def test_every_iteration_is_enforced(loop, tmp_path: Path, monkeypatch: pytest.M
     new_iteration = Engine.new_iteration
 
     def noting(engine: Engine) -> None:
-        taken.append(engine.done.total())
+        taken.append(engine.account.done.total())
         new_iteration(engine)
 
     monkeypatch.setattr(Engine, "new_iteration", noting)
