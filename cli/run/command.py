@@ -17,7 +17,8 @@ from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
     from memopt.cli.run.cache import Cache
-    from memopt.cli.run.phases import Course, Phases, Wishes
+    from memopt.cli.run.course import Course, Wishes
+    from memopt.cli.run.phases import Phases
     from memopt.instrument.script.command import Command
 
 
@@ -86,7 +87,7 @@ def _check(request: RunRequest) -> None:
 
 
 def _wishes(request: RunRequest) -> Wishes:
-    from memopt.cli.run.phases import Wishes
+    from memopt.cli.run.course import Wishes
     from memopt.enforcers.tiers.per_device import offload_tier
     from memopt.files import swap_folder
 
@@ -154,7 +155,7 @@ class _Run:
     def _write(self, course: Course) -> None:
         if self._outcome_path is None:
             return
-        from memopt.cli.run.phases import facts
+        from memopt.cli.run.course import facts
         from memopt.cli.shared.console import say
         from memopt.files import write_atomic
 
