@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CANARY = ROOT / "tests" / "support" / "canary.py"
 ENDINGS = ("exit", "message", "raise", "hard", "sigint", "sigterm", "sigterm-handled")
 
