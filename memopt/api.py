@@ -103,7 +103,7 @@ def enforce(
     Losses, gradients, parameters and buffers are bit for bit those of the plain run. `measure`: also measure the peak, which on a CPU
     slows a few iterations down. Raises `BadFile`, and `NotPossibleHere` for a plan that only advises.
     """
-    from memopt.cli.apply import prepare_run
+    from memopt.cli.shared.plan_here import prepare_run
     from memopt.enforcers.session import ApplySession, Options
     from memopt.files import swap_folder
     from memopt.plan import load_plan

@@ -263,7 +263,7 @@ class Phases:
         self._pieces.begin(self._loop.iterations.stepped)
 
     def _enforce(self, plan: Plan) -> None:
-        from memopt.cli.apply import prepare_run
+        from memopt.cli.shared.plan_here import prepare_run
         from memopt.enforcers.session import ApplySession, Options
 
         assert self._loop is not None
