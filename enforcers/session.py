@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -146,10 +146,11 @@ class ApplySession:
         engine = self._engine_in(self._own_loop or loop, tables)
         self._install_steps()
         falls_back = loop is not None and bool(self._plan.script_actions)
-        if not tables.empty or self._steps_send_gradients or falls_back:
+        sends_gradients = self._steps is not None and self._steps.gradients is not None
+        if not tables.empty or sends_gradients or falls_back:
             from memopt.instrument.saved import SavedTensorHooks
 
-            unpack = self._unpack if self._steps_send_gradients else engine.unpack
+            unpack = self._steps.told_of(engine.unpack) if self._steps is not None else engine.unpack
             self._hooks = SavedTensorHooks(engine.pack, unpack)
             self._hooks.install()
         call_around_fork(self._before_fork, self._measurements.go_on, self._forked)
@@ -191,17 +192,6 @@ class ApplySession:
             self._steps = PlannedSteps()
             swap_dir, tell = self._options.swap_dir, (self._will_change, self._gradient_is_whole)
             self._steps.install(self._plan, self._iterations, swap_dir, *tell)
-
-    @property
-    def _steps_send_gradients(self) -> bool:
-        return self._steps is not None and self._steps.gradients is not None
-
-    def _unpack(self, handle: Any) -> torch.Tensor:
-        """For gradients that leave during backward: a saved tensor that is asked for tells that another node begins."""
-        assert self._engine is not None
-        if self._steps is not None and self._steps.gradients is not None:
-            self._steps.gradients.asked_for_saved()
-        return self._engine.unpack(handle)
 
     def _training_begins(self) -> None:
         """What prepares the training has run without the mode, which would slow small ops down."""

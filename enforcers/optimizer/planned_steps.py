@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,6 +15,9 @@ from memopt.enforcers.tiers.per_device import PerDevice, offload_tier
 from memopt.enforcers.tiers.planned import state_tier
 from memopt.instrument.iterations import Iterations
 from memopt.plan import Plan, ScriptAction
+
+Unpack = Callable[[Any], torch.Tensor]
+"""The saved-tensor hook of backward."""
 
 
 class PlannedSteps:
@@ -51,6 +55,18 @@ class PlannedSteps:
             self.gradients.install()
         most_away = pieces.away or None
         self.in_pieces = OptimizerInPieces(iterations, pieces.piece_bytes, tier, most_away, self.gradients)
+
+    def told_of(self, unpack: Unpack) -> Unpack:
+        """`unpack`, of which gradients that leave during backward hear first: another node begins when a saved tensor is asked for."""
+        gradients = self.gradients
+        if gradients is None:
+            return unpack
+
+        def tell_and_unpack(handle: Any) -> torch.Tensor:
+            gradients.asked_for_saved()
+            return unpack(handle)
+
+        return tell_and_unpack
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Go on from an iteration boundary, after steps of `optimizers` that somebody else has watched."""
