@@ -55,7 +55,7 @@ class Program:
 
     def solver(self, seconds: float, *, relaxed: bool = False) -> Any:
         """HiGHS with this program in it, not yet run. Raises `NotPossibleHere` without HiGHS."""
-        highs = new_highs(seconds)
+        highs = _new_highs(seconds)
         import highspy
 
         highs.passModel(self._model(highspy, relaxed))
@@ -98,7 +98,7 @@ class Program:
         return model
 
 
-def new_highs(time_limit_s: float) -> Any:
+def _new_highs(time_limit_s: float) -> Any:
     """A quiet solver; `NotPossibleHere` without highspy."""
     try:
         import highspy

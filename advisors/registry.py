@@ -24,7 +24,6 @@ from memopt.advisors.graphs.problem import (
     Answer,
     GraphProblem,
     cheapest_runs,
-    infeasible,
     plain_answer,
 )
 from memopt.advisors.graphs.runs import plain_peak
@@ -121,7 +120,7 @@ class Strategy:
         if (plain := plain_answer(problem)) is not None:
             return plain
         if not self.graph_kinds & problem.may:
-            raise infeasible(problem, plain_peak(problem.graph))
+            raise problem.not_below(plain_peak(problem.graph))
         return self.on_graph(problem)
 
     @property

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memopt.advisors.profiles.problem import Decisions, Problem, may_act_on
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN
 from tests.support.enforced import SWAP, enforced, plan_of, recorded, seeded
 

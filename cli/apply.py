@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shlex
-import signal
-import sys
-from collections.abc import MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +12,13 @@ import click
 from memopt.cli.on_oom import leaving_traces
 from memopt.cli.requests import ApplyRequest
 from memopt.cli.shared.device_here import require_device
-from memopt.errors import BadFile, MemoptError, NotEnforced, NotPossibleHere, RunFailed, UsageError, reason
+from memopt.cli.shared.plan_here import command_to_run, doubts, prepare_run
+from memopt.errors import MemoptError, NotEnforced, RunFailed, UsageError
 from memopt.files import swap_folder
-from memopt.plan import ALLOCATOR_VARIABLES
 
 if TYPE_CHECKING:
     from memopt.enforcers.session import ApplySession, Options
-    from memopt.instrument.script.runner import Command
+    from memopt.instrument.script.command import Command
     from memopt.outcome import Outcome
     from memopt.plan import Plan
 
@@ -126,7 +121,7 @@ def _say_before(request: ApplyRequest, plan: Plan, command: Command) -> None:
     from memopt.cli.shared.console import say
     from memopt.cli.shared.ranks import rank_here
 
-    for warning in _doubts(plan, command, changed_script=request.changed_script):
+    for warning in doubts(plan, command, changed_script=request.changed_script):
         say(warning)
     if not request.quiet and not rank_here():
         say(f"running {command.in_words} in {os.getcwd()}")
@@ -146,111 +141,9 @@ def _enforce(request: ApplyRequest, plan: Plan, command: Command, folder: Path) 
     return _Enforced(request, plan, session, Told(plan, options, session)).run(command)
 
 
-def prepare_run(plan: Plan, environment: MutableMapping[str, str]) -> list[str]:
-    """Set what the plan's allocator actions set, unless the user did; what was done. Raises `NotPossibleHere` for mere advice."""
-    said = []
-    for action in plan.script_actions:
-        if not action.can_be_applied:
-            raise NotPossibleHere(
-                f"this plan asks for {action.what}, which memopt advises but cannot do",
-                why=f"nothing enforces it ({action.why})",
-                try_="memopt advise PROFILE --budget B, for a plan that can be applied",
-            )
-        for name, value in action.variables.items():
-            chosen = next((environment[n] for n in ALLOCATOR_VARIABLES if environment.get(n)), None)
-            if chosen is None:
-                environment[name] = value
-            said.append(
-                f"{name}={value}, as planned" if chosen is None else f"kept your allocator settings, {chosen}"
-            )
-    return said
-
-
-def command_to_run(plan: Plan, args: tuple[str, ...], cwd: Path | None = None) -> Command:
-    """The plan's script with its own arguments or `args`, from its own folder or from `cwd`.
-
-    A plan may come from anywhere: outside the present folder a person is asked first. Raises when the script is not there any more.
-    """
-    from memopt.instrument.script.runner import Command, find_source
-
-    folder = cwd if cwd is not None else Path(plan.script.cwd)
-    if cwd is None:
-        _ask_about(folder, plan)
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        raise BadFile(
-            f"the plan's working directory {folder} cannot be entered",
-            why=reason(error),
-            try_="--cwd DIR, the folder that the script is run in here (--cwd . is the present one)",
-        ) from error
-    command = Command((plan.script.argv[0], *(args or plan.script.argv[1:])), plan.script.as_module)
-    find_source(command)
-    return command
-
-
-def _ask_about(folder: Path, plan: Plan) -> None:
-    """Raise `UsageError` unless `folder` is the present one, or in it, or somebody at the terminal says yes."""
-    here, there = Path.cwd().resolve(), folder.resolve()
-    if there.is_relative_to(here) or not there.is_dir():
-        return
-    words = shlex.join(plan.script.argv)
-    alone = os.environ.get("WORLD_SIZE", "1") in (
-        "",
-        "0",
-        "1",
-    )  # each of several ranks would ask, and one be answered
-    if alone and sys.stdin.isatty() and sys.stderr.isatty():
-        if click.confirm(f"memopt: the plan runs {words} in {there}; go on?", err=True):
-            return
-        raise UsageError("nothing was run", why="you said no", try_=f"--cwd {shlex.quote(str(there))}")
-    raise UsageError(
-        f"the plan runs {words} in another folder, {there}",
-        why="a plan names a program to run, and nobody can be asked whether it is the one that is meant",
-        try_=f"--cwd {shlex.quote(str(there))}",
-    )
-
-
-def _doubts(plan: Plan, command: Command, *, changed_script: bool) -> list[str]:
-    """What is different from the run that was profiled. Another script is refused, unless that is what is wanted."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    from memopt.instrument.script.runner import find_source
-
-    doubts = []
-    world = int(os.environ.get("WORLD_SIZE") or 1)
-    if plan.script.world not in (0, world):
-        doubts.append(
-            f"the plan was made for a run of {plan.script.world} process{'es' if plan.script.world > 1 else ''}, this is one of {world}: "
-            "shards and batches may have other sizes"
-        )
-    found = hashlib.sha256(find_source(command).read_bytes()).hexdigest()
-    if found != plan.script.sha256:
-        known = bool(plan.script.sha256)
-        what = (
-            "has changed since it was profiled"
-            if known
-            else "may be any script: the plan holds no hash of its own"
-        )
-        if not changed_script:
-            raise UsageError(
-                f"{command.argv[0]} {what}",
-                why="a plan is made for one script",
-                try_="memopt profile and memopt advise again, or --changed-script: what is found again by name is enforced then",
-            )
-        doubts.append(f"{command.argv[0]} {what}; what is found again by name is enforced, the rest is kept")
-    try:
-        installed = version("torch")
-    except PackageNotFoundError:
-        installed = ""
-    if plan.script.torch and installed and plan.script.torch.split("+")[0] != installed.split("+")[0]:
-        doubts.append(f"the profile was made with torch {plan.script.torch}, this is {installed}")
-    return doubts
-
-
 def _verify(request: ApplyRequest, plan_path: Path, command: Command, steps: int, folder: Path) -> int:
     from memopt.cli.shared.console import out, progress, say
-    from memopt.enforcers.verify import verify
+    from memopt.enforcers.verify.compare import verify
 
     with progress(f"running {steps} iterations plain and {steps} enforced"):
         verified = verify(
@@ -313,27 +206,12 @@ class _Enforced:
 
     def run(self, command: Command) -> int:
         """The exit code; dies of the signal that the script died of."""
-        from memopt.instrument.script import runner
-        from memopt.instrument.script.on_import import call_after_import
-        from memopt.instrument.script.signals import before_terminating
+        from memopt.instrument.script.runner import run_to_the_end
 
-        def listen() -> None:
-            before_terminating(self._end)
-
-        call_after_import("torch", listen)
         self._session.install()
-        pid = os.getpid()
-        try:
-            code = runner.run(command, raised=leaving_traces(command))
-        except KeyboardInterrupt:
-            self._end()
-            runner.die_of(signal.SIGINT)
-        if os.getpid() != pid:
-            runner.leave_child(code)
-        self._end()
-        return code or self._exit_code
+        return run_to_the_end(command, self._end, raised=leaving_traces(command)) or self._exit_code
 
-    def _end(self) -> None:
+    def _end(self, how: int) -> None:
         from memopt.cli.shared.console import outlive_the_scripts_stderr, say
 
         outlive_the_scripts_stderr()

@@ -33,7 +33,6 @@ PARTS = (
     "onnx",
     "highspy",
 )
-_PAGE_BYTES = 4096
 
 Facts = dict[str, Any]
 
@@ -210,6 +209,8 @@ def look_at_disk(folder: Path) -> Facts:
 
 def try_o_direct(folder: Path) -> tuple[bool, str]:
     """Whether a page written with O_DIRECT comes back; if not, why."""
+    from memopt.enforcers.tiers.swap_file import PAGE_BYTES
+
     flag = getattr(os, "O_DIRECT", None)
     if flag is None:
         return False, "this system has no O_DIRECT"
@@ -218,10 +219,10 @@ def try_o_direct(folder: Path) -> tuple[bool, str]:
     try:
         descriptor = os.open(name, os.O_RDWR | flag)
         try:
-            page = mmap.mmap(-1, _PAGE_BYTES)
-            page.write(b"m" * _PAGE_BYTES)
+            page = mmap.mmap(-1, PAGE_BYTES)
+            page.write(b"m" * PAGE_BYTES)
             os.pwrite(descriptor, page, 0)
-            back = mmap.mmap(-1, _PAGE_BYTES)
+            back = mmap.mmap(-1, PAGE_BYTES)
             os.preadv(descriptor, [back], 0)
             return back[:] == page[:], ""
         finally:

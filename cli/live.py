@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from memopt.cli.on_oom import leaving_traces
 from memopt.cli.shared.numbers import Real
 
 if TYPE_CHECKING:
-    from memopt.instrument.script.runner import Command
+    from memopt.instrument.script.command import Command
 
 _LOG_EVERY_S = 10.0
 _LEAST_ROWS = 12
@@ -35,21 +34,14 @@ def live(script: str, args: tuple[str, ...], interval_s: float, as_module: bool)
     The script's output stays its own and scrolls above; nothing is recorded and nothing is changed. Without a
     terminal a line is written to stderr every ten seconds.
     """
-    from memopt.instrument.script import runner
+    from memopt.instrument.script.command import Command, find_source
+    from memopt.instrument.script.runner import run_to_the_end
 
-    command = runner.Command((script, *args), as_module=as_module)
-    runner.find_source(command)
+    command = Command((script, *args), as_module=as_module)
+    find_source(command)
     view = _View(command, interval_s)
     view.start()
-    try:
-        code = runner.run(command, raised=leaving_traces(command))
-    except KeyboardInterrupt:
-        view.stop()
-        runner.die_of(signal.SIGINT)
-    if os.getpid() != view.pid:
-        runner.leave_child(code)
-    view.stop()
-    return code
+    return run_to_the_end(command, view.stop, raised=leaving_traces(command))
 
 
 class _View:
@@ -59,7 +51,6 @@ class _View:
         from memopt.cli.shared.console import is_terminal
         from memopt.reports.live import Now
 
-        self.pid = os.getpid()
         self._interval_s = interval_s
         self._now = Now(script=Path(command.argv[0]).name)
         self._begun = time.monotonic()
@@ -79,14 +70,11 @@ class _View:
     def _watch_steps(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        from memopt.instrument.script.signals import before_terminating
-
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
             self._now.steps += 1
             self._steps.append(time.monotonic())
 
         register_optimizer_step_post_hook(stepped)
-        before_terminating(self.stop)
 
     def _work(self) -> None:
         while not self._over.wait(self._interval_s):
@@ -114,13 +102,11 @@ class _View:
             self._logged = time.monotonic()
             print(f"memopt: {plain_line(self._now)}", file=self._stream, flush=True)
 
-    def stop(self) -> None:
+    def stop(self, how: int) -> None:
         """Give the terminal back as it was, and say what it came to."""
         from memopt.cli.shared.console import outlive_the_scripts_stderr, say
         from memopt.reports.live import plain_line
 
-        if os.getpid() != self.pid:
-            return
         self._over.set()
         self._thread.join(timeout=5)
         if self._foot is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from memopt.instrument.script.runner import Command
+    from memopt.instrument.script.command import Command
     from memopt.trace import Trace
 
 VARIABLE = "MEMOPT_ON_OOM"

@@ -22,7 +22,7 @@ from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
     from memopt.instrument.script.children import Children
-    from memopt.instrument.script.runner import Command
+    from memopt.instrument.script.command import Command
     from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.session import ProfileSession
     from memopt.trace import Trace
@@ -62,7 +62,7 @@ def profile(**options: Any) -> int:
         return write_profile(request.from_snapshot, request.output, force=request.force, quiet=request.quiet)
     if request.script is None:
         raise click.UsageError("Missing argument 'SCRIPT'.")
-    from memopt.instrument.script.runner import Command
+    from memopt.instrument.script.command import Command
 
     command = Command((request.script, *request.args), as_module=request.as_module)
     path = _checked_path(request, command)
@@ -72,7 +72,7 @@ def profile(**options: Any) -> int:
 def _checked_path(request: ProfileRequest, command: Command) -> Path:
     """Where the profile goes. Raises for a device that is not here, another's file, and a script that is not there."""
     from memopt.cli.shared.own_files import refuse_foreign
-    from memopt.instrument.script.runner import find_source
+    from memopt.instrument.script.command import find_source
     from memopt.trace import Script
 
     if request.device is not None:
@@ -178,9 +178,9 @@ class _Ending:
         self._raised = ""
         self._path = path
         self._quiet = quiet
-        self._pid = os.getpid()
         self._trace: Trace | None = None
         self._failure: MemoptError | None = None
+        self._failed = False
         self.claim = unused_name().with_suffix(".recorded")
         """There once a process that the script has started has left the profile."""
 
@@ -196,29 +196,13 @@ class _Ending:
         self, session: ProfileSession, command: Command, children: Children, *, keep_running: bool
     ) -> int:
         """Run the script to its end and return the exit code; dies of the signal that the script died of."""
-        from memopt.instrument.script import runner
-        from memopt.instrument.script.on_import import call_after_import
-        from memopt.instrument.script.signals import before_terminating
+        from memopt.instrument.script.runner import run_to_the_end
 
-        def at_torch() -> None:
-            before_terminating(lambda: self._terminated(session))
-
-        call_after_import("torch", at_torch)
+        raised = leaving_traces(command, lambda error: self._ended_by(session, error), lambda: session.trace)
         session.install()
         children.install()
-        try:
-            code = runner.run(
-                command, raised=leaving_traces(command, lambda error: self._ended_by(session, error), lambda: session.trace)
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            if os.getpid() == self._pid:
-                self._end(session, ended_well=False, interrupted=True)
-            runner.die_of(signal.SIGINT)
-        if os.getpid() != self._pid:
-            runner.leave_child(code)
-        if code and not self._raised:
-            self._raised = f"the script ended with exit code {code}"
-        return self._end(session, ended_well=code == 0 and not keep_running) or code
+        code = run_to_the_end(command, lambda how: self._end(session, how), raised=raised)
+        return _SOFTWARE if self._failed and not code and not keep_running else code
 
     def _ended_by(self, session: ProfileSession, error: BaseException) -> None:
         from memopt.profiler.ending import in_words
@@ -226,17 +210,14 @@ class _Ending:
         self._raised = in_words(error)
         session.ended_by(error)
 
-    def _terminated(self, session: ProfileSession) -> None:
-        if os.getpid() == self._pid:
-            session.finished("the script was stopped by SIGTERM")
-            self._end(session, ended_well=False)
-
-    def _end(self, session: ProfileSession, *, ended_well: bool, interrupted: bool = False) -> int:
-        """Say what was written; the exit code when memopt failed and the script did not."""
+    def _end(self, session: ProfileSession, how: int) -> None:
+        """Say what was written, or why nothing was."""
         from memopt.cli.shared.console import outlive_the_scripts_stderr, say
 
+        if how > 0 and not self._raised:
+            self._raised = f"the script ended with exit code {how}"
         outlive_the_scripts_stderr()
-        session.finished()
+        session.finished("the script was stopped by SIGTERM" if how == -signal.SIGTERM else "")
         if self._trace is None and session.failure is None and self.claim.exists():
             from memopt.trace import load_trace
 
@@ -245,15 +226,18 @@ class _Ending:
         failure = (
             self._failure
             or session.failure
-            or (None if self._trace else nothing_seen(session, interrupted=interrupted, raised=self._raised))
+            or (
+                None
+                if self._trace
+                else nothing_seen(session, interrupted=how == -signal.SIGINT, raised=self._raised)
+            )
         )
+        self._failed = failure is not None
         if failure is not None:
             say(str(failure))
-            return _SOFTWARE if ended_well else 0
-        if not self._quiet and self._trace is not None:
+        elif not self._quiet and self._trace is not None:
             for line in what_was_written(self._trace, self._path, self._warmup):
                 say(line)
-        return 0
 
 
 def nothing_seen(session: ProfileSession, *, interrupted: bool, raised: str = "") -> RunFailed:

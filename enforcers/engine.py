@@ -9,8 +9,6 @@ savings, it can never change a result.
 from __future__ import annotations
 
 import logging
-import re
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
@@ -19,24 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memopt.codecs.table import is_of_values
 from memopt.enforcers.capturing import Capturing
-from memopt.enforcers.codecs.encoded import Encoded, flat_storage
-from memopt.enforcers.codecs.premises import Call, describe_call, hold
-from memopt.enforcers.codecs.table import bytes_beyond, decode, encode, encode_for
+from memopt.enforcers.carried_out import Account
+from memopt.enforcers.codecs.premises import Call, describe_call
 from memopt.enforcers.flat_call import CallForm, flatten_call
 from memopt.enforcers.handles import Planned, Trigger
+from memopt.enforcers.letting_go import LettingGo
 from memopt.enforcers.lookup import AtUse, PlannedSlot, Tables
 from memopt.enforcers.records import (
     Record,
-    Value,
-    make,
     record_op,
 )
-from memopt.enforcers.tiers.swapped import SwappedStorage, Swapper
+from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
 from memopt.enforcers.weights.away import WeightsAway
-from memopt.estimators.simulator.slot_needs import Need
 from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain, run_as_plain
 from memopt.instrument.deep_graphs import DEEP, make_room
@@ -55,20 +49,13 @@ from memopt.instrument.ops import (
     same_bits_again,
     updated_statistics,
 )
-from memopt.instrument.saved import Kept, check_version, let_go_of_bytes
-from memopt.instrument.torch_internals import DisableTorchDispatch, current_mode
+from memopt.instrument.saved import Kept, check_version
+from memopt.instrument.torch_internals import current_mode
 from memopt.plan import Action
 
 log = logging.getLogger(__name__)
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
-_OWN_NODE = re.compile(r"Backward\d+$")
-
-
-@cache
-def _only_reads(node: str) -> bool:
-    """Is it a node of torch's own, whose backward writes over nothing that it has saved? A script's `Function` might."""
-    return _OWN_NODE.search(node) is not None
 
 
 @cache
@@ -102,18 +89,12 @@ class Engine(modes.Mode):
         )
         """Where the plan has frozen weights leave."""
         self.values.whole_first = self.weights.whole if self.weights is not None else None
+        self.account = Account()
+        self._letting_go = LettingGo(tables.actions, self.values, swapper, self._streams, self.account)
         self._unsettled: list[Planned] = []
         self._called: Call | None = None
         """The last call, where its outputs may be compressed."""
         self.active = True
-        self.done: Counter[int] = Counter()
-        """Action -> slots on which it was taken in this iteration."""
-        self.declined: dict[int, str] = {}
-        """Action -> why it was not taken, the first reason of the run."""
-        self.beyond: Counter[int] = Counter()
-        """Action -> most bytes that a codec held above what was planned: the values were others than in the profile."""
-        self.other_bits: set[str] = set()
-        """Ops that were to be run again, and may give other bits then."""
         self.divergences = 0
         """Module calls, over the run, in which something was not as planned."""
         self.saved_tensors = 0
@@ -122,7 +103,7 @@ class Engine(modes.Mode):
 
     @property
     def actions(self) -> list[Action]:
-        """The plan's actions by the numbers that `done` and `declined` use."""
+        """The plan's actions by the numbers that the account uses."""
         return self._tables.actions
 
     # --- the mode
@@ -198,9 +179,9 @@ class Engine(modes.Mode):
                 action, self.actions[action].size_bytes, arguments
             )
             if why:
-                self.declined.setdefault(action, why)
+                self.account.decline(action, why)
             else:
-                self.done[action] += 1
+                self.account.done[action] += 1
 
     def _watch(
         self,
@@ -236,7 +217,7 @@ class Engine(modes.Mode):
         if self._regions.depth or not kind.replayable:
             return None  # what a plan says may have been edited
         if not same_bits_again(func, [a for a in flat if isinstance(a, Tensor)]):
-            self.other_bits.add(kind.name)
+            self.account.other_bits.add(kind.name)
             return None
         try:
             record = record_op(func, kind, flat, form, self.values.freeze)
@@ -286,18 +267,18 @@ class Engine(modes.Mode):
             return Kept(tensor) if brings is None else Trigger(tensor, brings)
         keep = keep or self._streams.why_keep(tensor.device)
         if keep:
-            self._decline(slot, keep)
+            self.account.decline(slot.action, keep)
             return Kept(tensor)
         if not self._fits(tensor, slot):
             self._diverged(frame)
             return Kept(tensor)
         if is_lent(tensor.untyped_storage()):
-            self._decline(slot, "its bytes are numpy's or a file's, which may change unseen")
+            self.account.decline(slot.action, "its bytes are numpy's or a file's, which may change unseen")
             return Kept(tensor)
         handle = Planned(tensor, slot)
         if slot.ref.is_output and slot.ref.node:
             own = tensor.grad_fn is None or tensor.grad_fn.name() == slot.ref.node  # indices have no node
-            self._act(handle, self._called if own else None)
+            self._letting_go.act(handle, self._called if own else None)
         else:
             self._unsettled.append(handle)
         return handle
@@ -331,7 +312,7 @@ class Engine(modes.Mode):
         if handle.tensor is not None:
             check_version(handle.tensor, handle.version, handle)
             return handle.tensor
-        return self._restore(handle)
+        return self._letting_go.restore(handle)
 
     def _bring_about(self, moment: AtUse | None) -> None:
         """What the plan has happen when a slot is asked for: room is made before it is taken."""
@@ -342,117 +323,19 @@ class Engine(modes.Mode):
                 self._swapper.wait_until_away(moment.due)
             self._swapper.prefetch(moment.prefetch)
 
-    def _restore(self, handle: Planned) -> Tensor:
-        content = handle.content
-        if isinstance(content, Value):
-            storage = make(content)
-            if not handle.served:
-                handle.served = True
-                content.serve(storage, only_read=_only_reads(handle.slot.ref.node))
-            return handle.on(storage)
-        if isinstance(content, SwappedStorage):
-            tensor = handle.on(content.get())
-            if not handle.served:
-                handle.served = True
-                content.served()
-            return tensor
-        assert isinstance(content, Encoded)
-        whole = decode(content)
-        return whole if handle.slot.ref.need != "values" else handle.on(whole.untyped_storage())
-
     # --- actions
 
     def _settle(self, call: Call | None) -> None:
         """A call has been made: act on what was packed before it."""
         waiting, self._unsettled = self._unsettled, []
         for handle in waiting:
-            self._act(handle, call)
+            self._letting_go.act(handle, call)
 
     def settle_all(self) -> None:
         """Forward is over: act on what is left, except where the op had to be seen."""
         if self.saved_tensors > DEEP:
             make_room()  # `pack` has looked at the nodes of outputs
         self._settle(None)
-
-    def _act(self, handle: Planned, reader: Call | None) -> None:
-        """Let go of the tensor as planned; `reader` is the call whose node saved it, if it was seen."""
-        guard = DisableTorchDispatch()  # or the mode counts a codec's ops among the script's
-        try:
-            self._let_go(handle, reader)
-        finally:
-            del guard
-
-    def _let_go(self, handle: Planned, reader: Call | None) -> None:
-        slot, tensor = handle.slot, handle.tensor
-        assert tensor is not None
-        another = self._streams.why_keep(tensor.device)
-        if another:
-            self._decline(slot, another)
-        elif tensor._version != handle.version:
-            self._decline(slot, "it was changed in place by the op that saved it")
-        elif slot.kind == "recompute":
-            self._drop_for_replay(handle, tensor)
-        elif slot.kind == "swap":
-            self._swap(handle, tensor)
-        elif slot.ref.need != "values" and not hold(slot.ref, reader):
-            self._decline(slot, f"{slot.ref.consumer or slot.ref.node} was not called as in the profile")
-        else:
-            self._compress(handle, tensor)
-
-    def _drop_for_replay(self, handle: Planned, tensor: Tensor) -> None:
-        value = self.values.value_in(tensor, tensor.untyped_storage())
-        if value is None:
-            self._decline(handle.slot, "the op that made it was not seen")
-            return
-        value.waiting += 1
-        value.again = self._tables.actions[handle.slot.action].again
-        self._take(handle, value)
-
-    def _swap(self, handle: Planned, tensor: Tensor) -> None:
-        if self._swapper is None:
-            self._decline(handle.slot, "there is no place to swap to")
-            return
-        content = self._swapper.swap_out(handle.slot.action, tensor.untyped_storage())
-        if content is None:
-            self._decline(handle.slot, self._swapper.reason)
-            return
-        self.values.is_swapped(tensor, content)
-        self._take(handle, content)
-
-    def _compress(self, handle: Planned, tensor: Tensor) -> None:
-        slot = handle.slot
-        if slot.ref.need == "values":
-            encoded = self._encode_storage(slot, tensor)
-        else:
-            params = {name: tuple(v) if isinstance(v, list) else v for name, v in slot.ref.params.items()}
-            encoded = encode_for(Need(slot.ref.need, tuple(params.items())), tensor)
-        if encoded is None:
-            self._decline(slot, f"codec {slot.codec} does not apply to these values")
-            return
-        self._take(handle, encoded)
-
-    def _encode_storage(self, slot: PlannedSlot, tensor: Tensor) -> Encoded | None:
-        """One encoded form for all views of a storage, and for the replays that read it."""
-        storage = tensor.untyped_storage()
-        encoded = self.values.encoded_form(storage, tensor._version)
-        if encoded is None and is_of_values(slot.codec):
-            row, params = flat_storage(tensor), slot.ref.params
-            encoded = encode(slot.codec, row, params)
-            beyond = bytes_beyond(slot.codec, row, params, encoded)
-            self.beyond[slot.action] = max(self.beyond[slot.action], beyond)
-            if encoded is not None:
-                self.values.is_encoded(storage, tensor._version, encoded)
-        return encoded
-
-    def _take(self, handle: Planned, content: Value | SwappedStorage | Encoded) -> None:
-        handle.content = content
-        handle.witness, handle.tensor = handle.tensor, None
-        assert handle.witness is not None
-        let_go_of_bytes(handle.witness)
-        self.done[handle.slot.action] += 1
-
-    def _decline(self, slot: PlannedSlot, why: str) -> None:
-        self.declined.setdefault(slot.action, why)
 
     def _diverged(self, frame: Frame) -> None:
         if not frame.diverged:
@@ -463,7 +346,7 @@ class Engine(modes.Mode):
 
     def new_iteration(self) -> None:
         """Forget what ended with the iteration."""
-        self.done.clear()
+        self.account.done.clear()
         self._streams.new_iteration()
         self.saved_tensors = self.saved_elements = 0
         self.values.new_iteration()

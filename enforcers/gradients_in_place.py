@@ -34,6 +34,11 @@ class GradientsInPlace(modes.Mode):
         self.most_used = 0
         """Most ops of an iteration so far that wrote over a gradient."""
 
+    @property
+    def why_not_all(self) -> str:
+        """Why it was not done as often as planned."""
+        return "somebody else held the others"
+
     def backward_begins(self, roots: tuple[Tensor, ...], *, create_graph: bool) -> None:
         if create_graph:
             return

@@ -4,9 +4,6 @@ Before an op that would take live bytes past the budget, saved storages that onl
 backward asks. Which: those that were saved first, for backward asks for them last; where a copy costs as much for every byte, cost over
 bytes and staleness (Dynamic Tensor Rematerialization, Kirisame et al., ICLR 2021) is their staleness. As in MegEngine's form of it small
 tensors are left out. What DTR does and this does not: recompute; nothing is done about state, or about what one op needs by itself.
-
-Live bytes are the caching allocator's where there is one. On a CPU they are the storages that were there at the start and those that ops
-make; what an op takes besides its outputs is not seen.
 """
 
 from __future__ import annotations
@@ -14,19 +11,18 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor
 
 from memopt.enforcers.capturing import Capturing
+from memopt.enforcers.live_bytes import Live, bytes_of, would_make
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
-from memopt.instrument.memory.meter import living_storages
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes, share
@@ -34,8 +30,6 @@ from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.torch_internals import (
     DisableTorchDispatch,
     storage_use_count,
-    tree_iter,
-    tree_map_only,
 )
 
 LEAST_BYTES = 64 * 1024
@@ -85,40 +79,6 @@ class _Saved:
 
     def living(self) -> list[Watched]:
         return [handle for reference in self.handles if (handle := reference()) is not None]
-
-
-class Live:
-    """Bytes on the device."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._sizes: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
-        self.bytes = 0
-        self.most = 0
-        if device == "cpu":
-            for storage in living_storages(device):
-                self.met(storage)
-
-    def met(self, storage: UntypedStorage) -> None:
-        """Count `storage`, if it is new."""
-        address = storage._cdata
-        if address not in self._sizes:
-            size = storage.nbytes()
-            self._sizes[address] = size, weakref.ref(storage, partial(self._gone, address))
-            self.bytes += size
-            self.most = max(self.most, self.bytes)
-
-    def _gone(self, address: int, _: Any) -> None:
-        size, _ = self._sizes.pop(address, (0, None))
-        self.bytes -= size
-
-    def now(self) -> int:
-        """Bytes at this moment."""
-        if self._device == "cpu":
-            return self.bytes
-        held = torch.cuda.memory_allocated()
-        self.most = max(self.most, held)
-        return held
 
 
 class Guard(modes.Mode):
@@ -196,18 +156,13 @@ class Guard(modes.Mode):
         if kind.is_view:
             return run(*args, **kwargs)
         self._looking = self._looking or is_looking(kind.name)
-        key = kind.name, _bytes_of((args, kwargs))
+        key = kind.name, bytes_of((args, kwargs))
         expected = self._expected.get(key)
         if expected is None:
-            expected = _would_make(func, args, kwargs)
+            expected = would_make(func, args, kwargs)
         self._make_room(expected, kind.name)
         out = run(*args, **kwargs)
-        before = self._live.now()
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor) and is_plain(tensor) and tensor.device.type == self._device:
-                self._live.met(tensor.untyped_storage())
-        made = self._live.now() - before if self._device == "cpu" else _bytes_of(out)
-        self._expected[key] = made
+        self._expected[key] = self._live.made(out)
         self._make_room(0, kind.name)
         return out
 
@@ -356,30 +311,3 @@ class Guard(modes.Mode):
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         return None
-
-
-def _would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Bytes of the new tensors that the op will make, from shapes alone; where it cannot be asked, as many as it reads."""
-    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
-        return _bytes_of((args, kwargs))  # a kernel of the script's might run, or draw random numbers
-    guard = DisableTorchDispatch()
-    try:
-        shapes = partial(tree_map_only, Tensor, _on_meta)
-        given = shapes((args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
-        known = {id(each) for each in tree_iter(given) if isinstance(each, Tensor)}
-        out = func(*given[0], **given[1])
-        return _bytes_of([each for each in tree_iter(out) if id(each) not in known])
-    except Exception:
-        return _bytes_of((args, kwargs))
-    finally:
-        del guard
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _bytes_of(values: Any) -> int:
-    return sum(
-        each.nbytes for each in tree_iter(values) if isinstance(each, Tensor) and each.layout is torch.strided
-    )

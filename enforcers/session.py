@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from memopt.enforcers.carried_out import Decision, decisions_about_the_run, notes_on_tensors
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
 from memopt.enforcers.memory_limit import MemoryLimit
@@ -18,8 +18,7 @@ from memopt.errors import NotPossibleHere
 from memopt.instrument.loop import Loop, begin_at_torch
 from memopt.instrument.script.forks import call_around_fork
 from memopt.outcome import ActionCounts, Outcome
-from memopt.plan import Plan, ScriptAction
-from memopt.units import format_bytes
+from memopt.plan import Plan
 
 if TYPE_CHECKING:
     import torch
@@ -27,10 +26,8 @@ if TYPE_CHECKING:
     from memopt.enforcers.engine import Engine
     from memopt.enforcers.gradients_in_place import GradientsInPlace
     from memopt.enforcers.lookup import Tables
-    from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
-    from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
-    from memopt.enforcers.tiers.per_device import PerDevice
+    from memopt.enforcers.optimizer.planned_steps import PlannedSteps
     from memopt.enforcers.tiers.swapped import Swapper
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
@@ -61,21 +58,6 @@ class Witness(Protocol):
         """It is used and let go before the step begins."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """A decision about the run as a whole, and how far it was carried out."""
-
-    what: str
-    used: int
-    planned: int
-    why_not_all: str
-    """Empty where nothing was set up: that is told by itself."""
-
-    @property
-    def words(self) -> str:
-        return f"{self.used} of {self.planned} {self.what}: {self.why_not_all}"
-
-
 class ApplySession:
     """Listens to the training loop and keeps the engine in step with it."""
 
@@ -91,9 +73,7 @@ class ApplySession:
         self._swapper: Swapper | None = None
         self._own_loop: Loop | None = None
         """None where frames and iterations are another's to remove."""
-        self._updates: OptimizerInBackward | None = None
-        self._pieces: OptimizerInPieces | None = None
-        self._gradients: GradientsElsewhere | None = None
+        self._steps: PlannedSteps | None = None
         self._over_gradients: GradientsInPlace | None = None
         self._limit = MemoryLimit(options.limit_bytes)
         self._measurements = Measurements(plan, peaks=options.measure)
@@ -107,7 +87,7 @@ class ApplySession:
     @property
     def pieces(self) -> OptimizerInPieces | None:
         """What steps the optimizer in pieces, where the plan says so."""
-        return self._pieces
+        return self._steps.in_pieces if self._steps is not None else None
 
     @property
     def iterations_seen(self) -> int:
@@ -137,12 +117,8 @@ class ApplySession:
         """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
         self._try_to_set_up(loop)
         if self._engine is not None and loop.iterations.count:
-            if self._pieces is not None:
-                self._pieces.begin(loop.iterations.stepped)
-            if self._updates is not None:
-                self._updates.begin(loop.iterations.stepped, self._tier_of_old_gradients())
-            for optimizer in loop.iterations.stepped:
-                self._leave_behind(optimizer)
+            if self._steps is not None:
+                self._steps.begin(loop.iterations.stepped)
             self._measurements.begin_after(loop.iterations.count)
 
     def _try_to_set_up(self, loop: Loop | None) -> None:
@@ -168,24 +144,27 @@ class ApplySession:
             self._own_loop = Loop.start(self, optimizers=optimizers, calls=not tables.empty, forms=forms)
         self._limit.begin()
         engine = self._engine_in(self._own_loop or loop, tables)
-        self._step_as_planned()
+        self._install_steps()
         falls_back = loop is not None and bool(self._plan.script_actions)
-        if not tables.empty or self._gradients is not None or falls_back:
+        sends_gradients = self._steps is not None and self._steps.gradients is not None
+        if not tables.empty or sends_gradients or falls_back:
             from memopt.instrument.saved import SavedTensorHooks
 
-            self._hooks = SavedTensorHooks(engine.pack, self._unpack)
+            unpack = self._steps.told_of(engine.unpack) if self._steps is not None else engine.unpack
+            self._hooks = SavedTensorHooks(engine.pack, unpack)
             self._hooks.install()
         call_around_fork(self._before_fork, self._measurements.go_on, self._forked)
 
     def _engine_in(self, loop: Loop | None, tables: Tables) -> Engine:
         """What enforces actions on tensors; the mode is on where there is something to watch for."""
         from memopt.enforcers.engine import Engine
+        from memopt.enforcers.tiers.planned import swapper_of
 
         assert loop is not None
         frames = loop.frames
         self._frames, self._iterations = frames, loop.iterations
         frames.without_gradients = self._measurements.without_gradients
-        self._swapper = self._tiers(tables)
+        self._swapper = swapper_of(self._plan, tables, self._options.swap_dir)
         frames.named = tables.frames
         self._engine = engine = Engine(tables, frames, loop.iterations, self._swapper, self._plan.device.kind)
         if engine.weights is not None:
@@ -200,38 +179,19 @@ class ApplySession:
             frames.before_training = self._training_begins
         return engine
 
-    def _step_as_planned(self) -> None:
+    def _install_steps(self) -> None:
         """What enforces decisions about the run as a whole."""
-        plan, iterations = self._plan, self._iterations
-        assert iterations is not None
-        if plan.in_place is not None:
+        assert self._iterations is not None
+        if self._plan.in_place is not None:
             from memopt.enforcers.gradients_in_place import GradientsInPlace
 
-            self._over_gradients = GradientsInPlace(plan.in_place.least_bytes)
-        if plan.in_backward is not None:
-            from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
+            self._over_gradients = GradientsInPlace(self._plan.in_place.least_bytes)
+        if self._plan.in_backward is not None or self._plan.in_pieces is not None:
+            from memopt.enforcers.optimizer.planned_steps import PlannedSteps
 
-            self._updates = OptimizerInBackward(iterations, self._will_change, self._gradient_is_whole)
-            self._updates.install()
-        if plan.in_pieces is not None:
-            self._pieces = self._optimizer_in_pieces(plan.in_pieces, iterations)
-
-    def _optimizer_in_pieces(self, pieces: ScriptAction, iterations: Iterations) -> OptimizerInPieces:
-        from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
-
-        tier, most = self._state_tier(pieces), pieces.away or None
-        if tier is not None and pieces.gradient_bytes:
-            from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
-
-            self._gradients = GradientsElsewhere(tier)
-            self._gradients.install()
-        return OptimizerInPieces(iterations, pieces.piece_bytes, tier, most, self._gradients)
-
-    def _unpack(self, handle: Any) -> torch.Tensor:
-        assert self._engine is not None
-        if self._gradients is not None:
-            self._gradients.asked_for_saved()
-        return self._engine.unpack(handle)
+            self._steps = PlannedSteps()
+            swap_dir, tell = self._options.swap_dir, (self._will_change, self._gradient_is_whole)
+            self._steps.install(self._plan, self._iterations, swap_dir, *tell)
 
     def _training_begins(self) -> None:
         """What prepares the training has run without the mode, which would slow small ops down."""
@@ -239,44 +199,6 @@ class ApplySession:
         self._measurements.training_begins()
         if self._engine is not None:
             self._engine.enter()
-
-    def _tiers(self, tables: Tables) -> Swapper | None:
-        """Where the plan swaps to; each tier opens when the first storage leaves."""
-        from memopt.enforcers.tiers.feedback import Feedback
-        from memopt.enforcers.tiers.host import BLOCK_BYTES
-        from memopt.enforcers.tiers.per_device import disk_tier, host_tier
-        from memopt.enforcers.tiers.swapped import Swapper
-
-        wanted = {
-            number: str(action.tier)
-            for number, action in enumerate(tables.actions)
-            if action.kind == "swap" and action.tier
-        }
-        if not wanted:
-            return None
-        tiers: dict[str, PerDevice] = {"disk": disk_tier(self._options.swap_dir)}
-        to_host = [action.size_bytes for action in tables.actions if action.tier == "host"]
-        tiers["host"] = host_tier((self._plan.host_bytes or sum(to_host)) + BLOCK_BYTES * len(to_host))
-        return Swapper(tiers, wanted, Feedback(self._plan, tables) if self._plan.moments else None)
-
-    def _state_tier(self, pieces: ScriptAction) -> PerDevice | None:
-        """Where optimizer state is between steps; it stays open until the process ends, for whoever reads it then."""
-        from memopt.enforcers.tiers.per_device import disk_tier, host_tier
-
-        if pieces.tier is None:
-            return None
-        return (
-            disk_tier(self._options.swap_dir)
-            if pieces.tier == "disk"
-            else host_tier(pieces.away_bytes + pieces.gradient_bytes)
-        )
-
-    def _tier_of_old_gradients(self) -> Callable[[], PerDevice] | None:
-        """For the gradients of the step before the plan, where the script clears them only once it has run forward."""
-        from memopt.enforcers.tiers.per_device import offload_tier
-
-        late = self._plan.in_backward is not None and self._plan.in_backward.cleared_late
-        return (lambda: offload_tier(self._options.swap_dir)) if late else None
 
     def _weights_are_back(self) -> None:
         if self._engine is not None and self._engine.weights is not None:
@@ -303,9 +225,7 @@ class ApplySession:
     def _give_up(self) -> None:
         """What had been set up before something failed would go on alone."""
         self._remove()
-        self._engine = self._hooks = self._updates = self._pieces = self._swapper = self._over_gradients = (
-            None
-        )
+        self._engine = self._hooks = self._steps = self._swapper = self._over_gradients = None
         if self._own_loop is not None:
             self._iterations = self._frames = self._own_loop = None
 
@@ -317,14 +237,7 @@ class ApplySession:
                 self._engine.weights.remove()
         if self._frames is not None:
             self._frames.named = self._frames.before_training = self._frames.without_gradients = None
-        for part in (
-            self._hooks,
-            self._updates,
-            self._pieces,
-            self._gradients,
-            self._over_gradients,
-            self._own_loop,
-        ):
+        for part in (self._hooks, self._steps, self._over_gradients, self._own_loop):
             if part is not None:
                 part.remove()
         if self._swapper is not None and os.getpid() == self._pid:
@@ -332,9 +245,9 @@ class ApplySession:
 
     def _outcome(self) -> Outcome:
         plan, measured = self._plan, self._measurements
-        whole = self._decisions_about_the_run()
-        planned = len([action for action in plan.actions if action.kind != "keep"]) + len(whole)
-        done = len(self._done) + sum(each.used >= each.planned for each in whole)
+        decisions = decisions_about_the_run(plan, self._steps, self._over_gradients)
+        planned = len([action for action in plan.actions if action.kind != "keep"]) + len(decisions)
+        done = len(self._done) + sum(each.used >= each.planned for each in decisions)
         outcome = Outcome(
             budget_bytes=plan.budget_bytes,
             unplanned_peak_bytes=plan.unplanned_peak_bytes,
@@ -348,103 +261,31 @@ class ApplySession:
             steps=self._iterations.count if self._iterations is not None else 0,
             other_steps=measured.other_steps,
             process_peak_bytes=measured.process_peak_bytes,
-            notes=[*self._of_tensors(), *self._of_the_run(whole), *measured.notes()],
+            notes=[*self.notes, *self._of_tensors(), *self._of_the_run(decisions), *measured.notes()],
         )
         on_the_gpu = measured.on_the_gpu()
         outside = measured.outside_bytes(on_the_gpu.get("allocated_peak_bytes", 0))
         return msgspec.structs.replace(outcome, outside_peak_bytes=outside, **on_the_gpu)
 
-    def _decisions_about_the_run(self) -> list[_Whole]:
-        plan, found = self._plan, []
-        if plan.in_backward is not None:
-            updates = self._updates
-            why = (
-                "; ".join(updates.declined) or "no step came right after a backward call"
-                if updates is not None
-                else ""
-            )
-            found.append(
-                _Whole(
-                    "parameters were stepped inside backward",
-                    updates.most_used if updates is not None else 0,
-                    plan.in_backward.parameters,
-                    why,
-                )
-            )
-        if plan.in_pieces is not None:
-            pieces = self._pieces
-            why = "; ".join(pieces.declined) or "no step was made" if pieces is not None else ""
-            found.append(
-                _Whole(
-                    "parameters were stepped in pieces",
-                    pieces.most_used if pieces is not None else 0,
-                    plan.in_pieces.parameters,
-                    why,
-                )
-            )
-        if plan.in_place is not None:
-            over = self._over_gradients
-            found.append(
-                _Whole(
-                    "ops of backward wrote over the gradient that they use up",
-                    over.most_used if over is not None else 0,
-                    plan.in_place.ops,
-                    "somebody else held the others" if over is not None else "",
-                )
-            )
-        return [each for each in found if each.planned > 0]
-
     def _of_tensors(self) -> list[str]:
-        """What to say of the actions on tensors."""
-        notes = [*self.notes, *self._declined(), *self._beyond()]
-        if self._engine is not None and self._engine.other_bits:
-            names = ", ".join(sorted(self._engine.other_bits))
-            notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
-        if self._swapper is None:
-            return notes
-        failures = self._swapper.failures()
-        told = [
-            n for n in notes if not any(f.startswith(n.partition("skipped: ")[2] or "\0") for f in failures)
-        ]
-        told += [f"{failure}; what could not be copied was kept" for failure in failures]
-        feedback = self._swapper.feedback
-        return [*told, *filter(None, [feedback.told() if feedback is not None else ""])]
+        return (
+            notes_on_tensors(self._engine.account, self._swapper, self._done)
+            if self._engine is not None
+            else []
+        )
 
-    def _of_the_run(self, whole: list[_Whole]) -> list[str]:
+    def _of_the_run(self, decisions: list[Decision]) -> list[str]:
         """What to say of the decisions about the run, and of what the script did."""
-        notes = [each.words for each in whole if each.used < each.planned and each.why_not_all]
-        notes += self._pieces.failures() if self._pieces is not None else []
+        notes = [each.words for each in decisions if each.words]
+        notes += self.pieces.failures() if self.pieces is not None else []
         if self._hooks is not None and self._hooks.stepped_aside:
             notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
         if self._left_plain:
             notes.append(
                 f"{self._left_plain} iterations began to train in another thread and ran without the plan"
             )
-        swaps = [part for part in (self._swapper, self._pieces) if part is not None]
+        swaps = [part for part in (self._swapper, self.pieces) if part is not None]
         return [*notes, *dict.fromkeys(why for part in swaps for why in part.frees_nothing())]
-
-    def _declined(self) -> list[str]:
-        if self._engine is None:
-            return []
-        reasons: dict[str, int] = {}
-        for action, why in self._engine.declined.items():
-            if action not in self._done:
-                reasons[why] = reasons.get(why, 0) + 1
-        return [
-            f"{count} actions skipped: {why}"
-            for why, count in sorted(reasons.items(), key=lambda item: -item[1])
-        ]
-
-    def _beyond(self) -> list[str]:
-        """Of codecs that were planned for the values of the profile."""
-        beyond = self._engine.beyond if self._engine is not None else {}
-        more = [size for action, size in beyond.items() if size and action in self._done]
-        if not more:
-            return []
-        return [
-            f"{len(more)} compressed tensors took up to {format_bytes(sum(more))} more than planned in some iterations: "
-            "their values were others than in the profile"
-        ]
 
     # --- the training loop (Listener)
 
@@ -486,9 +327,10 @@ class ApplySession:
         if self._swapper is not None and self._swapper.feedback is not None:
             self._swapper.feedback.iteration_ended(peak_bytes)
         failed = self._swapper.failed if self._swapper is not None else {}
-        engine.declined = failed | engine.declined
+        account = engine.account
+        account.declined = failed | account.declined
         actions = self._plan_slots(engine)
-        self._done |= {n for n, taken in engine.done.items() if taken >= actions[n] and n not in failed}
+        self._done |= {n for n, taken in account.done.items() if taken >= actions[n] and n not in failed}
         engine.new_iteration()
         if self._over_gradients is not None:
             self._over_gradients.new_iteration()
@@ -506,10 +348,8 @@ class ApplySession:
         self._limit.training_begins()  # where no plan watches forward
         if self._also is not None:
             self._also.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)
-        if self._updates is not None:
-            self._updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
-        if self._gradients is not None:
-            self._gradients.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
+        if self._steps is not None:
+            self._steps.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
         if self._engine is None or self._frames is None:
             return
         if not self._engine.capturing.now():
@@ -525,10 +365,8 @@ class ApplySession:
         if self._over_gradients is not None:
             self._over_gradients.backward_ended()
         self._weights_are_back()
-        if self._updates is not None:
-            self._updates.backward_ended()
-        if self._gradients is not None:
-            self._gradients.backward_ended()
+        if self._steps is not None:
+            self._steps.backward_ended()
         if self._engine is None or self._frames is None:
             return
         self._frames.paused = False
@@ -538,20 +376,12 @@ class ApplySession:
         self._weights_are_back()
         if self._also is not None:
             self._also.step_begins(optimizer)
-        if self._updates is not None:
-            self._updates.step_begins(optimizer)
         if self._engine is not None and self._engine.values.holds_sources:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self._will_change(parameter)
-        if self._pieces is not None:
-            self._pieces.step_begins(optimizer)
-
-    def _leave_behind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its step is over: gradients that the script clears late go to where the others are."""
-        pieces = self._plan.in_pieces
-        if self._gradients is not None and pieces is not None:
-            self._gradients.step_ended(optimizer, leave=pieces.cleared_late)
+        if self._steps is not None:
+            self._steps.step_begins(optimizer)
 
     def _will_change(self, parameter: torch.Tensor) -> None:
         """What is to be made from the parameter as it is now is made now."""
@@ -565,8 +395,5 @@ class ApplySession:
             self._also.gradient_is_whole(optimizer, parameter)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._pieces is not None:
-            self._pieces.step_ended(optimizer)
-        self._leave_behind(optimizer)
-        if self._updates is not None:
-            self._updates.step_ended(optimizer)
+        if self._steps is not None:
+            self._steps.step_ended(optimizer)

@@ -13,7 +13,7 @@ from memopt.errors import UsageError
 
 if TYPE_CHECKING:
     from memopt.estimators.estimate import Estimate
-    from memopt.instrument.script.runner import Command
+    from memopt.instrument.script.command import Command
     from memopt.outcome import Outcome
     from memopt.reports.loaded import Loaded, LoadedProfile
 
@@ -103,7 +103,7 @@ def enforce(
     Losses, gradients, parameters and buffers are bit for bit those of the plain run. `measure`: also measure the peak, which on a CPU
     slows a few iterations down. Raises `BadFile`, and `NotPossibleHere` for a plan that only advises.
     """
-    from memopt.cli.apply import prepare_run
+    from memopt.cli.shared.plan_here import prepare_run
     from memopt.enforcers.session import ApplySession, Options
     from memopt.files import swap_folder
     from memopt.plan import load_plan
@@ -153,7 +153,7 @@ def estimate(target: str | Path, *args: str, device: str = "", **options: Any) -
 
 def _this_command() -> Command:
     """The command that this process was started with; a session without a file (a notebook, `python -c`) is this module's."""
-    from memopt.instrument.script.runner import Command, find_source
+    from memopt.instrument.script.command import Command, find_source
 
     command = Command(tuple(sys.argv) if sys.argv and sys.argv[0] else (__file__,))
     try:

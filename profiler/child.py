@@ -9,7 +9,7 @@ from typing import Any
 
 from memopt.instrument.loop import forget_parents
 from memopt.instrument.script.children import is_first
-from memopt.instrument.script.runner import Command
+from memopt.instrument.script.command import Command
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession
 from memopt.trace import Trace

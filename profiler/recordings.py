@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memopt.instrument.script.runner import Command, find_source
+from memopt.instrument.script.command import Command, find_source
 from memopt.profiler.ending import know_what_is_saved
 from memopt.trace import Script
 

@@ -13,8 +13,9 @@ import msgspec
 from memopt.device import Device
 from memopt.errors import MemoptError, NotPossibleHere, RunFailed
 from memopt.instrument.loop import Loop, begin_at_torch
+from memopt.instrument.script.command import Command
 from memopt.instrument.script.forks import call_around_fork
-from memopt.instrument.script.runner import Command, StopScript, stop_script
+from memopt.instrument.script.runner import StopScript, stop_script
 from memopt.profiler.ending import in_words, is_out_of_memory
 from memopt.profiler.plain_steps import PlainSteps
 from memopt.profiler.recordings import (

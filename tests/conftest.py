@@ -31,7 +31,7 @@ STARTS_PROCESSES = {
     "run_alone", "run_on_fake", "spawn", "subprocess", "warm",
 }  # fmt: skip
 """Names of the library, of memopt and of the tests' support under which a process starts."""
-ASKS_SOLVER = {"highspy", "least_step_ms", "new_highs"}
+ASKS_SOLVER = {"highspy", "least_step_ms"}
 TRAINS = {"ApplySession", "ProfileSession", "run_late"}
 
 

@@ -1,4 +1,4 @@
-"""The judge of schedules: replays the steps on three lanes exactly as GRAPH_FORMAT.md says.
+"""The judge of schedules: replays the steps on three lanes exactly as `docs/formats.md` says.
 
 Where the form leaves room (reading a tensor while its copy to the host is in flight, an `in` that exceeds the
 budget), the judge is strict and calls the schedule invalid: another judge may be, too.

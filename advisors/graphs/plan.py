@@ -7,7 +7,7 @@ from typing import Any
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.graph import MOST_BYTES_EACH, Graph
-from memopt.advisors.graphs.problem import EVERYTHING, SWAP, Answer, GraphProblem, finish, infeasible, usual_s
+from memopt.advisors.graphs.problem import EVERYTHING, SWAP, Answer, GraphProblem, finish, usual_s
 from memopt.advisors.graphs.runs import floor_bytes, plain_peak
 from memopt.advisors.graphs.schedule import Schedule
 from memopt.advisors.registry import counsels, graph_strategies, profile_strategies, usual_name
@@ -85,7 +85,7 @@ def plan_lowest(graph: Graph, **options: Any) -> Schedule:
 def nothing_to_run(problem: GraphProblem) -> Answer:
     """The empty plan of a graph without ops."""
     if problem.graph.resident_bytes > problem.budget_bytes:
-        raise infeasible(problem, problem.graph.resident_bytes)
+        raise problem.not_below(problem.graph.resident_bytes)
     return Answer(steps=[])
 
 

@@ -68,6 +68,15 @@ class GraphProblem:
         """Judge `steps` under this budget and link."""
         return replay(self.graph, steps, self.budget_bytes, self.out_gbps, self.in_gbps)
 
+    def not_below(self, min_peak_bytes: int) -> BudgetInfeasible:
+        """The error of a strategy whose smallest peak is `min_peak_bytes`: what no plan can go below, and where."""
+        floor, op = floor_bytes(self.graph, swap=self.may_swap)
+        where = self.graph.op_label(op) if op >= 0 else "what must be on the device at the end"
+        blockers = [f"no plan can go below {format_bytes(floor)}: {where}"]
+        if self.graph.resident_bytes:
+            blockers.append(f"resident tensors take {format_bytes(self.graph.resident_bytes)}")
+        return BudgetInfeasible(self.budget_bytes, max(min_peak_bytes, floor), tuple(blockers))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
@@ -123,16 +132,5 @@ def cheapest_runs(problem: GraphProblem, plans: Iterable[list[int]]) -> Answer:
         if peak <= problem.budget_bytes and (best is None or cost < best[0]):
             best = (cost, runs)
     if best is None:
-        raise infeasible(problem, smallest)
+        raise problem.not_below(smallest)
     return Answer(steps=steps_of_runs(graph, best[1]))
-
-
-def infeasible(problem: GraphProblem, min_peak_bytes: int) -> BudgetInfeasible:
-    """The error for a strategy whose smallest peak is `min_peak_bytes`."""
-    graph = problem.graph
-    floor, op = floor_bytes(graph, swap=problem.may_swap)
-    where = graph.op_label(op) if op >= 0 else "what must be on the device at the end"
-    blockers = [f"no plan can go below {format_bytes(floor)}: {where}"]
-    if graph.resident_bytes:
-        blockers.append(f"resident tensors take {format_bytes(graph.resident_bytes)}")
-    return BudgetInfeasible(problem.budget_bytes, max(min_peak_bytes, floor), tuple(blockers))

@@ -2,7 +2,7 @@
 
 A rule looks at a trace and names storages; what is below a hundredth of the peak is not worth a word, unless it grows from step to step.
 The rules are in `saved` (what a model saves) and `loop` (what the loop around it does); a new one is one function there.
-Of those in `research/compression.md`, section 6, one is not here: no trace tells how the host's pinned memory is rounded.
+How much of the host's pinned memory is lost to rounding is no rule: no trace tells it.
 """
 
 from __future__ import annotations

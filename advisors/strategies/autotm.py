@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -30,12 +29,12 @@ from memopt.advisors.graphs.executors.swap_executor import (
     as_soon_as_possible,
     just_in_time,
 )
-from memopt.advisors.graphs.problem import GraphProblem, infeasible
+from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.profiles.picking import swap_of, swappable
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.advisors.profiles.tightening import unforeseen_bytes
-from memopt.advisors.program import Program, new_highs
+from memopt.advisors.program import Program
 from memopt.advisors.registry import A_LINK, SWAPS, strategy
 from memopt.estimators.simulator.trace_view import Floats, Ints
 
@@ -48,6 +47,9 @@ _TIE = 1e-4
 
 _MOST_TRIPS = 400
 _MOST_ROWS = 300
+"""Moments above the budget that the program sees, evenly taken of all: the smaller program is solved within the limit."""
+_EACH = 20
+"""Of the moments up to which the moves on a lane are added up, one in so many is a row; a stall between two is priced at the next."""
 
 autotm = strategy(
     "autotm",
@@ -191,45 +193,40 @@ def on_graph(board: GraphBoard) -> Iterator[Copies]:
     trips = [trip for trip in largest if size[trip.tensor] > max(size, default=1) // 100_000]
     chosen = chosen_trips(board.problem, board.walk, trips)
     if chosen is None:
-        raise infeasible(board.problem, int(board.load_without(trips).max()))
+        raise board.problem.not_below(int(board.load_without(trips).max()))
     for back in (just_in_time, as_soon_as_possible):
         yield chosen, back
 
 
 def chosen_trips(problem: GraphProblem, walk: Walk, trips: list[Trip]) -> list[Trip] | None:
     """The trips that the program picks; None when it is infeasible."""
-    highs = new_highs(max(0.5, problem.until - now()))
-    away = [highs.addBinary() for _ in trips]
+    program = Program()
+    away = [program.column(_TIE * walk.out_ms(trip.tensor), whole=True) for trip in trips]
     over = np.flatnonzero(walk.memory > problem.budget_bytes)
     scale = float(max(1, int(walk.memory.max())))
     for position in over[np.unique(np.linspace(0, len(over) - 1, _MOST_ROWS).astype(np.int64))].tolist():
-        terms = [
-            x * (walk.size[t.tensor] / scale)
+        terms = {
+            x: walk.size[t.tensor] / scale
             for x, t in zip(away, trips, strict=True)
             if t.leave < position < t.need
-        ]
+        }
         if not terms:
             return None
-        highs.addConstr(
-            sum(terms[1:], terms[0]) >= (int(walk.memory[position]) - problem.budget_bytes) / scale
-        )
-    cost = _stalls(highs, walk, trips, away)
-    highs.minimize(cost)
-    values = highs.getSolution().col_value
-    if highs.getInfo().primal_solution_status != 2:
+        program.row(terms, low=(int(walk.memory[position]) - problem.budget_bytes) / scale)
+    _stalls(program, walk, dict(zip(away, trips, strict=True)))
+    values = program.solve(max(0.5, problem.until - now())).values
+    if values is None:
         return None
-    return [trip for trip, value in zip(trips, values, strict=False) if value > 0.5]
+    return [trip for trip, column in zip(trips, away, strict=True) if values[column] > 0.5]
 
 
-def _stalls(highs: Any, walk: Walk, trips: list[Trip], away: list[Any]) -> Any:
-    """Time by which the moves of any prefix (out) or suffix (back) exceed the kernels that they overlap with."""
+def _stalls(program: Program, walk: Walk, trips: dict[int, Trip]) -> None:
+    """Columns for the time by which the moves of any prefix (out) or suffix (back) exceed the kernels that they overlap with."""
     end = float(walk.clock[-1])
-    out_stall, in_stall = highs.addVariable(lb=0), highs.addVariable(lb=0)
-    for at in sorted({trip.need for trip in trips})[::20]:
-        moved = [x * walk.out_ms(t.tensor) for x, t in zip(away, trips, strict=True) if t.need <= at]
-        highs.addConstr(sum(moved[1:], moved[0]) - out_stall <= float(walk.clock[at]))
-    for at in sorted({trip.leave for trip in trips})[::20]:
-        moved = [x * walk.in_ms(t.tensor) for x, t in zip(away, trips, strict=True) if t.leave >= at]
-        highs.addConstr(sum(moved[1:], moved[0]) - in_stall <= end - float(walk.clock[at]))
-    every = [x * (1e-4 * walk.out_ms(trip.tensor)) for x, trip in zip(away, trips, strict=True)]
-    return sum(every, out_stall + in_stall)
+    out_stall, in_stall = (program.column(1.0, most=math.inf) for _ in range(2))
+    for at in sorted({trip.need for trip in trips.values()})[::_EACH]:
+        moved = {x: walk.out_ms(t.tensor) for x, t in trips.items() if t.need <= at}
+        program.row({**moved, out_stall: -1.0}, high=float(walk.clock[at]))
+    for at in sorted({trip.leave for trip in trips.values()})[::_EACH]:
+        moved = {x: walk.in_ms(t.tensor) for x, t in trips.items() if t.leave >= at}
+        program.row({**moved, in_stall: -1.0}, high=end - float(walk.clock[at]))

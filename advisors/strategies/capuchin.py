@@ -29,7 +29,7 @@ from memopt.advisors.graphs.executors.swap_executor import (
     just_in_time,
     on_runs,
 )
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
+from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import lifetimes, plain_runs
 from memopt.advisors.graphs.schedule import Step
 from memopt.advisors.profiles.picking import chain_given, prefix_that_suffices
@@ -120,7 +120,7 @@ def on_graph(problem: GraphProblem) -> Answer:
             break
         fewest = count
     if found is None:
-        raise infeasible(problem, max(smallest, problem.budget_bytes + 1))
+        raise problem.not_below(max(smallest, problem.budget_bytes + 1))
     while most - fewest > 1 and now() < problem.until:
         middle = (fewest + most) // 2
         trial, _ = _done(problem, forward, picks[:middle])

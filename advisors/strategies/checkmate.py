@@ -18,7 +18,7 @@ from memopt.advisors.graphs.bounds.exact import MOST_OPS as MOST_ROUNDED
 from memopt.advisors.graphs.bounds.exact import SLACK
 from memopt.advisors.graphs.bounds.rounding import rounded_plans
 from memopt.advisors.graphs.bounds.stages import build, solve
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
+from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graphs.search.neighbourhood import Search
 from memopt.advisors.profiles.problem import Decisions, Problem
@@ -59,7 +59,7 @@ def on_graph(problem: GraphProblem) -> Answer:
     search.run(begin + 0.2 * (problem.until - begin))
     runs, bound = solve(problem, program, search.best_runs if not search.best_over else None)
     if runs is None:
-        raise infeasible(problem, max(problem.budget_bytes + 1, peak_of_runs(graph, search.best_runs)))
+        raise problem.not_below(max(problem.budget_bytes + 1, peak_of_runs(graph, search.best_runs)))
     return Answer(
         steps=steps_of_runs(graph, runs),
         overhead_bound=bound / max(graph.plain_ms, 1e-12),
@@ -86,6 +86,6 @@ def rounded(problem: GraphProblem) -> Answer:
         if peak_bytes <= problem.budget_bytes:
             best = min(best, (rerun_ms(graph, runs), runs))
     if not best[1]:
-        raise infeasible(problem, max(smallest, problem.budget_bytes + 1))
+        raise problem.not_below(max(smallest, problem.budget_bytes + 1))
     bound = max(0.0, (1 - SLACK) * bound_ms - SLACK) / max(graph.plain_ms, 1e-12)
     return Answer(steps=steps_of_runs(graph, best[1]), overhead_bound=bound)

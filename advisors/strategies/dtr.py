@@ -21,7 +21,7 @@ import numpy as np
 
 from memopt.advisors.graphs.executors import scores
 from memopt.advisors.graphs.executors.engine import Engine, Ledger, Score, Stuck
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
+from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import peak_of_runs, plain_runs, steps_of_runs
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.advisors.registry import RECOMPUTES, REPLAYABLE, strategy
@@ -109,7 +109,7 @@ def on_graph(name: str) -> Callable[[GraphProblem], Answer]:
         except Stuck:
             peak, runs = smallest_peak(problem, score)
             if peak > problem.budget_bytes:
-                raise infeasible(problem, peak) from None
+                raise problem.not_below(peak) from None
         return Answer(steps=steps_of_runs(problem.graph, runs))
 
     rule.__doc__ = f"{WORDS[name]}."

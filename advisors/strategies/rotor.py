@@ -8,7 +8,7 @@ place is its checkpoint; of the optima for all amounts of memory, the cheapest t
 On profiles a stretch runs again once, when backward comes to it, with room for all that it saves beside what is kept before it: the
 enforcer keeps what has come back, so stretches do not nest. O(stages^2 x slots).
 On graphs they nest, what a stretch lacks besides is made on demand, and the "forward pass" is what precedes the unplanned peak
-(`executors/segments`). Where wide edges pass every place the plan is poor, or there is none. O(stages^3 x slots).
+(`executors/nested`). Where wide edges pass every place the plan is poor, or there is none. O(stages^3 x slots).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from itertools import pairwise
 import numpy as np
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.executors.segments import Forward, missing
-from memopt.advisors.graphs.graph import Graph
+from memopt.advisors.graphs.executors.nested import ForwardStages, Walk, narrow_ends
+from memopt.advisors.graphs.executors.segments import Forward
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import peak_of_runs
 from memopt.advisors.profiles.problem import Decisions, Problem
@@ -34,17 +34,17 @@ from memopt.estimators.simulator.trace_view import Floats, Ints
 _MOST_STAGES = 80
 """Longer chains are cut into so many stages: the table takes the square of their number for each slot."""
 _SLOTS = 240
+"""Units that memory is counted in: some hundred, as in the paper."""
 _MOST_PLANS = 60
 """Amounts of memory, of all the table knows, whose plans are judged."""
 
+_SIZES = ((40, 120), (100, 200))
+"""For graphs, most stages, and about how many slots: few at first, since the table takes the cube of the stages."""
+_AMOUNTS = 40
+"""Amounts of memory among which the most that fits a graph is searched by halves."""
+
 Stretch = tuple[int, int]
 """Stages from the first up to, not including, the second."""
-
-
-_SIZES = ((40, 120), (100, 200))
-"""Most stages, and about how many slots."""
-_AMOUNTS = 40
-"""Amounts of memory that are tried."""
 
 rotor = strategy(
     "rotor",
@@ -172,13 +172,6 @@ def _narrow_places(problem: Problem, order: Order) -> list[int]:
     return narrow_ends(np.cumsum(change)[:n], _MOST_STAGES)
 
 
-def narrow_ends(width: Ints, most: int) -> list[int]:
-    """Of so many equal parts the place in each that the fewest bytes cross, and the very last."""
-    n = len(width)
-    bounds = np.linspace(0, n, min(n, most) + 1).astype(int).tolist()
-    return sorted({a + int(np.argmin(width[a:b])) for a, b in pairwise(bounds) if a < b} | {n - 1})
-
-
 @rotor.graph_runs
 def nested(problem: GraphProblem) -> Iterator[list[int]]:
     """Rotor (2019): optimal nested checkpoints by dynamic programming, where the graph is nearly a chain.
@@ -188,14 +181,14 @@ def nested(problem: GraphProblem) -> Iterator[list[int]]:
     for most_stages, slots in _SIZES:
         if now() > problem.until:
             return
-        stages = GraphStages(forward, most_stages, slots)
+        stages = ForwardStages(forward, most_stages, slots)
         if stages.slots:
             yield from _by_memory(problem, stages)
         if forward.turn < most_stages:
             return
 
 
-def _by_memory(problem: GraphProblem, stages: GraphStages) -> Iterator[list[int]]:
+def _by_memory(problem: GraphProblem, stages: ForwardStages) -> Iterator[list[int]]:
     table = _NestedTable(stages)
     cost = table.cost[0, len(stages.saved) - 1]
     amounts = np.unique(np.linspace(0, stages.slots, _AMOUNTS).astype(int))
@@ -203,7 +196,7 @@ def _by_memory(problem: GraphProblem, stages: GraphStages) -> Iterator[list[int]
     amounts = amounts[np.unique(cost[amounts], return_index=True)[1]][::-1]
     low, high, trial = 0, len(amounts), 0
     while low < high:
-        runs = _Walk(stages, table).runs(int(amounts[trial]))
+        runs = Walk(stages, table.cut).runs(int(amounts[trial]))
         yield runs
         if peak_of_runs(problem.graph, runs) <= problem.budget_bytes:
             low = trial + 1
@@ -214,48 +207,10 @@ def _by_memory(problem: GraphProblem, stages: GraphStages) -> Iterator[list[int]
         trial = (low + high) // 2
 
 
-class GraphStages:
-    """The forward pass in stages: what each saves for backward and what enters it, in slots, and its time."""
-
-    def __init__(self, forward: Forward, most: int, slots: int) -> None:
-        graph = forward.graph
-        self.graph: Graph = graph
-        self.forward = forward
-        ends = narrow_ends(forward.width, most)
-        starts = [0, *(end + 1 for end in ends[:-1])]
-        producer: list[int] = graph.producer.tolist()
-        stage_of = np.searchsorted(np.array(ends), np.arange(forward.turn + 1)).tolist() if ends else []
-        self.members: list[list[int]] = [[] for _ in ends]
-        """Tensors of each stage that can be made again, saved for backward or not."""
-        self.wanted: list[tuple[int, ...]] = []
-        """Those of them that backward reads."""
-        replayable = graph.replayable
-        for tensor, maker in enumerate(producer):
-            if 0 <= maker <= forward.turn and replayable[maker]:
-                self.members[stage_of[maker]].append(tensor)
-        for members in self.members:
-            self.wanted.append(tuple(tensor for tensor in members if forward.droppable[tensor]))
-        self.entering = [set(), *(forward.crossing([end]) for end in ends[:-1])]
-        size: list[int] = graph.tensor_bytes.tolist()
-        saved = [sum(size[tensor] for tensor in wanted) for wanted in self.wanted]
-        enters = [
-            sum(size[tensor] for tensor in entering if replayable[producer[tensor]])
-            for entering in self.entering
-        ]
-        unit = max(1.0, sum(saved) / slots)
-        self.saved = [int(-(-each // unit)) for each in saved]
-        self.enters = [int(-(-each // unit)) for each in enters]
-        self.slots = sum(self.saved)
-        self.ms = [
-            float(graph.op_ms[a : b + 1][replayable[a : b + 1]].sum())
-            for a, b in zip(starts, ends, strict=True)
-        ]
-
-
 class _NestedTable:
     """`cost[s, t]` for each number of slots, and where the stretch is cut: at s all of stage s is kept."""
 
-    def __init__(self, stages: GraphStages) -> None:
+    def __init__(self, stages: ForwardStages) -> None:
         count, slots = len(stages.saved), stages.slots
         self.cost: Floats = np.zeros((count + 1, count, slots + 1))
         self.cut: Ints = np.zeros((count, count, slots + 1), dtype=np.int64)
@@ -272,64 +227,3 @@ class _NestedTable:
                 self.cut[first, last] = first + best
                 self.cost[first, last] = ways[best, np.arange(slots + 1)]
                 entered[first, last] = less_slots(self.cost[first, last], stages.enters[first])
-
-
-class _Walk:
-    """The run sequence of one optimum."""
-
-    def __init__(self, stages: GraphStages, table: _NestedTable) -> None:
-        self.stages, self.table = stages, table
-        self.graph = graph = stages.graph
-        self.maker: list[int] = graph.producer.tolist()
-        self.following = stages.forward.turn + 1
-        self.sequence = list(range(self.following))
-        self.here = [0 <= maker < self.following for maker in self.maker]
-
-    def runs(self, slots: int) -> list[int]:
-        """First runs in order, and the reruns that the optimum for so many slots asks for."""
-        graph = self.graph
-        self._solve(0, len(self.stages.saved) - 1, slots, fresh=True)
-        while self.following < graph.op_count:
-            self._ask(graph.reads[self.following])
-            self._backward()
-        self._ask(tuple(np.flatnonzero(graph.kept & ~graph.resident).tolist()))
-        return self.sequence
-
-    def _solve(self, first: int, last: int, slots: int, *, fresh: bool) -> None:
-        """Forth and back over some stages; `fresh`: forth is the first runs."""
-        stages = self.stages
-        if first > last:
-            return
-        cut = int(self.table.cut[first, last, slots])
-        if cut == first:
-            if not fresh:
-                self._ask(stages.wanted[first])
-            on = stages.entering[first + 1] if first < last else ()
-            for tensor in stages.members[first]:
-                if tensor not in on and not stages.forward.saved[tensor]:
-                    self.here[tensor] = False
-            self._solve(first + 1, last, slots - stages.saved[first], fresh=fresh)
-            self._backward()
-            return
-        if not fresh:
-            self._ask(tuple(sorted(stages.entering[cut])))
-        for stage in range(first, cut):
-            for tensor in stages.members[stage]:
-                if tensor not in stages.entering[cut] and tensor not in stages.entering[first]:
-                    self.here[tensor] = False
-        self._solve(cut, last, slots - stages.enters[cut], fresh=fresh)
-        for tensor in stages.members[cut - 1]:
-            self.here[tensor] = False
-        self._solve(first, cut - 1, slots, fresh=False)
-
-    def _ask(self, tensors: tuple[int, ...]) -> None:
-        self.sequence.extend(missing(self.graph, tensors, self.here, self.maker))
-
-    def _backward(self) -> None:
-        """Go on as long as all that is read is there."""
-        graph, here = self.graph, self.here
-        while self.following < graph.op_count and all(here[tensor] for tensor in graph.reads[self.following]):
-            self.sequence.append(self.following)
-            for tensor in graph.writes[self.following]:
-                here[tensor] = True
-            self.following += 1

@@ -19,7 +19,7 @@ from memopt.plan import Plan, load_plan
 from memopt.version import VERSION
 
 if TYPE_CHECKING:
-    from memopt.instrument.script.runner import Command
+    from memopt.instrument.script.command import Command
 
 FOLDER = ".memopt"
 _README = "# What `memopt run` found out about the runs that were started here. Safe to delete.\n*\n"
@@ -79,7 +79,7 @@ def _folder() -> Path | None:
 
 def _key(command: Command, conditions: dict[str, object]) -> str:
     """Names the script as it is now, its arguments and folder, the versions, and `conditions`."""
-    from memopt.instrument.script.runner import find_source
+    from memopt.instrument.script.command import find_source
 
     try:
         installed = version("torch")

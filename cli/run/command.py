@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +17,9 @@ from memopt.errors import MemoptError, RunFailed, UsageError
 
 if TYPE_CHECKING:
     from memopt.cli.run.cache import Cache
-    from memopt.cli.run.phases import Course, Phases, Wishes
-    from memopt.instrument.script.runner import Command
+    from memopt.cli.run.course import Course, Wishes
+    from memopt.cli.run.phases import Phases
+    from memopt.instrument.script.command import Command
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -51,7 +50,7 @@ def run(**options: Any) -> int:
     from memopt.cli.run.cache import Cache
     from memopt.cli.shared.ranks import path_of_rank
     from memopt.files import refuse_overwrite
-    from memopt.instrument.script.runner import Command, find_source
+    from memopt.instrument.script.command import Command, find_source
 
     request = RunRequest(**options)
     _check(request)
@@ -88,7 +87,7 @@ def _check(request: RunRequest) -> None:
 
 
 def _wishes(request: RunRequest) -> Wishes:
-    from memopt.cli.run.phases import Wishes
+    from memopt.cli.run.course import Wishes
     from memopt.enforcers.tiers.per_device import offload_tier
     from memopt.files import swap_folder
 
@@ -116,25 +115,17 @@ class _Run:
 
         self._command, self._cache, self._outcome_path, self._quiet = command, cache, outcome_path, quiet
         self._budget = wishes.budget or "what the device has free"
-        self._phases: Phases = Phases(command, wishes, cache, warned=self._end, tell=self._tell)
+        self._phases: Phases = Phases(command, wishes, cache, self._tell)
         self._unwritten = False
-        self._ended = False
 
     def run(self) -> int:
         """The exit code; dies of the signal that the script died of."""
-        from memopt.instrument.script import runner
+        from memopt.instrument.script.runner import run_to_the_end
 
         self._tell(f"running {self._command.in_words} within {self._budget}")
         self._phases.install()
-        pid = os.getpid()
-        try:
-            code = runner.run(self._command, raised=leaving_traces(self._command, self._phases.ended_by))
-        except KeyboardInterrupt:
-            self._end()
-            runner.die_of(signal.SIGINT)
-        if os.getpid() != pid:
-            runner.leave_child(code)
-        self._end()
+        raised = leaving_traces(self._command, self._phases.ended_by)
+        code = run_to_the_end(self._command, self._end, raised=raised)
         return code or (RunFailed.exit_code if self._unwritten else 0)
 
     def _tell(self, words: str) -> None:
@@ -144,16 +135,13 @@ class _Run:
         if not self._quiet and not rank_here():
             say(words)
 
-    def _end(self) -> None:
+    def _end(self, how: int) -> None:
         from memopt.cli.shared.console import outlive_the_scripts_stderr, say
 
-        if self._ended:
-            return
         outlive_the_scripts_stderr()
         course = self._phases.finished()
         if course is None:
             return
-        self._ended = True
         from memopt.cli.run.words import did_what_it_said, last_words
 
         if course.plan is not None and not did_what_it_said(course):
@@ -167,7 +155,7 @@ class _Run:
     def _write(self, course: Course) -> None:
         if self._outcome_path is None:
             return
-        from memopt.cli.run.phases import facts
+        from memopt.cli.run.course import facts
         from memopt.cli.shared.console import say
         from memopt.files import write_atomic
 

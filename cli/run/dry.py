@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,7 @@ from memopt.cli.requests import RunRequest
 from memopt.errors import RunFailed
 
 if TYPE_CHECKING:
-    from memopt.instrument.script.runner import Command
+    from memopt.instrument.script.command import Command
     from memopt.plan import Plan
     from memopt.trace import Trace
 
@@ -19,7 +18,7 @@ def dry_run(command: Command, request: RunRequest) -> int:
     """Run the script until an iteration is recorded, and show on stderr what `memopt run` would do. 3 where the budget cannot be met."""
     from memopt.cli.shared.console import err, say
     from memopt.files import swap_folder
-    from memopt.instrument.script import runner
+    from memopt.instrument.script.runner import run_to_the_end
     from memopt.profiler.recordings import Wanted
     from memopt.profiler.session import ProfileSession
     from memopt.reports.terminal import render_plan
@@ -27,11 +26,8 @@ def dry_run(command: Command, request: RunRequest) -> int:
     wanted = Wanted(swap_dir=swap_folder(request.swap_dir), device=request.device or "")
     session = ProfileSession(command, wanted)
     session.install()
-    pid = os.getpid()
-    code = runner.run(command, raised=session.ended_by)
-    if os.getpid() != pid:
-        runner.leave_child(code)
-    trace = session.finished()
+    code = run_to_the_end(command, lambda how: session.finished(), raised=session.ended_by)
+    trace = session.trace
     if trace is None or trace.partial or session.failure is not None:
         why = trace.partial if trace is not None else "the script trained nothing that memopt could see"
         say(

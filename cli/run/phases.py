@@ -8,20 +8,17 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from memopt.advisors.background import Background
 from memopt.cli.run.cache import Cache
+from memopt.cli.run.course import Course, Wishes
+from memopt.cli.run.planning import Planning
 from memopt.errors import MemoptError
 from memopt.instrument.loop import Loop
+from memopt.instrument.script.command import Command
 from memopt.instrument.script.on_import import call_after_import, quiet_allocator
-from memopt.instrument.script.runner import Command
-from memopt.instrument.script.signals import before_terminating
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
     from memopt.enforcers.session import ApplySession
     from memopt.outcome import Outcome
     from memopt.plan import Plan
-    from memopt.profiler.offload import OpenTier
     from memopt.profiler.session import ProfileSession
     from memopt.trace import Trace
 
@@ -44,80 +40,11 @@ _MAY_GROW = 0.6
 """Of the budget: a recorded peak from which the next iterations may come to it."""
 _MOST_WAIT_S = 10.0
 """For the first plan. A second or two are usual; a guarded step costs more than a planned one, and the planner has the processor for itself."""
-_WORTH_IT = 0.01
-"""Share of the step by which a plan has to be better to take over while the script goes on."""
 _LARGER_STEPS = 3
 """Iterations that saved more than was planned for, after which the guard takes over."""
 _PIECE_BYTES = 2 << 20
 _LEAST_PLAIN = 3
 """Plain iterations whose median is better known than what the recording saw."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What the run was asked for."""
-
-    budget: str | None
-    """None: what the device has free."""
-    device: str
-    swap_dir: Path
-    allow: tuple[str, ...] = ()
-    deny: tuple[str, ...] = ()
-    time_limit_s: float | None = None
-    measure: bool = True
-    offload: OpenTier | None = None
-    online: bool = False
-    """No plan: guarded from the first iteration to the last."""
-
-
-@dataclass(slots=True)
-class Course:
-    """How the run went."""
-
-    budget: str = ""
-    plan: Plan | None = None
-    outcome: Outcome | None = None
-    problem: str = ""
-    """Why nothing is enforced."""
-    from_cache: bool = False
-    iterations: int = 0
-    recorded: list[int] = field(default_factory=list)
-    enforced_after: int | None = None
-    """Iterations that had ended when the plan took effect."""
-    planning_ms: float = 0.0
-    waited_ms: float = 0.0
-    """Of it, while the script waited."""
-    better_after: int | None = None
-    """Iterations that had ended when a better plan took over from the first."""
-    first_peak_bytes: int = 0
-    """Measured under the first plan, where another took over."""
-    still_planning: bool = False
-    spent_ms: float = 0.0
-    """Between iterations: what starting and ending the phases took."""
-    times_ms: dict[int, float] = field(default_factory=dict)
-    """Iteration -> how long it took."""
-    plain: list[int] = field(default_factory=list)
-    """Iterations that nobody watched."""
-    guards: list[Guard] = field(default_factory=list)
-    """Those that have watched, one after the other."""
-    online: bool = False
-    fell_back_after: int | None = None
-    """Iterations that had ended when the guard took over from the plan."""
-    budget_bytes: int | None = None
-
-    @property
-    def plain_ms(self) -> float | None:
-        """Median of the plain iterations, the first left out."""
-        times = [self.times_ms[each] for each in self.plain if each > 1]
-        return median(times) if times else None
-
-    @property
-    def extra_ms(self) -> float:
-        """What recording and changing phases took beyond plain steps."""
-        plain = self.plain_ms
-        if plain is None:
-            return self.spent_ms
-        return self.spent_ms + sum(max(0.0, self.times_ms[n] - plain) for n in self.recorded if n > 1)
 
 
 class Phases:
@@ -128,12 +55,11 @@ class Phases:
         command: Command,
         wishes: Wishes,
         cache: Cache,
-        warned: Callable[[], None],
         tell: Callable[[str], None],
     ) -> None:
-        """`warned` is called when SIGTERM is about to end the process, `tell` as a phase begins."""
+        """`tell` is called as a phase begins."""
         self._command, self._wishes, self._cache = command, wishes, cache
-        self._warned, self._tell = warned, tell
+        self._tell = tell
         self._pid = os.getpid()
         self._loop: Loop | None = None
         self._session: ProfileSession | ApplySession | Guard | None = None
@@ -141,22 +67,17 @@ class Phases:
         """Beside the guard: what still steps the optimizer in pieces."""
         self._profile: ProfileSession | None = None
         self._apply: ApplySession | None = None
-        self._background: Background | None = None
+        self._planning: Planning | None = None
         self._trace: Trace | None = None
         self._base = 0
         """Iterations that had ended when the session began."""
-        self._planning_since = 0.0
         self.course = Course(budget=wishes.budget or "")
 
     # --- life
 
     def install(self) -> None:
         """Be there when the script imports torch."""
-        call_after_import("torch", self._torch_imported, within=quiet_allocator)
-
-    def _torch_imported(self) -> None:
-        before_terminating(self._warned)
-        self._guard(self._begin)
+        call_after_import("torch", lambda: self._guard(self._begin), within=quiet_allocator)
 
     def _begin(self) -> None:
         plan = self._kept_plan()
@@ -269,14 +190,11 @@ class Phases:
 
     def _plan(self, count: int) -> None:
         """The recording is whole: wait for a plan a while, or look for it while the script goes on."""
-        trace, profile = self._trace, self._profile
+        trace, profile, course = self._trace, self._profile, self.course
         assert trace is not None
         assert profile is not None
         profile.finished()
         self._session = None
-        trace.save(self._cache.trace_path)
-        began = self._planning_since = time.perf_counter()
-        wishes, course = self._wishes, self.course
         budget = self._budget(trace)
         if course.budget_bytes is None:
             from memopt.units import parse_bytes
@@ -284,21 +202,13 @@ class Phases:
             course.budget_bytes = parse_bytes(budget, of_bytes=trace.peak_bytes)
         waits = self._is_near() or trace.peak_bytes > _MAY_GROW * course.budget_bytes
         self._tell(f"recorded iteration {trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script {'waits' if waits else 'goes on'}")  # fmt: skip
-        self._background = Background(
-            self._cache.trace_path,
-            budget,
-            self._cache.plan_path,
-            allow=wishes.allow,
-            deny=wishes.deny,
-            time_limit_s=wishes.time_limit_s,
-            waits=waits,
-        )
+        self._planning = Planning(trace, budget, self._wishes, self._cache, waits=waits)
         if not waits:
             return
-        found = self._background.has_news(_MOST_WAIT_S)
-        course.waited_ms = 1000 * (time.perf_counter() - began)
+        found = self._planning.has_news(_MOST_WAIT_S)
+        course.waited_ms = self._planning.ms
         if found:
-            self._planned(count)
+            self._planned(self._planning, count)
         else:
             self._watch_over()
 
@@ -310,42 +220,22 @@ class Phases:
             self.course.budget = str(free or trace.device.memory_bytes or trace.peak_bytes)
         return self.course.budget
 
-    def _planned(self, count: int) -> None:
-        self.course.planning_ms = 1000 * (time.perf_counter() - self._planning_since)
-        plan = self._found()
-        plain_ms = self.course.plain_ms
-        if plain_ms is not None and len(self.course.plain) >= _LEAST_PLAIN:
-            plan = msgspec.structs.replace(
-                plan,
-                plain_step_ms=plain_ms,
-                predicted_step_ms=max(0.0, plan.predicted_step_ms + plain_ms - plan.plain_step_ms),
-            )
-            plan.save(self._cache.plan_path)
+    def _planned(self, planning: Planning, count: int) -> None:
+        """There is a first plan: it takes effect."""
+        course = self.course
+        course.planning_ms = planning.ms
+        plan = planning.first(course.plain_ms if len(course.plain) >= _LEAST_PLAIN else None)
         self._end_watch()
         self._base = count
         self._enforce(plan)
 
-    def _found(self) -> Plan:
-        """What the planner found last."""
-        background = self._background
-        assert background is not None
-        try:
-            return background.plan()
-        finally:
-            if background.is_over:
-                self._background = None
-
-    def _take_better(self, count: int) -> None:
+    def _take_better(self, planning: Planning, count: int) -> None:
         """The planner has searched on: where that was worth it, its plan takes over from the first."""
         first, apply = self.course.plan, self._apply
         assert first is not None
         assert apply is not None
-        try:
-            better = self._found()
-        except MemoptError:  # .memopt/ was deleted meanwhile
-            return
-        enough = msgspec.structs.replace(first, predicted_step_ms=(1 - _WORTH_IT) * first.predicted_step_ms)
-        if first.in_backward or first.in_pieces or not better.is_better_than(enough):
+        better = planning.better_than(first)
+        if better is None or first.in_backward or first.in_pieces:
             return
         outcome = apply.finished()
         if outcome is not None:
@@ -373,7 +263,7 @@ class Phases:
         self._pieces.begin(self._loop.iterations.stepped)
 
     def _enforce(self, plan: Plan) -> None:
-        from memopt.cli.apply import prepare_run
+        from memopt.cli.shared.plan_here import prepare_run
         from memopt.enforcers.session import ApplySession, Options
 
         assert self._loop is not None
@@ -404,7 +294,8 @@ class Phases:
             self._profile.finished(problem or "the script ended while it was recorded")
             failure = self._profile.failure
             course.problem = course.problem or (str(failure) if failure is not None else "")
-        course.still_planning = self._background is not None and not self._background.has_news()
+        planning = self._planning
+        course.still_planning = planning is not None and not planning.is_over and not planning.has_news()
         if self._loop is not None:
             self._loop.remove()
             self._loop = None
@@ -452,7 +343,7 @@ class Phases:
         """Is it time for the next phase?"""
         from memopt.enforcers.guard import Guard
 
-        profile = self._profile
+        profile, planning = self._profile, self._planning
         if isinstance(self._session, Guard) and self._profile is None and not self.course.online:
             if self._loop is None or self._loop.iterations.waits_for_another:
                 return
@@ -464,10 +355,10 @@ class Phases:
                 raise profile.failure
             if self._trace is not None:
                 self._plan(count)
-        elif self._background is not None and self._apply is None and self._background.has_news():
-            self._planned(count)
-        elif self._background is not None and self._session is self._apply and self._background.has_news():
-            self._take_better(count)
+        elif planning is not None and self._apply is None and planning.has_news():
+            self._planned(planning, count)
+        elif planning is not None and self._session is self._apply and planning.has_news():
+            self._take_better(planning, count)
         elif self._apply is not None and self._session is self._apply:
             if self._apply.larger_steps >= _LARGER_STEPS and self.course.budget_bytes is not None:
                 self._fall_back(count)
@@ -513,34 +404,3 @@ def _likely_device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def facts(course: Course) -> dict[str, Any]:
-    """The course for programs, as plain data."""
-    return {
-        "schema": "memopt.run/1",
-        "budget_bytes": course.budget_bytes,
-        "guards": [
-            {
-                "most_bytes": guard.most_bytes,
-                "moved": guard.moved,
-                "moved_bytes": guard.moved_bytes,
-                "over_bytes": guard.over_bytes,
-                "over_at": guard.over_at,
-            }
-            for guard in course.guards
-        ],
-        "fell_back_after": course.fell_back_after,
-        "outcome": msgspec.to_builtins(course.outcome) if course.outcome is not None else None,
-        "problem": course.problem,
-        "from_cache": course.from_cache,
-        "iterations": course.iterations,
-        "enforced_after": course.enforced_after,
-        "better_after": course.better_after,
-        "planning_ms": course.planning_ms,
-        "waited_ms": course.waited_ms,
-        "extra_ms": course.extra_ms,
-        "spent_ms": course.spent_ms,
-        "plain_step_ms": course.plain_ms,
-        "times_ms": [course.times_ms[each] for each in sorted(course.times_ms)],
-    }

@@ -10,7 +10,7 @@ from memopt.reports.verdict import change
 from memopt.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
-    from memopt.cli.run.phases import Course
+    from memopt.cli.run.course import Course
     from memopt.enforcers.guard import Guard
     from memopt.outcome import Outcome
     from memopt.plan import Plan

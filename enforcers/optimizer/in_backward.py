@@ -68,6 +68,11 @@ class OptimizerInBackward:
         self.declined: Counter[str] = Counter()
         """Why backward calls were left alone."""
 
+    @property
+    def why_not_all(self) -> str:
+        """Why it was not done as often as planned."""
+        return "; ".join(self.declined) or "no step came right after a backward call"
+
     def install(self) -> None:
         self._reads.install()
 

@@ -14,7 +14,6 @@ A forked child (a DataLoader worker) closes its copy of the file and can do noth
 from __future__ import annotations
 
 import contextlib
-import enum
 import itertools
 import os
 import queue
@@ -29,8 +28,9 @@ from typing import TYPE_CHECKING
 
 from memopt.enforcers.tiers.accelerator import Users
 from memopt.enforcers.tiers.staging import Carrier, InMemory, OnDevice, Piece
-from memopt.enforcers.tiers.swap import FreeSpace, Pending, SwapFailed, without_frames
-from memopt.enforcers.tiers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
+from memopt.enforcers.tiers.swap import Pending, SwapFailed, without_frames
+from memopt.enforcers.tiers.swap_file import SwapFile, is_in_memory, remove_leftovers
+from memopt.enforcers.tiers.swap_places import Places, State, Ticket
 
 if TYPE_CHECKING:
     import torch
@@ -38,44 +38,9 @@ if TYPE_CHECKING:
     from memopt.enforcers.tiers.accelerator import Accelerator, Event
 
 PIECE_BYTES = 8 << 20
-GROW_BYTES = 64 << 20
 _READ, _WRITE, _STOP = 0, 1, 2
 
 _stores: weakref.WeakSet[DiskStore] = weakref.WeakSet()
-
-
-class _State(enum.Enum):
-    HELD = "not written yet, being written, or failed: the storage has the only copy"
-    WRITTEN = "the bytes are in the file; the storage goes at the next `collect`"
-    OFF = "taken back"
-
-
-class Ticket:
-    """Bytes that were given to the disk tier. Their place in the file is free again when the ticket is gone."""
-
-    __slots__ = ("__weakref__", "_freed", "device", "nbytes", "offset", "source", "state", "written")
-
-    def __init__(self, storage: torch.UntypedStorage, freed: deque[tuple[int, int]]) -> None:
-        self.nbytes = storage.nbytes()
-        self.device = storage.device
-        self.source: torch.UntypedStorage | None = storage
-        self.state = _State.HELD
-        self.offset: int | None = None
-        self.written: Future[None] = Future()
-        self._freed = freed
-
-    @property
-    def room_bytes(self) -> int:
-        return -(-self.nbytes // PAGE_BYTES) * PAGE_BYTES
-
-    @property
-    def taken(self) -> bool:
-        """Whether the storage was taken back: then the ticket is worth nothing any more."""
-        return self.state is _State.OFF
-
-    def __del__(self) -> None:  # any thread, any moment: only note it, the next placement collects
-        if self.offset is not None:
-            self._freed.append((self.offset, self.room_bytes))
 
 
 @dataclass(slots=True, eq=False)
@@ -135,17 +100,15 @@ class DiskStore:
         self._users = None if accelerator is None else Users(accelerator)
         self._pid = os.getpid()
         self._file = SwapFile(self.folder)
-        self._space = FreeSpace()
-        self._freed: deque[tuple[int, int]] = deque()
+        self._places = Places(self._file)
         self._safe: deque[Ticket] = deque()
         self._lock = threading.Lock()
-        self._place_lock = threading.Lock()
         self._queue: queue.PriorityQueue[tuple[int, int, _Transfer | None, int]] = queue.PriorityQueue()
         self._order = itertools.count()
         self._workers: list[threading.Thread] = []
         _stores.add(self)
         if reserve_bytes:
-            self._reserve(reserve_bytes)
+            self._places.reserve(reserve_bytes)
 
     @property
     def direct(self) -> bool:
@@ -155,15 +118,6 @@ class DiskStore:
     @property
     def file_bytes(self) -> int:
         return self._file.size_bytes
-
-    def _reserve(self, nbytes: int) -> None:
-        room = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-        try:
-            self._file.grow(room)
-        except SwapFailed:
-            self._file.close()
-            raise
-        self._space.grow(room)
 
     @property
     def frees_nothing(self) -> str:
@@ -179,7 +133,7 @@ class DiskStore:
             raise self.failure.again()
         if not self._workers:
             self._start()
-        ticket = Ticket(storage, self._freed)
+        ticket = Ticket(storage, self._places.freed)
         self._submit(_WRITE, ticket, storage, ticket.written)
         return ticket
 
@@ -188,7 +142,7 @@ class DiskStore:
         self.collect()
         if into.nbytes() < ticket.nbytes:
             raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
-        if ticket.state is _State.OFF:
+        if ticket.state is State.OFF:
             raise ValueError("this ticket was taken back")
         done: Future[None] = Future()
         self._submit(_READ, ticket, into, done)
@@ -224,7 +178,7 @@ class DiskStore:
         with self._lock:
             storage, ticket.source = ticket.source, None
             if storage is not None:
-                ticket.state = _State.OFF
+                ticket.state = State.OFF
             return storage
 
     def close(self) -> None:
@@ -299,9 +253,9 @@ class DiskStore:
 
     def _write_piece(self, transfer: _Transfer, start: int, carrier: Carrier) -> None:
         ticket, memory = transfer.ticket, transfer.memory
-        if ticket.state is _State.OFF or memory is None:
+        if ticket.state is State.OFF or memory is None:
             return
-        offset = self._place(ticket)
+        offset = self._places.place(ticket)
         piece = transfer.piece(start)
         carrier.take(memory, piece)
         self._file.write(carrier.view[: piece.room_bytes], offset + start)
@@ -315,45 +269,18 @@ class DiskStore:
         if held is not None:
             carrier.copy(held, memory, piece)
             return
-        if state is not _State.WRITTEN or ticket.offset is None:
+        if state is not State.WRITTEN or ticket.offset is None:
             raise SwapFailed("a swapped tensor was taken back while it was being read")
         self._file.read(carrier.view[: piece.room_bytes], ticket.offset + start)
         carrier.put(memory, piece)
-
-    def _place(self, ticket: Ticket) -> int:
-        """The ticket's place in the file, found by the first of its pieces."""
-        with self._place_lock:
-            if ticket.offset is not None:
-                return ticket.offset
-            while self._freed:
-                self._space.give(*self._freed.popleft())
-            offset = self._space.take(ticket.room_bytes)
-            if offset is None:
-                self._grow(ticket.room_bytes)
-                offset = self._space.take(ticket.room_bytes)
-                assert offset is not None
-            ticket.offset = offset
-            return offset
-
-    def _grow(self, room_bytes: int) -> None:
-        missing = self._space.missing_bytes(room_bytes)
-        generous = -(-missing // GROW_BYTES) * GROW_BYTES
-        try:
-            self._file.grow(generous)
-        except SwapFailed:
-            if generous == missing:
-                raise
-            self._file.grow(missing)
-            generous = missing
-        self._space.grow(generous)
 
     def _finish_piece(self, kind: int, transfer: _Transfer) -> None:
         with self._lock:
             transfer.pieces -= 1
             if transfer.pieces:
                 return
-            if kind == _WRITE and transfer.error is None and transfer.ticket.state is _State.HELD:
-                transfer.ticket.state = _State.WRITTEN
+            if kind == _WRITE and transfer.error is None and transfer.ticket.state is State.HELD:
+                transfer.ticket.state = State.WRITTEN
                 self._safe.append(transfer.ticket)
                 self.written_bytes += transfer.ticket.nbytes
             elif kind == _READ and transfer.error is None:

@@ -12,19 +12,18 @@ import atexit
 import contextlib
 import importlib
 import importlib.machinery
-import importlib.util
 import os
-import shlex
 import signal
 import sys
 import threading
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from memopt.errors import UsageError, reason
+from memopt.instrument.script.command import Command, find_source, module_spec
+from memopt.instrument.script.on_import import call_after_import
+from memopt.instrument.script.signals import before_terminating
 
 
 class StopScript(SystemExit):
@@ -79,99 +78,6 @@ def _interrupted(number: int, frame: types.FrameType | None) -> NoReturn:
     raise StopScript(0)
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """What to run: a script or, with `as_module`, a module; `argv[0]` is its name as typed."""
-
-    argv: tuple[str, ...]
-    as_module: bool = False
-
-    @property
-    def stem(self) -> str:
-        """Short name for files: `train` of `src/train.py` or of `pkg.train`."""
-        name = self.argv[0]
-        return name.rpartition(".")[2] if self.as_module else Path(name).stem
-
-    @property
-    def in_words(self) -> str:
-        """`python -m pkg.train --epochs 1`."""
-        return shlex.join(("python", *(("-m",) if self.as_module else ()), *self.argv))
-
-
-def find_source(command: Command) -> Path:
-    """File that holds the code of `command`. Raises `UsageError` when there is none that python could run."""
-    if command.as_module:
-        return Path(_module_spec(command.argv[0]).origin or "")
-    path = Path(command.argv[0])
-    if path.suffix == ".ipynb":
-        raise UsageError(
-            f"cannot run {path}",
-            why="it is a notebook, not a Python script",
-            try_=f"jupyter nbconvert --to script {path}, then the script",
-        )
-    try:
-        if path.is_dir():
-            path = path / "__main__.py"
-            if not path.is_file():
-                raise UsageError(
-                    f"cannot run {command.argv[0]}",
-                    why="it is a folder without __main__.py",
-                    try_="name the script",
-                )
-        with path.open("rb") as file:
-            head = file.read(4096)
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"cannot run {path}", why=reason(error), try_="the path of a Python script"
-        ) from error
-    if b"\0" in head:
-        raise UsageError(
-            f"cannot run {path}",
-            why="it is a binary file, not Python source",
-            try_="the path of a Python script",
-        )
-    return path
-
-
-def _module_spec(name: str) -> importlib.machinery.ModuleSpec:
-    """Where python finds `name`. Packages above it are not imported, unless only their own code can tell where it is."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        spec = _spec_on_path(name) or importlib.util.find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            name = f"{name}.__main__"
-            spec = _spec_on_path(name) or importlib.util.find_spec(name)
-    except (ImportError, AttributeError, ValueError):
-        spec = None
-    finally:
-        sys.path.remove(here)
-    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
-        raise UsageError(
-            f"cannot run module {name}",
-            why=f"python finds no such module to run from {here}",
-            try_="its full name",
-        )
-    return spec
-
-
-def _spec_on_path(name: str) -> importlib.machinery.ModuleSpec | None:
-    """Nothing is imported to find it."""
-    places, above, spec = None, "", None
-    for part in name.split("."):
-        above += part
-        with contextlib.suppress(
-            KeyError
-        ):  # a namespace package looks for the one above it among the imported ones
-            spec = importlib.machinery.PathFinder.find_spec(above, places)
-        if spec is None or above == name:
-            return spec
-        if spec.submodule_search_locations is None:
-            return None
-        places, above, spec = list(spec.submodule_search_locations), f"{above}.", None
-    return None
-
-
 def run(command: Command, *, raised: Callable[[BaseException], object] = lambda error: None) -> int:
     """Run `command` to its end and return its exit code; a traceback shows the user's frames only.
 
@@ -195,9 +101,41 @@ def run(command: Command, *, raised: Callable[[BaseException], object] = lambda 
     return code
 
 
+def run_to_the_end(
+    command: Command,
+    ended: Callable[[int], object],
+    *,
+    raised: Callable[[BaseException], object] = lambda error: None,
+) -> int:
+    """As `run`, for a process that has more to say: `ended` is called once, in this process alone, before that ends.
+
+    It is given the exit code, or, as in `subprocess`, the negative number of the signal that this process then dies of: SIGINT, and,
+    once torch is imported and where the script has no handler of its own, SIGTERM. A child that the script has forked, and that comes
+    back here, ends as it would under python.
+    """
+    pid, told = os.getpid(), False
+
+    def end(how: int) -> None:
+        nonlocal told
+        if not told and os.getpid() == pid:
+            told = True
+            ended(how)
+
+    call_after_import("torch", lambda: before_terminating(lambda: end(-signal.SIGTERM)))
+    try:
+        code = run(command, raised=raised)
+    except KeyboardInterrupt:
+        end(-signal.SIGINT)
+        die_of(signal.SIGINT)
+    if os.getpid() != pid:
+        leave_child(code)
+    end(code)
+    return code
+
+
 def _run_body(command: Command, source: Path, raised: Callable[[BaseException], object]) -> int:
     try:
-        main = _prepare(command, source)
+        main = prepare_main(command, source)
         code = compile(source.read_bytes(), str(main.__file__), "exec", dont_inherit=True)
         exec(code, main.__dict__)
     except BaseException as error:
@@ -227,7 +165,7 @@ def _wait_for_threads() -> None:
         waited_for[0].join()
 
 
-def _prepare(command: Command, source: Path) -> types.ModuleType:
+def prepare_main(command: Command, source: Path) -> types.ModuleType:
     main = types.ModuleType("__main__")
     main.__dict__["__builtins__"] = __builtins__
     if sys.version_info < (3, 14):
@@ -236,7 +174,7 @@ def _prepare(command: Command, source: Path) -> types.ModuleType:
     if command.as_module:
         sys.argv = ["-m", *command.argv[1:]]
         sys.path[0] = os.getcwd()
-        spec = _module_spec(command.argv[0])
+        spec = module_spec(command.argv[0])
         if spec.parent:
             importlib.import_module(spec.parent)
         main.__spec__, main.__package__ = spec, spec.parent

@@ -11,16 +11,16 @@ from types import FrameType
 from typing import Any
 
 
-def before_terminating(action: Callable[[], None]) -> bool:
+def before_terminating(action: Callable[[], None]) -> None:
     """Run `action` when SIGTERM comes, then die of it as python would by default.
 
-    Does nothing, and returns False, where the script has a handler of its own or ignores the signal; one that it
+    Does nothing where the script has a handler of its own or ignores the signal; one that it
     installs later replaces ours. A forked child dies at once, as it would have.
     """
     if threading.current_thread() is not threading.main_thread():
-        return False
+        return
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return False
+        return
     pid = os.getpid()
 
     def die(number: int, frame: FrameType | None) -> None:
@@ -36,7 +36,6 @@ def before_terminating(action: Callable[[], None]) -> bool:
 
     signal.signal(signal.SIGTERM, die)
     os.register_at_fork(after_in_child=default_again)
-    return True
 
 
 _NAMES = ("INT", "TERM", "HUP", "QUIT", "ALRM", "USR1", "USR2", "CONT")

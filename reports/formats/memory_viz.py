@@ -11,10 +11,10 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from typing import Any
 
+from memopt.estimators.allocator.settings import MIN_BLOCK_BYTES
 from memopt.reports.text import shown
 from memopt.trace import CATEGORIES, Trace
 
-_BLOCK = 512
 _BASE = 1 << 33
 
 Entry = dict[str, Any]
@@ -80,7 +80,7 @@ def _starts_us(trace: Trace) -> list[int]:
 
 
 def _rounded(size: int) -> int:
-    return -(-size // _BLOCK) * _BLOCK
+    return -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
 
 
 def _frames(trace: Trace, storage: int, with_source: bool) -> list[Entry]:

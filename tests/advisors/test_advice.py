@@ -28,8 +28,8 @@ from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
 from memopt.advisors.max_batch import largest
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
 from memopt.advisors.registry import counsel, counsels, graph_strategies, registered, strategy
-from memopt.cli.apply import prepare_run
 from memopt.cli.main import run
+from memopt.cli.shared.plan_here import prepare_run
 from memopt.device import Device
 from memopt.errors import BadFile, BudgetInfeasible, NotPossibleHere, UsageError
 from memopt.estimators.simulator.timeline import Simulator

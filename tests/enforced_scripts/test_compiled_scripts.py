@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.instrument.memory.meter import living_storages
 from tests.support.enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.instrument.saved import Kept
 from memopt.trace import REPLAYABLE
 from tests.support.enforced import all_again, enforced, everything, plan_of, recorded, seeded

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import allowed
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.errors import BudgetInfeasible
 from tests.support import warm
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded
@@ -90,7 +90,7 @@ def test_every_iteration_is_enforced(loop, tmp_path: Path, monkeypatch: pytest.M
     new_iteration = Engine.new_iteration
 
     def noting(engine: Engine) -> None:
-        taken.append(engine.done.total())
+        taken.append(engine.account.done.total())
         new_iteration(engine)
 
     monkeypatch.setattr(Engine, "new_iteration", noting)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, distribute_tensor, init_device_mesh
 
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.instrument.as_plain import PlainForms
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded
 

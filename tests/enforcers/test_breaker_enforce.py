@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.instrument.memory.meter import living_storages
 from tests.enforcers.test_codecs import CASES, Case, Run, make, same_bits
 from tests.support.enforced import (

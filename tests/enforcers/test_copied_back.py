@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memopt.advisors.profiles.problem import Decisions, Problem
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.decision import RECOMPUTE
 from memopt.instrument.ops import CLONE, copies_bytes
 from tests.support.enforced import Loop, enforced, plan_of, problem_of, recorded, seeded

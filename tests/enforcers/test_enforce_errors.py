@@ -236,7 +236,7 @@ def test_verify_leaves_the_scripts_own_checkpoint_alone(tmp_path: Path) -> None:
 
 
 def test_runs_that_are_compared_meet_at_stores_of_their_own() -> None:
-    from memopt.enforcers.verify import _apart
+    from memopt.enforcers.verify.compare import _apart
 
     torchrun = {"WORLD_SIZE": "2", "MASTER_PORT": "65535", "TORCHELASTIC_USE_AGENT_STORE": "True", "A": "b"}
     found = [_apart(torchrun, number) for number in range(3)]
@@ -251,21 +251,21 @@ def test_verify_says_identical_and_finds_a_difference(
     done = _memopt(swap_plan, "apply", "--verify", "3", "p.plan.json")
     assert done.returncode == 0, done.stderr
     assert "identical" in done.stdout
-    from memopt.enforcers import verify
+    from memopt.enforcers.verify import compare
     from memopt.errors import VerifyFailed
 
     lines = [{"losses": {"l": "1"}, "gradients": {}, "parameters and buffers": {}}]
     other = [{"losses": {"l": "2"}, "gradients": {}, "parameters and buffers": {}}]
     runs = iter([(each, 0, None) for each in (lines, other, lines, other, lines)])
-    monkeypatch.setattr(verify, "_run", lambda *words: next(runs))
+    monkeypatch.setattr(compare._Runs, "run", lambda *words: next(runs))
     with pytest.raises(VerifyFailed, match="differs"):
-        verify.verify(Path("p"), [], 1, Path("."))
+        compare.verify(Path("p"), [], 1, Path("."))
 
 
 def test_verify_leaves_what_torch_func_differentiates_alone(tmp_path: Path) -> None:
-    from memopt.enforcers.verify import _Digests
+    from memopt.enforcers.verify.digests import Digests
 
-    digests = _Digests(tmp_path / "digests", 1)
+    digests = Digests(tmp_path / "digests", 1)
 
     def square(x: Tensor) -> Tensor:
         digests.backward_begins((x,), keep_graph=False, create_graph=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.trace import REPLAYABLE
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded
 

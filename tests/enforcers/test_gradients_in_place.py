@@ -15,7 +15,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.plan_reader import read_plan
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
 from memopt.enforcers.gradients_in_place import GradientsInPlace
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.gradients_in_place import in_place, why_not
 from memopt.instrument.gradients_in_place import FORMULAS
 from memopt.plan import Plan

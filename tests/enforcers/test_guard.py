@@ -18,7 +18,7 @@ from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.per_device import disk_tier
 from memopt.enforcers.tiers.swap import SwapFailed
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.instrument import as_plain, one_stream
 from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from memopt.advisors.advise import Adviser, advise
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.in_backward import in_backward, why_not
 from memopt.estimators.simulator.timeline import Simulator

@@ -18,7 +18,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
 from memopt.device import Device
 from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.in_pieces import why_not
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.stepping.in_pieces import ALIGNED, pieces_of, same_bits_in_pieces

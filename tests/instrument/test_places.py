@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from memopt.enforcers.engine import Engine
 from memopt.enforcers.handles import Planned
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.instrument.places import Roles, roles_of_modules
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded, state_digests
 

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.tiers import host, swapped
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.decision import Decision
 from memopt.plan import Plan
 from tests.cli.test_apply_cli import ROOT

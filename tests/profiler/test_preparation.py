@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from memopt.enforcers.session import ApplySession, Options
 from memopt.instrument.memory.outside import before_training, is_clearly_more, was_above_now_bytes
-from memopt.instrument.script.runner import Command
+from memopt.instrument.script.command import Command
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession
 from memopt.trace import BEFORE_TRAINING

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.enforcers.tiers.disk import DiskStore, Ticket
+from memopt.enforcers.tiers.disk import DiskStore
+from memopt.enforcers.tiers.swap_places import Ticket
 from memopt.instrument import one_stream
-from memopt.instrument.script.runner import Command, StopScript
+from memopt.instrument.script.command import Command
+from memopt.instrument.script.runner import StopScript
 from memopt.profiler import offload
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from memopt.device import Device
-from memopt.instrument.script.runner import Command, StopScript
+from memopt.instrument.script.command import Command
+from memopt.instrument.script.runner import StopScript
 from memopt.profiler import bandwidth, known, recordings
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession

@@ -14,13 +14,14 @@ import torch
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.enforcers.session import ApplySession, Options
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN, Decision
 from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.loop import Loop as Watched
-from memopt.instrument.script.runner import Command, StopScript
+from memopt.instrument.script.command import Command
+from memopt.instrument.script.runner import StopScript
 from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.profiler.recordings import Wanted

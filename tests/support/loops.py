@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from tests.support.enforced import state_digests
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.instrument.stepping.gradient_reads import gradient_of
 from tests.support.enforced import Loop
 from tests.support.loops import Block

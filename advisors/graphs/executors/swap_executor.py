@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memopt.advisors.graphs.graph import Graph, IntColumn
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible
+from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import frees_after, memory_of_runs, plain_peak
 from memopt.advisors.graphs.schedule import FREE, IN, OUT, RUN, Step
 
@@ -270,7 +270,7 @@ def best_walk(problem: GraphProblem, choices: Iterable[tuple[list[int], Sequence
         if best is None or overhead < best[0]:
             best = (overhead, steps)
     if best is None:
-        raise infeasible(problem, max(smallest, problem.budget_bytes + 1))
+        raise problem.not_below(max(smallest, problem.budget_bytes + 1))
     return Answer(steps=best[1])
 
 

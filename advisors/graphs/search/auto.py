@@ -14,7 +14,7 @@ import math
 from dataclasses import replace
 
 from memopt.advisors.clock import now
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, plain_answer, usual_s
+from memopt.advisors.graphs.problem import Answer, GraphProblem, plain_answer, usual_s
 from memopt.advisors.graphs.runs import floor_bytes, peak_of_runs, plain_peak, rerun_ms, steps_of_runs
 from memopt.advisors.graphs.search.auto_plan import AutoPlan
 from memopt.advisors.graphs.search.folded import Folded, fold, least_peak
@@ -52,8 +52,8 @@ def auto(problem: GraphProblem) -> Answer:
         return by_parts(problem, folded, floor)
     if problem.budget_bytes >= floor:
         return whole(problem)
-    raise infeasible(
-        problem, least_peak(problem, reached_at_once(problem, floor, most), at_once, problem.until)
+    raise problem.not_below(
+        least_peak(problem, reached_at_once(problem, floor, most), at_once, problem.until)
     )
 
 
@@ -77,7 +77,7 @@ def by_enumeration(problem: GraphProblem) -> Answer | None:
     least = optimum(graph, None)
     if least is None:
         return None
-    raise infeasible(problem, max(peak_of_runs(graph, least.runs), problem.budget_bytes + 1))
+    raise problem.not_below(max(peak_of_runs(graph, least.runs), problem.budget_bytes + 1))
 
 
 def whole(problem: GraphProblem) -> Answer:
@@ -124,8 +124,8 @@ def by_parts(problem: GraphProblem, folded: Folded, floor: int) -> Answer:
         return answer if large or "interrupted" in answer.stats else at_once(problem, answer)
     smallest = folded.smallest_peak(end())
     if problem.budget_bytes < floor:
-        raise infeasible(problem, smallest)
+        raise problem.not_below(smallest)
     try:
         return at_once(problem)
     except BudgetInfeasible as failure:
-        raise infeasible(problem, min(smallest, failure.min_peak_bytes)) from None
+        raise problem.not_below(min(smallest, failure.min_peak_bytes)) from None

@@ -18,7 +18,7 @@ from memopt.advisors.graphs.bounds.exact import Proof, Relaxed, Start, prove
 from memopt.advisors.graphs.bounds.moments import overhead_bound
 from memopt.advisors.graphs.bounds.stages import build, solve
 from memopt.advisors.graphs.judge import InvalidSchedule
-from memopt.advisors.graphs.problem import Answer, GraphProblem, infeasible, usual_s
+from memopt.advisors.graphs.problem import Answer, GraphProblem, usual_s
 from memopt.advisors.graphs.runs import floor_bytes, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graphs.schedule import FREE, RUN, Step
 from memopt.advisors.graphs.search.blocking_swaps import Waiting
@@ -359,7 +359,7 @@ class AutoPlan:
         for runs in self._without_a_clock():
             if self._holds(steps := steps_of_runs(problem.graph, runs)):
                 return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
-        raise infeasible(problem, max(self.smallest_peak(), problem.budget_bytes + 1))
+        raise problem.not_below(max(self.smallest_peak(), problem.budget_bytes + 1))
 
     def _without_a_clock(self) -> Iterator[list[int]]:
         """What every quick rule makes of a graph on which it takes milliseconds, so that nothing is refused for want of time."""

@@ -92,11 +92,12 @@ def _run(request: Request) -> Result:
 
 
 def _execute(request: Request) -> None:
-    from memopt.instrument.script.runner import Command, _prepare, find_source
+    from memopt.instrument.script.command import Command, find_source
+    from memopt.instrument.script.runner import prepare_main
 
     command = Command(tuple(request.argv), request.as_module)
     source = find_source(command)
-    main = _prepare(command, source)
+    main = prepare_main(command, source)
     code = compile(source.read_bytes(), str(source), "exec", dont_inherit=True)
     exec(code, main.__dict__)
 

@@ -15,7 +15,7 @@ import msgspec
 from memopt.errors import NotPossibleHere
 from memopt.estimators.fake.script.request import Request, Result
 from memopt.estimators.recording import Recording
-from memopt.instrument.script.runner import Command, find_source
+from memopt.instrument.script.command import Command, find_source
 from memopt.version import IMPORT_ROOT
 
 _FLIPS = 4

@@ -1,4 +1,4 @@
-"""A slow checker of schedules, written from GRAPH_FORMAT.md alone. Shares no code with memopt: it reads plain JSON dicts.
+"""A slow checker of schedules, written from `docs/formats.md` alone. Shares no code with memopt: it reads plain JSON dicts.
 
 It keeps every in-flight copy in one event list and re-adds the bytes on the device from scratch at each step.
 Where the form leaves room it takes the strict reading.

@@ -16,7 +16,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.enforcers.optimizer import gradients_elsewhere
 from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator import gradients_away
 from memopt.estimators.simulator.gradients_away import why_not
 from memopt.instrument.memory.meter import living_storages

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt.enforcers.optimizer import gradients_elsewhere, in_pieces
+from memopt.enforcers.optimizer import gradients_elsewhere, paged
+from memopt.enforcers.optimizer.piece import Piece
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.swap import SwapFailed
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.instrument.loop import forget_parents
 from memopt.instrument.script.signals import held
 from memopt.plan import Plan
@@ -69,13 +70,13 @@ def forgiving(steps: int) -> list[str]:
     return [*found, *everything(model, optimizer)]
 
 
-@pytest.mark.parametrize(("name", "calls"), [("step_slices", 45), ("_bundle", 4), ("_put_in_order", 60)])
+@pytest.mark.parametrize(("owner", "name", "calls"), [(paged, "step_slices", 45), (Piece, "lay", 4), (paged, "put_in_order", 60)])  # fmt: skip
 def test_a_ctrl_c_comes_when_the_update_is_whole(
-    name: str, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the midst of a piece, and of state that is brought back: the step is as if the signal had come just after it."""
     plain = seeded(forgiving, STEPS)
-    called = interrupting(monkeypatch, in_pieces, name, calls)
+    called = interrupting(monkeypatch, owner, name, calls)
     computed, _ = enforced(forgiving, plan(), tmp_path, STEPS)
     assert called[0] > calls
     assert [each for each in computed if each in plain] == plain
@@ -84,7 +85,7 @@ def test_a_ctrl_c_comes_when_the_update_is_whole(
 def test_a_step_that_raises_leaves_state_and_gradients_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, called = in_pieces.step_slices, [0]
+    original, called = paged.step_slices, [0]
 
     def fails(*args: Any) -> Any:
         called[0] += 1
@@ -92,7 +93,7 @@ def test_a_step_that_raises_leaves_state_and_gradients_whole(
             raise RuntimeError("out of memory")
         return original(*args)
 
-    monkeypatch.setattr(in_pieces, "step_slices", fails)
+    monkeypatch.setattr(paged, "step_slices", fails)
     seen: list[dict[str, Any]] = []
 
     def loop(steps: int) -> list[str]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from memopt.enforcers.optimizer import gradients_elsewhere
 from memopt.enforcers.session import ApplySession, Options
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.plan import Plan
 from tests.enforcers.optimizer.test_gradients_elsewhere import plan
 from tests.support.enforced import SWAP, Loop, plan_of, recorded, seeded

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memopt.enforcers.tiers import disk, swap_file
+from memopt.enforcers.tiers import swap_file, swap_places
 from memopt.enforcers.tiers.disk import PIECE_BYTES, DiskStore
 from memopt.enforcers.tiers.swap import FreeSpace, SwapFailed
 from memopt.errors import NotPossibleHere
@@ -44,7 +44,7 @@ def content(storage: torch.UntypedStorage) -> bytes:
     return bytes(torch.empty(0, dtype=torch.uint8).set_(storage).numpy())
 
 
-def fetched(store: DiskStore, ticket: disk.Ticket) -> bytes:
+def fetched(store: DiskStore, ticket: swap_places.Ticket) -> bytes:
     into = torch.UntypedStorage(ticket.nbytes)
     store.read_async(ticket, into).result(30)
     return content(into)
@@ -130,7 +130,7 @@ def test_room_is_used_again_and_the_file_stays_small(store):
         store.wait(ticket)
         assert fetched(store, ticket) == want
         del ticket
-    assert store.file_bytes <= disk.GROW_BYTES
+    assert store.file_bytes <= swap_places.GROW_BYTES
 
 
 def test_reserved_room_is_asked_for_at_once(tmp_path):
@@ -223,7 +223,7 @@ def raising(code: int, *, after: int = 0):
     ("call", "code"), [("posix_fallocate", errno.ENOSPC), ("pwrite", errno.EIO), ("pwrite", errno.EROFS)]
 )
 def test_a_write_that_fails_loses_nothing_and_is_remembered(store, monkeypatch, call, code):
-    early = some_storage(disk.GROW_BYTES)
+    early = some_storage(swap_places.GROW_BYTES)
     want = content(early)
     first = store.write_async(early)
     del early
@@ -553,7 +553,7 @@ def test_free_space_against_brute_force(steps):
 )
 def test_any_order_of_calls_against_a_dictionary(tmp_path_factory, steps):
     store = DiskStore(tmp_path_factory.getbasetemp(), threads=3)
-    held: list[tuple[disk.Ticket, bytes]] = []
+    held: list[tuple[swap_places.Ticket, bytes]] = []
     try:
         for kind, number in steps:
             if kind == "write":

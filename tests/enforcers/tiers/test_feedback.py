@@ -16,7 +16,7 @@ from memopt.enforcers.lookup import tables_of
 from memopt.enforcers.measurements import Measurements
 from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.feedback import Feedback
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.decision import Decision
 from memopt.plan import Action, Moment, Plan, SlotRef
 from memopt.trace import Trace

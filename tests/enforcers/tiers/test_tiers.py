@@ -10,7 +10,7 @@ import torch
 
 from memopt.enforcers.lookup import tables_of
 from memopt.enforcers.session import ApplySession, Options
-from memopt.enforcers.tiers import accelerator, per_device
+from memopt.enforcers.tiers import accelerator, planned
 from memopt.enforcers.tiers.host import BLOCK_BYTES
 from memopt.enforcers.tiers.per_device import PerDevice, offload_tier
 from memopt.enforcers.tiers.swap import SwapFailed
@@ -147,6 +147,6 @@ def test_the_plan_says_how_much_is_on_the_host_at_once(
     assert plan.host_bytes == in_all // 4, "each graph is gone before the next is made"
     assert plan_of(trace, lambda _: {}).host_bytes == 0
     pinned: list[int] = []
-    monkeypatch.setattr(per_device, "host_tier", lambda at_once: pinned.append(at_once) or Store)
-    ApplySession(plan, Options(swap_dir=tmp_path, measure=False))._tiers(tables_of(plan))
+    monkeypatch.setattr(planned, "host_tier", lambda at_once: pinned.append(at_once) or Store)
+    planned.swapper_of(plan, tables_of(plan), tmp_path)
     assert pinned == [plan.host_bytes + BLOCK_BYTES * len(plan.actions)]

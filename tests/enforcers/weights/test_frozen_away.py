@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import Decisions, Problem, allowed
-from memopt.enforcers.verify import digest
+from memopt.enforcers.verify.digests import digest
 from memopt.enforcers.weights.away import WeightsAway
 from memopt.estimators.simulator.decision import Decision
 from memopt.outcome import Outcome

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt.enforcers.scratch import copy_folder, moved
+from memopt.enforcers.verify.scratch import copy_folder, moved
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 CANARY = ROOT / "tests" / "support" / "canary.py"
 ENDINGS = ("exit", "message", "raise", "hard", "sigint", "sigterm", "sigterm-handled")
 
@@ -61,12 +61,10 @@ def plain(folder: Path) -> World:
 
 
 RUNNER_ALONE = """
-import signal, sys
-from memopt.instrument.script.runner import Command, die_of, run
-try:
-    sys.exit(run(Command(tuple(sys.argv[1:]))))
-except KeyboardInterrupt:
-    die_of(signal.SIGINT)
+import sys
+from memopt.instrument.script.command import Command
+from memopt.instrument.script.runner import run_to_the_end
+sys.exit(run_to_the_end(Command(tuple(sys.argv[1:])), lambda how: None))
 """
 
 

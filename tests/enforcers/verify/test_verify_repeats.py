@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.enforcers import verify
-from memopt.enforcers.spread import beside_the_spread
+from memopt.enforcers.verify import child, compare
+from memopt.enforcers.verify.digests import Digests
+from memopt.enforcers.verify.spread import beside_the_spread
 from memopt.errors import VerifyFailed
 
 
@@ -34,9 +35,9 @@ def test_within_and_outside_of_the_spread() -> None:
 def verified(monkeypatch: pytest.MonkeyPatch, plain: list[float], enforced: list[float]) -> VerifyFailed:
     """What is said where the plain runs, and the enforced ones, have these losses one after the other."""
     runs = {"plain": iter(plain), "enforced": iter(enforced)}
-    monkeypatch.setattr(verify, "_run", lambda mode, *words: (run_of(next(runs[mode])), 0, None))
+    monkeypatch.setattr(compare._Runs, "run", lambda self, way, _: (run_of(next(runs[way])), 0, None))
     with pytest.raises(VerifyFailed) as caught:
-        verify.verify(Path("p"), [], 1, Path("."))
+        compare.verify(Path("p"), [], 1, Path("."))
     return caught.value
 
 
@@ -62,7 +63,7 @@ def test_a_plan_that_differs_where_all_repeat_is_blamed(monkeypatch: pytest.Monk
 
 
 def test_the_values_of_losses_are_written_beside_their_digests(tmp_path: Path) -> None:
-    digests = verify._Digests(tmp_path / "digests", 2)
+    digests = Digests(tmp_path / "digests", 2)
     roots = (torch.tensor(0.5), torch.ones(2), torch.tensor(1j))
     digests.backward_begins(roots, keep_graph=False, create_graph=False)
     assert len(digests._losses) == 3
@@ -83,14 +84,14 @@ def test_both_runs_use_deterministic_algorithms_where_that_is_asked_for(
 
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    monkeypatch.setattr(verify, "load_plan", lambda path: SimpleNamespace(optimizers=1))
-    monkeypatch.setattr(verify, "command_of", lambda plan, argv: None)
-    monkeypatch.setattr(verify, "_Digests", lambda out, steps: SimpleNamespace(install=lambda optimizers: None))  # fmt: skip
-    monkeypatch.setattr(verify, "run", run)
+    monkeypatch.setattr(child, "load_plan", lambda path: SimpleNamespace(optimizers=1))
+    monkeypatch.setattr(child, "command_of", lambda plan, argv: None)
+    monkeypatch.setattr(child, "Digests", lambda out, steps: SimpleNamespace(install=lambda optimizers: None))  # fmt: skip
+    monkeypatch.setattr(child, "run", run)
     monkeypatch.setattr("sys.argv", ["verify", "plan.json", mode, "3", str(tmp_path / "out"), "."])
     try:
         with pytest.raises(SystemExit):
-            verify.child()
+            child.child()
     finally:
         torch.use_deterministic_algorithms(False)
         os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)

@@ -17,7 +17,7 @@ import torch
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.script.training_thread import TrainingThread
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 SCRIPT = """
 import queue, signal, threading

@@ -1,0 +1,114 @@
+"""What a run was asked for, and how it went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from memopt.enforcers.guard import Guard
+    from memopt.outcome import Outcome
+    from memopt.plan import Plan
+    from memopt.profiler.offload import OpenTier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the run was asked for."""
+
+    budget: str | None
+    """None: what the device has free."""
+    device: str
+    swap_dir: Path
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    time_limit_s: float | None = None
+    measure: bool = True
+    offload: OpenTier | None = None
+    online: bool = False
+    """No plan: guarded from the first iteration to the last."""
+
+
+@dataclass(slots=True)
+class Course:
+    """How the run went."""
+
+    budget: str = ""
+    plan: Plan | None = None
+    outcome: Outcome | None = None
+    problem: str = ""
+    """Why nothing is enforced."""
+    from_cache: bool = False
+    iterations: int = 0
+    recorded: list[int] = field(default_factory=list)
+    enforced_after: int | None = None
+    """Iterations that had ended when the plan took effect."""
+    planning_ms: float = 0.0
+    waited_ms: float = 0.0
+    """Of it, while the script waited."""
+    better_after: int | None = None
+    """Iterations that had ended when a better plan took over from the first."""
+    first_peak_bytes: int = 0
+    """Measured under the first plan, where another took over."""
+    still_planning: bool = False
+    spent_ms: float = 0.0
+    """Between iterations: what starting and ending the phases took."""
+    times_ms: dict[int, float] = field(default_factory=dict)
+    """Iteration -> how long it took."""
+    plain: list[int] = field(default_factory=list)
+    """Iterations that nobody watched."""
+    guards: list[Guard] = field(default_factory=list)
+    """Those that have watched, one after the other."""
+    online: bool = False
+    fell_back_after: int | None = None
+    """Iterations that had ended when the guard took over from the plan."""
+    budget_bytes: int | None = None
+
+    @property
+    def plain_ms(self) -> float | None:
+        """Median of the plain iterations, the first left out."""
+        times = [self.times_ms[each] for each in self.plain if each > 1]
+        return median(times) if times else None
+
+    @property
+    def extra_ms(self) -> float:
+        """What recording and changing phases took beyond plain steps."""
+        plain = self.plain_ms
+        if plain is None:
+            return self.spent_ms
+        return self.spent_ms + sum(max(0.0, self.times_ms[n] - plain) for n in self.recorded if n > 1)
+
+
+def facts(course: Course) -> dict[str, Any]:
+    """The course for programs, as plain data."""
+    return {
+        "schema": "memopt.run/1",
+        "budget_bytes": course.budget_bytes,
+        "guards": [
+            {
+                "most_bytes": guard.most_bytes,
+                "moved": guard.moved,
+                "moved_bytes": guard.moved_bytes,
+                "over_bytes": guard.over_bytes,
+                "over_at": guard.over_at,
+            }
+            for guard in course.guards
+        ],
+        "fell_back_after": course.fell_back_after,
+        "outcome": msgspec.to_builtins(course.outcome) if course.outcome is not None else None,
+        "problem": course.problem,
+        "from_cache": course.from_cache,
+        "iterations": course.iterations,
+        "enforced_after": course.enforced_after,
+        "better_after": course.better_after,
+        "planning_ms": course.planning_ms,
+        "waited_ms": course.waited_ms,
+        "extra_ms": course.extra_ms,
+        "spent_ms": course.spent_ms,
+        "plain_step_ms": course.plain_ms,
+        "times_ms": [course.times_ms[each] for each in sorted(course.times_ms)],
+    }

@@ -1,0 +1,68 @@
+"""Plans for the recorded iteration of a run, looked for in a process beside the script."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from memopt.advisors.background import Background
+from memopt.cli.run.cache import Cache
+from memopt.cli.run.course import Wishes
+from memopt.errors import MemoptError
+from memopt.plan import Plan
+from memopt.trace import Trace
+
+_WORTH_IT = 0.01
+"""Share of the step by which a plan has to be better to take over while the script goes on."""
+
+
+class Planning:
+    """One search. Ask for a plan when it has news; the last one may have been it."""
+
+    def __init__(self, trace: Trace, budget: str, wishes: Wishes, cache: Cache, *, waits: bool) -> None:
+        """The script `waits` for the first plan, or goes on until it is found."""
+        trace.save(cache.trace_path)
+        self._cache = cache
+        self._began = time.perf_counter()
+        self._background = Background(
+            cache.trace_path,
+            budget,
+            cache.plan_path,
+            allow=wishes.allow,
+            deny=wishes.deny,
+            time_limit_s=wishes.time_limit_s,
+            waits=waits,
+        )
+
+    @property
+    def ms(self) -> float:
+        """Since it began."""
+        return 1000 * (time.perf_counter() - self._began)
+
+    @property
+    def is_over(self) -> bool:
+        return self._background.is_over
+
+    def has_news(self, wait_s: float = 0.0) -> bool:
+        """Is there a plan, or word that there is none, that nobody has asked for, or within `wait_s` seconds?"""
+        return not self.is_over and self._background.has_news(wait_s)
+
+    def first(self, plain_ms: float | None) -> Plan:
+        """The plan that was found, with the steps of the script as it ran meanwhile. Raises `MemoptError` where there is none."""
+        plan = self._background.plan()
+        if plain_ms is None:
+            return plan
+        predicted_ms = max(0.0, plan.predicted_step_ms + plain_ms - plan.plain_step_ms)
+        plan = msgspec.structs.replace(plan, plain_step_ms=plain_ms, predicted_step_ms=predicted_ms)
+        plan.save(self._cache.plan_path)
+        return plan
+
+    def better_than(self, first: Plan) -> Plan | None:
+        """The plan that the search came to, where it is worth to take over."""
+        try:
+            better = self._background.plan()
+        except MemoptError:  # .memopt/ was deleted meanwhile
+            return None
+        enough = msgspec.structs.replace(first, predicted_step_ms=(1 - _WORTH_IT) * first.predicted_step_ms)
+        return better if better.is_better_than(enough) else None

@@ -1,0 +1,109 @@
+"""How much of a plan was carried out, and why the rest was not: in figures, and in words for the outcome's notes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from memopt.plan import Plan
+from memopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from memopt.enforcers.gradients_in_place import GradientsInPlace
+    from memopt.enforcers.optimizer.planned_steps import PlannedSteps
+    from memopt.enforcers.tiers.swapped import Swapper
+
+
+@dataclass(slots=True)
+class Account:
+    """What was done of a plan's actions on tensors, by their numbers."""
+
+    done: Counter[int] = field(default_factory=Counter)
+    """Slots on which an action was taken in this iteration."""
+    declined: dict[int, str] = field(default_factory=dict)
+    """Why an action was not taken, the first reason of the run."""
+    beyond: Counter[int] = field(default_factory=Counter)
+    """Most bytes that a codec held above what was planned: the values were others than in the profile."""
+    other_bits: set[str] = field(default_factory=set)
+    """Ops that were to be run again, and may give other bits then."""
+
+    def decline(self, action: int, why: str) -> None:
+        """It is not taken."""
+        self.declined.setdefault(action, why)
+
+
+class Enforcer(Protocol):
+    """What carries out one decision about the run as a whole."""
+
+    @property
+    def most_used(self) -> int:
+        """How often, in the iteration in which it was most often done."""
+
+    @property
+    def why_not_all(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One about the run as a whole, and how far it was carried out."""
+
+    what: str
+    planned: int
+    enforcer: Enforcer | None
+    """None where nothing was set up: that is told by itself."""
+
+    @property
+    def used(self) -> int:
+        return self.enforcer.most_used if self.enforcer is not None else 0
+
+    @property
+    def words(self) -> str:
+        """Why it was not carried out to the end; empty where it was."""
+        if self.enforcer is None or self.used >= self.planned:
+            return ""
+        return f"{self.used} of {self.planned} {self.what}: {self.enforcer.why_not_all}"
+
+
+def decisions_about_the_run(
+    plan: Plan, steps: PlannedSteps | None, in_place: GradientsInPlace | None
+) -> list[Decision]:
+    """Those that `plan` makes, with what carries them out."""
+    in_backward, in_pieces = (steps.in_backward, steps.in_pieces) if steps is not None else (None, None)
+    found = [
+        Decision("parameters were stepped inside backward", plan.in_backward.parameters, in_backward) if plan.in_backward else None,
+        Decision("parameters were stepped in pieces", plan.in_pieces.parameters, in_pieces) if plan.in_pieces else None,
+        Decision("ops of backward wrote over the gradient that they use up", plan.in_place.ops, in_place) if plan.in_place else None,
+    ]  # fmt: skip
+    return [each for each in found if each is not None and each.planned > 0]
+
+
+def notes_on_tensors(account: Account, swapper: Swapper | None, done: Container[int]) -> list[str]:
+    """What to say of the actions on tensors; those in `done` were taken."""
+    notes = [*_declined(account, done), *_beyond(account, done)]
+    if account.other_bits:
+        names = ", ".join(sorted(account.other_bits))
+        notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
+    if swapper is None:
+        return notes
+    failures = swapper.failures()
+    told = [n for n in notes if not any(f.startswith(n.partition("skipped: ")[2] or "\0") for f in failures)]
+    told += [f"{failure}; what could not be copied was kept" for failure in failures]
+    return [*told, *filter(None, [swapper.feedback.told() if swapper.feedback is not None else ""])]
+
+
+def _declined(account: Account, done: Container[int]) -> list[str]:
+    reasons = Counter(why for action, why in account.declined.items() if action not in done)
+    return [f"{count} actions skipped: {why}" for why, count in reasons.most_common()]
+
+
+def _beyond(account: Account, done: Container[int]) -> list[str]:
+    """Of codecs that were planned for the values of the profile."""
+    more = [size for action, size in account.beyond.items() if size and action in done]
+    if not more:
+        return []
+    return [
+        f"{len(more)} compressed tensors took up to {format_bytes(sum(more))} more than planned in some iterations: "
+        "their values were others than in the profile"
+    ]

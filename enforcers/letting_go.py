@@ -1,0 +1,148 @@
+"""Lets go of saved tensors as their actions say, and gives them back: made again, read back, or decoded.
+
+What is in doubt is kept, and the account says why.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+from torch import Tensor
+
+from memopt.codecs.table import is_of_values
+from memopt.enforcers.carried_out import Account
+from memopt.enforcers.codecs.encoded import Encoded, flat_storage
+from memopt.enforcers.codecs.premises import Call, hold
+from memopt.enforcers.codecs.table import bytes_beyond, decode, encode, encode_for
+from memopt.enforcers.handles import Planned
+from memopt.enforcers.lookup import PlannedSlot
+from memopt.enforcers.records import Value, make
+from memopt.enforcers.tiers.swapped import SwappedStorage, Swapper
+from memopt.enforcers.values import Values
+from memopt.estimators.simulator.slot_needs import Need
+from memopt.instrument.one_stream import OneStream
+from memopt.instrument.saved import let_go_of_bytes
+from memopt.instrument.torch_internals import DisableTorchDispatch
+from memopt.plan import Action
+
+_OWN_NODE = re.compile(r"Backward\d+$")
+
+
+@cache
+def _only_reads(node: str) -> bool:
+    """Is it a node of torch's own, whose backward writes over nothing that it has saved? A script's `Function` might."""
+    return _OWN_NODE.search(node) is not None
+
+
+class LettingGo:
+    """For the `actions` of one plan."""
+
+    def __init__(
+        self,
+        actions: list[Action],
+        values: Values,
+        swapper: Swapper | None,
+        streams: OneStream,
+        account: Account,
+    ) -> None:
+        self._actions, self._values, self._swapper = actions, values, swapper
+        self._streams, self._account = streams, account
+
+    def act(self, handle: Planned, reader: Call | None) -> None:
+        """Let go of the tensor as planned; `reader` is the call whose node saved it, if it was seen."""
+        guard = DisableTorchDispatch()  # or the mode counts a codec's ops among the script's
+        try:
+            self._let_go(handle, reader)
+        finally:
+            del guard
+
+    def _let_go(self, handle: Planned, reader: Call | None) -> None:
+        slot, tensor = handle.slot, handle.tensor
+        assert tensor is not None
+        another = self._streams.why_keep(tensor.device)
+        if another:
+            self._account.decline(slot.action, another)
+        elif tensor._version != handle.version:
+            self._account.decline(slot.action, "it was changed in place by the op that saved it")
+        elif slot.kind == "recompute":
+            self._drop_for_replay(handle, tensor)
+        elif slot.kind == "swap":
+            self._swap(handle, tensor)
+        elif slot.ref.need != "values" and not hold(slot.ref, reader):
+            self._account.decline(
+                slot.action, f"{slot.ref.consumer or slot.ref.node} was not called as in the profile"
+            )
+        else:
+            self._compress(handle, tensor)
+
+    def _drop_for_replay(self, handle: Planned, tensor: Tensor) -> None:
+        value = self._values.value_in(tensor, tensor.untyped_storage())
+        if value is None:
+            self._account.decline(handle.slot.action, "the op that made it was not seen")
+            return
+        value.waiting += 1
+        value.again = self._actions[handle.slot.action].again
+        self._take(handle, value)
+
+    def _swap(self, handle: Planned, tensor: Tensor) -> None:
+        if self._swapper is None:
+            self._account.decline(handle.slot.action, "there is no place to swap to")
+            return
+        content = self._swapper.swap_out(handle.slot.action, tensor.untyped_storage())
+        if content is None:
+            self._account.decline(handle.slot.action, self._swapper.reason)
+            return
+        self._values.is_swapped(tensor, content)
+        self._take(handle, content)
+
+    def _compress(self, handle: Planned, tensor: Tensor) -> None:
+        slot = handle.slot
+        if slot.ref.need == "values":
+            encoded = self._encode_storage(slot, tensor)
+        else:
+            params = {name: tuple(v) if isinstance(v, list) else v for name, v in slot.ref.params.items()}
+            encoded = encode_for(Need(slot.ref.need, tuple(params.items())), tensor)
+        if encoded is None:
+            self._account.decline(slot.action, f"codec {slot.codec} does not apply to these values")
+            return
+        self._take(handle, encoded)
+
+    def _encode_storage(self, slot: PlannedSlot, tensor: Tensor) -> Encoded | None:
+        """One encoded form for all views of a storage, and for the replays that read it."""
+        storage = tensor.untyped_storage()
+        encoded = self._values.encoded_form(storage, tensor._version)
+        if encoded is None and is_of_values(slot.codec):
+            row, params = flat_storage(tensor), slot.ref.params
+            encoded = encode(slot.codec, row, params)
+            beyond = bytes_beyond(slot.codec, row, params, encoded)
+            self._account.beyond[slot.action] = max(self._account.beyond[slot.action], beyond)
+            if encoded is not None:
+                self._values.is_encoded(storage, tensor._version, encoded)
+        return encoded
+
+    def _take(self, handle: Planned, content: Value | SwappedStorage | Encoded) -> None:
+        handle.content = content
+        handle.witness, handle.tensor = handle.tensor, None
+        assert handle.witness is not None
+        let_go_of_bytes(handle.witness)
+        self._account.done[handle.slot.action] += 1
+
+    def restore(self, handle: Planned) -> Tensor:
+        """The tensor, made again, read back or decoded."""
+        content = handle.content
+        if isinstance(content, Value):
+            storage = make(content)
+            if not handle.served:
+                handle.served = True
+                content.serve(storage, only_read=_only_reads(handle.slot.ref.node))
+            return handle.on(storage)
+        if isinstance(content, SwappedStorage):
+            tensor = handle.on(content.get())
+            if not handle.served:
+                handle.served = True
+                content.served()
+            return tensor
+        assert isinstance(content, Encoded)
+        whole = decode(content)
+        return whole if handle.slot.ref.need != "values" else handle.on(whole.untyped_storage())

@@ -1,0 +1,87 @@
+"""Bytes that are live on the device, and those that an op is about to add.
+
+The caching allocator's where there is one. On a CPU they are the storages that were there at the start and those that ops make; what an
+op takes besides its outputs is not seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from memopt.instrument.memory.meter import living_storages
+from memopt.instrument.ops import is_plain
+from memopt.instrument.torch_internals import DisableTorchDispatch, tree_iter, tree_map_only
+
+
+class Live:
+    """Bytes on the device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._sizes: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
+        self.bytes = 0
+        self.most = 0
+        if device == "cpu":
+            for storage in living_storages(device):
+                self.met(storage)
+
+    def met(self, storage: UntypedStorage) -> None:
+        """Count `storage`, if it is new."""
+        address = storage._cdata
+        if address not in self._sizes:
+            size = storage.nbytes()
+            self._sizes[address] = size, weakref.ref(storage, partial(self._gone, address))
+            self.bytes += size
+            self.most = max(self.most, self.bytes)
+
+    def made(self, out: Any) -> int:
+        """Count what an op gave, as far as it is new; its bytes."""
+        before = self.now()
+        for tensor in tree_iter(out):
+            if isinstance(tensor, Tensor) and is_plain(tensor) and tensor.device.type == self._device:
+                self.met(tensor.untyped_storage())
+        return self.now() - before if self._device == "cpu" else bytes_of(out)
+
+    def _gone(self, address: int, _: Any) -> None:
+        size, _ = self._sizes.pop(address, (0, None))
+        self.bytes -= size
+
+    def now(self) -> int:
+        """Bytes at this moment."""
+        if self._device == "cpu":
+            return self.bytes
+        held = torch.cuda.memory_allocated()
+        self.most = max(self.most, held)
+        return held
+
+
+def would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Bytes of the new tensors that the op will make, from shapes alone; where it cannot be asked, as many as it reads."""
+    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return bytes_of((args, kwargs))  # a kernel of the script's might run, or draw random numbers
+    guard = DisableTorchDispatch()
+    try:
+        shapes = partial(tree_map_only, Tensor, _on_meta)
+        given = shapes((args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
+        known = {id(each) for each in tree_iter(given) if isinstance(each, Tensor)}
+        out = func(*given[0], **given[1])
+        return bytes_of([each for each in tree_iter(out) if id(each) not in known])
+    except Exception:
+        return bytes_of((args, kwargs))
+    finally:
+        del guard
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def bytes_of(values: Any) -> int:
+    return sum(
+        each.nbytes for each in tree_iter(values) if isinstance(each, Tensor) and each.layout is torch.strided
+    )

@@ -1,0 +1,291 @@
+"""One optimizer that is stepped in pieces, its state in a tier between steps.
+
+With a tier no more than three pieces of state are on the device: one that comes, one that is used, one that leaves.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
+from memopt.enforcers.optimizer.piece import Pager, Piece
+from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
+from memopt.enforcers.optimizer.state_looks import (
+    ALONE,
+    as_it_lies,
+    holders,
+    is_of_elements,
+    layout_of,
+    nobody_else_holds,
+    put_in_order,
+    trained,
+)
+from memopt.enforcers.tiers.swap import SwapTier
+from memopt.instrument.script.signals import held
+from memopt.instrument.stepping.in_pieces import Segment, State, pieces_of, step_slices
+from memopt.instrument.torch_internals import DisableTorchDispatch
+
+
+class PagedOptimizer:
+    """One optimizer: its pieces, and where their state is."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        piece_bytes: int,
+        tier: SwapTier[Any] | None,
+        most_away: int | None,
+    ) -> None:
+        self._pages, self._pager = tier is not None, Pager(tier)
+        self._layout = layout_of(optimizer)
+        self._leave_it = {
+            id(each) for each in sorted(trained(optimizer), key=lambda each: -each.nbytes)[:most_away]
+        }
+        """ids of parameters whose state is to be in the tier between steps: all, or as many as were asked for, the largest first."""
+        cut = pieces_of(optimizer, piece_bytes, lambda each: id(each) in self._leave_it)
+        self._pieces = [Piece(segments) for segments in cut]
+        self._names: dict[int, tuple[str, ...]] = {}
+        """id of a parameter -> the order of its state, as the optimizer made it."""
+        self._state: StateElsewhere | None = None
+        self._first: set[int] = set()
+        """Parameters that this step is the first of: none of their segments has state, whatever the ones before have left."""
+
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: dict[int, Tensor],
+        elsewhere: GradientsElsewhere | None = None,
+    ) -> None:
+        """The whole update, with `gradients` and those that are `elsewhere`."""
+        self._stand_in(optimizer)
+        inner = optimizer.state
+        pageable = self._pageable(inner) if self._state is not None else set()
+        self._first = self._without_state(inner)
+        away = {id(each) for each in trained(optimizer) if elsewhere is not None and elsewhere.holds(each)}
+        gradients = dict(gradients)
+        due = [p for p in self._pieces if any(id(s.parameter) in {*gradients, *away} for s in p.segments)]
+        for number, piece in enumerate(due):
+            self._pager.fetch(piece)
+            if number + 1 < len(due):
+                self._pager.fetch(due[number + 1])
+            self._pager.arrive(piece)
+            coming = [s.parameter for s in piece.segments if id(s.parameter) in away - gradients.keys()]
+            if elsewhere is not None:
+                gradients |= {id(each): elsewhere.copy_of(each) for each in coming}
+            self._step_piece(optimizer, inner, piece, gradients, pageable)
+            for segment in piece.segments:
+                if segment.is_last and id(segment.parameter) in away:
+                    gradients.pop(id(segment.parameter), None)
+            self._pager.leave(piece)
+            if number:
+                self._pager.gone(due[number - 1])
+        self._pager.all_gone(due)
+
+    def leave(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lay the state that there is into bundles, and send them away: as after a step, without one."""
+        self._stand_in(optimizer)
+        if self._state is None:
+            return
+        pageable = self._pageable(self._state)
+        for number, piece in enumerate(self._pieces):
+            if piece.is_empty:
+                self._lay(piece, pageable)
+                self._pager.leave(piece)
+            if number:
+                self._pager.gone(self._pieces[number - 1])
+        self._pager.all_gone(self._pieces)
+
+    def _lay(self, piece: Piece, pageable: set[int]) -> None:
+        fresh: dict[tuple[int, str], Tensor] = {}
+        over: list[tuple[State, list[str]]] = []
+        for number, segment in enumerate(piece.segments):
+            parameter = segment.parameter
+            inner = dict.get(self._state or {}, parameter)
+            if not inner or id(parameter) not in pageable:
+                continue
+            moved = [n for n, v in inner.items() if isinstance(v, Tensor) and is_of_elements(v, parameter)]
+            fresh |= {(number, name): segment.of(inner[name]) for name in moved}
+            if segment.is_last:
+                self._names[id(parameter)] = tuple(inner)
+                over.append((inner, moved))
+        if fresh:
+            piece.lay(fresh)
+        fresh.clear()
+        for inner, moved in over:
+            for name in moved:
+                del inner[name]
+
+    def _stand_in(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._pages and self._state is None and holders(optimizer) == ALONE:
+            optimizer.state = self._state = StateElsewhere(optimizer.state, self.bring_back)
+
+    def fits(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Are parameters as they were laid out, and is the state ours? The script may have put another one in its place."""
+        return (self._state is None or optimizer.state is self._state) and self._layout == layout_of(
+            optimizer
+        )
+
+    def end(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring the state back as it was laid out, unless nobody can look at it any more."""
+        if optimizer.state is self._state or (
+            self._state is not None and sys.getrefcount(self._state) > ALONE
+        ):
+            self.bring_back()
+        elif self._state is not None:
+            self._state.bring_back = lambda: None
+
+    def _pageable(self, state: Any) -> set[int]:
+        """Parameters whose state nobody else holds: those whose is away already, and those whose would be free if we let go."""
+        found = set()
+        for parameter in {
+            id(s.parameter): s.parameter for piece in self._pieces for s in piece.segments
+        }.values():
+            if id(parameter) not in self._leave_it:
+                continue
+            inner = dict.get(state, parameter)
+            if inner is None or (sys.getrefcount(inner) <= 3 and nobody_else_holds(inner, parameter)):
+                found.add(id(parameter))
+        return found
+
+    def _without_state(self, state: Any) -> set[int]:
+        away = {id(piece.segments[n].parameter) for piece in self._pieces for n, *_ in piece.entries}
+        return {
+            id(s.parameter)
+            for piece in self._pieces
+            for s in piece.segments
+            if not dict.get(state, s.parameter)
+        } - away
+
+    # --- one piece
+
+    def _step_piece(
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: Any,
+        piece: Piece,
+        gradients: dict[int, Tensor],
+        pageable: set[int],
+    ) -> None:
+        rows = piece.rows() if piece.bundle is not None else {}
+        taken = [n for n, s in enumerate(piece.segments) if id(s.parameter) in gradients]
+        slices, states, views = [], [], []
+        for number in taken:
+            segment = piece.segments[number]
+            row = segment.of(segment.parameter)
+            row.grad = segment.of(as_it_lies(gradients[id(segment.parameter)], segment.parameter))
+            slices.append(row)
+            view = self._views(state, segment, {name: r for (n, name), r in rows.items() if n == number})
+            views.append(view)
+            states.append(dict(view))
+        group = optimizer.param_groups[piece.segments[0].group]
+        fresh: dict[tuple[int, str], Tensor] = {}
+        for number, view, after in zip(
+            taken, views, step_slices(optimizer, group, slices, states), strict=True
+        ):
+            pages = id(piece.segments[number].parameter) in pageable
+            fresh |= self._keep(state, number, piece.segments[number], view, after, rows, pages=pages)
+        if fresh:
+            piece.lay(rows | fresh)
+
+    def _views(self, state: Any, segment: Segment, rows: dict[str, Tensor]) -> State:
+        """The state of a segment as the optimizer is to see it: rows of its elements, and copies of what is the whole parameter's."""
+        parameter, found = segment.parameter, dict[str, Any]()
+        if id(parameter) in self._first:
+            return found
+        inner = dict.get(state, parameter) or {}
+        for name in dict.fromkeys((*self._names.get(id(parameter), ()), *inner)):
+            if name in rows:
+                found[name] = rows[name]
+            elif name in inner:
+                value = inner[name]
+                if isinstance(value, Tensor) and is_of_elements(value, parameter):
+                    found[name] = segment.of(value)
+                else:
+                    found[name] = value.clone() if isinstance(value, Tensor) else value
+        return found
+
+    def _keep(
+        self,
+        state: Any,
+        number: int,
+        segment: Segment,
+        before: State,
+        after: State,
+        rows: dict[tuple[int, str], Tensor],
+        *,
+        pages: bool,
+    ) -> dict[tuple[int, str], Tensor]:
+        """Put the state of a segment where it belongs; what is to come into the bundle and is not there yet."""
+        parameter, fresh = segment.parameter, dict[tuple[int, str], Tensor]()
+        inner = dict.get(state, parameter)
+        if inner is None:
+            inner = {}
+            dict.__setitem__(state, parameter, inner)
+        of_all: State = {}
+        for name, value in after.items():
+            if not isinstance(value, Tensor) or value.shape != (segment.numel,) or (value.dim() == 0):
+                of_all[name] = value
+            elif (number, name) in rows:
+                if value is not before.get(name):
+                    rows[number, name].copy_(value)
+            elif pages and self._pages:
+                fresh[number, name] = value
+            elif value is not before.get(name) or name not in inner:
+                whole = inner.get(name)
+                if whole is None:
+                    whole = inner[name] = segment.empty_whole(value.dtype, value.device)
+                segment.of(whole).copy_(value)
+        if segment.is_last:
+            self._names[id(parameter)] = tuple(after)
+            self._whole_ones(inner, after, of_all, {name for n, name in (*rows, *fresh) if n == number})
+        return fresh
+
+    def _whole_ones(self, inner: State, after: State, of_all: State, away: set[str]) -> None:
+        """The last segment of a parameter is stepped: its counters move on, and what lies in bundles is dropped from its state."""
+        for name, value in of_all.items():
+            held = inner.get(name)
+            if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
+                held.copy_(value)
+            else:
+                inner[name] = value
+        for name in away:
+            inner.pop(name, None)
+        put_in_order(inner, tuple(after))
+
+    def bring_back(self) -> None:
+        """All state is where the optimizer left it, in tensors of its own; until the next step."""
+        state = self._state
+        if state is None or all(piece.is_empty for piece in self._pieces):
+            return
+        guard = DisableTorchDispatch()
+        try:
+            with held(), torch.no_grad():
+                for piece in self._pieces:
+                    self._unpack(state, piece)
+                for parameter in {
+                    id(s.parameter): s.parameter for p in self._pieces for s in p.segments
+                }.values():
+                    put_in_order(dict.get(state, parameter), self._names.get(id(parameter)))
+        finally:
+            del guard
+
+    def _unpack(self, state: StateElsewhere, piece: Piece) -> None:
+        if piece.is_empty:
+            return
+        self._pager.fetch(piece)
+        self._pager.arrive(piece)
+        for (number, name), row in piece.rows().items():
+            segment = piece.segments[number]
+            parameter = segment.parameter
+            inner = dict.get(state, parameter)
+            if inner is None:
+                continue
+            whole = inner.get(name)
+            if whole is None:
+                whole = inner[name] = segment.empty_whole(row.dtype, row.device)
+            segment.of(whole).copy_(row)
+        piece.bundle, piece.entries = None, []

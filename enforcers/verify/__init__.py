@@ -1,0 +1,1 @@
+"""`apply --verify`: a plain and an enforced run of the script, each in a process of its own, compared bit for bit."""
