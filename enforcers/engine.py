@@ -48,6 +48,7 @@ from memopt.instrument.ops import (
     PLAIN_TYPES,
     OpKind,
     copies_bytes,
+    dtype_name,
     is_lent,
     is_plain,
     just_goes_on,
@@ -69,11 +70,6 @@ _OWN_NODE = re.compile(r"Backward\d+$")
 def _only_reads(node: str) -> bool:
     """Is it a node of torch's own, whose backward writes over nothing that it has saved? A script's `Function` might."""
     return _OWN_NODE.search(node) is not None
-
-
-@cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Engine(modes.Mode):
@@ -304,7 +300,7 @@ class Engine(modes.Mode):
 
     @staticmethod
     def _fits(tensor: Tensor, slot: PlannedSlot) -> bool:
-        return tensor.dim() == slot.ref.dims and _dtype_name(tensor.dtype) == slot.ref.dtype
+        return tensor.dim() == slot.ref.dims and dtype_name(tensor.dtype) == slot.ref.dtype
 
     def unpack(self, handle: Kept | Planned) -> Tensor:
         """The hook: the tensor, made again, read back or decoded. May be called again (`retain_graph`)."""
