@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,15 +30,16 @@ from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
 from memopt.instrument.memory.meter import living_storages
 from memopt.instrument.one_stream import OneStream
-from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
+from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of, tensors_in
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes, share
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.torch_internals import (
     DisableTorchDispatch,
     storage_use_count,
-    tree_iter,
     tree_map_only,
 )
+
+_PLAIN_TYPES = frozenset(PLAIN_TYPES)
 
 LEAST_BYTES = 64 * 1024
 """Smaller storages stay."""
@@ -83,8 +86,20 @@ class _Saved:
     handles: list[weakref.ref[Watched]] = field(default_factory=list)
     away: weakref.ref[SwappedStorage] | None = None
 
+    @property
+    def is_held_by_others(self) -> bool:
+        """Surely, without looking at each handle: asked before each op, where a script saves one storage hundreds of times."""
+        if self.away is not None:
+            return False
+        first = self.handles[0]()  # while it lives, the address is this storage's
+        return first is not None and storage_use_count(self.address) > len(self.handles) + 1
+
     def living(self) -> list[Watched]:
-        return [handle for reference in self.handles if (handle := reference()) is not None]
+        """The handles that are still there; the others are forgotten, but for one."""
+        found = [handle for reference in self.handles if (handle := reference()) is not None]
+        if 0 < len(found) < len(self.handles):
+            self.handles = [weakref.ref(handle) for handle in found]
+        return found
 
 
 class Live:
@@ -129,6 +144,7 @@ class Guard(modes.Mode):
         self._frames, self._iterations, self._tier = loop.frames, loop.iterations, tier
         self._thread, self._regions = loop.frames.thread, loop.frames.regions
         self._device, self.budget_bytes = device, budget_bytes
+        self._is_watched: Callable[[Tensor], bool] = attrgetter(f"is_{device}")
         self._live = Live(device)
         self._saved: OrderedDict[int, _Saved] = OrderedDict()
         """By address, in the order of saving."""
@@ -190,23 +206,23 @@ class Guard(modes.Mode):
         run = as_plain(func)
         if not self.active or self._regions.compiling or self._capturing.now():
             return run(*args, **kwargs)
-        if any(t not in PLAIN_TYPES for t in types):
+        if not _PLAIN_TYPES.issuperset(types):
             return run(*args, **kwargs) if just_goes_on(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
             return run(*args, **kwargs)
         self._looking = self._looking or is_looking(kind.name)
-        key = kind.name, _bytes_of((args, kwargs))
+        key = kind.name, _bytes_of((*args, *kwargs.values()))
         expected = self._expected.get(key)
         if expected is None:
             expected = _would_make(func, args, kwargs)
         self._make_room(expected, kind.name)
         out = run(*args, **kwargs)
         before = self._live.now()
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor) and is_plain(tensor) and tensor.device.type == self._device:
+        for tensor in tensors_in((out,)):
+            if is_plain(tensor) and self._is_watched(tensor):
                 self._live.met(tensor.untyped_storage())
-        made = self._live.now() - before if self._device == "cpu" else _bytes_of(out)
+        made = self._live.now() - before if self._device == "cpu" else _bytes_of((out,))
         self._expected[key] = made
         self._make_room(0, kind.name)
         return out
@@ -217,7 +233,7 @@ class Guard(modes.Mode):
         """The hook: a handle that may send its bytes away."""
         if not self.active or self._iterations.in_backward or not self._thread.is_here:
             return Kept(tensor)
-        if tensor.device.type != self._device or not is_plain(tensor) or self._capturing.why_keep():
+        if not self._is_watched(tensor) or not is_plain(tensor) or self._capturing.why_keep():
             return Kept(tensor)
         if self._streams.why_keep(tensor.device):
             return Kept(tensor)
@@ -272,6 +288,12 @@ class Guard(modes.Mode):
         over = self._live.now() + need_bytes - self.budget_bytes
         if over <= 0:
             return
+        over = self._move_away(need_bytes) if self._saved else over
+        if over > self.over_bytes:
+            self.over_bytes, self.over_at = over, what
+
+    def _move_away(self, need_bytes: int) -> int:
+        """What is still above the budget then."""
         guard = DisableTorchDispatch()
         try:
             self._tier.collect()
@@ -289,11 +311,12 @@ class Guard(modes.Mode):
             self._tier.collect()
         finally:
             del guard
-        if over > self.over_bytes:
-            self.over_bytes, self.over_at = over, what
+        return over
 
     def _send(self, saved: _Saved) -> SwappedStorage | None:
         """Start to move it, if only autograd holds it; None: it stays, or is gone."""
+        if saved.is_held_by_others:
+            return None
         handles = saved.living()
         if not handles:
             self._saved.pop(saved.address, None)
@@ -361,16 +384,18 @@ class Guard(modes.Mode):
 def _would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes of the new tensors that the op will make, from shapes alone; where it cannot be asked, as many as it reads."""
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
-        return _bytes_of((args, kwargs))  # a kernel of the script's might run, or draw random numbers
+        return _bytes_of(
+            (*args, *kwargs.values())
+        )  # a kernel of the script's might run, or draw random numbers
     guard = DisableTorchDispatch()
     try:
         shapes = partial(tree_map_only, Tensor, _on_meta)
         given = shapes((args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
-        known = {id(each) for each in tree_iter(given) if isinstance(each, Tensor)}
+        known = {id(each) for each in tensors_in(given)}
         out = func(*given[0], **given[1])
-        return _bytes_of([each for each in tree_iter(out) if id(each) not in known])
+        return _bytes_of([each for each in tensors_in((out,)) if id(each) not in known])
     except Exception:
-        return _bytes_of((args, kwargs))
+        return _bytes_of((*args, *kwargs.values()))
     finally:
         del guard
 
@@ -379,7 +404,5 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _bytes_of(values: Any) -> int:
-    return sum(
-        each.nbytes for each in tree_iter(values) if isinstance(each, Tensor) and each.layout is torch.strided
-    )
+def _bytes_of(values: Iterable[object]) -> int:
+    return sum([each.nbytes for each in tensors_in(values) if each.layout is torch.strided])

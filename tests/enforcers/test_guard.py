@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt.enforcers.guard import Guard
+from memopt.enforcers.guard import Guard, Watched, _Saved
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.per_device import disk_tier
@@ -374,3 +375,20 @@ def test_the_guard_takes_over_where_the_script_needs_more_than_was_planned_for(t
     assert course["enforced_after"] < 700, "the plan came too late for this test to tell anything"
     assert course["fell_back_after"] is not None
     assert "the script saved more than was planned for" in done.stderr
+
+
+def test_a_storage_that_the_script_holds_is_not_looked_at_handle_by_handle() -> None:
+    whole = torch.randn(8, 64)
+    handles = [Watched(row) for row in whole]
+    saved = _Saved(whole.untyped_storage()._cdata, whole.nbytes, [weakref.ref(each) for each in handles])
+    view = whole[1:]
+    assert saved.is_held_by_others
+    del handles[2:]
+    assert saved.living() == handles
+    assert len(saved.handles) == 2
+    assert saved.is_held_by_others
+    del whole, view
+    assert not saved.is_held_by_others
+    handles.clear()
+    assert saved.living() == []
+    assert not saved.is_held_by_others, "the address may be another's now"
