@@ -339,6 +339,15 @@ class Engine(modes.Mode):
             self._swapper.prefetch(moment.prefetch)
 
     def _restore(self, handle: Planned) -> Tensor:
+        guard = (
+            DisableTorchDispatch()
+        )  # what makes a tensor of the bytes is nothing for a mode that watches backward
+        try:
+            return self._restored(handle)
+        finally:
+            del guard
+
+    def _restored(self, handle: Planned) -> Tensor:
         content = handle.content
         if isinstance(content, Value):
             storage = make(content)

@@ -23,10 +23,16 @@ _PUTS = {
 }
 _PUT_IDS = frozenset(map(id, _PUTS))
 """Overloads hash themselves in Python, which takes longer."""
-MADE_AND_FILLED = frozenset(
-    (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default, aten.new_empty.default)
+_MADE_AND_FILLED = frozenset(
+    map(id, (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default, aten.new_empty.default))
 )
-"""What formulas make the tensor with into which they put gradients."""
+
+
+def is_made_and_filled(func: Any) -> bool:
+    """Is it one of those with which formulas make the tensor into which they put gradients?"""
+    return id(func) in _MADE_AND_FILLED
+
+
 _AROUND_A_MODE = ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
 """Frames between a dispatch mode and whoever called the op."""
 
