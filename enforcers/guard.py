@@ -154,6 +154,8 @@ class Guard(modes.Mode):
         self._capturing = Capturing(device)
         self._streams = OneStream()
         self.active = True
+        self._waits = False
+        """No tensor has been saved yet."""
         self._looking = False
         """An op has run whose backward formula looks whether a mode is on."""
         self.moved = 0
@@ -176,8 +178,12 @@ class Guard(modes.Mode):
         """Why moving has freed nothing; empty where it has."""
         return self._tier.frees_nothing
 
-    def begin(self) -> None:
-        """Watch from here on."""
+    def begin(self, *, waits: bool = False) -> None:
+        """Watch from here on, or, if it `waits`, from the first forward that trains: until then there is nothing to move, and preparation
+        runs at its own speed."""
+        self._waits = waits
+        if waits:
+            self._frames.before_training = self._training_begins
         self._hooks.install()
         self._enter()
         call_around_fork(self._fork, self._fork, self._forked)
@@ -191,14 +197,20 @@ class Guard(modes.Mode):
 
     def end(self) -> None:
         """Move nothing from here on; what is away comes back when it is asked for."""
-        self.active = False
+        self.active = self._waits = False
         modes.leave(self)
         self._hooks.remove()
         self._saved.clear()
 
     def _enter(self) -> None:
-        if self.active:
+        if self.active and not self._waits:
             modes.enter(self)
+
+    def _training_begins(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._live = Live(self._device)
+            self._enter()
 
     # --- ops
 
@@ -235,6 +247,9 @@ class Guard(modes.Mode):
             return Kept(tensor)
         if not self._is_watched(tensor) or not is_plain(tensor) or self._capturing.why_keep():
             return Kept(tensor)
+        if self._waits:  # a script without modules
+            self._training_begins()
+            self._looking = True  # this op may be one, and is not seen
         if self._streams.why_keep(tensor.device):
             return Kept(tensor)
         storage = tensor.untyped_storage()

@@ -25,6 +25,7 @@ from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.loop import Loop
+from memopt.instrument.torch_internals import current_mode
 from tests.cli.test_run import memopt, outcome_of, plain
 from tests.enforcers.test_optimizer_in_pieces import plan_for
 from tests.support.enforced import Loop as TrainingLoop
@@ -45,7 +46,7 @@ class Relay:
 
 
 def guarded(
-    loop: TrainingLoop, folder: Path, budget_bytes: int, steps: int = STEPS
+    loop: TrainingLoop, folder: Path, budget_bytes: int, steps: int = STEPS, *, waits: bool = True
 ) -> tuple[list[str], Guard]:
     relay, frames, forms = Relay(), Frames(), PlainForms()
     iterations = Iterations(relay, frames.thread)
@@ -53,7 +54,7 @@ def guarded(
         part.install()
     tier, watched = disk_tier(folder), Loop(frames, iterations, forms)
     guard = relay.guard = Guard(watched, tier, "cpu", budget_bytes)
-    guard.begin()
+    guard.begin(waits=waits)
     try:
         return seeded(loop, steps), guard
     finally:
@@ -392,3 +393,39 @@ def test_a_storage_that_the_script_holds_is_not_looked_at_handle_by_handle() -> 
     handles.clear()
     assert saved.living() == []
     assert not saved.is_held_by_others, "the address may be another's now"
+
+
+def test_nothing_watches_preparation(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def loop(steps: int) -> list[str]:
+        seen.append(current_mode() is None)
+        model = nn.Linear(8, 8)
+        with torch.no_grad():
+            data = model(torch.randn(4, 8))
+        seen.append(current_mode() is None)
+        loss = model(data).sum()
+        seen.append(isinstance(current_mode(), Guard))
+        loss.backward()
+        return []
+
+    guarded(loop, tmp_path, 1 << 20)
+    guarded(loop, tmp_path, 1 << 20, waits=False)
+    assert seen == [True, True, True, False, False, True]
+
+
+def test_a_script_without_modules_is_held_from_its_first_saved_tensor_on(tmp_path: Path) -> None:
+    """The op that saves it is not seen; its gradient has the same bits all the same (`prod` looks whether a mode is on)."""
+
+    def loop(steps: int) -> list[str]:
+        x = torch.randn(9, 1 << 16).requires_grad_()
+        found = []
+        for _ in range(steps):
+            y = x[:, :9].prod(0).sum() + sum(each.sin().square().sum() for each in [x] * 6)
+            (first,) = torch.autograd.grad(y, x)
+            found.append(digest(first))
+        return found
+
+    computed, guard = guarded(loop, tmp_path, 12 << 20)
+    assert computed == seeded(loop, STEPS)
+    assert guard.moved > 0
