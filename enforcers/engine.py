@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -42,6 +41,7 @@ from memopt.instrument.ops import (
     PLAIN_TYPES,
     OpKind,
     copies_bytes,
+    dtype_name,
     is_lent,
     is_plain,
     just_goes_on,
@@ -56,11 +56,6 @@ from memopt.plan import Action
 log = logging.getLogger(__name__)
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
-
-
-@cache
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Engine(modes.Mode):
@@ -285,7 +280,7 @@ class Engine(modes.Mode):
 
     @staticmethod
     def _fits(tensor: Tensor, slot: PlannedSlot) -> bool:
-        return tensor.dim() == slot.ref.dims and _dtype_name(tensor.dtype) == slot.ref.dtype
+        return tensor.dim() == slot.ref.dims and dtype_name(tensor.dtype) == slot.ref.dtype
 
     def unpack(self, handle: Kept | Planned) -> Tensor:
         """The hook: the tensor, made again, read back or decoded. May be called again (`retain_graph`)."""

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from memopt.instrument import modes
-from memopt.instrument.accumulate import MADE_AND_FILLED, goes_into_first, in_place
+from memopt.instrument.accumulate import goes_into_first, in_place, is_made_and_filled
 from memopt.instrument.as_plain import as_plain, run_as_plain
 from memopt.instrument.gradients_in_place import in_place_form, prepare
 from memopt.instrument.ops import PLAIN_TYPES, just_goes_on
@@ -68,7 +68,7 @@ class GradientsInPlace(modes.Mode):
         if self._filled_next is not None and goes_into_first(func, args, kwargs, self._maker_of):
             return in_place(func)(*args, **kwargs)
         out = run(*args, **kwargs)
-        self._filled_next = self._made_by_node(out) if func in MADE_AND_FILLED else None
+        self._filled_next = self._made_by_node(out) if is_made_and_filled(func) else None
         return out
 
     @staticmethod

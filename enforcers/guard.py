@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,6 +33,8 @@ from memopt.instrument.torch_internals import (
     DisableTorchDispatch,
     storage_use_count,
 )
+
+_PLAIN_TYPES = frozenset(PLAIN_TYPES)
 
 LEAST_BYTES = 64 * 1024
 """Smaller storages stay."""
@@ -77,8 +81,20 @@ class _Saved:
     handles: list[weakref.ref[Watched]] = field(default_factory=list)
     away: weakref.ref[SwappedStorage] | None = None
 
+    @property
+    def is_held_by_others(self) -> bool:
+        """Surely, without looking at each handle: asked before each op, where a script saves one storage hundreds of times."""
+        if self.away is not None:
+            return False
+        first = self.handles[0]()  # while it lives, the address is this storage's
+        return first is not None and storage_use_count(self.address) > len(self.handles) + 1
+
     def living(self) -> list[Watched]:
-        return [handle for reference in self.handles if (handle := reference()) is not None]
+        """The handles that are still there; the others are forgotten, but for one."""
+        found = [handle for reference in self.handles if (handle := reference()) is not None]
+        if 0 < len(found) < len(self.handles):
+            self.handles = [weakref.ref(handle) for handle in found]
+        return found
 
 
 class Guard(modes.Mode):
@@ -89,6 +105,7 @@ class Guard(modes.Mode):
         self._frames, self._iterations, self._tier = loop.frames, loop.iterations, tier
         self._thread, self._regions = loop.frames.thread, loop.frames.regions
         self._device, self.budget_bytes = device, budget_bytes
+        self._is_watched: Callable[[Tensor], bool] = attrgetter(f"is_{device}")
         self._live = Live(device)
         self._saved: OrderedDict[int, _Saved] = OrderedDict()
         """By address, in the order of saving."""
@@ -98,6 +115,8 @@ class Guard(modes.Mode):
         self._capturing = Capturing(device)
         self._streams = OneStream()
         self.active = True
+        self._waits = False
+        """No tensor has been saved yet."""
         self._looking = False
         """An op has run whose backward formula looks whether a mode is on."""
         self.moved = 0
@@ -120,8 +139,12 @@ class Guard(modes.Mode):
         """Why moving has freed nothing; empty where it has."""
         return self._tier.frees_nothing
 
-    def begin(self) -> None:
-        """Watch from here on."""
+    def begin(self, *, waits: bool = False) -> None:
+        """Watch from here on, or, if it `waits`, from the first forward that trains: until then there is nothing to move, and preparation
+        runs at its own speed."""
+        self._waits = waits
+        if waits:
+            self._frames.before_training = self._training_begins
         self._hooks.install()
         self._enter()
         call_around_fork(self._fork, self._fork, self._forked)
@@ -135,14 +158,20 @@ class Guard(modes.Mode):
 
     def end(self) -> None:
         """Move nothing from here on; what is away comes back when it is asked for."""
-        self.active = False
+        self.active = self._waits = False
         modes.leave(self)
         self._hooks.remove()
         self._saved.clear()
 
     def _enter(self) -> None:
-        if self.active:
+        if self.active and not self._waits:
             modes.enter(self)
+
+    def _training_begins(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._live = Live(self._device)
+            self._enter()
 
     # --- ops
 
@@ -150,13 +179,13 @@ class Guard(modes.Mode):
         run = as_plain(func)
         if not self.active or self._regions.compiling or self._capturing.now():
             return run(*args, **kwargs)
-        if any(t not in PLAIN_TYPES for t in types):
+        if not _PLAIN_TYPES.issuperset(types):
             return run(*args, **kwargs) if just_goes_on(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
             return run(*args, **kwargs)
         self._looking = self._looking or is_looking(kind.name)
-        key = kind.name, bytes_of((args, kwargs))
+        key = kind.name, bytes_of((*args, *kwargs.values()))
         expected = self._expected.get(key)
         if expected is None:
             expected = would_make(func, args, kwargs)
@@ -172,8 +201,11 @@ class Guard(modes.Mode):
         """The hook: a handle that may send its bytes away."""
         if not self.active or self._iterations.in_backward or not self._thread.is_here:
             return Kept(tensor)
-        if tensor.device.type != self._device or not is_plain(tensor) or self._capturing.why_keep():
+        if not self._is_watched(tensor) or not is_plain(tensor) or self._capturing.why_keep():
             return Kept(tensor)
+        if self._waits:  # a script without modules
+            self._training_begins()
+            self._looking = True  # this op may be one, and is not seen
         if self._streams.why_keep(tensor.device):
             return Kept(tensor)
         storage = tensor.untyped_storage()
@@ -227,6 +259,12 @@ class Guard(modes.Mode):
         over = self._live.now() + need_bytes - self.budget_bytes
         if over <= 0:
             return
+        over = self._move_away(need_bytes) if self._saved else over
+        if over > self.over_bytes:
+            self.over_bytes, self.over_at = over, what
+
+    def _move_away(self, need_bytes: int) -> int:
+        """What is still above the budget then."""
         guard = DisableTorchDispatch()
         try:
             self._tier.collect()
@@ -244,11 +282,12 @@ class Guard(modes.Mode):
             self._tier.collect()
         finally:
             del guard
-        if over > self.over_bytes:
-            self.over_bytes, self.over_at = over, what
+        return over
 
     def _send(self, saved: _Saved) -> SwappedStorage | None:
         """Start to move it, if only autograd holds it; None: it stays, or is gone."""
+        if saved.is_held_by_others:
+            return None
         handles = saved.living()
         if not handles:
             self._saved.pop(saved.address, None)

@@ -7,6 +7,7 @@ op takes besides its outputs is not seen.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from memopt.instrument.memory.meter import living_storages
-from memopt.instrument.ops import is_plain
-from memopt.instrument.torch_internals import DisableTorchDispatch, tree_iter, tree_map_only
+from memopt.instrument.ops import is_plain, tensors_in
+from memopt.instrument.torch_internals import DisableTorchDispatch, tree_map_only
 
 
 class Live:
@@ -42,10 +43,10 @@ class Live:
     def made(self, out: Any) -> int:
         """Count what an op gave, as far as it is new; its bytes."""
         before = self.now()
-        for tensor in tree_iter(out):
-            if isinstance(tensor, Tensor) and is_plain(tensor) and tensor.device.type == self._device:
+        for tensor in tensors_in((out,)):
+            if is_plain(tensor) and tensor.device.type == self._device:
                 self.met(tensor.untyped_storage())
-        return self.now() - before if self._device == "cpu" else bytes_of(out)
+        return self.now() - before if self._device == "cpu" else bytes_of((out,))
 
     def _gone(self, address: int, _: Any) -> None:
         size, _ = self._sizes.pop(address, (0, None))
@@ -63,16 +64,18 @@ class Live:
 def would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Bytes of the new tensors that the op will make, from shapes alone; where it cannot be asked, as many as it reads."""
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
-        return bytes_of((args, kwargs))  # a kernel of the script's might run, or draw random numbers
+        return bytes_of(
+            (*args, *kwargs.values())
+        )  # a kernel of the script's might run, or draw random numbers
     guard = DisableTorchDispatch()
     try:
         shapes = partial(tree_map_only, Tensor, _on_meta)
         given = shapes((args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
-        known = {id(each) for each in tree_iter(given) if isinstance(each, Tensor)}
+        known = {id(each) for each in tensors_in(given)}
         out = func(*given[0], **given[1])
-        return bytes_of([each for each in tree_iter(out) if id(each) not in known])
+        return bytes_of([each for each in tensors_in((out,)) if id(each) not in known])
     except Exception:
-        return bytes_of((args, kwargs))
+        return bytes_of((*args, *kwargs.values()))
     finally:
         del guard
 
@@ -81,7 +84,5 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def bytes_of(values: Any) -> int:
-    return sum(
-        each.nbytes for each in tree_iter(values) if isinstance(each, Tensor) and each.layout is torch.strided
-    )
+def bytes_of(values: Iterable[object]) -> int:
+    return sum([each.nbytes for each in tensors_in(values) if each.layout is torch.strided])

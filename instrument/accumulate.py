@@ -21,10 +21,18 @@ _PUTS = {
     aten.scatter.value: aten.scatter_.value,
     aten.index_add.default: aten.index_add_.default,
 }
-MADE_AND_FILLED = frozenset(
-    (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default, aten.new_empty.default)
+_PUT_IDS = frozenset(map(id, _PUTS))
+"""Overloads hash themselves in Python, which takes longer."""
+_MADE_AND_FILLED = frozenset(
+    map(id, (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default, aten.new_empty.default))
 )
-"""What formulas make the tensor with into which they put gradients."""
+
+
+def is_made_and_filled(func: Any) -> bool:
+    """Is it one of those with which formulas make the tensor into which they put gradients?"""
+    return id(func) in _MADE_AND_FILLED
+
+
 _AROUND_A_MODE = ("torch/_dynamo/eval_frame.py", "torch/_compile.py")
 """Frames between a dispatch mode and whoever called the op."""
 
@@ -35,11 +43,9 @@ Maker = Callable[[torch.Tensor], int | None]
 
 def goes_into_first(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], maker: Maker) -> bool:
     """Whether the op of a backward pass that a mode is shown would without a mode have written into its first operand."""
-    if torch.is_grad_enabled():
-        return False
-    if func in _PUTS:
-        return _puts(args[0], maker)
-    return func is _ADD and not kwargs and len(args) == 2 and _sums(*args, maker)
+    if func is _ADD:
+        return not kwargs and len(args) == 2 and not torch.is_grad_enabled() and _sums(*args, maker)
+    return id(func) in _PUT_IDS and not torch.is_grad_enabled() and _puts(args[0], maker)
 
 
 def in_place(func: Any) -> Any:
@@ -64,7 +70,7 @@ def _sums(old: Any, new: Any, maker: Maker) -> bool:
 
 
 def _dense(tensor: torch.Tensor) -> bool:
-    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 _HOLDERS = 4

@@ -44,6 +44,9 @@ AUTOCAST_INSIDE = {
 }
 """Ops with one kernel that calls ops which autocast casts for, while it is not on the list itself. `benchmarks/op_samples.py` tells of more."""
 
+_CALL_CAST_OPS = {id(getattr(packet, name)) for packet in (_PINV, _TRILINEAR) for name in packet.overloads()}
+"""ids of their overloads, which live as long as torch."""
+
 _already_cast = threading.local()
 """`inside` is true in an op of autocast's list, which runs without autocast what it calls."""
 
@@ -53,7 +56,7 @@ def as_plain(func: Any) -> Any:
     _exclude(_CONJUGATE, False)
     _exclude(_NEGATIVE, False)
     _exclude(_ZERO, False)
-    return _with_autocast(func) if getattr(func, "overloadpacket", None) in (_PINV, _TRILINEAR) else func
+    return _with_autocast(func) if id(func) in _CALL_CAST_OPS else func
 
 
 def _with_autocast(func: Any) -> Callable[..., Any]:

@@ -188,9 +188,12 @@ class Frames:
         place = self._loop.place()
         after = "+" if self._loop.is_at_its_end else ""
         path = self._path_of(module)
-        roles = self._places_of_calls.setdefault(f"{path}{sign}{after}", Roles())
+        called = f"{path}{sign}{after}"
+        roles = self._places_of_calls.get(called)
+        if roles is None:
+            roles = self._places_of_calls[called] = Roles()
         role = roles.of(place, self._iteration)
-        call = self._count(f"{path}{sign}{after}{role}:")
+        call = self._count(f"{called}{role}:")
         self._role = None if call else (roles, role)
         return path, f"{after}{role}:{call}" if role else f"{after}{call}"
 
@@ -227,7 +230,10 @@ class Frames:
     def _root_name(self, root: nn.Module) -> str:
         kind = type(root).__name__
         which = (kind, torch.is_grad_enabled(), self._loop.is_at_its_end)
-        number = self._roots.setdefault(which, roles_of_modules()).of(root, self._iteration)
+        roles = self._roots.get(which)
+        if roles is None:
+            roles = self._roots[which] = roles_of_modules()
+        number = roles.of(root, self._iteration)
         return f"{kind}({number + 1})" if number else kind
 
     def _put(self, root: nn.Module) -> _Place:

@@ -80,6 +80,8 @@ _NO_SUM_OF_ITS_OWN = frozenset((
 ))  # fmt: skip
 """Nodes whose formulas add nothing (derivatives.yaml): a sum that the engine calls after one of them, or after a script's `Function`, is
 its own."""
+_IDS = frozenset(map(id, (*FORMULAS, _ADD)))
+"""Overloads hash themselves in Python, which takes longer."""
 _ROWS = (aten._log_softmax_backward_data.default, aten._softmax_backward_data.default)
 
 Holders = tuple[int, int, int, int, int]
@@ -93,18 +95,14 @@ def in_place_form(
     it has less than `least_bytes`.
 
     To be asked by a dispatch mode's `dispatch`, of an op that it was just given and of whose operands it holds none."""
-    if not args or (func is not _ADD and func not in FORMULAS) or torch.is_grad_enabled():
+    if id(func) not in _IDS or not args or torch.is_grad_enabled():
         return None
-    gradient = args[0]
+    node, gradient = current_node(), args[0]
+    if node is None or not _may_be_only_use(func, node.name().rstrip("0123456789"), node):
+        return None
     if not (_is_whole(gradient, least_bytes) and _go_with(func, gradient, args[1:], kwargs)):
         return None
-    node = current_node()
-    if (
-        node is None
-        or not _is_only_use(func, node)
-        or not _is_only_holder(gradient)
-        or not called_by_engine()
-    ):
+    if not _is_only_use(func, node) or not _is_only_holder(gradient) or not called_by_engine():
         return None
     if func is _ADD:
         return lambda: aten.add_.Tensor(*args)
@@ -120,7 +118,7 @@ def _is_whole(gradient: Any, least_bytes: int) -> bool:
     return (
         least_bytes <= storage.nbytes() == gradient.numel() * gradient.element_size()
         and storage.resizable()
-        and bool(aten.is_non_overlapping_and_dense.default(gradient))
+        and (gradient.is_contiguous() or bool(aten.is_non_overlapping_and_dense.default(gradient)))
     )
 
 
@@ -152,13 +150,17 @@ def _alike(gradient: Tensor, other: Tensor) -> bool:
     )
 
 
-def _is_only_use(func: Any, node: Any) -> bool:
-    """Nothing in the formula that runs reads the gradient after `func`."""
-    name = node.name().rstrip("0123456789")
+def _may_be_only_use(func: Any, name: str, node: Any) -> bool:
+    """Is it the formula of a node of this name, which reads the gradient once if one input needs one?"""
     if func is _ADD:
         return name in _NO_SUM_OF_ITS_OWN or isinstance(node, BackwardCFunction)
-    if name not in FORMULAS[func][2].split():
-        return False
+    return name in FORMULAS[func][2].split()
+
+
+def _is_only_use(func: Any, node: Any) -> bool:
+    """Nothing in the formula that runs reads the gradient after `func`."""
+    if func is _ADD:
+        return True
     wanted = [place for place, edge in enumerate(node.next_functions) if edge[0] is not None]
     return len(wanted) == 1 and not (
         func is aten.div.Tensor and wanted[0]

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """No garbage is collected in here, where nothing of the script's runs and much is made that is none."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def living(*kinds: type) -> tuple[list[Any], ...]:

@@ -6,13 +6,13 @@ a second unpack inside non-reentrant `checkpoint` recomputes out of turn.
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import msgspec
 import torch
 
 from memopt.instrument.torch_internals import current_node
@@ -86,13 +86,23 @@ def attributes_of(node: Any) -> dict[str, Any]:
     """Plain numbers that `node` keeps beside its tensors (None: the bound that `clamp` was not given), and which of its inputs need a gradient."""
     found: dict[str, Any] = {}
     for attribute in _names_of(node).numbers:
-        with contextlib.suppress(RuntimeError):
+        try:
             value = getattr(node, attribute)
-            if _is_simple(value):
-                name = attribute.removeprefix("_saved_")
-                found[name] = list(value) if isinstance(value, tuple) else value
+        except RuntimeError:
+            continue
+        if _is_simple(value):
+            name = attribute.removeprefix("_saved_")
+            found[name] = list(value) if isinstance(value, tuple) else value
     found["needs_input_grad"] = [edge[0] is not None for edge in node.next_functions]
     return found
+
+
+def as_json(attributes: dict[str, Any]) -> str:
+    """As a profile keeps what `attributes_of` gives; empty where a text among it is none that can be written."""
+    try:
+        return msgspec.json.encode(attributes).decode()
+    except ValueError:
+        return ""
 
 
 def output_in_words(handle: object) -> str:

@@ -225,8 +225,7 @@ current_graph_task = _watch("torch._C._current_graph_task_id", "is this thread i
 RecordFunction = _watch(
     "torch._C._profiler._RecordFunctionFast", "marks between ops in the profiler's events"
 )
-EventType = _watch("torch._C._profiler._EventType", "which of its events are the allocator's")
-profiler_enabled = _watch(_A + "_profiler_enabled", "does a profile run in this thread?")
+record_functions = _watch(_A + "_enable_record_function", "the profiler sees marks only, not each op")
 
 # --- CUDA
 cuda_memory_stats = find(

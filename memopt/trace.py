@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import itertools
 import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -70,8 +71,9 @@ class Csr(msgspec.Struct, frozen=True, kw_only=True):
         return self.items[self.starts[index] : self.starts[index + 1]]
 
     @staticmethod
-    def of(rows: list[list[int]]) -> Csr:
-        starts, items = [0], []
+    def of(rows: Iterable[Sequence[int]]) -> Csr:
+        starts: list[int] = [0]
+        items: list[int] = []
         for row in rows:
             items.extend(row)
             starts.append(len(items))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from statistics import median
 
-import msgspec
-
 from memopt.device import Device
 from memopt.profiler.bytes_held import bytes_per_op
 from memopt.profiler.categories import categories
@@ -113,6 +111,8 @@ def _median_times(count: int, usage: Usage | None, more: list[list[float]]) -> l
     rows = [row for row in [usage.time_us if usage else [], *more] if len(row) == count]
     if not rows:
         return [0.0] * count
+    if len(rows) == 1:
+        return [round(time, 2) for time in rows[0]]
     return [round(median(column), 2) for column in zip(*rows, strict=True)]
 
 
@@ -248,8 +248,6 @@ def _slots(recorder: Recorder, strings: _Strings) -> Slots:
         packed_before=[row.packed_before for row in rows],
         unpacks=Csr.of([row.unpacks for row in rows]),
         plain=[int(row.plain and not recorder.storages[row.storage].saved_again) for row in rows],
-        attributes=[
-            strings(msgspec.json.encode(row.attributes).decode() if row.attributes else "") for row in rows
-        ],
+        attributes=[strings(row.attributes) for row in rows],
         unpack_order=[row.unpack_order for row in rows],
     )

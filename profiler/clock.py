@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from memopt.instrument.memory.allocator_events import MARK, Started, started_profile, stop_profile
+from memopt.instrument.memory.allocator_events import MARK, Started, marked, started_profile, stop_profile
 from memopt.instrument.memory.cuda_statistics import statistics_of
 from memopt.instrument.script.script_profiler import on_script
-from memopt.instrument.torch_internals import RecordFunction, cuda_sleep
+from memopt.instrument.torch_internals import cuda_sleep
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,13 @@ class CpuClock:
         self._events = None
 
     def run(self, op: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with RecordFunction(MARK):
+        if self._profile is None:
             return self._times.run(op, func, args, kwargs)
+        mark = marked(MARK)
+        try:
+            return self._times.run(op, func, args, kwargs)
+        finally:
+            mark.__exit__(None, None, None)
 
     def freed_older(self, op: int, size_bytes: int) -> None:
         self._older.append((op, size_bytes))

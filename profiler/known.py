@@ -6,8 +6,8 @@ import gc
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import FrameType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,17 +26,27 @@ Tell = Callable[[Tensor, str, str], None]
 LEFT_OVER = "left over from before"
 
 
-class There(NamedTuple):
+@dataclass(slots=True)
+class There:
     """What lives now. Finding it means looking at each object of the process, a million in some scripts: look once, and let go soon."""
 
     modules: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
     tensors: list[Tensor]
+    _listed: set[int] | None = None
+
+    @property
+    def in_lists(self) -> set[int]:
+        """ids of those tensors with a graph that a list holds."""
+        if self._listed is None:
+            self._listed = _held_by_lists(self.tensors)
+        return self._listed
 
 
 def there_now() -> There:
     """What lives now."""
-    return There(*living(nn.Module, torch.optim.Optimizer, Tensor))
+    modules, optimizers, tensors = living(nn.Module, torch.optim.Optimizer, Tensor)
+    return There(modules, optimizers, tensors)
 
 
 def tell_all(tell: Tell, frames: Frames, there: There) -> dict[int, str]:
@@ -48,7 +58,7 @@ def tell_all(tell: Tell, frames: Frames, there: There) -> dict[int, str]:
 
 
 def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There) -> None:
-    modules, optimizers, tensors = there
+    modules, optimizers, tensors = there.modules, there.optimizers, there.tensors
     for root in _roots(modules):
         top = frames.name_of_root(root)
         for name, parameter in root.named_parameters():
@@ -66,7 +76,7 @@ def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There) -
         if gradient is not None:
             tell(gradient, "gradient", f"gradient of {names[id(tensor)]}")
     variables = _variables()
-    in_a_list = _held_by_lists(tensors)
+    in_a_list = there.in_lists
     for tensor in tensors:
         gradient = kept_gradient(tensor)
         if gradient is not None:
@@ -76,7 +86,6 @@ def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There) -
 
 
 def _held_by_lists(tensors: list[Tensor]) -> set[int]:
-    """ids of those tensors with a graph that a list holds."""
     with_graph = {id(tensor): tensor for tensor in tensors if tensor.grad_fn is not None}
     if not with_graph:
         return set()
@@ -152,10 +161,10 @@ def _variables() -> dict[int, str]:
     return found
 
 
-def device_in_use(modules: list[nn.Module] | None = None) -> str:
-    """Type of the device that holds most parameter bytes, of `modules` or of all; `cpu` when there are none yet."""
+def device_in_use(modules: list[nn.Module]) -> str:
+    """Type of the device that holds most parameter bytes of `modules`; `cpu` when there are none yet."""
     sizes: dict[str, int] = {}
-    for module in living(nn.Module)[0] if modules is None else modules:
+    for module in modules:
         for parameter in getattr(module, "_parameters", {}).values():
             if isinstance(parameter, Tensor) and not isinstance(
                 parameter, (UninitializedParameter, UninitializedBuffer)

@@ -16,7 +16,7 @@ from memopt.errors import MemoptError
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.saved import Kept, Place, let_go_of_bytes
 from memopt.instrument.torch_internals import DisableTorchDispatch
-from memopt.profiler.recorder import MOST_POLLED, Handle, Recorder
+from memopt.profiler.recorder import Handle, Recorder
 
 LEAST_BYTES = 64 * 1024
 MOST_UNDER_WAY_BYTES = 256 << 20
@@ -51,9 +51,9 @@ class OffloadingRecorder(Recorder):
         self._staying: set[int] = set()
         """Storages that were saved on another stream than the first."""
 
-    def _poll(self, op: int, most: int = MOST_POLLED) -> None:
+    def _poll(self, op: int, *, everything: bool = False) -> None:
         self.tier.collect()
-        super()._poll(op, most)
+        super()._poll(op, everything=everything)
 
     def pack(self, tensor: Tensor) -> Kept:
         handle = super().pack(tensor)

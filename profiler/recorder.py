@@ -21,11 +21,12 @@ from memopt.instrument.deep_graphs import DEEP, make_room
 from memopt.instrument.frames import Frames
 from memopt.instrument.gradients_in_place import in_place_form, prepare
 from memopt.instrument.iterations import Iterations
-from memopt.instrument.nodes import attributes_of, is_torchs_own, saved_by
+from memopt.instrument.nodes import as_json, attributes_of, is_torchs_own, saved_by
 from memopt.instrument.ops import (
     PLAIN_TYPES,
     OpKind,
     copies_bytes,
+    dtype_name,
     is_lent,
     is_plain,
     just_goes_on,
@@ -48,8 +49,8 @@ from memopt.profiler.value_facts import facts_of
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
 
-MOST_POLLED = 256
-"""Saved storages that one op asks after."""
+_MOST_POLLED, _FEW_POLLED = 256, 32
+"""Saved storages that one op asks after, of the latest; the second once an iteration has very many ops."""
 
 
 class Handle(Kept):
@@ -92,6 +93,8 @@ class Recorder(modes.Mode):
         frames.regions.rewrote = self.met.rewritten_unseen
         self._pending: dict[int, int] = {}
         """Saved storages that somebody else still holds: row -> cdata."""
+        self._held_long: dict[int, int] = {}
+        """Those of them that were saved before very many others."""
         self._unpacked = 0
         """Saved tensors that have been asked for."""
         self._saved_by: dict[int, list[weakref.ref[Handle]]] = {}
@@ -151,7 +154,7 @@ class Recorder(modes.Mode):
         out = self._clock.run(op, run, args, kwargs)
         try:
             if into_first:
-                row.writes.append(self.met.goes_on_in(args[0], out, op))
+                row.writes = (self.met.goes_on_in(args[0], out, op),)
                 row.shape = describe(out)
                 self.added_in_place[op] = out.untyped_storage().nbytes()
             else:
@@ -180,7 +183,7 @@ class Recorder(modes.Mode):
     def _unseen(self, kind: OpKind, error: Exception) -> OpRow:
         """An op whose tensors could not be looked at must run all the same."""
         self.notes.add(f"{kind.name} could not be looked into ({type(error).__name__}: {error})"[:200])
-        return OpRow(kind=kind, module="@", ordinal=0, phase=OTHER, line="", forward_op=-1, reads=[])
+        return OpRow(kind=kind, module="@", ordinal=0, phase=OTHER, line="", forward_op=-1, reads=())
 
     def _open_row(
         self, func: Any, kind: OpKind, op: int, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -192,20 +195,26 @@ class Recorder(modes.Mode):
         else:
             self._node_ops.setdefault(sequence_nr() - 1, op)
         tensors = tensors_in((*args, *kwargs.values()) if kwargs else args)
-        statistics = {id(t) for t in updated_statistics(kind, args)} if kind.statistics is not None else ()
-        reads = {self.met.value_of(t) for t in tensors if id(t) not in statistics}
-        row = OpRow(
+        return OpRow(
             kind=kind,
             module=module,
             ordinal=frame.next_op(kind.name) if phase in (FORWARD, OTHER) else 0,
             phase=phase,
             line=self.ops[forward_op].line if forward_op >= 0 else user_line(),
             forward_op=forward_op,
-            reads=sorted(value for value in reads if value >= 0),
+            reads=self._values_in(tensors, updated_statistics(kind, args)),
             other_bits=not same_bits_again(func, tensors),
             compiled=self._regions.depth > 0,
         )
-        return row
+
+    def _values_in(self, tensors: list[Tensor], but: tuple[Tensor, ...]) -> tuple[int, ...]:
+        """The values that `tensors` show now, each once, in order."""
+        if but:
+            statistics = {id(each) for each in but}
+            tensors = [each for each in tensors if id(each) not in statistics]
+        values = {self.met.value_of(each) for each in tensors}
+        values.discard(-1)
+        return tuple(sorted(values)) if len(values) > 1 else tuple(values)
 
     def _phase(self) -> int:
         if self._iterations.in_backward:
@@ -230,16 +239,19 @@ class Recorder(modes.Mode):
     def _close_row(
         self, row: OpRow, op: int, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     ) -> None:
-        if row.kind.writes or row.kind.statistics is not None:
-            for tensor in (*self._written(row.kind, args, kwargs), *updated_statistics(row.kind, args)):
-                _add(row.writes, self.met.written(tensor, op))
+        kind, met = row.kind, self.met
+        made: list[int | None] = []
+        if kind.writes or kind.statistics is not None:
+            written = (*self._written(kind, args, kwargs), *updated_statistics(kind, args))
+            made += [met.written(tensor, op) for tensor in written]
         outputs = out if isinstance(out, (tuple, list)) else (out,)
         for index, given in enumerate(outputs):
             for tensor in given if isinstance(given, (tuple, list)) else (given,):
                 if isinstance(tensor, Tensor):
-                    _add(row.writes, self.met.born(tensor, op, index))
-        row.copies = bool(args) and copies_bytes(row.kind.name, args[0], out)
-        if not row.shape and outputs and isinstance(outputs[0], Tensor):
+                    made.append(met.born(tensor, op, index))
+        row.writes = tuple([value for value in made if value is not None])
+        row.copies = bool(args) and copies_bytes(kind.name, args[0], out)
+        if outputs and isinstance(outputs[0], Tensor):
             row.shape = describe(outputs[0])
 
     @staticmethod
@@ -260,30 +272,31 @@ class Recorder(modes.Mode):
         handle = Handle(tensor, self, len(self.slots))
         plain = is_plain(tensor)
         number = self.met.row_of(tensor) if plain else -1
-        plain = plain and number >= 0 and not is_lent(tensor.untyped_storage())
         if self._iterations.in_backward or number < 0:
             if number >= 0 and self._makes_graph:
                 self.storages[number].saved_again = True
             handle.row = -1
             return handle
+        storage = tensor.untyped_storage()
         self.slots.append(
             SlotRow(
                 storage=number,
                 value=self.met.present_value(number, tensor),
                 frame=frame.key,
                 ordinal=frame.packs,
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                shape=list(tensor.shape),
-                stride=list(tensor.stride()),
+                dtype=dtype_name(tensor.dtype),
+                shape=tuple(tensor.shape),
+                stride=tensor.stride(),
                 offset=int(tensor.storage_offset()),
-                plain=plain,
+                plain=not is_lent(storage),
                 packed_before=len(self.ops),
             )
         )
         frame.packs += 1
         self._saved_by.setdefault(number, []).append(weakref.ref(handle))
         if not self.storages[number].category:
-            self._pending[number] = tensor.untyped_storage()._cdata
+            self._held_long.pop(number, None)
+            self._pending[number] = storage._cdata
             self.storages[number].only_saved_from = -1
         return handle
 
@@ -292,10 +305,11 @@ class Recorder(modes.Mode):
         row = handle.row if isinstance(handle, Handle) and handle.owner is self else -1
         if self._recording and row >= 0:
             self._name_node()
-            if not self.slots[row].unpacks:
-                self.slots[row].unpack_order = self._unpacked
+            slot = self.slots[row]
+            if not slot.unpacks:
+                slot.unpack_order = self._unpacked
                 self._unpacked += 1
-            self.slots[row].unpacks.append(len(self.ops))
+            slot.unpacks += (len(self.ops),)
         return handle.get()
 
     def _name_node(self) -> None:
@@ -305,19 +319,17 @@ class Recorder(modes.Mode):
         if node is None or number in self._named_nodes:
             return
         self._named_nodes.add(number)
-        attributes = attributes_of(node)
+        name, attributes, is_torchs = node.name(), as_json(attributes_of(node)), is_torchs_own(node)
         called = self._node_ops.get(number, -1)
         named: set[int] = set()
-        for name, handle in saved_by(node):
+        for slot_name, handle in saved_by(node):
             row = handle.row if isinstance(handle, Handle) and handle.owner is self else -1
             if row >= 0 and row not in named:
                 named.add(row)
                 slot = self.slots[row]
-                consumer = called if called >= 0 else self._op_after(slot, node.name())
-                slot.node, slot.slot, slot.consumer, slot.attributes = node.name(), name, consumer, attributes
-                if not is_torchs_own(
-                    node
-                ):  # its kernels may have written what it saved (Liger's cross entropy)
+                slot.consumer = called if called >= 0 else self._op_after(slot, name)
+                slot.node, slot.slot, slot.attributes = name, slot_name, attributes
+                if not is_torchs:  # its kernels may have written what it saved (Liger's cross entropy)
                     self.storages[slot.storage].unseen = True
 
     def _op_after(self, slot: SlotRow, node: str) -> int:
@@ -327,20 +339,17 @@ class Recorder(modes.Mode):
         name = self.ops[slot.packed_before].kind.name.split(".")[1].replace("_", "")
         return slot.packed_before if node.partition("Backward")[0].lower() == name else -1
 
-    def _poll(self, op: int, most: int = MOST_POLLED) -> None:
-        """Which saved storages does nobody but autograd hold any more, now that op `op` has ended?
-
-        Where a script keeps very many (the states of a recurrent net), each op asks after some in turn: those come to light late."""
-        if self._iterations.in_backward or not self._pending:
+    def _poll(self, op: int, *, everything: bool = False) -> None:
+        """Which saved storages does nobody but autograd hold any more, now that op `op` has ended?"""
+        if self._iterations.in_backward or not (self._pending or self._held_long):
             return
-        freed = []
-        asked = list(islice(self._pending, most))
-        for number in asked:
-            address, saved_by = self._pending[number], self._saved_by[number]
-            lives = any(ref() is not None for ref in saved_by)  # else the address may be another's
-            if lives and storage_use_count(address) > len(saved_by) + 1:
+        freed, saved_by = [], self._saved_by
+        for number, address in self._to_ask_after(op, everything):
+            references = saved_by[number]
+            lives = references[0]() or _one_that_lives(references)  # else the address may be another's
+            if lives is not None and storage_use_count(address) > len(references) + 1:
                 continue
-            handles = {id(h.tensor): h for ref in saved_by if (h := ref()) is not None}
+            handles = {id(h.tensor): h for ref in references if (h := ref()) is not None}
             if not handles:
                 freed.append(number)
             elif storage_use_count(address) <= len(handles) + 1:
@@ -349,11 +358,24 @@ class Recorder(modes.Mode):
                 freed.append(number)
                 self._left_to_autograd(number, list(handles.values()))
         for number in freed:
-            del self._pending[number]
-        if len(asked) == most:
-            for number in asked:
-                if number in self._pending:
-                    self._pending[number] = self._pending.pop(number)
+            self._pending.pop(number, None)
+            self._held_long.pop(number, None)
+
+    def _to_ask_after(self, op: int, everything: bool) -> list[tuple[int, int]]:
+        """The latest of the saved storages, and some of the others in turn, where a script keeps very many (the states of a recurrent
+        net): those come to light late."""
+        late, early = self._pending, self._held_long
+        if everything:
+            return [*late.items(), *early.items()]
+        most = _MOST_POLLED if op < DEEP else _FEW_POLLED
+        while len(late) > most:
+            number = next(iter(late))
+            early[number] = late.pop(number)
+        in_turn = list(islice(early.items(), _FEW_POLLED // 2))
+        for number, address in in_turn:
+            del early[number]
+            early[number] = address
+        return [*late.items(), *in_turn]
 
     def _left_to_autograd(self, number: int, handles: list[Handle]) -> None:
         """From now on only `handles` hold storage `number`. Recording alone leaves it where it is."""
@@ -363,6 +385,7 @@ class Recorder(modes.Mode):
         self._recording = False
         self.met.end()
         self._pending.clear()
+        self._held_long.clear()
 
     def backward_began(self, roots: tuple[Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
         self._makes_graph = create_graph
@@ -370,10 +393,9 @@ class Recorder(modes.Mode):
         self.keep_graph += int(keep_graph)
         self.create_graph += int(create_graph)
         self.grad_calls += int(not self._iterations.accumulates)
-        self._poll(len(self.ops) - 1, most=len(self._pending) + 1)
+        self._poll(len(self.ops) - 1, everything=True)
         run_as_plain(roots)
 
 
-def _add(values: list[int], value: int | None) -> None:
-    if value is not None:
-        values.append(value)
+def _one_that_lives(references: list[weakref.ref[Handle]]) -> Handle | None:
+    return next((handle for reference in references if (handle := reference()) is not None), None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from memopt.instrument.iterations import Iterations
     from memopt.profiler.cache_calls import CacheCalls
     from memopt.profiler.clock import OpClock, Usage
+    from memopt.profiler.known import There
     from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.recorder import Recorder
     from memopt.profiler.updates import UpdateWatch
@@ -96,6 +99,25 @@ class Recordings:
         self.names: dict[int, str] = {}
         """id of a parameter -> its name."""
         self.notes: list[str] = []
+        self._there: There | None = None
+        self._is_between = False
+
+    @contextmanager
+    def between(self) -> Iterator[None]:
+        """Between two iterations, where nothing of the script's runs: what lives is looked for once."""
+        self._is_between = True
+        try:
+            yield
+        finally:
+            self._is_between, self._there = False, None
+
+    def there(self) -> There:
+        """What lives now. Whoever begins a recording lets go of it first."""
+        from memopt.profiler.known import there_now
+
+        there = self._there or there_now()
+        self._there = there if self._is_between else None
+        return there
 
     def begin(self, iteration: int) -> None:
         """Record from here on.
@@ -106,10 +128,10 @@ class Recordings:
         """
         from memopt.instrument import modes
         from memopt.profiler.cache_calls import CacheCalls
-        from memopt.profiler.known import device_in_use, tell_all, there_now
+        from memopt.profiler.known import device_in_use, tell_all
         from memopt.profiler.updates import watch_updates
 
-        there = there_now()
+        there = self.there()
         in_use = self._wanted.device or device_in_use(there.modules)
         if self.result is None:
             self.device = in_use if self._wanted.device or iteration > self._wanted.warmup else ""
@@ -118,6 +140,7 @@ class Recordings:
         recorder = self._recorder(clock, most)
         self.names = tell_all(recorder.met.know, self._frames, there)
         del there  # or it keeps tensors alive
+        self._there = None
         recorder.met.expect(self.buckets(in_use), in_use)
         recorder.begin(in_use)
         clock.start()
@@ -159,16 +182,18 @@ class Recordings:
     def end(self, *, out_of_memory: bool = False, whole: bool = True) -> None:
         """The iteration has ended, or, if it is not `whole`, the script."""
         from memopt.instrument import modes
-        from memopt.profiler.known import device_in_use, tell_all, there_now
+        from memopt.profiler.known import device_in_use, tell_all
 
         now = self.now
         assert now is not None
         self.now = None
         # parameters and states that this very iteration made
-        tell_all(now.recorder.met.know_again, self._frames, there_now())
+        there = self.there()
+        tell_all(now.recorder.met.know_again, self._frames, there)
         updates = now.watch_no_more()
         if not self.device:
-            self.device = "cuda" if out_of_memory and _uses_cuda() else device_in_use()
+            self.device = "cuda" if out_of_memory and _uses_cuda() else device_in_use(there.modules)
+        del there
         now.recorder.only(self.device)
         now.recorder.stop()
         usage = now.clock.stop()
@@ -201,10 +226,10 @@ class Recordings:
     def snapshot(self) -> Result:
         """What is on the device now, as a recording without ops."""
         from memopt.profiler.clock import TimeOnly
-        from memopt.profiler.known import device_in_use, tell_all, there_now
+        from memopt.profiler.known import device_in_use, tell_all
         from memopt.profiler.recorder import Recorder
 
-        there = there_now()
+        there = self.there()
         self.device = self._wanted.device or device_in_use(there.modules)
         recorder = Recorder(self._frames, self._iterations, TimeOnly(), self.device)
         tell_all(recorder.met.know, self._frames, there)

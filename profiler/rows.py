@@ -1,9 +1,11 @@
-"""What a recording writes down: one row for each op, storage and saved slot. Numbers and names, never tensors."""
+"""What a recording writes down: one row for each op, storage and saved slot. Numbers and names, never tensors.
+
+The garbage collector does not look at rows, which hold nothing that could be garbage: for a hundred thousand of them it would run all the time.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from msgspec import Struct
 
 from memopt.instrument.ops import OpKind
 from memopt.value_facts import ValueFacts
@@ -11,16 +13,15 @@ from memopt.value_facts import ValueFacts
 FORWARD, BACKWARD, OPTIMIZER, OTHER = range(4)
 
 
-@dataclass(slots=True)
-class OpRow:
+class OpRow(Struct, gc=False):
     kind: OpKind
     module: str
     ordinal: int
     phase: int
     line: str
     forward_op: int
-    reads: list[int]
-    writes: list[int] = field(default_factory=list)
+    reads: tuple[int, ...]
+    writes: tuple[int, ...] = ()
     shape: str = ""
     other_bits: bool = False
     """Run again, it may give other bits."""
@@ -32,8 +33,7 @@ class OpRow:
     """Its result is a copy of what it reads, byte for byte."""
 
 
-@dataclass(slots=True)
-class StorageRow:
+class StorageRow(Struct, gc=False):
     size_bytes: int
     birth: int
     value: int
@@ -61,21 +61,21 @@ class StorageRow:
     """What was found of its values when nobody but autograd held it any more."""
 
 
-@dataclass(slots=True)
-class SlotRow:
+class SlotRow(Struct, gc=False):
     storage: int
     value: int
     frame: str
     ordinal: int
     dtype: str
-    shape: list[int]
-    stride: list[int]
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
     offset: int
     plain: bool
     packed_before: int
-    unpacks: list[int] = field(default_factory=list)
+    unpacks: tuple[int, ...] = ()
     unpack_order: int = -1
     node: str = ""
     slot: str = ""
     consumer: int = -1
-    attributes: dict[str, Any] = field(default_factory=dict)
+    attributes: str = ""
+    """As JSON."""

@@ -12,6 +12,7 @@ import msgspec
 
 from memopt.device import Device
 from memopt.errors import MemoptError, NotPossibleHere, RunFailed
+from memopt.instrument.live_objects import no_collections
 from memopt.instrument.loop import Loop, begin_at_torch
 from memopt.instrument.script.command import Command
 from memopt.instrument.script.forks import call_around_fork
@@ -145,8 +146,10 @@ class ProfileSession:
         from memopt.instrument.memory.outside import was_above_now_bytes
         from memopt.profiler.known import device_in_use
 
-        self._above_bytes = was_above_now_bytes(self._wanted.device or device_in_use())
-        recordings.begin(iteration=1)
+        with recordings.between():
+            kind = self._wanted.device or device_in_use(recordings.there().modules)
+            self._above_bytes = was_above_now_bytes(kind)
+            recordings.begin(iteration=1)
         assert recordings.now is not None
         self._then_bytes = recordings.now.recorder.base_bytes
 
@@ -309,7 +312,10 @@ class ProfileSession:
         if os.getpid() != self._pid:
             return
         if not self._done:
-            self._guard(lambda: self._next(count, milliseconds))
+            recordings = self._recordings
+            assert recordings is not None
+            with recordings.between(), no_collections():
+                self._guard(lambda: self._next(count, milliseconds))
         elif not self._timed:
             self._plain.add(milliseconds, waited_for=True)
         if self._done and not self._timed and self.trace is not None and not self._worth_timing():

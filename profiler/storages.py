@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from memopt.instrument.identity import NO_STORAGE, parts_of
 from memopt.instrument.memory.buckets import BUCKET
@@ -60,24 +60,27 @@ class StorageRows:
 
     def row_of(self, tensor: Tensor, born: int = -1) -> int:
         """Row of the tensor's storage, made if it is new; -1 for other devices and tensors without a storage of bytes."""
-        storage = self._storage_of(tensor)
-        if storage is None:
+        try:
+            storage = tensor.untyped_storage()
+        except NO_STORAGE:
             return -1
         address = storage._cdata
         number = self._numbers.get(address)
         if number is not None:
             return number
+        if not self._is_met(tensor, storage):
+            return -1
         size = storage.nbytes()
         number = len(self.rows)
         self._numbers[address] = number
-        self._refs[address] = weakref.ref(storage, lambda _: self._died(address))
+        self._refs[address] = weakref.ref(storage, partial(self._died, address))
         row = StorageRow(
             size_bytes=size,
             birth=born,
             value=-1,
             meta=describe(tensor),
             version=version_of(tensor),
-            device=storage.device.type,
+            device=self._device or storage.device.type,
         )
         self.rows.append(row)
         former = self._emptied.pop(address, None)
@@ -114,19 +117,16 @@ class StorageRows:
         row.category, row.name = rest.category, rest.name
         return True
 
-    def _storage_of(self, tensor: Tensor) -> Any:
-        """The tensor's storage on the watched device; None where it has none of its own bytes (sparse, meta, wrappers, zeros of a tangent)."""
+    def _is_met(self, tensor: Tensor, storage: UntypedStorage) -> bool:
+        """Is the tensor's storage on the watched device, with bytes of its own (those of meta tensors, wrappers and zeros of a tangent have none)?"""
         try:
             if not self._is_watched(tensor) or tensor._is_zerotensor():
-                return None
-            storage = tensor.untyped_storage()
-            if type(tensor) not in PLAIN_TYPES and (
-                not self._is_there(storage.device) or not storage.data_ptr()
-            ):
-                return None
+                return False
+            return type(tensor) in PLAIN_TYPES or (
+                self._is_there(storage.device) and bool(storage.data_ptr())
+            )
         except NO_STORAGE:
-            return None
-        return storage
+            return False
 
     def _is_there(self, device: torch.device) -> bool:
         return device.type == self._device if self._device else device.type != "meta"
@@ -142,7 +142,7 @@ class StorageRows:
 
     # --- ends
 
-    def _died(self, address: int) -> None:
+    def _died(self, address: int, _: weakref.ref[Any]) -> None:
         number = self.forget(address)
         if number is None or self._ended:
             return
@@ -173,7 +173,7 @@ class StorageRows:
         self.forget(old.untyped_storage()._cdata)
         address, row = storage._cdata, self.rows[number]
         self._numbers[address] = number
-        self._refs[address] = weakref.ref(storage, lambda _: self._died(address))
+        self._refs[address] = weakref.ref(storage, partial(self._died, address))
         row.value, row.version = self._new_value(number, op, -1), version_of(new)
         return row.value
 
@@ -252,8 +252,10 @@ class StorageRows:
     def know_again(self, tensor: Tensor, category: str, name: str) -> None:
         """As `know`, at the end of a recording: only what it has met, and only what is sure."""
         for part in parts_of(tensor):
-            storage = self._storage_of(part)
-            number = self._numbers.get(storage._cdata) if storage is not None else None
+            try:
+                number = self._numbers.get(part.untyped_storage()._cdata)
+            except NO_STORAGE:
+                continue
             if number is None:
                 continue
             row = self.rows[number]

@@ -89,7 +89,7 @@ class Phases:
         self.course.online = self._wishes.online
         self._find_budget()
         if self.course.budget_bytes is not None:
-            self._watch_over()
+            self._watch_over(waits=True)
         else:
             self._record(warmup=2)
 
@@ -106,8 +106,8 @@ class Phases:
         if course.budget and not course.budget.strip().endswith("%"):
             course.budget_bytes = parse_bytes(course.budget)
 
-    def _watch_over(self) -> None:
-        """Guard the run from here on."""
+    def _watch_over(self, *, waits: bool = False) -> None:
+        """Guard the run from here on, or, if it `waits`, from where it trains."""
         from memopt.enforcers.guard import Guard
         from memopt.enforcers.tiers.per_device import offload_tier
 
@@ -119,7 +119,7 @@ class Phases:
         guard = Guard(self._loop, offload_tier(self._wishes.swap_dir), device, self.course.budget_bytes)
         self.course.guards.append(guard)
         self._session = guard
-        guard.begin()
+        guard.begin(waits=waits)
 
     def _end_watch(self) -> None:
         from memopt.enforcers.guard import Guard

@@ -1,4 +1,7 @@
-"""Every allocation and free of the CPU allocator, through `torch.profiler`, which tells of them where nothing else does."""
+"""Every allocation and free of the CPU allocator, through `torch.profiler`, which tells of them where nothing else does.
+
+Of ops the profile says nothing (`record_functions`): to note each call inside each op takes longer than many an op.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ import torch
 
 from memopt.instrument.script.script_profiler import is_free, on_script, ours, ours_ends, watch
 from memopt.instrument.script.training_thread import AtEnd
-from memopt.instrument.torch_internals import EventType, RecordFunction, profiler_enabled
+from memopt.instrument.torch_internals import RecordFunction, record_functions
 
 MARK = "memopt::op"
 """`record_function`s of this name divide the events into ops."""
 _FREED = "memopt::freed "
-_ALLOCATION = EventType.Allocation
+_ALLOCATION = "[memory]"
 
 
 _here = threading.local()
@@ -47,6 +50,7 @@ class Started:
         freed garbage, and the process died in some later garbage collection (torch 2.13; perhaps what `script_profiler` tells of scopes).
         There are a few results in a run."""
         self.stopped = True
+        record_functions(True)
         ours_ends()
         with _quiet(), ours():
             self.profile.stop()
@@ -83,6 +87,7 @@ def started_profile() -> Started | None:
             profile.profiler.acc_events = False
     except RuntimeError:
         return None
+    record_functions(False)
     started = _here.running = Started(profile, threading.get_ident())
     _here.end = AtEnd(partial(_stop, started))
     atexit.unregister(_stop_here)
@@ -101,12 +106,22 @@ def stop_profile(started: Started) -> list[tuple[int, int, int]] | None:
     return memory_events(started.stop().experimental_event_tree())
 
 
+def marked(name: str) -> RecordFunction:
+    """A scope of this name in the profile of this thread, open until its `__exit__` is called."""
+    scope = RecordFunction(name)
+    record_functions(True)
+    scope.__enter__()
+    record_functions(False)
+    return scope
+
+
 def note_freed(size_bytes: int) -> bool:
-    """Write into the profile of this thread that a block which is older has ended now; False where none runs here."""
-    if not profiler_enabled():
+    """Write into memopt's profile of this thread that a block which is older has ended now; False where none runs here."""
+    running: Started | None = getattr(_here, "running", None)
+    if running is None or running.stopped:
         return False
-    with RecordFunction(f"{_FREED}{size_bytes}"):
-        return True
+    marked(f"{_FREED}{size_bytes}").__exit__(None, None, None)
+    return True
 
 
 def memory_events(tree: Iterable[Any]) -> list[tuple[int, int, int]]:
@@ -120,16 +135,18 @@ def memory_events(tree: Iterable[Any]) -> list[tuple[int, int, int]]:
     waiting = [*tree]
     while waiting:
         event = waiting.pop()
-        waiting.extend(event.children)
-        if event.tag == _ALLOCATION:
+        name = event.name
+        if name == _ALLOCATION:
             block = event.extra_fields
             if block.device.type == "cpu":
                 blocks.append((event.start_time_ns, block.alloc_size, block.ptr))
-        elif event.name == MARK:
+            continue
+        waiting += event.children
+        if name == MARK:
             found.append((event.start_time_ns, 2, 0))
             found.append((event.end_time_ns, 0, 0))
-        elif event.name.startswith(_FREED):
-            found.append((event.start_time_ns, 1, -int(event.name.removeprefix(_FREED))))
+        elif name.startswith(_FREED):
+            found.append((event.start_time_ns, 1, -int(name.removeprefix(_FREED))))
     known: set[int] = set()
     for time_ns, size, address in sorted(blocks):
         if size > 0:

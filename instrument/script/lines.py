@@ -20,9 +20,18 @@ FROM = ", from "
 _FOREIGN, _LIBRARY, _USER = range(3)
 
 
-@cache
+_owners: dict[int, tuple[CodeType, int]] = {}
+"""id of code -> the code, which it keeps alive, and whose it is: to compare code objects takes long."""
+
+
 def _owner(code: CodeType) -> int:
-    name = code.co_filename
+    known = _owners.get(id(code))
+    if known is None:
+        known = _owners[id(code)] = code, _owner_by_file(code.co_filename)
+    return known[1]
+
+
+def _owner_by_file(name: str) -> int:
     if name.startswith((_TORCH, "<")) or name.startswith(_OURS):
         return _FOREIGN
     return _LIBRARY if "site-packages" in name or "/lib/python" in name else _USER

@@ -15,6 +15,8 @@ from typing import Any
 import torch  # noqa: F401 - torch.jit resolves names of a scope's methods here
 import torch.autograd.profiler as torch_profiler
 
+from memopt.instrument.torch_internals import record_functions
+
 _ours = False
 """memopt itself is starting or stopping a profiler now."""
 _busy = False
@@ -81,6 +83,7 @@ def _script_begins() -> None:
     _busy = True
     if _give_way is not None:
         _give_way()
+    record_functions(True)
 
 
 def _script_ends() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt.enforcers.guard import Guard
+from memopt.enforcers.guard import Guard, Watched, _Saved
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.per_device import disk_tier
@@ -24,6 +25,7 @@ from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.loop import Loop
+from memopt.instrument.torch_internals import current_mode
 from tests.cli.test_run import memopt, outcome_of, plain
 from tests.enforcers.test_optimizer_in_pieces import plan_for
 from tests.support.enforced import Loop as TrainingLoop
@@ -44,7 +46,7 @@ class Relay:
 
 
 def guarded(
-    loop: TrainingLoop, folder: Path, budget_bytes: int, steps: int = STEPS
+    loop: TrainingLoop, folder: Path, budget_bytes: int, steps: int = STEPS, *, waits: bool = True
 ) -> tuple[list[str], Guard]:
     relay, frames, forms = Relay(), Frames(), PlainForms()
     iterations = Iterations(relay, frames.thread)
@@ -52,7 +54,7 @@ def guarded(
         part.install()
     tier, watched = disk_tier(folder), Loop(frames, iterations, forms)
     guard = relay.guard = Guard(watched, tier, "cpu", budget_bytes)
-    guard.begin()
+    guard.begin(waits=waits)
     try:
         return seeded(loop, steps), guard
     finally:
@@ -374,3 +376,56 @@ def test_the_guard_takes_over_where_the_script_needs_more_than_was_planned_for(t
     assert course["enforced_after"] < 700, "the plan came too late for this test to tell anything"
     assert course["fell_back_after"] is not None
     assert "the script saved more than was planned for" in done.stderr
+
+
+def test_a_storage_that_the_script_holds_is_not_looked_at_handle_by_handle() -> None:
+    whole = torch.randn(8, 64)
+    handles = [Watched(row) for row in whole]
+    saved = _Saved(whole.untyped_storage()._cdata, whole.nbytes, [weakref.ref(each) for each in handles])
+    view = whole[1:]
+    assert saved.is_held_by_others
+    del handles[2:]
+    assert saved.living() == handles
+    assert len(saved.handles) == 2
+    assert saved.is_held_by_others
+    del whole, view
+    assert not saved.is_held_by_others
+    handles.clear()
+    assert saved.living() == []
+    assert not saved.is_held_by_others, "the address may be another's now"
+
+
+def test_nothing_watches_preparation(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def loop(steps: int) -> list[str]:
+        seen.append(current_mode() is None)
+        model = nn.Linear(8, 8)
+        with torch.no_grad():
+            data = model(torch.randn(4, 8))
+        seen.append(current_mode() is None)
+        loss = model(data).sum()
+        seen.append(isinstance(current_mode(), Guard))
+        loss.backward()
+        return []
+
+    guarded(loop, tmp_path, 1 << 20)
+    guarded(loop, tmp_path, 1 << 20, waits=False)
+    assert seen == [True, True, True, False, False, True]
+
+
+def test_a_script_without_modules_is_held_from_its_first_saved_tensor_on(tmp_path: Path) -> None:
+    """The op that saves it is not seen; its gradient has the same bits all the same (`prod` looks whether a mode is on)."""
+
+    def loop(steps: int) -> list[str]:
+        x = torch.randn(9, 1 << 16).requires_grad_()
+        found = []
+        for _ in range(steps):
+            y = x[:, :9].prod(0).sum() + sum(each.sin().square().sum() for each in [x] * 6)
+            (first,) = torch.autograd.grad(y, x)
+            found.append(digest(first))
+        return found
+
+    computed, guard = guarded(loop, tmp_path, 12 << 20)
+    assert computed == seeded(loop, STEPS)
+    assert guard.moved > 0

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.profiler import record_function
 
 from memopt.enforcers.session import ApplySession, Options
-from memopt.instrument.memory.allocator_events import started_profile, stop_profile
+from memopt.instrument.memory.allocator_events import MARK, marked, note_freed, started_profile, stop_profile
 from memopt.instrument.script import script_profiler
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded, state_digests
 
@@ -93,6 +93,36 @@ def test_a_scope_that_is_open_when_memopts_profile_ends_is_never_closed() -> Non
     stop_profile(second)
     assert script_profiler._never_closed[-1] is scope.record
     assert all(record is not later.record for record in script_profiler._never_closed)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_memopts_profile_notes_marks_and_memory_and_none_of_the_ops() -> None:
+    """The ops inside are many times as many; while memopt's runs, and until it has stopped, nobody else profiles."""
+    running = started_profile()
+    assert running is not None
+    mark = marked(MARK)
+    kept = (torch.ones(1000) * 2).relu()
+    mark.__exit__(None, None, None)
+    assert note_freed(7)
+    events = stop_profile(running)
+    assert events is not None
+    told = running.profile.profiler.kineto_results.events()
+    assert {each.name() for each in told} == {MARK, "[memory]", "memopt::freed 7"}
+    assert [kind for _, kind, _ in events if kind != 1] == [2, 0]
+    assert sum(size for _, _, size in events) == kept.nbytes - 7
+    with _whole() as theirs:
+        torch.ones(1000).relu()
+    assert {"aten::ones", "aten::relu"} <= {each.name for each in theirs.events()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_block_that_ends_is_noted_in_no_profile_of_the_scripts() -> None:
+    with _whole() as theirs:
+        assert not note_freed(7)
+        torch.ones(1000).relu()
+    names = {each.name for each in theirs.events()}
+    assert "aten::relu" in names
+    assert not any(name.startswith("memopt") for name in names)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
