@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _FIRST_S: Final = (0.25, 2.0)
 """Search for the first plan: as long as a step takes, but no less and no more. It comes a second later, for imports and the quick rules."""
+_LONGER: Final = 4
+"""Times as long is searched for the first plan where none was found that meets the budget."""
 _ENTRY: Final = (
     "import os, sys\nif os.fork(): os._exit(0)\nfrom memopt.advisors.background import main\nmain()"
 )
@@ -137,6 +139,12 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     least, most = _FIRST_S
     first_s = min(limit_s, most, max(least, trace.step_ms / 1000)) if order["waits"] else limit_s
     first = _search(trace, order, first_s)
+    while first_s < limit_s and first.predicted_peak_bytes > first.budget_bytes:
+        first_s = min(
+            limit_s, _LONGER * first_s
+        )  # a guarded script holds its budget, under this plan it would not
+        again = _search(trace, order, first_s)
+        first = again if again.is_better_than(first) else first
     first.save(output)
     if first_s == limit_s or not (first.actions or first.script_actions):
         return

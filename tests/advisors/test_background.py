@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
+from memopt.advisors import background
+from memopt.advisors.advise import Adviser
 from memopt.advisors.background import Background
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW
 from memopt.errors import RunFailed
-from memopt.plan import load_plan
+from memopt.plan import Plan, load_plan
+from memopt.trace import Trace, load_trace
 from tests.support.layers_trace import Layer, build
 
 MIB = 1 << 20
@@ -28,40 +35,64 @@ def test_a_script_that_waits_gets_a_plan_and_later_one_that_is_not_worse(
     trace_path: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "plan.json"
-    background = Background(trace_path, "60%", output, time_limit_s=1.0, waits=True)
-    assert background.has_news(WAIT_S)
-    first = background.plan()
-    assert not background.is_over
+    planner = Background(trace_path, "60%", output, time_limit_s=1.0, waits=True)
+    assert planner.has_news(WAIT_S)
+    first = planner.plan()
+    assert not planner.is_over
     assert first.actions
-    assert background.has_news(WAIT_S)
-    last = background.plan()
-    assert background.is_over
+    assert planner.has_news(WAIT_S)
+    last = planner.plan()
+    assert planner.is_over
     assert not first.is_better_than(last)
     assert load_plan(output) == last
 
 
 def test_a_script_that_goes_on_gets_one_plan(trace_path: Path, tmp_path: Path) -> None:
-    background = Background(trace_path, "60%", tmp_path / "plan.json", time_limit_s=0.3)
-    assert background.has_news(WAIT_S)
-    assert background.plan().actions
-    assert background.is_over
+    planner = Background(trace_path, "60%", tmp_path / "plan.json", time_limit_s=0.3)
+    assert planner.has_news(WAIT_S)
+    assert planner.plan().actions
+    assert planner.is_over
 
 
 def test_a_plan_that_was_taken_away_is_not_written_again(trace_path: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.json"
-    background = Background(trace_path, "60%", output, time_limit_s=1.0, waits=True)
-    assert background.has_news(WAIT_S)
-    background.plan()
+    planner = Background(trace_path, "60%", output, time_limit_s=1.0, waits=True)
+    assert planner.has_news(WAIT_S)
+    planner.plan()
     output.unlink()
-    assert background.has_news(WAIT_S)
+    assert planner.has_news(WAIT_S)
     with pytest.raises(RunFailed, match="no plan could be made"):
-        background.plan()
+        planner.plan()
     assert not output.exists()
 
 
 def test_why_there_is_no_plan_is_told(tmp_path: Path) -> None:
-    background = Background(tmp_path / "none.json.gz", "60%", tmp_path / "plan.json", waits=True)
-    assert background.has_news(WAIT_S)
+    planner = Background(tmp_path / "none.json.gz", "60%", tmp_path / "plan.json", waits=True)
+    assert planner.has_news(WAIT_S)
     with pytest.raises(RunFailed, match=r"none\.json\.gz"):
-        background.plan()
-    assert background.is_over
+        planner.plan()
+    assert planner.is_over
+
+
+def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
+    trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guarded script that waits holds its budget; a plan that does not is no help."""
+    found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
+    output, asked, told = tmp_path / "plan.json", list[float](), list[int]()
+
+    def search(trace: Trace, order: dict[str, Any], limit_s: float) -> Plan:
+        asked.append(limit_s)
+        over = 3 * MIB - len(asked) * MIB
+        return msgspec.structs.replace(found, predicted_peak_bytes=found.budget_bytes + over)
+
+    monkeypatch.setattr(background, "_search", search)
+    monkeypatch.setattr(background, "_step_back", lambda: told.append(load_plan(output).predicted_peak_bytes))
+    here, there = os.pipe()
+    order = {"trace": str(trace_path), "time_limit_s": 60.0, "waits": True, "alive": there}
+    background._plan(order, output)
+    assert os.read(here, 2) == b"."
+    assert len(asked) == 4
+    assert asked == sorted({*asked})
+    assert asked[-1] == 60.0
+    assert told == [found.budget_bytes], "the third"
