@@ -24,6 +24,7 @@ from memopt.plan import Plan, load_plan
 from memopt.version import IMPORT_ROOT
 
 if TYPE_CHECKING:
+    from memopt.advisors.advise import Adviser
     from memopt.trace import Trace
 
 _FIRST_S: Final = (0.25, 2.0)
@@ -139,10 +140,10 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     least, most = _FIRST_S
     first_s = min(limit_s, most, max(least, trace.step_ms / 1000)) if order["waits"] else limit_s
     first = _search(trace, order, first_s)
-    while first_s < limit_s and first.predicted_peak_bytes > first.budget_bytes:
-        first_s = min(
-            limit_s, _LONGER * first_s
-        )  # a guarded script holds its budget, under this plan it would not
+    is_over = first.predicted_peak_bytes > first.budget_bytes
+    worth_it = is_over and first_s < limit_s and _floor_bytes(trace, order) <= first.budget_bytes
+    while worth_it and first_s < limit_s and first.predicted_peak_bytes > first.budget_bytes:
+        first_s = min(limit_s, _LONGER * first_s)  # the guard holds the budget, this plan would not
         again = _search(trace, order, first_s)
         first = again if again.is_better_than(first) else first
     first.save(output)
@@ -157,12 +158,22 @@ def _plan(order: dict[str, Any], output: Path) -> None:
 
 
 def _search(trace: Trace, order: dict[str, Any], limit_s: float) -> Plan:
-    from memopt.advisors.advise import Adviser
     from memopt.advisors.best_effort import best_effort
+
+    return best_effort(_adviser(trace, order, limit_s), order["budget"])
+
+
+def _floor_bytes(trace: Trace, order: dict[str, Any]) -> int:
+    """What no plan can go below: under a budget beneath it none is worth waiting for."""
+    return _adviser(trace, order, 0.0).floor.bytes
+
+
+def _adviser(trace: Trace, order: dict[str, Any], limit_s: float) -> Adviser:
+    from memopt.advisors.advise import Adviser
     from memopt.advisors.profiles.problem import allowed
 
     allow = allowed(tuple(order["allow"]), tuple(order["deny"]))
-    return best_effort(Adviser(trace, allow, limit_s, order["trace"]), order["budget"])
+    return Adviser(trace, allow, limit_s, order["trace"])
 
 
 def _step_back() -> None:

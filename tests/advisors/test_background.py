@@ -87,6 +87,7 @@ def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
         return msgspec.structs.replace(found, predicted_peak_bytes=found.budget_bytes + over)
 
     monkeypatch.setattr(background, "_search", search)
+    monkeypatch.setattr(background, "_floor_bytes", lambda trace, order: found.budget_bytes)
     monkeypatch.setattr(background, "_step_back", lambda: told.append(load_plan(output).predicted_peak_bytes))
     here, there = os.pipe()
     order = {"trace": str(trace_path), "time_limit_s": 60.0, "waits": True, "alive": there}
@@ -96,3 +97,12 @@ def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
     assert asked == sorted({*asked})
     assert asked[-1] == 60.0
     assert told == [found.budget_bytes], "the third"
+
+
+def test_nothing_is_waited_for_under_a_budget_that_no_plan_can_meet(trace_path: Path, tmp_path: Path) -> None:
+    planner = Background(trace_path, "12%", tmp_path / "plan.json", time_limit_s=1.0, waits=True)
+    assert planner.has_news(WAIT_S)
+    first = planner.plan()
+    assert not planner.is_over
+    assert first.predicted_peak_bytes > first.budget_bytes
+    assert planner.has_news(WAIT_S)
