@@ -140,9 +140,8 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     least, most = _FIRST_S
     first_s = min(limit_s, most, max(least, trace.step_ms / 1000)) if order["waits"] else limit_s
     first = _search(trace, order, first_s)
-    is_over = first.predicted_peak_bytes > first.budget_bytes
-    worth_it = is_over and first_s < limit_s and _floor_bytes(trace, order) <= first.budget_bytes
-    while worth_it and first_s < limit_s and first.predicted_peak_bytes > first.budget_bytes:
+    waits = first.over_bytes and first_s < limit_s and _floor_bytes(trace, order) <= first.budget_bytes
+    while waits and first.over_bytes and first_s < limit_s:
         first_s = min(limit_s, _LONGER * first_s)  # the guard holds the budget, this plan would not
         again = _search(trace, order, first_s)
         first = again if again.is_better_than(first) else first

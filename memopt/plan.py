@@ -205,11 +205,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def _decided(self, what: str) -> ScriptAction | None:
         return next((a for a in self.script_actions if a.what == what and a.kind == _ENFORCED[what]), None)
 
+    @property
+    def over_bytes(self) -> int:
+        """By how much the predicted peak passes the budget."""
+        return max(0, self.predicted_peak_bytes - self.budget_bytes)
+
     def is_better_than(self, other: Plan) -> bool:
         """For the same budget: is it passed by less, or as little and the step shorter?"""
-        over = max(0, self.predicted_peak_bytes - self.budget_bytes)
-        over_there = max(0, other.predicted_peak_bytes - other.budget_bytes)
-        return (over, self.predicted_step_ms) < (over_there, other.predicted_step_ms)
+        return (self.over_bytes, self.predicted_step_ms) < (other.over_bytes, other.predicted_step_ms)
 
     def save(self, path: Path) -> None:
         """Write the plan, indented, whole or not at all."""

@@ -77,11 +77,10 @@ def of_run(trace: Trace) -> str:
 
 def of_plan(plan: Plan) -> str:
     """`Peak 9.31 GiB instead of 14.2 GiB (-34 %), budget 10.0 GiB; step 210 ms instead of 180 ms (+17 %)`."""
-    fits = plan.predicted_peak_bytes <= plan.budget_bytes
     return (
         f"Peak {format_bytes(plan.predicted_peak_bytes)} instead of {format_bytes(plan.unplanned_peak_bytes)} "
         f"({change(plan.predicted_peak_bytes, plan.unplanned_peak_bytes)}), "
-        f"{'within' if fits else 'above'} the budget of {format_bytes(plan.budget_bytes)}; "
+        f"{'above' if plan.over_bytes else 'within'} the budget of {format_bytes(plan.budget_bytes)}; "
         f"step {format_ms(plan.predicted_step_ms)} instead of {format_ms(plan.plain_step_ms)} "
         f"({change(plan.predicted_step_ms, plan.plain_step_ms)})."
     )
