@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memopt.instrument.ops import fills_its_memory
 from memopt.instrument.torch_internals import current_node, storage_use_count
 
 aten = torch.ops.aten
@@ -64,13 +65,14 @@ def _sums(old: Any, new: Any, maker: Maker) -> bool:
     A node's own formula makes a new tensor."""
     if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
         return False
-    if old.shape != new.shape or old.dtype != new.dtype or old.layout is not torch.strided or not _dense(old):
+    if (
+        old.shape != new.shape
+        or old.dtype != new.dtype
+        or old.layout is not torch.strided
+        or not fills_its_memory(old)
+    ):
         return False
     return _only_holder(old) and called_by_engine() and _came_from_engine(maker(old))
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 _HOLDERS = 4

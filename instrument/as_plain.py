@@ -162,7 +162,7 @@ def _matmul(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _one_by_one(one: Tensor, other: Tensor) -> Tensor:
-    count = max(one.size(0), other.size(0)) if one.size(0) and other.size(0) else 0
+    count = one.size(0) * other.size(0)  # one of them is 1
     first, second = (each.expand(count, *each.shape[1:]) for each in (one, other))
     product = torch.bmm(first.reshape(first.shape), second.reshape(second.shape))
     found: Tensor = torch.ops.aten._unsafe_view(product, [count, one.size(1), other.size(2)])

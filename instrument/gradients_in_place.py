@@ -22,7 +22,7 @@ from torch.autograd.function import BackwardCFunction
 
 from memopt.instrument import modes
 from memopt.instrument.accumulate import called_by_engine
-from memopt.instrument.ops import is_plain
+from memopt.instrument.ops import fills_its_memory, is_plain
 from memopt.instrument.torch_internals import autograd_engine, current_node, storage_use_count
 
 aten = torch.ops.aten
@@ -118,7 +118,7 @@ def _is_whole(gradient: Any, least_bytes: int) -> bool:
     return (
         least_bytes <= storage.nbytes() == gradient.numel() * gradient.element_size()
         and storage.resizable()
-        and (gradient.is_contiguous() or bool(aten.is_non_overlapping_and_dense.default(gradient)))
+        and fills_its_memory(gradient)
     )
 
 

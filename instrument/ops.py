@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from memopt.instrument.by_identity import cached_by_identity
 from memopt.instrument.torch_internals import STAND_INS, OpOverload
 
 PLAIN_TYPES = (Tensor, Parameter, torch.nn.Buffer)
@@ -86,19 +87,9 @@ class OpKind:
     """Its bits may differ when it runs again, on some devices or under some settings: `same_bits_again` says."""
 
 
-_kinds: dict[int, tuple[OpOverload, OpKind]] = {}
-"""id of an overload -> the overload, which it keeps alive, and its kind: overloads hash themselves in Python, which takes longer than this."""
-
-
+@cached_by_identity
 def kind_of(func: OpOverload) -> OpKind:
     """The kind of overload `func`."""
-    known = _kinds.get(id(func))
-    if known is None:
-        known = _kinds[id(func)] = func, _new_kind(func)
-    return known[1]
-
-
-def _new_kind(func: OpOverload) -> OpKind:
     schema = func._schema
     packet = schema.name
     writes = tuple(
@@ -223,6 +214,11 @@ def copies_bytes(name: str, source: object, out: object) -> bool:
         and source.storage_offset() == out.storage_offset()
         and source.untyped_storage().nbytes() == out.untyped_storage().nbytes()
     )
+
+
+def fills_its_memory(tensor: Tensor) -> bool:
+    """Do its elements lie without gaps or overlaps, in whatever order?"""
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 @cache

@@ -43,7 +43,7 @@ class SavedTensorHooks:
     def install(self) -> bool:
         """Push the hooks; False when the script has hooks of its own around this point (the innermost would win), or when this is inside
         of a torch.func transform (an iteration can end there), which allows none."""
-        if self._pushed or not saved_hooks_allowed() or _top() is not None:
+        if self._pushed or not _may_push():
             return self._pushed
         _push(self._pack, self._unpack)
         self._pushed = True
@@ -55,7 +55,7 @@ class SavedTensorHooks:
         """Push them in this thread as well: torch keeps them by thread."""
         if self._original is None:
             self.install()
-        elif saved_hooks_allowed() and _top() is None:
+        elif _may_push():
             _push(self._pack, self._unpack)
 
     def leave_thread(self) -> None:
@@ -93,6 +93,11 @@ class SavedTensorHooks:
 
 def _push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
     push_saved_hooks(pack, unpack)
+
+
+def _may_push() -> bool:
+    """Does torch allow hooks here, and has the script none?"""
+    return saved_hooks_allowed() and _top() is None
 
 
 def _top() -> tuple[Any, Any] | None:

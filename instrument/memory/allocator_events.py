@@ -59,6 +59,12 @@ class Started:
         return results
 
 
+def _running() -> Started | None:
+    """What runs in this thread."""
+    running: Started | None = getattr(_here, "running", None)
+    return running if running is not None and not running.stopped else None
+
+
 def _stop(running: Started | None) -> None:
     if running is not None and not running.stopped:
         with contextlib.suppress(Exception):
@@ -66,13 +72,13 @@ def _stop(running: Started | None) -> None:
 
 
 def _stop_here() -> None:
-    _stop(getattr(_here, "running", None))
+    _stop(_running())
 
 
 def started_profile() -> Started | None:
     """A running `torch.profiler` profile of the CPU allocator's events; None where the script runs one of its own."""
     watch()
-    before: Started | None = getattr(_here, "running", None)
+    before = _running()
     if before is not None and before.left:
         _stop(before)
     if not is_free():
@@ -117,8 +123,7 @@ def marked(name: str) -> RecordFunction:
 
 def note_freed(size_bytes: int) -> bool:
     """Write into memopt's profile of this thread that a block which is older has ended now; False where none runs here."""
-    running: Started | None = getattr(_here, "running", None)
-    if running is None or running.stopped:
+    if _running() is None:
         return False
     marked(f"{_FREED}{size_bytes}").__exit__(None, None, None)
     return True

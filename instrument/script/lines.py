@@ -9,6 +9,8 @@ from types import CodeType, FrameType
 
 import torch
 
+from memopt.instrument.by_identity import cached_by_identity
+
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).resolve().parents[2])
 _OURS = tuple(
@@ -20,18 +22,10 @@ FROM = ", from "
 _FOREIGN, _LIBRARY, _USER = range(3)
 
 
-_owners: dict[int, tuple[CodeType, int]] = {}
-"""id of code -> the code, which it keeps alive, and whose it is: to compare code objects takes long."""
-
-
+@cached_by_identity
 def _owner(code: CodeType) -> int:
-    known = _owners.get(id(code))
-    if known is None:
-        known = _owners[id(code)] = code, _owner_by_file(code.co_filename)
-    return known[1]
-
-
-def _owner_by_file(name: str) -> int:
+    """Whose it is."""
+    name = code.co_filename
     if name.startswith((_TORCH, "<")) or name.startswith(_OURS):
         return _FOREIGN
     return _LIBRARY if "site-packages" in name or "/lib/python" in name else _USER
