@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser, advise
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
-from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.verify.digests import digest
 from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.in_backward import in_backward, why_not
@@ -159,23 +158,15 @@ def clears_late(asks_at: int = -1) -> Loop:
 
 @pytest.mark.parametrize("asks_at", [-1, 2])
 def test_gradients_of_the_step_before_a_plan_are_elsewhere_until_they_are_cleared(
-    asks_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asks_at: int, tmp_path: Path, most: list[int]
 ) -> None:
     """They would be there beside the activations of the first iteration under it, and of no other."""
-    gone: list[int] = []
-    remove = GradientsElsewhere.remove
-
-    def noted(self: GradientsElsewhere) -> None:
-        gone.append(self.most_away)
-        remove(self)
-
-    monkeypatch.setattr(GradientsElsewhere, "remove", noted)
     plan = moved_plan(recorded(clears_late(), tmp_path))
     loop = clears_late(asks_at)
     plain = seeded(loop, 3)
     computed, outcome = enforced_from(loop, plan, tmp_path, 3, begins_after=2)
     assert computed == plain
-    assert gone == [4]
+    assert most == [4]
     assert outcome.actions.done == 1, outcome
     assert torch.Tensor.grad is torch._C.TensorBase.grad
     if asks_at < 0:

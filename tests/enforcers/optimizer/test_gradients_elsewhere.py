@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.enforcers.optimizer import gradients_elsewhere
-from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator import gradients_away
 from memopt.estimators.simulator.gradients_away import why_not
@@ -34,20 +33,6 @@ from tests.support.stepping import OPTIMIZERS, everything, stepping
 def _all_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (gradients_elsewhere, gradients_away):
         monkeypatch.setattr(module, "LEAST_BYTES", 1)
-
-
-@pytest.fixture
-def most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many gradients were away at once, of each that sends them."""
-    found: list[int] = []
-    remove = GradientsElsewhere.remove
-
-    def told(self: GradientsElsewhere) -> None:
-        found.append(self.most_away)
-        remove(self)
-
-    monkeypatch.setattr(GradientsElsewhere, "remove", told)
-    return found
 
 
 def plan(*, late: bool = False, parameters: int = 1) -> Plan:
