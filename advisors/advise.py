@@ -70,6 +70,8 @@ class Adviser:
     allow: frozenset[str]
     time_limit_s: float = TIME_LIMIT_S
     profile: str = ""
+    soon: bool = False
+    """A first plan: where one meets the budget, no other run is searched for a cheaper one."""
     interrupted: bool = False
     """Did Ctrl-C end a search?"""
     _view: TraceView | None = None
@@ -233,7 +235,7 @@ class Adviser:
                 return over._decide(over.problem(budget_bytes), strategy)
             except BudgetInfeasible as other:
                 raise min(other, error, key=lambda each: each.min_peak_bytes) from None
-        return found if self.interrupted else self._or_faster(found, over, strategy)
+        return found if self.interrupted or self.soon else self._or_faster(found, over, strategy)
 
     @staticmethod
     def _or_faster(found: Decided, over: Adviser, strategy: str) -> Decided:

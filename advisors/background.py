@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from memopt.trace import Trace
 
 _FIRST_S: Final = (0.25, 2.0)
-"""Search for the first plan: as long as a step takes, but no less and no more. It comes a second later, for imports and the quick rules."""
+"""Search for the first plan: as long as a step takes, but no less and no more. It comes somewhat later, for the quick rules."""
 _LONGER: Final = 4
 """Times as long is searched for the first plan where none was found that meets the budget."""
 _ENTRY: Final = (
@@ -38,9 +38,34 @@ _ENTRY: Final = (
 
 
 class Background:
-    """A planner that has been started. `has_news` is cheap; then `plan` gives what it found, and `is_over` tells whether that is all."""
+    """A planner that has been started and imports what it needs until it is told what to `look_for`. Then `has_news` is cheap, `plan` gives
+    what it found, and `is_over` tells whether that is all."""
 
-    def __init__(
+    def __init__(self) -> None:
+        """Raises `OSError` where no process can be started."""
+        self.is_over = False
+        self._start()
+
+    def _start(self) -> None:
+        orders, self._orders = os.pipe()
+        self._read, alive = os.pipe()
+        self._pipe = os.fstat(self._orders).st_ino
+        try:
+            started = subprocess.Popen(
+                [sys.executable, "-P", "-c", _ENTRY, str(alive)],
+                stdin=orders,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[alive],
+                process_group=0,
+                env=os.environ | {"PYTHONPATH": _path_to_memopt()},
+            )
+            started.wait()
+        finally:
+            os.close(orders)
+            os.close(alive)
+
+    def look_for(
         self,
         trace: Path,
         budget: str,
@@ -53,13 +78,11 @@ class Background:
     ) -> None:
         """Plan for the profile `trace` and write the plan to `output`, and where the script `waits`, a first one soon.
 
-        Raises `OSError` where no process can be started."""
+        Raises `OSError` where the process that was started is gone and no other can be."""
         self._output = output
         self._why = _why_file(output)
         for path in (output, self._why):
             path.unlink(missing_ok=True)
-        self.is_over = False
-        self._read, write = os.pipe()
         order = {
             "trace": str(trace),
             "budget": budget,
@@ -67,22 +90,22 @@ class Background:
             "allow": allow,
             "deny": deny,
             "time_limit_s": time_limit_s,
-            "alive": write,
             "waits": waits,
         }
+        if not self._send(json.dumps(order).encode()):
+            self._start()
+            self._send(json.dumps(order).encode())
+
+    def _send(self, order: bytes) -> bool:
+        """False where the script has closed every descriptor that it did not open; ours may be a file of its own since."""
         try:
-            started = subprocess.Popen(
-                [sys.executable, "-P", "-c", _ENTRY, json.dumps(order)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[write],
-                process_group=0,
-                env=os.environ | {"PYTHONPATH": _path_to_memopt()},
-            )
-            started.wait()
-        finally:
-            os.close(write)
+            if os.fstat(self._orders).st_ino != self._pipe:
+                return False
+            os.write(self._orders, order)
+            os.close(self._orders)
+        except OSError:
+            return False
+        return True
 
     def has_news(self, wait_s: float = 0.0) -> bool:
         """Within `wait_s` seconds: has it found a plan, or ended?"""
@@ -117,8 +140,13 @@ def _path_to_memopt() -> str:
 
 
 def main() -> None:
-    """The process: `sys.argv[1]` is the order."""
-    order = json.loads(sys.argv[1])
+    """The process: its standard input is the order, `sys.argv[1]` the descriptor that tells of news."""
+    import memopt.advisors.best_effort  # noqa: F401  most of what is needed, while nobody waits
+
+    text = sys.stdin.buffer.read()
+    if not text:  # nothing was recorded
+        return
+    order = json.loads(text) | {"alive": int(sys.argv[1])}
     output = Path(order["output"])
     try:
         _plan(order, output)
@@ -139,11 +167,11 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     limit_s = float(order["time_limit_s"] or usual_limit_s(trace.op_count))
     least, most = _FIRST_S
     first_s = min(limit_s, most, max(least, trace.step_ms / 1000)) if order["waits"] else limit_s
-    first = _search(trace, order, first_s)
+    first = _search(trace, order, first_s, soon=order["waits"])
     waits = first.over_bytes and first_s < limit_s and _floor_bytes(trace, order) <= first.budget_bytes
     while waits and first.over_bytes and first_s < limit_s:
         first_s = min(limit_s, _LONGER * first_s)  # the guard holds the budget, this plan would not
-        again = _search(trace, order, first_s)
+        again = _search(trace, order, first_s, soon=True)
         first = again if again.is_better_than(first) else first
     first.save(output)
     if first_s == limit_s or not (first.actions or first.script_actions):
@@ -156,10 +184,10 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         longer.save(output)
 
 
-def _search(trace: Trace, order: dict[str, Any], limit_s: float) -> Plan:
+def _search(trace: Trace, order: dict[str, Any], limit_s: float, *, soon: bool = False) -> Plan:
     from memopt.advisors.best_effort import best_effort
 
-    return best_effort(_adviser(trace, order, limit_s), order["budget"])
+    return best_effort(_adviser(trace, order, limit_s, soon=soon), order["budget"])
 
 
 def _floor_bytes(trace: Trace, order: dict[str, Any]) -> int:
@@ -167,12 +195,12 @@ def _floor_bytes(trace: Trace, order: dict[str, Any]) -> int:
     return _adviser(trace, order, 0.0).floor.bytes
 
 
-def _adviser(trace: Trace, order: dict[str, Any], limit_s: float) -> Adviser:
+def _adviser(trace: Trace, order: dict[str, Any], limit_s: float, *, soon: bool = False) -> Adviser:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.profiles.problem import allowed
 
     allow = allowed(tuple(order["allow"]), tuple(order["deny"]))
-    return Adviser(trace, allow, limit_s, order["trace"])
+    return Adviser(trace, allow, limit_s, order["trace"], soon=soon)
 
 
 def _step_back() -> None:

@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 
@@ -25,17 +26,19 @@ def living(*kinds: type) -> tuple[list[Any], ...]:
     """For each kind its objects, those of subclasses too; each under the first that it is of. A script has a million objects
     and a few thousand types, so a type is asked once. Objects are not: a proxy may run the script's code when asked for its class."""
     found: tuple[list[Any], ...] = tuple([] for _ in kinds)
-    where: dict[int, list[Any] | None] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for thing in gc.get_objects():
-            kind = type(thing)
-            if id(kind) not in where:
-                where[id(kind)] = next((into for each, into in zip(kinds, found, strict=True) if _is(kind, each)), None)  # fmt: skip
-            into = where[id(kind)]
-            if into is not None:
-                into.append(thing)
+        things = gc.get_objects()
+        types = dict(zip(map(id, map(type, things)), map(type, things), strict=True))
+        into = {key: each for key, kind in types.items() if (each := _place(kind, kinds, found)) is not None}
+        for thing in compress(things, map(into.__contains__, map(id, map(type, things)))):
+            into[id(type(thing))].append(thing)
     return found
+
+
+def _place(kind: type, kinds: tuple[type, ...], found: tuple[list[Any], ...]) -> list[Any] | None:
+    """Where objects of `kind` belong."""
+    return next((into for other, into in zip(kinds, found, strict=True) if _is(kind, other)), None)
 
 
 def _is(kind: type, other: type) -> bool:

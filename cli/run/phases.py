@@ -4,6 +4,7 @@ they were."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from memopt.advisors.background import Background
 from memopt.cli.run.cache import Cache
 from memopt.cli.run.course import Course, Wishes
 from memopt.cli.run.planning import Planning
@@ -67,6 +69,8 @@ class Phases:
         """Beside the guard: what still steps the optimizer in pieces."""
         self._profile: ProfileSession | None = None
         self._apply: ApplySession | None = None
+        self._background: Background | None = None
+        """The planner's process, from the first backward on: it imports what it needs before anything is recorded."""
         self._planning: Planning | None = None
         self._trace: Trace | None = None
         self._base = 0
@@ -185,6 +189,12 @@ class Phases:
         guards, budget = self.course.guards, self.course.budget_bytes
         return budget is not None and any(g.moved or g.most_bytes > _NEAR * budget for g in guards)
 
+    def _start_planner(self) -> None:
+        if self._background or self.course.online or self.course.from_cache or os.getpid() != self._pid:
+            return
+        with contextlib.suppress(OSError):  # the end tells, where none can be started later either
+            self._background = Background()
+
     def _recorded(self, trace: Trace) -> None:
         self._trace = self._trace or trace
 
@@ -202,7 +212,8 @@ class Phases:
             course.budget_bytes = parse_bytes(budget, of_bytes=trace.peak_bytes)
         waits = self._is_near() or trace.peak_bytes > _MAY_GROW * course.budget_bytes
         self._tell(f"recorded iteration {trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script {'waits' if waits else 'goes on'}")  # fmt: skip
-        self._planning = Planning(trace, budget, self._wishes, self._cache, waits=waits)
+        background = self._background or Background()
+        self._planning = Planning(background, trace, budget, self._wishes, self._cache, waits=waits)
         if not waits:
             return
         found = self._planning.has_news(_MOST_WAIT_S)
@@ -379,6 +390,7 @@ class Phases:
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
     ) -> None:
+        self._start_planner()
         if self._session is not None:
             self._session.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)
 

@@ -20,12 +20,15 @@ _WORTH_IT = 0.01
 class Planning:
     """One search. Ask for a plan when it has news; the last one may have been it."""
 
-    def __init__(self, trace: Trace, budget: str, wishes: Wishes, cache: Cache, *, waits: bool) -> None:
+    def __init__(
+        self, background: Background, trace: Trace, budget: str, wishes: Wishes, cache: Cache, *, waits: bool
+    ) -> None:
         """The script `waits` for the first plan, or goes on until it is found."""
         trace.save(cache.trace_path)
         self._cache = cache
         self._began = time.perf_counter()
-        self._background = Background(
+        self._background = background
+        background.look_for(
             cache.trace_path,
             budget,
             cache.plan_path,

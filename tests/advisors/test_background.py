@@ -35,7 +35,8 @@ def test_a_script_that_waits_gets_a_plan_and_later_one_that_is_not_worse(
     trace_path: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "plan.json"
-    planner = Background(trace_path, "60%", output, time_limit_s=1.0, waits=True)
+    planner = Background()
+    planner.look_for(trace_path, "60%", output, time_limit_s=1.0, waits=True)
     assert planner.has_news(WAIT_S)
     first = planner.plan()
     assert not planner.is_over
@@ -48,7 +49,8 @@ def test_a_script_that_waits_gets_a_plan_and_later_one_that_is_not_worse(
 
 
 def test_a_script_that_goes_on_gets_one_plan(trace_path: Path, tmp_path: Path) -> None:
-    planner = Background(trace_path, "60%", tmp_path / "plan.json", time_limit_s=0.3)
+    planner = Background()
+    planner.look_for(trace_path, "60%", tmp_path / "plan.json", time_limit_s=0.3)
     assert planner.has_news(WAIT_S)
     assert planner.plan().actions
     assert planner.is_over
@@ -56,7 +58,8 @@ def test_a_script_that_goes_on_gets_one_plan(trace_path: Path, tmp_path: Path) -
 
 def test_a_plan_that_was_taken_away_is_not_written_again(trace_path: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.json"
-    planner = Background(trace_path, "60%", output, time_limit_s=1.0, waits=True)
+    planner = Background()
+    planner.look_for(trace_path, "60%", output, time_limit_s=1.0, waits=True)
     assert planner.has_news(WAIT_S)
     planner.plan()
     output.unlink()
@@ -67,11 +70,34 @@ def test_a_plan_that_was_taken_away_is_not_written_again(trace_path: Path, tmp_p
 
 
 def test_why_there_is_no_plan_is_told(tmp_path: Path) -> None:
-    planner = Background(tmp_path / "none.json.gz", "60%", tmp_path / "plan.json", waits=True)
+    planner = Background()
+    planner.look_for(tmp_path / "none.json.gz", "60%", tmp_path / "plan.json", waits=True)
     assert planner.has_news(WAIT_S)
     with pytest.raises(RunFailed, match=r"none\.json\.gz"):
         planner.plan()
     assert planner.is_over
+
+
+def test_an_order_never_goes_into_a_file_that_the_script_opened(trace_path: Path, tmp_path: Path) -> None:
+    """A script that becomes a daemon closes all descriptors; the next files that it opens take their numbers."""
+    planner = Background()
+    os.close(planner._orders)
+    os.close(planner._read)
+    opened = [(tmp_path / f"{n}.txt").open("w") for n in range(8)]
+    assert planner._orders in [file.fileno() for file in opened]
+    planner.look_for(trace_path, "60%", tmp_path / "plan.json", time_limit_s=0.3)
+    assert planner.has_news(WAIT_S)
+    assert planner.plan().actions
+    for file in opened:
+        file.close()
+        assert Path(file.name).read_text() == ""
+
+
+def test_a_process_that_is_told_nothing_ends(tmp_path: Path) -> None:
+    planner = Background()
+    os.close(planner._orders)
+    assert planner.has_news(WAIT_S), "its end of the pipe is closed"
+    assert os.read(planner._read, 1) == b""
 
 
 def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
@@ -81,7 +107,7 @@ def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
     found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
     output, asked, told = tmp_path / "plan.json", list[float](), list[int]()
 
-    def search(trace: Trace, order: dict[str, Any], limit_s: float) -> Plan:
+    def search(trace: Trace, order: dict[str, Any], limit_s: float, *, soon: bool = False) -> Plan:
         asked.append(limit_s)
         over = 3 * MIB - len(asked) * MIB
         return msgspec.structs.replace(found, predicted_peak_bytes=found.budget_bytes + over)
@@ -100,7 +126,8 @@ def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
 
 
 def test_nothing_is_waited_for_under_a_budget_that_no_plan_can_meet(trace_path: Path, tmp_path: Path) -> None:
-    planner = Background(trace_path, "12%", tmp_path / "plan.json", time_limit_s=1.0, waits=True)
+    planner = Background()
+    planner.look_for(trace_path, "12%", tmp_path / "plan.json", time_limit_s=1.0, waits=True)
     assert planner.has_news(WAIT_S)
     first = planner.plan()
     assert not planner.is_over

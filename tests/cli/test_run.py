@@ -143,13 +143,13 @@ def test_the_second_run_starts_enforced(ran: Any) -> None:
 
 TOLD_SLOWER = """
 import msgspec
-from memopt.cli.run import planning
-class Background(planning.Background):
+from memopt.cli.run import phases
+class Background(phases.Background):
     first = True
     def plan(self):
         found, first, self.first = super().plan(), self.first, False
         return msgspec.structs.replace(found, predicted_step_ms=2 * found.predicted_step_ms) if first else found
-planning.Background = Background
+phases.Background = Background
 from memopt.cli.main import main
 main(prog_name="memopt")
 """
