@@ -159,6 +159,11 @@ compile_fx = find_later(NAMES, "torch._inductor.compile_fx.compile_fx", FOLLOWED
 AsyncCompile = find_later(
     NAMES, "torch._inductor.async_compile.AsyncCompile", FOLLOWED, "leaves out the C++ compiler"
 )
+check_build = _place(
+    "torch._inductor.cpu_vec_isa.VecISA.check_build",
+    FOLLOWED,
+    "leaves it out where it is asked what the processor can do",
+)
 _GUARDS = "torch._C._dynamo.guards."
 empty_strided = _place(_GUARDS + "_empty_strided_cpu", FOLLOWED, "a compiled program's memory, without bytes")
 reinterpret = _place(_GUARDS + "_reinterpret_tensor", FOLLOWED, "its views")

@@ -21,6 +21,7 @@ from memopt.estimators.fake.torch_internals import (
     AsyncCompile,
     assert_alignment,
     assert_size_stride,
+    check_build,
     compile_fx,
     empty_strided,
     inductor_config,
@@ -185,6 +186,7 @@ def _graph_of(flat: _Flat, tensors: list[torch.Tensor]) -> torch.fx.GraphModule:
 def follow() -> None:
     """Make inductor's programs run on fake tensors, for good."""
     async_compile = AsyncCompile()
+    check_build.put(lambda isa, code: True)
     async_compile.cpp_pybinding = async_compile.cpp = lambda *args: lambda *pointers: None
     empty_strided.put(lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype))
     reinterpret.put(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -140,3 +142,18 @@ def test_what_is_not_a_function_of_its_arguments_and_modules_runs_eagerly(
     found = estimated_text(tmp_path, FUNCTIONS.format(call=call))
     assert found.allocated_bytes >= 5 * WEIGHT
     assert any(said in note for note in found.notes), found.notes
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_no_compiler_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On processors with AMX or bfloat16 instructions inductor builds programs to see what they can do, seconds each time."""
+    told, tools = tmp_path / "told", tmp_path / "tools"
+    tools.mkdir()
+    (tools / "g++").write_text(
+        f'#!/bin/sh\ncase "$*" in *.cpp*) echo "$*" >>{told};; esac\nexec {shutil.which("g++")} "$@"\n'
+    )
+    (tools / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "script").mkdir()
+    estimated_text(tmp_path / "script", FUNCTIONS.format(call="outer(2.0)"))
+    assert not told.exists(), told.read_text()
