@@ -102,8 +102,9 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
     pytest.fail("a test that starts a process needs the mark `script`")
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _imports_are_left_out() -> None:
-    """What the tests import, a million objects, is left out where all objects are collected or searched."""
-    gc.collect()
-    gc.freeze()
+    """What the tests import, a million objects, is left out where all objects are collected or searched: much of it as the first test needs it."""
+    if len(gc.get_objects()) > 10_000:
+        gc.collect()
+        gc.freeze()
