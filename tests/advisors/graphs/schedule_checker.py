@@ -6,6 +6,7 @@ Where the form leaves room it takes the strict reading.
 
 from __future__ import annotations
 
+import heapq
 from fractions import Fraction
 from typing import Any
 
@@ -120,14 +121,21 @@ def unplanned(graph: dict[str, Any]) -> int:
 
 
 def cheapest(graph: dict[str, Any], budget: int, most_runs: int) -> float | None:
-    """Least recompute time of any schedule without copies and with at most `most_runs` runs, by exhaustive search over device contents."""
-    import heapq
+    """Least recompute time of any schedule without copies and with at most `most_runs` runs, by exhaustive search over device contents.
 
+    Nothing is freed before an op needs its room, and then no more than it needs: a schedule that frees more can free that much later, and
+    whatever it runs can run beside what it would have freed. What no run to come can have a use for is freed at once.
+    """
     size = {t["id"]: t["bytes"] for t in graph["tensors"]}
     resident = frozenset(t["id"] for t in graph["tensors"] if t.get("resident"))
-    base = sum(size[t] for t in resident)
     ops = graph["ops"]
+    reads = [frozenset(op["reads"]) - resident for op in ops]
+    writes = [frozenset(op["writes"]) for op in ops]
+    room = [
+        budget - sum(size[t] for t in [*resident, *op["writes"]]) - op.get("workspace_bytes", 0) for op in ops
+    ]
     keep = frozenset(graph.get("keep", [])) - resident
+    wanted = [still_wanted(done, reads, writes, keep) for done in range(len(ops) + 1)]
     best: dict[tuple[int, frozenset[int]], float] = {}
     heap: list[tuple[float, int, int, frozenset[int], int]] = [(0.0, 0, 0, frozenset(), 0)]
     tie = 0
@@ -138,34 +146,46 @@ def cheapest(graph: dict[str, Any], budget: int, most_runs: int) -> float | None
         if best.get((done, here), float("inf")) < cost - 1e-12 or runs >= most_runs:
             continue
         for index in range(min(done + 1, len(ops))):
-            op = ops[index]
             first = index == done
-            if not first and not op.get("replayable", True):
+            if not reads[index] <= here or not (first or ops[index].get("replayable", True)):
                 continue
-            if not set(op["reads"]) - resident <= here:
-                continue
-            need = (
-                base
-                + sum(size[t] for t in here)
-                + sum(size[t] for t in op["writes"])
-                + op.get("workspace_bytes", 0)
-            )
-            if need > budget:
-                continue
-            after = here | set(op["writes"])
-            for gone in subsets(sorted(after)):
-                state = (done + first, after - gone)
-                price = cost + (0.0 if first else op["ms"])
+            price = cost + (0.0 if first else ops[index]["ms"])
+            for kept in fitting(here, reads[index], room[index], size):
+                state = (done + first, (kept | writes[index]) & wanted[done + first])
                 if price < best.get(state, float("inf")) - 1e-12:
                     best[state] = price
                     tie += 1
-                    heapq.heappush(heap, (price, tie, done + first, after - gone, runs + 1))
+                    heapq.heappush(heap, (price, tie, *state, runs + 1))
     return None
 
 
-def subsets(items: list[int]) -> list[frozenset[int]]:
-    """All subsets."""
-    found = [frozenset[int]()]
-    for item in items:
-        found += [one | {item} for one in found]
+def still_wanted(
+    done: int, reads: list[frozenset[int]], writes: list[frozenset[int]], keep: frozenset[int]
+) -> frozenset[int]:
+    """What the ops from `done` on read, or is kept, and whatever these tensors can be made again from."""
+    found: set[int] = set()
+    todo = list(keep.union(*reads[done:]))
+    while todo:
+        tensor = todo.pop()
+        if tensor not in found:
+            found.add(tensor)
+            todo += [t for r, w in zip(reads, writes, strict=True) if tensor in w for t in r]
+    return frozenset(found)
+
+
+def fitting(
+    here: frozenset[int], reads: frozenset[int], room: int, size: dict[int, int]
+) -> list[frozenset[int]]:
+    """The largest subsets of `here` with all of `reads` that fit into `room`: each lacks nothing that would fit beside the rest."""
+    over = sum(size[t] for t in here) - room
+    found: list[frozenset[int]] = []
+
+    def free(gone: list[int], left: int, rest: list[int]) -> None:
+        if left > 0:
+            for position, tensor in enumerate(rest):
+                free([*gone, tensor], left - size[tensor], rest[position + 1 :])
+        elif all(left + size[t] > 0 for t in gone):
+            found.append(here.difference(gone))
+
+    free([], over, sorted(here - reads))
     return found
