@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.gpu import campaign, jobs, replays, workspaces
 from benchmarks.gpu.jobs import JOBS
+from tests.support import warm
 
 
 @pytest.fixture(autouse=True)
@@ -116,6 +118,8 @@ def test_any_job_may_fail_and_the_campaign_goes_on(tmp_path, monkeypatch, capsys
 def test_every_kind_of_plan_runs_on_the_late_device(monkeypatch):
     """In small: one example, the kinds that copy. `--dry-run` does all of them."""
     monkeypatch.setattr(jobs, "KINDS", ("swap-host", "mixed"))
+    run = lambda command, *, cwd, env, **_: warm.python(command[1:], cwd=cwd, env=env)  # noqa: E731
+    monkeypatch.setattr(jobs, "subprocess", SimpleNamespace(run=run))
     found = jobs.plans("lstm")
     assert "failed" not in found, found
     for kind in jobs.KINDS:

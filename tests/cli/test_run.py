@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,21 +45,25 @@ while time.time() < ends and late < 12:
     if kind == "short" and step == 2:
         break
     if step > 20:
-        time.sleep(0.15)
+        time.sleep(0.02)
 """
 
 
 PLANNED = "memopt: under "
+ENV = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def memopt(
-    folder: Path, *args: str, until: str = "", program: tuple[str, ...] = ("-m", "memopt")
+    folder: Path, *args: str, until: str = "", program: tuple[str, ...] = ("-m", "memopt"), cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """`until`: the script, of which a step takes milliseconds, goes on until memopt says a line that begins so, however long that is."""
+    """`until`: the script, of which a step takes milliseconds, goes on until memopt says a line that begins so, however long that is.
+
+    `cold`: in a process that has not imported torch."""
     enforced = folder / "enforced"
     enforced.unlink(missing_ok=True)
     waits = {"WAIT_FOR": str(enforced)} if until else {}
-    with started(folder, *args, program=program, **waits) as running, ThreadPoolExecutor() as pool:
+    start = started_cold if cold else started
+    with start(folder, *args, program=program, **waits) as running, ThreadPoolExecutor() as pool:
         assert running.stdout is not None
         assert running.stderr is not None
         out, said = pool.submit(running.stdout.read), []
@@ -72,10 +77,15 @@ def memopt(
 
 def started(
     folder: Path, *args: str, program: tuple[str, ...] = ("-m", "memopt"), **environment: str
+) -> AbstractContextManager[warm.Started]:
+    return warm.started([*program, *args], cwd=folder, env=ENV | environment)
+
+
+def started_cold(
+    folder: Path, *args: str, program: tuple[str, ...], **environment: str
 ) -> subprocess.Popen[str]:
     command = [sys.executable, *program, *args]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
-    return subprocess.Popen(command, cwd=folder, env=env, stdout=-1, stderr=-1, text=True)
+    return subprocess.Popen(command, cwd=folder, env=ENV | environment, stdout=-1, stderr=-1, text=True)
 
 
 def plain(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
@@ -95,7 +105,7 @@ def ran(
     folder = tmp_path_factory.mktemp("run")
     (folder / "train.py").write_text(SCRIPT)
     args = ("run", "--budget", "60%", "--time-limit", "0.5")
-    first = memopt(folder, *args, "--outcome", "o.json", "train.py", until=PLANNED)
+    first = memopt(folder, *args, "--outcome", "o.json", "train.py", until=PLANNED, cold=True)
     second = memopt(folder, *args, "--outcome", "o2.json", "train.py")
     return folder, first, second
 
@@ -196,14 +206,13 @@ def test_it_ends_as_the_script_ends(ran: Any, kind: str, code: int) -> None:
 
 def test_ctrl_c_is_the_scripts(ran: Any) -> None:
     folder = ran[0]
-    running = started(folder, "run", "--budget", "60%", "train.py", "wait")
-    assert running.stdout is not None
-    for line in running.stdout:
-        if line.startswith("10 "):
-            break
-    running.send_signal(signal.SIGINT)
-    _, said = running.communicate(timeout=60)
-    assert running.returncode == -signal.SIGINT
+    with started(folder, "run", "--budget", "60%", "train.py", "wait") as running:
+        for line in running.stdout:
+            if line.startswith("10 "):
+                break
+        os.kill(running.pid, signal.SIGINT)
+        said = running.stderr.read()
+        assert running.wait(60) == -signal.SIGINT
     assert "KeyboardInterrupt" in said
     assert "/cli/" not in said
 

@@ -114,9 +114,9 @@ for step in range(6):
 """
 
 
-def _memopt(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def _memopt(folder: Path, *words: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return warm.python(["-m", "memopt", *words], cwd=folder, env=env)
+    return warm.python(["-m", "memopt", *words], cwd=folder, env=env, cold=cold)
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +248,7 @@ def test_runs_that_are_compared_meet_at_stores_of_their_own() -> None:
 def test_verify_says_identical_and_finds_a_difference(
     swap_plan: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = _memopt(swap_plan, "apply", "--verify", "3", "p.plan.json")
+    done = _memopt(swap_plan, "apply", "--verify", "3", "p.plan.json", cold=True)
     assert done.returncode == 0, done.stderr
     assert "identical" in done.stdout
     from memopt.enforcers.verify import compare

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from memopt.instrument.script.children import Children, is_first
 from memopt.trace import load_trace
+from tests.support import warm
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "hogwild.py"
 
 
 def _memopt(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    ran = subprocess.run(
-        [sys.executable, "-m", "memopt", *words], cwd=folder, capture_output=True, text=True, timeout=300
-    )
+    ran = warm.python(["-m", "memopt", *words], cwd=folder)
     assert ran.returncode == 0, ran.stderr
     return ran
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from memopt.advisors.advise import Adviser
@@ -24,12 +25,15 @@ from memopt.instrument.script.command import Command
 from memopt.instrument.script.runner import StopScript
 from memopt.outcome import Outcome
 from memopt.plan import Plan
+from memopt.profiler import bandwidth
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession
 from memopt.trace import Trace
+from tests.support.profiled import measured_once
 
 Loop = Callable[[int], list[str]]
 """steps -> digests of everything that the loop computed"""
+_measured = measured_once(bandwidth.measure_device)
 
 
 def seeded(loop: Loop, steps: int) -> list[str]:
@@ -44,10 +48,12 @@ def recorded(loop: Loop, folder: Path, *, warmup: int = 2) -> Trace:
     script = folder / "loop.py"
     script.write_text("# run in process\n")
     session = ProfileSession(Command((str(script),)), Wanted(warmup=warmup, swap_dir=folder))
-    session.install()
-    with contextlib.suppress(StopScript):
-        seeded(loop, warmup + 2)
-    trace = session.finished()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bandwidth, "measure_device", _measured)
+        session.install()
+        with contextlib.suppress(StopScript):
+            seeded(loop, warmup + 2)
+        trace = session.finished()
     assert trace is not None
     assert not trace.partial, trace.partial
     return trace

@@ -8,17 +8,23 @@ import gc
 import importlib
 import json
 import os
+import runpy
+import subprocess
 import sys
+import tempfile
 import traceback
-from types import ModuleType
+import weakref
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import memopt.cli.main
 import memopt.estimators.fake.script.child
+from tests.support.profiled import measured_once
 
 IMPORTED = (
     "torch._dynamo", "torch._inductor.async_compile", "torch._inductor.codegen.cpp", "torch._inductor.compile_fx", "torch._inductor.graph",
     "memopt.cli.apply", "memopt.cli.profile", "memopt.enforcers.session", "memopt.estimators.fake.gpu.cuda",
-    "memopt.estimators.fake.recorder", "memopt.profiler.session",
+    "memopt.enforcers.verify.compare", "memopt.estimators.fake.recorder", "memopt.profiler.bandwidth", "memopt.profiler.session",
 )  # fmt: skip
 """What children find there: torch, what torch itself imports in most of them, and what of memopt imports torch."""
 
@@ -42,6 +48,26 @@ def child(request: dict) -> None:
     leave_child(outcome(request["words"]))
 
 
+def run(
+    command: list[str], *, stdout: int, check: bool, cwd: Path | None, env: dict
+) -> subprocess.CompletedProcess:
+    """As `subprocess.run`, which it stands for in `memopt apply --verify`: the runs that are compared are spared torch's import, too."""
+    assert (command[0], stdout, check) == (sys.executable, subprocess.DEVNULL, False)
+    streams = {"stdin": os.devnull, "stdout": os.devnull, "stderr": "/dev/fd/2"}
+    return subprocess.CompletedProcess(
+        command, forked({"words": command[1:], "cwd": cwd or ".", "env": dict(env)} | streams)
+    )
+
+
+def forked(request: dict) -> int:
+    """The exit code of `request`, run in a child of this process."""
+    pid = os.fork()
+    if pid == 0:
+        weakref.finalize._registry.clear()  # the temporary folders of this process are not the child's to remove
+        child(request)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
 def outcome(words: list[str]) -> int:
     """The exit code of `python *words`, run here."""
     try:
@@ -49,6 +75,10 @@ def outcome(words: list[str]) -> int:
             sys.path[0] = os.getcwd()
             sys.argv = ["memopt", *words[2:]]
             return memopt.cli.main.run(words[2:])
+        if words[0] == "-m":
+            sys.path[0], sys.argv = os.getcwd(), words[1:]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            return 0
         if words[0] == "-c":
             sys.path[0] = ""
             name, source = "<string>", words[1].encode()
@@ -87,6 +117,10 @@ if __name__ == "__main__":
     sys.path[0] = os.getcwd()  # not this folder, as in the processes that it stands for
     for name in IMPORTED:
         importlib.import_module(name)
+    memopt.enforcers.verify.compare.subprocess = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
+    bandwidth = memopt.profiler.bandwidth
+    bandwidth.measure_device = measured_once(bandwidth.measure_device)
+    bandwidth.measure_device("cpu", Path(tempfile.gettempdir()))
     gc.collect()
     gc.freeze()
     serve()

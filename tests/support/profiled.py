@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from memopt.device import Device
 from memopt.trace import CATEGORIES, PHASES, Trace, load_trace
 from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent.parent / "scripts"
+Measure = Callable[[str, Path], Device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,23 @@ class Profiler:
     def memopt(self, *args: str) -> dict:
         done = warm.python(["-m", "memopt", *args], cwd=self._folder, env=self._env)
         return {"returncode": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
+
+
+def measured_once(measure: Measure) -> Measure:
+    """As `memopt.profiler.bandwidth.measure_device`, which writes a file of 48 MiB each time; for each file system once.
+
+    What a profile does with the rates of this machine is tested, not they themselves."""
+    known: dict[tuple[str, int], Device] = {}
+
+    def measured(kind: str, swap_dir: Path) -> Device:
+        if not os.access(swap_dir, os.W_OK):
+            return measure(kind, swap_dir)
+        where = kind, os.stat(swap_dir).st_dev
+        if where not in known:
+            known[where] = measure(kind, swap_dir)
+        return known[where]
+
+    return measured
 
 
 @contextmanager

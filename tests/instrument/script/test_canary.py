@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
+
 ROOT = Path(__file__).parents[3]
 CANARY = ROOT / "tests" / "support" / "canary.py"
 ENDINGS = ("exit", "message", "raise", "hard", "sigint", "sigterm", "sigterm-handled")
@@ -92,20 +94,11 @@ def memopt(*args: str) -> list[str]:
 def plan(folder: Path) -> Path:
     """A plan for the canary, made by the commands that a person would type."""
     profile, plan = folder / "canary.profile.json.gz", folder / "canary.plan.json"
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
     for command in (
         memopt("profile", "-o", str(profile), "canary.py", str(folder / "ignored.jsonl"), "world"),
         memopt("advise", str(profile), "--budget", "90%", "-o", str(plan)),
     ):
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            input="",
-            timeout=120,
-        )
+        done = warm.python(command, cwd=folder)
         assert done.returncode == 0, done.stderr
     return plan
 

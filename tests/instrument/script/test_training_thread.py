@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.script.training_thread import TrainingThread
+from tests.support import warm
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,9 +53,7 @@ finally:
 
 def run_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=120
-    )
+    return warm.python(list(words), cwd=folder, env=env, timeout=120)
 
 
 def in_a_thread(action: Callable[[], object]) -> None:
