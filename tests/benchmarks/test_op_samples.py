@@ -6,9 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.op_samples import KINDS, Held, hold, op_names, samples
 
+pytestmark = pytest.mark.loop
 OPS_EACH = 10
 ALWAYS = (
     "linalg.pinv",
@@ -21,6 +23,14 @@ ALWAYS = (
     "median",
     "linalg.det",
 )
+
+
+@pytest.fixture(autouse=True)
+def _no_seeds_kept_for_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the ten thousand seeds that the samples set is noted, with its stack, for devices that may be there later."""
+    for device in (torch.cuda, torch.xpu, torch.mtia):
+        if not device.is_available():
+            monkeypatch.setattr(device, "manual_seed_all", lambda seed: None)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -101,6 +101,7 @@ def test_the_tutorial_runs(tmp_path: Path) -> None:
     text = (DOCS / "tutorial.md").read_text()
     for name, code in re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", text, re.DOTALL):
         (tmp_path / name).write_text(code)
+    (tmp_path / "pyproject.toml").write_text("[tool.memopt.advise]\ntime-limit = 1\n")
     commands = re.findall(r"^\$ memopt (.*)$", text, re.MULTILINE)
     assert len(commands) >= 6
     with profiler(tmp_path) as run:

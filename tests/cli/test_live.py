@@ -33,7 +33,7 @@ while step < steps or not os.path.exists(os.environ.get("WAIT_FOR", ".")):
     optimizer.step()
     print("step", step, flush=True)
     step += 1
-    time.sleep(0.1)
+    time.sleep(0.02)
 sys.exit(int(sys.argv[2]))
 """
 
@@ -156,7 +156,7 @@ def test_a_small_terminal_has_no_foot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_gives_the_terminal_back(tmp_path: Path, number: int) -> None:
-    process, leader = start(tmp_path, "500", "0")
+    process, leader = start(tmp_path, "5000", "0")
     text = read_until(leader, b"step 1\r\n")
     os.killpg(process.pid, number)
     text += read_until(leader, b"")

@@ -36,12 +36,13 @@ from tests.support.stepping import (
 )
 
 STEPS = 6
+NOT_LOOKED_AT = "memopt.instrument.stepping.premises.speaks_of_gradients", lambda: ""
 
 
 @pytest.fixture(autouse=True)
 def _gradients_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The files of the tests speak of gradients, which would be reason enough to refuse any loop that lives in them."""
-    monkeypatch.setattr("memopt.instrument.stepping.premises.speaks_of_gradients", lambda: "")
+    monkeypatch.setattr(*NOT_LOOKED_AT)
 
 
 def moved_plan(trace: Trace, choose=lambda problem: Decisions()) -> Plan:
@@ -85,12 +86,19 @@ def test_what_is_refused(name: str, tmp_path: Path) -> None:
     assert reason in why_not(recorded(loop, tmp_path))
 
 
+@pytest.fixture(scope="module")
+def plan_for_images(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*NOT_LOOKED_AT)
+        return moved_plan(recorded(stepping("images", "sgd"), tmp_path_factory.mktemp("images")))
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("loop", [*LOOPS, *(loop for loop, _ in REFUSED.values())])
-def test_a_plan_for_another_loop_changes_no_result(loop: Loop, tmp_path: Path) -> None:
+def test_a_plan_for_another_loop_changes_no_result(loop: Loop, tmp_path: Path, plan_for_images: Plan) -> None:
     """Applied where it does not belong, it does nothing, or ends the run before anything could differ: never another result."""
     plain = seeded(loop, STEPS)
-    plan = moved_plan(recorded(stepping("images", "sgd"), tmp_path))
+    plan = plan_for_images
     looks = loop in LOOPS or loop is REFUSED["logged after"][0]
     with contextlib.suppress(NotPossibleHere) if looks else contextlib.nullcontext():
         computed, outcome = enforced(loop, plan, tmp_path, STEPS)

@@ -55,7 +55,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("profile", "-o", "gan.profile.json.gz", f"{scripts}/gan.py"),
             ("profile", "-o", "checkpointed.profile.json.gz", f"{scripts}/checkpointed.py"),
             ("profile", "-o", "died.profile.json.gz", "oom.py"),
-            ("advise", "gpt.profile.json.gz", "--budget", "60%", "-o", "gpt.plan.json"),
+            ("advise", "gpt.profile.json.gz", "--budget", "60%", "--time-limit", "1", "-o", "gpt.plan.json"),
             ("apply", "gpt.plan.json", "--outcome", "gpt.outcome.json"),
         ):
             done = run.memopt(*args)

@@ -59,6 +59,7 @@ def graphs(draw: st.DrawFn, most_ops: int = 7) -> dict[str, Any]:
     return {"schema": "memopt.graph/1", "name": "random", "tensors": tensors, "ops": ops, "keep": keep}
 
 
+@pytest.mark.solver
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     plain=graphs(most_ops=20),
@@ -93,6 +94,7 @@ def test_every_plan_of_every_strategy_is_valid(
     assert budget < refused <= peak
 
 
+@pytest.mark.solver
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plain=graphs(most_ops=6), share=st.floats(0.0, 1.0))
 def test_auto_against_brute_force(plain: dict[str, Any], share: float) -> None:
@@ -114,13 +116,13 @@ def test_auto_against_brute_force(plain: dict[str, Any], share: float) -> None:
 
 @pytest.mark.parametrize(("name", "share"), [("unet", 0.8), ("unet", 0.4), ("mobilenet", 0.5)])
 def test_auto_is_at_least_as_good_as_every_quick_strategy(name: str, share: float) -> None:
-    """In two seconds of the processor's time, whatever else it does."""
+    """In one second of the processor's time, whatever else it does."""
     plain = json.loads(msgspec.json.encode(shapes.GRAPHS[name]()))
     budget = int(share * unplanned_peak(graph_of(plain)))
     quick = sorted(set(graph_strategies()) - {"auto", "checkmate", "swapadvisor"})
     others = {strategy: tried(plain, budget, strategy=strategy) for strategy in quick}
     with reading(time.process_time):
-        overhead = tried(plain, budget, time_limit_s=2)
+        overhead = tried(plain, budget, time_limit_s=1)
     assert overhead <= min(others.values()) + 1e-9
     assert overhead < 0.9 * others["dtr"]
 
@@ -129,9 +131,9 @@ def test_auto_is_at_least_as_good_as_every_quick_strategy(name: str, share: floa
 def test_a_link_makes_plans_cheaper_than_recomputing_alone(gbps: float) -> None:
     plain = json.loads(msgspec.json.encode(shapes.GRAPHS["unet"]()))
     budget = int(0.5 * unplanned_peak(graph_of(plain)))
-    alone = plan_and_check(plain, budget, time_limit_s=2)
+    alone = plan_and_check(plain, budget, time_limit_s=1)
     link = {"out_gbps": gbps, "in_gbps": gbps}
-    together = plan_and_check(plain, budget, time_limit_s=2, **link)
+    together = plan_and_check(plain, budget, time_limit_s=1, **link)
     assert together < 0.9 * alone
     quick = (
         "vdnn",
@@ -191,7 +193,7 @@ def test_swap_alone_may_wait_but_never_reruns() -> None:
     plain = json.loads(msgspec.json.encode(shapes.GRAPHS["unet"]()))
     graph = graph_of(plain)
     budget = int(0.6 * unplanned_peak(graph))
-    schedule = plan_graph(graph, budget, out_gbps=25, in_gbps=25, allow=frozenset({"swap"}), time_limit_s=2)
+    schedule = plan_graph(graph, budget, out_gbps=25, in_gbps=25, allow=frozenset({"swap"}), time_limit_s=1)
     assert schedule.reruns == 0
     assert schedule.swaps > 0
     assert schedule.exposed_ms > 0
