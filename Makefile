@@ -10,6 +10,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 ROOMS := instrument profiler estimators advisors enforcers reports cli
 SOURCES := memopt $(ROOMS) tests tools benchmarks examples
+# Each process of the tests would compile them again, 4 s.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install demo test quick lint format types docs bench bench-estimate bench-gpu bench-advise bench-run clean
 

@@ -31,8 +31,9 @@ STARTS_PROCESSES = {
     "run_alone", "run_on_fake", "spawn", "subprocess", "warm",
 }  # fmt: skip
 """Names of the library, of memopt and of the tests' support under which a process starts."""
-ASKS_SOLVER = {"highspy", "least_step_ms"}
-TRAINS = {"ApplySession", "ProfileSession", "run_late"}
+ASKS_SOLVER = {"highspy", "least_step_ms", "plan_graph", "plan_lowest", "prove"}
+"""`auto` asks it for bounds of small graphs."""
+TRAINS = {"ApplySession", "Guard", "ProfileSession", "enforce", "run_late"}
 
 
 @pytest.hookimpl(tryfirst=True)

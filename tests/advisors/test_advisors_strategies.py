@@ -88,6 +88,7 @@ def test_names_match(name: str) -> None:
     assert find_strategy(name).name == name
 
 
+@pytest.mark.solver
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.6, 0.5, 0.4])
 def test_auto_is_at_least_as_good_as_all(share: float) -> None:
     problem = problem_of(net(), share)

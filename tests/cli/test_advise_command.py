@@ -262,6 +262,7 @@ def test_what_is_not_exact_may_be_allowed_and_is_said_to_do_nothing(
     assert {action.kind for action in plan.actions} == {"recompute"}
 
 
+@pytest.mark.solver
 def test_the_overhead_can_be_the_budget(folder: Path, trace: Trace) -> None:
     assert advise("--max-overhead", "10%") == 0
     plan = load_plan(folder / "memopt-train.plan.json")
@@ -298,6 +299,7 @@ def test_an_overhead_that_buys_nothing_is_said(folder: Path, capsys: pytest.Capt
     assert "for at most 0 % of the step" in capsys.readouterr().out.replace("\n", " ")
 
 
+@pytest.mark.solver
 def test_the_curve(folder: Path, capsys: pytest.CaptureFixture[str], trace: Trace) -> None:
     assert run(["advise", "--time-limit", "0.3", "--pareto", "--json"]) == 0
     figures: dict[str, Any] = json.loads(capsys.readouterr().out)
