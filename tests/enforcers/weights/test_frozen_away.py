@@ -142,7 +142,7 @@ def test_the_planner_meets_a_budget_with_them_that_activations_alone_cannot_meet
 ) -> None:
     stay = msgspec.structs.replace(trace, facts=trace.facts | {"backward_calls": 2})
     without = Adviser(stay, allowed((), ())).floor.bytes
-    adviser = Adviser(trace, allowed((), ()))
+    adviser = Adviser(trace, allowed((), ()), time_limit_s=2.0)
     assert adviser.floor.bytes < without
     plan = adviser.plan((adviser.floor.bytes + without) // 2)
     assert weights_of(plan) >= 1
