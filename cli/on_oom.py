@@ -50,7 +50,7 @@ def _leave(
         trace = recorded()
         if trace is None or "out of memory" not in trace.partial:
             from memopt.profiler.out_of_memory import trace_of_now
-            from memopt.profiler.recordings import describe_script
+            from memopt.profiler.trace_of import describe_script
 
             trace = trace_of_now(describe_script(command), in_words(error), _line(error, command))
         path = folder / f"{stem}.profile.json.gz"

@@ -279,7 +279,7 @@ def what_was_written(trace: Trace, path: Path, warmup: int = 0) -> list[str]:
         name = str(path.relative_to(Path.cwd()))
     except (ValueError, OSError):
         name = str(path)
-    from memopt.profiler.session import TOO_FEW_ITERATIONS
+    from memopt.profiler.ending import TOO_FEW_ITERATIONS
 
     lines = [f"wrote {name} (peak {format_bytes(trace.peak_bytes)}, {trace.op_count} ops)"]
     if trace.partial:
@@ -305,6 +305,6 @@ def what_was_written(trace: Trace, path: Path, warmup: int = 0) -> list[str]:
 
 def early(trace: Trace) -> list[str]:
     """What the profile says of itself where it is of another iteration than was asked for."""
-    from memopt.profiler.session import MADE_ONLY
+    from memopt.profiler.ending import MADE_ONLY
 
     return [note for note in trace.notes if note.startswith(MADE_ONLY)]

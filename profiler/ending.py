@@ -7,6 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memopt.profiler.recorder import Recorder
 
+TOO_FEW_ITERATIONS = "the script ended before the iteration that was to be recorded"
+"""Why a profile is partial."""
+MADE_ONLY = "the script made "
+"""Begin of the note in a profile that is of another iteration than was asked for."""
+
 _ALLOCATION_FAILED = ("out of memory", "can't allocate memory", "not enough memory")
 
 
@@ -26,6 +31,13 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error)
     return isinstance(error, RuntimeError) and any(part in text for part in _ALLOCATION_FAILED)
+
+
+def made_only(made: int, iteration: int) -> str:
+    """What to say of a profile that is not of the iteration that was asked for."""
+    times = "1 iteration" if made == 1 else f"{made} iterations"
+    first = ": what the optimizer keeps was made in it" if iteration == 1 else ""
+    return f"{MADE_ONLY}{times} only, and this is number {iteration}{first}"
 
 
 def know_what_is_saved(recorder: Recorder) -> None:

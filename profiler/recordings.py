@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memopt.instrument.script.command import Command, find_source
 from memopt.profiler.ending import know_what_is_saved
-from memopt.trace import Script
 
 if TYPE_CHECKING:
+    import torch
+
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.profiler.cache_calls import CacheCalls
@@ -27,6 +24,8 @@ if TYPE_CHECKING:
     from memopt.updates import Updates
 
 
+_MANY_OPS = 20_000
+"""Some seconds to record."""
 _MOST_OPS = 10**6
 _MOST_OPS_BEFORE_TRAINING = 3 * 10**5
 """A script may compute for long before it trains, after a first look at what its model gives; those ops are nothing that a profile is about."""
@@ -55,8 +54,31 @@ class Recording:
     recorder: Recorder
     clock: OpClock
     iteration: int
+    names: dict[int, str]
+    """id of a parameter -> its name."""
     updates: UpdateWatch | None = None
     cache_calls: CacheCalls | None = None
+
+    def backward_begins(
+        self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
+    ) -> None:
+        self.recorder.backward_began(roots, keep_graph=keep_graph, create_graph=create_graph)
+        if self.updates is not None:
+            self.updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        from memopt.profiler.known import tell_gradients
+
+        tell_gradients(self.recorder.met.know, optimizer, self.names)
+        if self.updates is not None:
+            self.updates.step_begins(optimizer)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        from memopt.profiler.known import tell_state
+
+        if self.updates is not None:
+            self.updates.step_ended()
+        tell_state(self.recorder.met.know, optimizer, self.names)
 
     def watch_no_more(self) -> Updates | None:
         """What was found of the optimizer's steps."""
@@ -96,9 +118,9 @@ class Recordings:
         """Of the iteration before that one in which the script ended."""
         self.result: Result | None = None
         self.recorded_ms = 0.0
-        self.names: dict[int, str] = {}
-        """id of a parameter -> its name."""
         self.notes: list[str] = []
+        self.before_training_bytes = 0
+        """The most that was held before the first forward."""
         self._there: There | None = None
         self._is_between = False
 
@@ -138,7 +160,7 @@ class Recordings:
         clock = self._clock(with_bytes=iteration > self._wanted.warmup and self.result is None)
         most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
         recorder = self._recorder(clock, most)
-        self.names = tell_all(recorder.met.know, self._frames, there)
+        names = tell_all(recorder.met.know, self._frames, there)
         del there  # or it keeps tensors alive
         self._there = None
         recorder.met.expect(self.buckets(in_use), in_use)
@@ -149,7 +171,34 @@ class Recordings:
         watch = watch_updates(recorder, self._iterations) if self.result is None else None
         calls = CacheCalls(recorder.cache_emptied)
         calls.install()
-        self.now = Recording(recorder, clock, iteration, watch, calls)
+        self.now = Recording(recorder, clock, iteration, names, watch, calls)
+
+    def begin_first(self) -> None:
+        """Record from the first forward on; what preparation held above what is held now is looked up first."""
+        from memopt.instrument.memory.outside import was_above_now_bytes
+        from memopt.profiler.known import device_in_use
+
+        with self.between():
+            kind = self._wanted.device or device_in_use(self.there().modules)
+            above_bytes = was_above_now_bytes(kind)
+            self.begin(iteration=1)
+        assert self.now is not None
+        self.before_training_bytes = above_bytes + self.now.recorder.base_bytes
+
+    def wants_another(self, count: int) -> bool:
+        """Is the iteration to be recorded that follows the `count`-th?"""
+        if count < self._wanted.warmup:
+            return self._wanted.offload is not None or self._may_be_short(count)
+        return count < self._wanted.warmup + self._wanted.steps or self.result is None
+
+    def _may_be_short(self, count: int) -> bool:
+        """The second iteration is recorded for scripts that make no third; where nothing will be timed after the third, it is timed.
+
+        Not one of very many ops: the first is known, and recording another takes long."""
+        if not self.earlier:
+            return True
+        few = len(self.earlier[0].recorder.ops) < _MANY_OPS
+        return count == 1 and few and not has_peers() and not self.buckets(self.device)
 
     def buckets(self, device: str) -> list[int]:
         """Bytes of DistributedDataParallel's buckets. A recording shows them to Python, where the next would count them twice."""
@@ -239,6 +288,17 @@ class Recordings:
         recorder.stop()
         return Result(recorder, None, self._iterations.count + 1, snapshot=True)
 
+    def part_left(self, *, ended_early: bool, out_of_memory: bool, cut_off: bool) -> Result | None:
+        """What there is of a script that ended before an iteration was recorded to its end; `cut_off`: while one was."""
+        seen = [*(each for each in (self.result, self.fragment) if each is not None), *self.earlier]
+        if ended_early and (not seen or (out_of_memory and not cut_off)):
+            seen = [self.snapshot()]
+            self.notes.append(
+                "the iteration in which it ended was not recorded: this is what was there then, without ops"
+            )
+        told = (each for each in seen if out_of_memory or tells_of_training(each, ended_early=ended_early))
+        return next(told, None)
+
     def close(self) -> None:
         """Give back where saved tensors were sent."""
         if self._tier is not None:
@@ -251,26 +311,17 @@ def _uses_cuda() -> bool:
     return bool(torch.cuda.is_initialized())
 
 
-def describe_script(command: Command) -> Script:
-    """The command as a plan keeps it, but for torch's version, which is known when the script has imported it."""
-    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    several = world.isdecimal() and int(world) > 1
-    return Script(
-        argv=list(command.argv),
-        cwd=os.getcwd(),
-        as_module=command.as_module,
-        sha256=hashlib.sha256(find_source(command).read_bytes()).hexdigest(),
-        python=platform.python_version(),
-        torch="",
-        rank=int(rank) if several and rank.isdecimal() else -1,
-        world=int(world) if several else 1,
-    )
-
-
 def tells_of_training(result: Result, *, ended_early: bool) -> bool:
     """Is there a training step in what was recorded, or, where an exception ended it, the beginning of one?"""
     recorder = result.recorder
     return recorder.backward_calls > 0 or (ended_early and bool(recorder.slots or result.iteration > 1))
+
+
+def has_peers() -> bool:
+    """Do several processes train together?"""
+    from torch import distributed
+
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def same_ops(a: Recorder, b: Recorder) -> bool:

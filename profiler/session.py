@@ -5,29 +5,27 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from memopt.device import Device
 from memopt.errors import MemoptError, NotPossibleHere, RunFailed
 from memopt.instrument.live_objects import no_collections
 from memopt.instrument.loop import Loop, begin_at_torch
 from memopt.instrument.script.command import Command
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.script.runner import StopScript, stop_script
-from memopt.profiler.ending import in_words, is_out_of_memory
+from memopt.profiler.ending import TOO_FEW_ITERATIONS, in_words, is_out_of_memory, made_only
 from memopt.profiler.plain_steps import PlainSteps
 from memopt.profiler.recordings import (
     Recording,
     Recordings,
     Result,
     Wanted,
-    describe_script,
-    tells_of_training,
+    has_peers,
 )
-from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, Trace
+from memopt.profiler.trace_of import Run, describe_script, trace_of
+from memopt.trace import Trace
 
 if TYPE_CHECKING:
     import torch
@@ -37,14 +35,6 @@ if TYPE_CHECKING:
     from memopt.instrument.saved import Kept, SavedTensorHooks
 
 log = logging.getLogger(__name__)
-
-TOO_FEW_ITERATIONS = "the script ended before the iteration that was to be recorded"
-"""Why a profile is partial."""
-MADE_ONLY = "the script made "
-"""Begin of the note in a profile that is of another iteration than was asked for."""
-
-_MANY_OPS = 20_000
-"""Some seconds to record."""
 
 _MOST_STOPS = 3
 """A script that catches the exit that often means to go on; it is left alone then."""
@@ -61,17 +51,15 @@ class ProfileSession:
         begins: Callable[[int], None] = lambda iteration: None,
     ) -> None:
         """`done` is given the trace as soon as there is one, before the script goes on or is stopped; `begins` each iteration's number."""
-        self._script = describe_script(command)
-        """As it was before it ran: it may change its folder, or itself."""
         self._wanted = wanted
+        self._plain = PlainSteps()
+        self._run = Run(describe_script(command), wanted, self._plain)
         self._tell = done or (lambda trace: None)
         self._begins = begins
         self._pid = os.getpid()
         self._frames: Frames | None = None
         self._iterations: Iterations | None = None
         self._recordings: Recordings | None = None
-        self._plain = PlainSteps()
-        self._optimizers: set[int] = set()
         self._hooks: SavedTensorHooks | None = None
         self._own_loop: Loop | None = None
         """None where frames and iterations are another's to remove."""
@@ -81,17 +69,12 @@ class ProfileSession:
         """Nor is there to time."""
         self._over = False
         self._stops = 0
-        self._cut_off = 0
-        """The iteration that was being recorded when the script ended."""
         self._part: Result | None = None
         """Of what was taken for an iteration, until another optimizer stepped for the first time."""
         self.trace: Trace | None = None
         self.failure: MemoptError | None = None
         """What went wrong in memopt itself; the script is not disturbed by it."""
         self.torch_seen = False
-        self._above_bytes = 0
-        """What was held before the first forward, above what was held then."""
-        self._then_bytes = 0
 
     # --- life
 
@@ -126,7 +109,8 @@ class ProfileSession:
     def _begin(self, loop: Loop) -> None:
         from memopt.instrument.saved import SavedTensorHooks
 
-        self._frames, self._iterations = loop.frames, loop.iterations
+        self._frames = loop.frames
+        self._iterations = self._run.iterations = loop.iterations
         self.torch_seen = True
         call_around_fork(self._before_fork, self._after_fork, self._forked)
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
@@ -140,18 +124,7 @@ class ProfileSession:
         self._frames.before_training = None
         recordings = self._recordings
         if recordings is not None and recordings.now is None and not self._done and self.iterations_seen == 0:
-            self._guard(lambda: self._begin_first(recordings))
-
-    def _begin_first(self, recordings: Recordings) -> None:
-        from memopt.instrument.memory.outside import was_above_now_bytes
-        from memopt.profiler.known import device_in_use
-
-        with recordings.between():
-            kind = self._wanted.device or device_in_use(recordings.there().modules)
-            self._above_bytes = was_above_now_bytes(kind)
-            recordings.begin(iteration=1)
-        assert recordings.now is not None
-        self._then_bytes = recordings.now.recorder.base_bytes
+            self._guard(recordings.begin_first)
 
     @property
     def _now(self) -> Recording | None:
@@ -219,7 +192,7 @@ class ProfileSession:
             return
         whole = recordings.result
         if recordings.now is not None:
-            self._cut_off = recordings.now.iteration
+            self._run.cut_off = recordings.now.iteration
             recordings.end(out_of_memory=out_of_memory, whole=False)
         if self.trace is None and whole is None and self._part is not None:
             whole = self._part
@@ -228,35 +201,27 @@ class ProfileSession:
             )
         if self.trace is None and whole is None and not problem and recordings.earlier:
             whole = recordings.earlier[0]
-            recordings.notes.append(_only(self.iterations_seen, whole.iteration))
+            recordings.notes.append(made_only(self.iterations_seen, whole.iteration))
         if self.trace is None and whole is not None:
             self._publish_whole(whole)
         if self.trace is not None:
             self._time()
             return
-        parts = (recordings.result, recordings.fragment)
-        seen = [*(result for result in parts if result is not None), *recordings.earlier]
-        if problem and (not seen or (out_of_memory and not self._cut_off)):
-            seen = [recordings.snapshot()]
-            recordings.notes.append(
-                "the iteration in which it ended was not recorded: this is what was there then, without ops"
-            )
-        result = next(
-            (r for r in seen if out_of_memory or tells_of_training(r, ended_early=bool(problem))), None
-        )
+        cut_off = bool(self._run.cut_off)
+        result = recordings.part_left(ended_early=bool(problem), out_of_memory=out_of_memory, cut_off=cut_off)
         if result is None:
             return
         self._done = True
-        self._publish(self._build(result, problem or TOO_FEW_ITERATIONS))
+        self._publish(trace_of(result, problem or TOO_FEW_ITERATIONS, recordings, self._run))
 
     def _publish_whole(self, result: Result) -> None:
         """`result` is of an iteration that was recorded to its end."""
         self._done = True
         self._watch_no_more()
+        assert self._recordings is not None
         recorder = result.recorder
-        self._publish(
-            self._build(result, f"it stops after {len(recorder.ops)} ops" if recorder.overflow else "")
-        )
+        partial = f"it stops after {len(recorder.ops)} ops" if recorder.overflow else ""
+        self._publish(trace_of(result, partial, self._recordings, self._run))
 
     def _publish(self, trace: Trace) -> None:
         self.trace = trace
@@ -286,7 +251,7 @@ class ProfileSession:
 
     @property
     def iterations_seen(self) -> int:
-        return self._iterations.count if self._iterations is not None else 0
+        return self._run.iterations_seen
 
     # --- the training loop (Listener)
 
@@ -344,34 +309,14 @@ class ProfileSession:
             recordings.result = None
             recordings.earlier.clear()
         self._frames.new_iteration()
-        if self._is_next_recorded(count):
+        if recordings.wants_another(count):
             recordings.begin(iteration=count + 1)
         elif recordings.result is not None and not iterations.waits_for_another:
             self._publish_whole(recordings.result)
 
-    def _is_next_recorded(self, count: int) -> bool:
-        wanted, recordings = self._wanted, self._recordings
-        assert recordings is not None
-        if count < wanted.warmup:
-            return wanted.offload is not None or self._may_be_short(count)
-        return count < wanted.warmup + wanted.steps or recordings.result is None
-
-    def _may_be_short(self, count: int) -> bool:
-        """The second iteration is recorded for scripts that make no third; where nothing will be timed after the third, it is timed.
-
-        Not one of very many ops: the first is known, and recording another takes long."""
-        assert self._recordings is not None
-        earlier = self._recordings.earlier
-        if not earlier:
-            return True
-        few = len(earlier[0].recorder.ops) < _MANY_OPS
-        return (
-            count == 1 and few and not _has_peers() and not self._recordings.buckets(self._recordings.device)
-        )
-
     def _worth_timing(self) -> bool:
         """Shall the script go on, to be timed? Several processes must stop at the same iteration, or one waits for ever."""
-        return self._wanted.offload is None and not _has_peers() and not self._plain.enough
+        return self._wanted.offload is None and not has_peers() and not self._plain.enough
 
     def _time(self) -> None:
         """What was published gets the time of all iterations that have been timed since."""
@@ -397,103 +342,19 @@ class ProfileSession:
         self._frames.paused = True
         now = self._now
         if now is not None:
-            recorder, updates = now.recorder, now.updates
-            self._guard(
-                lambda: recorder.backward_began(roots, keep_graph=keep_graph, create_graph=create_graph)
-            )
-            if updates is not None:
-                self._guard(lambda: updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph))
+            self._guard(lambda: now.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph))
 
     def backward_ended(self) -> None:
         assert self._frames is not None
         self._frames.paused = False
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizers.add(id(optimizer))
-        now = self._recordings
-        if now is not None and now.now is not None:
-            from memopt.profiler.known import tell_gradients
-
-            know, names, updates = now.now.recorder.met.know, now.names, now.now.updates
-            self._guard(lambda: tell_gradients(know, optimizer, names))
-            if updates is not None:
-                self._guard(lambda: updates.step_begins(optimizer))
+        self._run.optimizers.add(id(optimizer))
+        now = self._now
+        if now is not None:
+            self._guard(lambda: now.step_begins(optimizer))
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        now = self._recordings
-        if now is not None and now.now is not None:
-            from memopt.profiler.known import tell_state
-
-            know, names, updates = now.now.recorder.met.know, now.names, now.now.updates
-            if updates is not None:
-                self._guard(updates.step_ended)
-            self._guard(lambda: tell_state(know, optimizer, names))
-
-    # --- the trace
-
-    def _build(self, result: Result, partial: str) -> Trace:
-        import torch
-
-        from memopt.profiler.bandwidth import measure_device
-        from memopt.profiler.build import build_trace
-
-        recordings, recorder = self._recordings, result.recorder
-        assert recordings is not None
-        kind = recordings.device or "cpu"
-        try:
-            device = measure_device(kind, self._wanted.swap_dir)
-        except RuntimeError as error:
-            device = Device(kind=kind, name=f"not measured: {error}"[:200])
-        trace = build_trace(
-            recorder,
-            result.usage,
-            more_times_us=result.more_times_us,
-            base_bytes=recorder.base_bytes,
-            script=msgspec.structs.replace(self._script, torch=str(torch.__version__)),
-            device=device,
-            iteration=result.iteration,
-            step_ms=self._step_ms(result, recordings.recorded_ms),
-            notes=[*recordings.notes, *sorted(recorder.notes)],
-            facts=self._facts(result),
-            partial=partial,
-        )
-        return msgspec.structs.replace(trace, updates=result.updates)
-
-    def _step_ms(self, result: Result, recorded_ms: float) -> float:
-        """A plain iteration: those seen, or, where all were offloaded, the ops alone."""
-        if self._wanted.offload is not None and result.usage is not None:
-            return sum(result.usage.time_us) / 1000
-        if not self._plain.timed and result.usage is not None:
-            return min(recorded_ms or inf, sum(result.usage.time_us) / 1000)
-        return self._plain.step_ms(recorded_ms)
-
-    def _facts(self, result: Result) -> dict[str, int]:
-        recorder = result.recorder
-        cut_off = {"stopped_at_op": len(recorder.ops) - 1} if self._cut_off == result.iteration else {}
-        return cut_off | {
-            "optimizers": len(self._optimizers),
-            "in_first_round": self._iterations.in_first_round if self._iterations is not None else 0,
-            "backward_calls": recorder.backward_calls,
-            "keep_graph": recorder.keep_graph,
-            "create_graph": recorder.create_graph,
-            "grad_calls": recorder.grad_calls,
-            **{f"{CACHE_EMPTIED}{line}": count for line, count in recorder.cache_emptied.items()},
-            **({BEFORE_TRAINING: before} if (before := self._then_bytes + self._above_bytes) else {}),
-            "iterations_seen": self.iterations_seen,
-            "boundary_is_backward": int(
-                self._iterations is not None and self._iterations.boundary == "backward"
-            ),
-        }
-
-
-def _only(made: int, iteration: int) -> str:
-    """What to say of a profile that is not of the iteration that was asked for."""
-    times = "1 iteration" if made == 1 else f"{made} iterations"
-    first = ": what the optimizer keeps was made in it" if iteration == 1 else ""
-    return f"{MADE_ONLY}{times} only, and this is number {iteration}{first}"
-
-
-def _has_peers() -> bool:
-    from torch import distributed
-
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+        now = self._now
+        if now is not None:
+            self._guard(lambda: now.step_ended(optimizer))

@@ -1,0 +1,110 @@
+"""What was recorded, as the trace that a profile keeps: with the script, the device, times of steps and what else is known of the run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from dataclasses import dataclass, field
+from math import inf
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from memopt.device import Device
+from memopt.instrument.script.command import Command, find_source
+from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, Script, Trace
+
+if TYPE_CHECKING:
+    from memopt.instrument.iterations import Iterations
+    from memopt.profiler.plain_steps import PlainSteps
+    from memopt.profiler.recordings import Recordings, Result, Wanted
+
+
+@dataclass(slots=True)
+class Run:
+    """What is known of a run beside its recordings."""
+
+    script: Script
+    """As it was before it ran: it may change its folder, or itself."""
+    wanted: Wanted
+    plain: PlainSteps
+    iterations: Iterations | None = None
+    optimizers: set[int] = field(default_factory=set)
+    """Ids of those that have stepped."""
+    cut_off: int = 0
+    """The iteration that was being recorded when the script ended."""
+
+    @property
+    def iterations_seen(self) -> int:
+        return self.iterations.count if self.iterations is not None else 0
+
+
+def describe_script(command: Command) -> Script:
+    """The command as a plan keeps it, but for torch's version, which is known when the script has imported it."""
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    several = world.isdecimal() and int(world) > 1
+    return Script(
+        argv=list(command.argv),
+        cwd=os.getcwd(),
+        as_module=command.as_module,
+        sha256=hashlib.sha256(find_source(command).read_bytes()).hexdigest(),
+        python=platform.python_version(),
+        torch="",
+        rank=int(rank) if several and rank.isdecimal() else -1,
+        world=int(world) if several else 1,
+    )
+
+
+def trace_of(result: Result, partial: str, recordings: Recordings, run: Run) -> Trace:
+    """`partial`: why it is not of a whole iteration; empty where it is."""
+    import torch
+
+    from memopt.profiler.bandwidth import measure_device
+    from memopt.profiler.build import build_trace
+
+    recorder, kind = result.recorder, recordings.device or "cpu"
+    try:
+        device = measure_device(kind, run.wanted.swap_dir)
+    except RuntimeError as error:
+        device = Device(kind=kind, name=f"not measured: {error}"[:200])
+    trace = build_trace(
+        recorder,
+        result.usage,
+        more_times_us=result.more_times_us,
+        base_bytes=recorder.base_bytes,
+        script=msgspec.structs.replace(run.script, torch=str(torch.__version__)),
+        device=device,
+        iteration=result.iteration,
+        step_ms=_step_ms(result, recordings.recorded_ms, run),
+        notes=[*recordings.notes, *sorted(recorder.notes)],
+        facts=_facts(result, recordings, run),
+        partial=partial,
+    )
+    return msgspec.structs.replace(trace, updates=result.updates)
+
+
+def _step_ms(result: Result, recorded_ms: float, run: Run) -> float:
+    """A plain iteration: those seen, or, where all were offloaded, the ops alone."""
+    if run.wanted.offload is not None and result.usage is not None:
+        return sum(result.usage.time_us) / 1000
+    if not run.plain.timed and result.usage is not None:
+        return min(recorded_ms or inf, sum(result.usage.time_us) / 1000)
+    return run.plain.step_ms(recorded_ms)
+
+
+def _facts(result: Result, recordings: Recordings, run: Run) -> dict[str, int]:
+    recorder, iterations = result.recorder, run.iterations
+    cut_off = {"stopped_at_op": len(recorder.ops) - 1} if run.cut_off == result.iteration else {}
+    return cut_off | {
+        "optimizers": len(run.optimizers),
+        "in_first_round": iterations.in_first_round if iterations is not None else 0,
+        "backward_calls": recorder.backward_calls,
+        "keep_graph": recorder.keep_graph,
+        "create_graph": recorder.create_graph,
+        "grad_calls": recorder.grad_calls,
+        **{f"{CACHE_EMPTIED}{line}": count for line, count in recorder.cache_emptied.items()},
+        **({BEFORE_TRAINING: before} if (before := recordings.before_training_bytes) else {}),
+        "iterations_seen": run.iterations_seen,
+        "boundary_is_backward": int(iterations is not None and iterations.boundary == "backward"),
+    }
