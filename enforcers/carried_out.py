@@ -7,13 +7,19 @@ from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
+from memopt.outcome import ActionCounts, Outcome
 from memopt.plan import Plan
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from memopt.enforcers.gradients_in_place import GradientsInPlace
+    from memopt.enforcers.measurements import Measurements
+    from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.optimizer.planned_steps import PlannedSteps
     from memopt.enforcers.tiers.swapped import Swapper
+    from memopt.instrument.saved import SavedTensorHooks
 
 
 @dataclass(slots=True)
@@ -91,6 +97,52 @@ def notes_on_tensors(account: Account, swapper: Swapper | None, done: Container[
     told = [n for n in notes if not any(f.startswith(n.partition("skipped: ")[2] or "\0") for f in failures)]
     told += [f"{failure}; what could not be copied was kept" for failure in failures]
     return [*told, *filter(None, [swapper.feedback.told() if swapper.feedback is not None else ""])]
+
+
+def notes_on_the_run(
+    hooks: SavedTensorHooks | None, pieces: OptimizerInPieces | None, swapper: Swapper | None, left_plain: int
+) -> list[str]:
+    """What to say of what the script did, and of copies that failed; `left_plain` iterations ran without the plan."""
+    notes = pieces.failures() if pieces is not None else []
+    if hooks is not None and hooks.stepped_aside:
+        notes.append(f"stepped aside for torch.func {hooks.stepped_aside} times")
+    if left_plain:
+        notes.append(f"{left_plain} iterations began to train in another thread and ran without the plan")
+    swaps = [part for part in (swapper, pieces) if part is not None]
+    return [*notes, *dict.fromkeys(why for part in swaps for why in part.frees_nothing())]
+
+
+def outcome_of(
+    plan: Plan,
+    measured: Measurements,
+    decisions: list[Decision],
+    *,
+    actions_done: int,
+    divergences: int,
+    steps: int,
+    notes: list[str],
+) -> Outcome:
+    """What came of `plan`, beside what it promised; `actions_done` are those on tensors."""
+    planned = len([action for action in plan.actions if action.kind != "keep"]) + len(decisions)
+    done = actions_done + sum(each.used >= each.planned for each in decisions)
+    outcome = Outcome(
+        budget_bytes=plan.budget_bytes,
+        unplanned_peak_bytes=plan.unplanned_peak_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_peak_bytes=measured.peak_bytes,
+        plain_step_ms=plan.plain_step_ms,
+        predicted_step_ms=plan.predicted_step_ms,
+        measured_step_ms=measured.step_ms,
+        actions=ActionCounts(planned=planned, done=done, skipped=planned - done),
+        divergences=divergences,
+        steps=steps,
+        other_steps=measured.other_steps,
+        process_peak_bytes=measured.process_peak_bytes,
+        notes=[*notes, *measured.notes()],
+    )
+    on_the_gpu = measured.on_the_gpu()
+    outside = measured.outside_bytes(on_the_gpu.get("allocated_peak_bytes", 0))
+    return msgspec.structs.replace(outcome, outside_peak_bytes=outside, **on_the_gpu)
 
 
 def _declined(account: Account, done: Container[int]) -> list[str]:

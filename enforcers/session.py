@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-import msgspec
-
-from memopt.enforcers.carried_out import Decision, decisions_about_the_run, notes_on_tensors
+from memopt.enforcers.carried_out import (
+    decisions_about_the_run,
+    notes_on_tensors,
+    notes_on_the_run,
+    outcome_of,
+)
 from memopt.enforcers.freed_pages import keep_freed_pages
 from memopt.enforcers.measurements import Measurements
 from memopt.enforcers.memory_limit import MemoryLimit
 from memopt.errors import NotPossibleHere
 from memopt.instrument.loop import Loop, begin_at_torch
 from memopt.instrument.script.forks import call_around_fork
-from memopt.outcome import ActionCounts, Outcome
+from memopt.outcome import Outcome
 from memopt.plan import Plan
 
 if TYPE_CHECKING:
@@ -244,48 +247,21 @@ class ApplySession:
             self._swapper.close()
 
     def _outcome(self) -> Outcome:
-        plan, measured = self._plan, self._measurements
-        decisions = decisions_about_the_run(plan, self._steps, self._over_gradients)
-        planned = len([action for action in plan.actions if action.kind != "keep"]) + len(decisions)
-        done = len(self._done) + sum(each.used >= each.planned for each in decisions)
-        outcome = Outcome(
-            budget_bytes=plan.budget_bytes,
-            unplanned_peak_bytes=plan.unplanned_peak_bytes,
-            predicted_peak_bytes=plan.predicted_peak_bytes,
-            measured_peak_bytes=measured.peak_bytes,
-            plain_step_ms=plan.plain_step_ms,
-            predicted_step_ms=plan.predicted_step_ms,
-            measured_step_ms=measured.step_ms,
-            actions=ActionCounts(planned=planned, done=done, skipped=planned - done),
-            divergences=self._engine.divergences if self._engine is not None else 0,
-            steps=self._iterations.count if self._iterations is not None else 0,
-            other_steps=measured.other_steps,
-            process_peak_bytes=measured.process_peak_bytes,
-            notes=[*self.notes, *self._of_tensors(), *self._of_the_run(decisions), *measured.notes()],
+        decisions = decisions_about_the_run(self._plan, self._steps, self._over_gradients)
+        notes, engine = list(self.notes), self._engine
+        if engine is not None:
+            notes += notes_on_tensors(engine.account, self._swapper, self._done)
+        notes += [each.words for each in decisions if each.words]
+        notes += notes_on_the_run(self._hooks, self.pieces, self._swapper, self._left_plain)
+        return outcome_of(
+            self._plan,
+            self._measurements,
+            decisions,
+            actions_done=len(self._done),
+            divergences=engine.divergences if engine is not None else 0,
+            steps=self.iterations_seen,
+            notes=notes,
         )
-        on_the_gpu = measured.on_the_gpu()
-        outside = measured.outside_bytes(on_the_gpu.get("allocated_peak_bytes", 0))
-        return msgspec.structs.replace(outcome, outside_peak_bytes=outside, **on_the_gpu)
-
-    def _of_tensors(self) -> list[str]:
-        return (
-            notes_on_tensors(self._engine.account, self._swapper, self._done)
-            if self._engine is not None
-            else []
-        )
-
-    def _of_the_run(self, decisions: list[Decision]) -> list[str]:
-        """What to say of the decisions about the run, and of what the script did."""
-        notes = [each.words for each in decisions if each.words]
-        notes += self.pieces.failures() if self.pieces is not None else []
-        if self._hooks is not None and self._hooks.stepped_aside:
-            notes.append(f"stepped aside for torch.func {self._hooks.stepped_aside} times")
-        if self._left_plain:
-            notes.append(
-                f"{self._left_plain} iterations began to train in another thread and ran without the plan"
-            )
-        swaps = [part for part in (self._swapper, self.pieces) if part is not None]
-        return [*notes, *dict.fromkeys(why for part in swaps for why in part.frees_nothing())]
 
     # --- the training loop (Listener)
 
