@@ -22,7 +22,7 @@ def max_batch(request: AdviseRequest) -> int:
     from memopt.advisors.max_batch import Batches
     from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed
     from memopt.cli.advise.setting import file_for, lints_of, planned_trace, tell_lints
-    from memopt.cli.shared.console import err, say
+    from memopt.cli.shared.console import err, out, say
     from memopt.estimators.hidden.beside_tensors import parse_budget
 
     typed = _typed_budget(request)
@@ -49,7 +49,11 @@ def max_batch(request: AdviseRequest) -> int:
         )
         raise with_command(budget.told(refused), request)
     budget.noted(planned.plan).save(output)
-    _print(plain, planned, search.recorded, search.budget_bytes, output, lints, as_json=request.as_json)
+    if request.as_json:
+        _print_json(plain, planned, search, output, lints)
+    else:
+        _print(plain, planned, search)
+        tell_lints(lints, out())
     say(f"wrote {output}")
     _say_what_to_heed(planned, search)
     if _names_the_batch(planned, search):
@@ -95,33 +99,24 @@ def _names_the_batch(planned: Largest, search: Batches) -> bool:
     return planned.batch == search.recorded or planned.plan.script.argv != search.trace.script.argv
 
 
-def _print(
-    plain: Largest,
-    planned: Largest,
-    recorded: int,
-    budget_bytes: int,
-    output: Path,
-    lints: list[Lint],
-    *,
-    as_json: bool,
-) -> None:
-    if as_json:
-        import msgspec
+def _print_json(plain: Largest, planned: Largest, search: Batches, output: Path, lints: list[Lint]) -> None:
+    import msgspec
 
-        from memopt.reports.formats.summary import encode
+    from memopt.reports.formats.summary import encode
 
-        figures = {
-            "kind": "max batch",
-            "recorded_batch": recorded,
-            "budget_bytes": budget_bytes,
-            "without_plan": _figures(plain),
-            "with_plan": _figures(planned),
-            "plan": str(output),
-            "lints": msgspec.to_builtins(lints),
-        }
-        click.echo(encode(figures))
-        return
-    from memopt.cli.advise.setting import tell_lints
+    figures = {
+        "kind": "max batch",
+        "recorded_batch": search.recorded,
+        "budget_bytes": search.budget_bytes,
+        "without_plan": _figures(plain),
+        "with_plan": _figures(planned),
+        "plan": str(output),
+        "lints": msgspec.to_builtins(lints),
+    }
+    click.echo(encode(figures))
+
+
+def _print(plain: Largest, planned: Largest, search: Batches) -> None:
     from memopt.cli.shared.console import out
     from memopt.reports.tables import pairs_table, words
     from memopt.units import format_bytes, format_ms
@@ -138,14 +133,14 @@ def _print(
         for name, each in (("without a plan", plain), ("with a plan", planned))
     ]
     columns = ("", "largest batch", "peak", "step", "samples a second", "how it is known")
-    out().print(words(f"Within {format_bytes(budget_bytes)}, from a recording at batch {recorded}."))
+    within = format_bytes(search.budget_bytes)
+    out().print(words(f"Within {within}, from a recording at batch {search.recorded}."))
     out().print(pairs_table("Largest batch", columns, rows))
     if planned.first_that_fails > planned.batch + 1:
         untried = f"{planned.batch + 1} to {planned.first_that_fails - 1}"
         out().print(
             words(f"With a plan, batches of {untried} were not tried; {planned.first_that_fails} has none.")
         )
-    tell_lints(lints, out())
 
 
 def _figures(found: Largest) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from memopt.estimators.onnx.match.folded import (
     seen_by,
     warnings,
 )
-from memopt.estimators.onnx.match.layers import match
+from memopt.estimators.onnx.match.layers import Matched, match
 from memopt.estimators.onnx.ops.registry import Malformed
-from memopt.estimators.onnx.read.graph import MOST_ELEMENTS, Graph, Model, Weight, read_model
+from memopt.estimators.onnx.read.graph import MOST_ELEMENTS, Graph, Model, Node, Weight, read_model
 from memopt.estimators.onnx.read.lower import fix_dims, lower, without_dead
 from memopt.estimators.onnx.read.parameters import pack, parameters, twins
 from memopt.estimators.onnx.training import (
@@ -81,9 +81,7 @@ def plan_training(
     suspects = [] if assume_bn is False else folded_batch_norms(graph)
     seen = seen_by(suspects)
     if suspects:
-        graph, added = assume_batch_norms(graph, suspects)
-        graph = without_dead(graph)
-        trained = {**{n: w for n, w in trained.items() if n in graph.weights}, **added}
+        graph, trained = _with_batch_norms(graph, trained, suspects)
     values, run = _folded(path, model, graph, trained, notes, least)
     graph, trained = pack(
         graph, trained, {n: tuple(v.shape) for n, v in values.items() if isinstance(v, Tensor)}
@@ -95,11 +93,7 @@ def plan_training(
     if not faithful:
         matched = match(graph, values, trained, model.producer, model.opset)
         graph = matched.graph
-        notes += (
-            [f"matched back: {_counted(matched.counts)} (--faithful leaves the graph as it is)"]
-            if matched.counts
-            else []
-        )
+        notes += _of_matches(matched)
     trained = {n: w for n, w in trained.items() if n in graph.weights}
     notes += [*lost_dropout(graph), *_remarks(graph, trained, run)]
     bounded = [f"{title}: the largest possible output was taken" for title in run.bounded]
@@ -115,6 +109,21 @@ def plan_training(
         bounded,
         least,
     )
+
+
+def _with_batch_norms(
+    graph: Graph, trained: Mapping[str, Weight], suspects: list[Node]
+) -> tuple[Graph, dict[str, Weight]]:
+    """The graph with a batch norm put back after each of `suspects`, and what is trained in it."""
+    graph, added = assume_batch_norms(graph, suspects)
+    graph = without_dead(graph)
+    return graph, {**{n: w for n, w in trained.items() if n in graph.weights}, **added}
+
+
+def _of_matches(matched: Matched) -> list[str]:
+    if not matched.counts:
+        return []
+    return [f"matched back: {_counted(matched.counts)} (--faithful leaves the graph as it is)"]
 
 
 def _folded(

@@ -7,6 +7,7 @@ Categories are told from the words of the stacks, as far as there are any. It ho
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -178,44 +179,18 @@ class _Reader:
         def text(value: str) -> int:
             return strings.setdefault(value, len(strings))
 
-        ops, blocks, count = self.ops, self.blocks, len(self.ops)
-        deaths = [count if block.death == -2 else block.death for block in blocks]
-        zeros, nothing = [0] * count, [0] * len(blocks)
+        ops, blocks, empty = self.ops, self.blocks, Csr.of([])
         times = self._times()
-        empty = Csr.of([])
-        modules = [text(f"{op.where.function}#0" if op.where.function else "@") for op in ops]
         return Trace(
             memopt=VERSION,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             script=Script(argv=[], cwd=""),
             device=Device(kind="cuda", allocator=settings),
-            ops=Ops(
-                name=[text(op.where.op or ("alloc" if op.born else "free")) for op in ops],
-                module=modules,
-                ordinal=_ordinals(modules),
-                phase=[PHASES.index(op.where.phase or "other") for op in ops],
-                flags=zeros,
-                line=[text(op.where.line) for op in ops],
-                time_us=times,
-                live_bytes=[op.live_bytes for op in ops],
-                extra_bytes=[op.extra_bytes for op in ops],
-                workspace_bytes=zeros,
-                reads=Csr.of([[]] * count),
-                writes=Csr.of([op.born for op in ops]),
-                forward_op=[-1] * count,
-            ),
+            ops=self._op_columns(text, times),
             values=Values(
-                storage=list(range(len(blocks))), producer=[block.birth for block in blocks], output=nothing
+                storage=list(range(len(blocks))), producer=[block.birth for block in blocks], output=[0] * len(blocks),
             ),
-            storages=Storages(
-                size_bytes=[block.size_bytes for block in blocks],
-                category=[CATEGORIES.index(self._category(b, d)) for b, d in zip(blocks, deaths, strict=True)],
-                birth_op=[block.birth for block in blocks],
-                death_op=deaths,
-                only_saved_from=[-1] * len(blocks),
-                label=[text(_label(block)) for block in blocks],
-                line=[text(block.where.line) for block in blocks],
-            ),
+            storages=self._storage_columns(text),
             slots=Slots(
                 storage=[], value=[], module=[], ordinal=[], node=[], slot=[], dtype=[], shape=empty, stride=empty,
                 offset=[], consumer=[], packed_before=[], unpacks=empty, plain=[], attributes=[],
@@ -229,6 +204,38 @@ class _Reader:
             facts={"snapshot": 1},
             partial=PARTIAL,
         )  # fmt: skip
+
+    def _op_columns(self, text: Callable[[str], int], times: list[float]) -> Ops:
+        ops, count = self.ops, len(self.ops)
+        modules = [text(f"{op.where.function}#0" if op.where.function else "@") for op in ops]
+        return Ops(
+            name=[text(op.where.op or ("alloc" if op.born else "free")) for op in ops],
+            module=modules,
+            ordinal=_ordinals(modules),
+            phase=[PHASES.index(op.where.phase or "other") for op in ops],
+            flags=[0] * count,
+            line=[text(op.where.line) for op in ops],
+            time_us=times,
+            live_bytes=[op.live_bytes for op in ops],
+            extra_bytes=[op.extra_bytes for op in ops],
+            workspace_bytes=[0] * count,
+            reads=Csr.of([[]] * count),
+            writes=Csr.of([op.born for op in ops]),
+            forward_op=[-1] * count,
+        )
+
+    def _storage_columns(self, text: Callable[[str], int]) -> Storages:
+        blocks, count = self.blocks, len(self.ops)
+        deaths = [count if block.death == -2 else block.death for block in blocks]
+        return Storages(
+            size_bytes=[block.size_bytes for block in blocks],
+            category=[CATEGORIES.index(self._category(b, d)) for b, d in zip(blocks, deaths, strict=True)],
+            birth_op=[block.birth for block in blocks],
+            death_op=deaths,
+            only_saved_from=[-1] * len(blocks),
+            label=[text(_label(block)) for block in blocks],
+            line=[text(block.where.line) for block in blocks],
+        )
 
     def _times(self) -> list[float]:
         starts = [op.time_us for op in self.ops]

@@ -33,7 +33,11 @@ _TORCH: Any = torch
 def install(recorder: FakeRecorder, request: Request) -> None:
     """Patch torch in this process, for good."""
     _queries(recorder, request)
+    _parts()
+    _natives()
     _memory(recorder, request)
+    _snapshots()
+    _as_memory_module()
     streams.install(recorder)
     graphs.install(recorder)
     _devices()
@@ -43,8 +47,25 @@ def install(recorder: FakeRecorder, request: Request) -> None:
 
 
 def _queries(recorder: FakeRecorder, request: Request) -> None:
-    cuda: Any = torch.cuda
-    properties = SimpleNamespace(
+    """What a script asks of the device."""
+    cuda_lazy_init.put(lambda: None)
+    cuda_lazy_call.put(lambda function, **kwargs: None)
+    answers = {
+        "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "init": None,
+        "get_device_name": request.device, "get_device_capability": recorder.capability,
+        "get_device_properties": _properties(recorder, request), "is_bf16_supported": recorder.capability >= (8, 0),
+        "is_tf32_supported": recorder.capability >= (8, 0), "synchronize": None, "set_device": None,
+        "ipc_collect": None, "can_device_access_peer": False, "_sleep": None,
+        "utilization": 0, "temperature": 40, "power_draw": 100000, "clock_rate": 1000,
+        "get_arch_list": ["sm_80", "sm_86", "sm_90"], "_is_in_bad_fork": False,
+        "get_allocator_backend": "native", "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
+    }  # fmt: skip
+    for name, value in answers.items():
+        setattr(torch.cuda, name, lambda *args, _value=value, **kwargs: _value)
+
+
+def _properties(recorder: FakeRecorder, request: Request) -> SimpleNamespace:
+    return SimpleNamespace(
         name=request.device,
         total_memory=request.device_memory_bytes,
         major=recorder.capability[0],
@@ -62,20 +83,11 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
         gcnArchName="",
         uuid="00000000-0000-0000-0000-000000000000",
     )
-    cuda_lazy_init.put(lambda: None)
-    cuda_lazy_call.put(lambda function, **kwargs: None)
-    answers = {
-        "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "init": None,
-        "get_device_name": request.device, "get_device_capability": recorder.capability,
-        "get_device_properties": properties, "is_bf16_supported": recorder.capability >= (8, 0),
-        "is_tf32_supported": recorder.capability >= (8, 0), "synchronize": None, "set_device": None,
-        "ipc_collect": None, "can_device_access_peer": False, "_sleep": None,
-        "utilization": 0, "temperature": 40, "power_draw": 100000, "clock_rate": 1000,
-        "get_arch_list": ["sm_80", "sm_86", "sm_90"], "_is_in_bad_fork": False,
-        "get_allocator_backend": "native", "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
-    }  # fmt: skip
-    for name, value in answers.items():
-        setattr(cuda, name, lambda *args, _value=value, **kwargs: _value)
+
+
+def _parts() -> None:
+    """Libraries and tools beside the device."""
+    cuda: Any = torch.cuda
     cuda.nvtx = SimpleNamespace(
         range_push=lambda *a: 0,
         range_pop=lambda: 0,
@@ -92,13 +104,17 @@ def _queries(recorder: FakeRecorder, request: Request) -> None:
     _VERSION.cuda = "13.0"
     _BACKENDS.cudnn.is_available = lambda: True
     _BACKENDS.cudnn.version = lambda: 91300
+
+
+def _natives() -> None:
+    """What libraries built for CUDA read of torch when they are imported."""
     natives = {
         "clearCublasWorkspaces": None, "getCurrentBlasHandle": 0, "getCurrentSolverHandle": 0, "getCurrentRawStream": 0,
         "getDevice": 0, "setDevice": None, "exchangeDevice": 0, "maybeExchangeDevice": 0, "getDeviceCount": 1,
         "synchronize": None, "ipc_collect": None, "init": None, "getCompiledVersion": 13000, "isHistoryEnabled": False,
         "getAllocatorBackend": "native", "canDeviceAccessPeer": False, "getArchFlags": "sm_80 sm_86 sm_90",
     }  # fmt: skip
-    for name, value in natives.items():  # what libraries built for CUDA read of torch when they are imported
+    for name, value in natives.items():
         set_native(f"cuda_{name}", lambda *args, _value=value: _value)
 
 
@@ -116,6 +132,7 @@ _STATISTICS = (
 
 
 def _memory(recorder: FakeRecorder, request: Request) -> None:
+    """What the allocator tells, and what it is told."""
     cuda: Any = torch.cuda
 
     def live() -> int:
@@ -135,15 +152,6 @@ def _memory(recorder: FakeRecorder, request: Request) -> None:
     def configure(env: str) -> None:
         recorder.alloc_conf = env
 
-    def stats(*args: Any, **kwargs: Any) -> dict[str, int]:
-        """Every statistic that torch has; those that are not followed are 0."""
-        found = dict.fromkeys(_STATISTICS, 0)
-        for kind in ("allocated", "reserved", "active", "requested"):
-            for pool in ("all", "large_pool"):
-                found[f"{kind}_bytes.{pool}.current"] = live()
-                found[f"{kind}_bytes.{pool}.peak"] = peak()
-        return found
-
     for name in ("memory_allocated", "memory_reserved", "memory_cached"):
         setattr(cuda, name, lambda *args, **kwargs: live())
     for name in ("max_memory_allocated", "max_memory_reserved", "max_memory_cached"):
@@ -154,7 +162,7 @@ def _memory(recorder: FakeRecorder, request: Request) -> None:
     ):  # fmt: skip
         setattr(cuda, name, reset)
     cuda.empty_cache = lambda: recorder.empty_cache()
-    cuda.memory_stats = stats
+    cuda.memory_stats = lambda *args, **kwargs: _statistics(recorder)
     cuda.list_gpu_processes = lambda *args: "no processes are running"
     cuda.memory_summary = lambda *args, **kwargs: f"allocated {live()} peak {peak()}"
     cuda.mem_get_info = lambda *args: (
@@ -163,10 +171,30 @@ def _memory(recorder: FakeRecorder, request: Request) -> None:
     )
     cuda.set_per_process_memory_fraction = limit
     set_allocator_settings.put(configure)
+
+
+def _statistics(recorder: FakeRecorder) -> dict[str, int]:
+    """Every statistic that torch has; those that are not followed are 0."""
+    found = dict.fromkeys(_STATISTICS, 0)
+    for kind in ("allocated", "reserved", "active", "requested"):
+        for pool in ("all", "large_pool"):
+            found[f"{kind}_bytes.{pool}.current"] = recorder.live_bytes
+            found[f"{kind}_bytes.{pool}.peak"] = recorder.peak_bytes
+    return found
+
+
+def _snapshots() -> None:
+    """Snapshots are empty, and no history is kept."""
+    cuda: Any = torch.cuda
     cuda.memory_snapshot = lambda *args: []
     record_memory_history.put(lambda *args, **kwargs: None)
     dump_snapshot.put(lambda *args, **kwargs: None)
     memory_snapshot.put(lambda *args, **kwargs: {"segments": [], "device_traces": []})
+
+
+def _as_memory_module() -> None:
+    """`torch.cuda.memory` says the same."""
+    cuda: Any = torch.cuda
     for name in (
         "memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved", "memory_stats",
         "reset_peak_memory_stats", "empty_cache", "mem_get_info", "memory_summary", "set_per_process_memory_fraction",

@@ -6,6 +6,7 @@ A backward op runs on the stream of its forward op, as autograd has it. Not foll
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,8 +63,31 @@ class Streams:
 
 def install(recorder: Recorder) -> None:
     """Patch torch in this process, for good."""
-    streams = recorder.streams
+    innermost: list[Any] = []
+    """The stream of the innermost context."""
+    entered, choose = _contexts(recorder, innermost)
+    stream = _stream_class(recorder.streams, entered)
+    default = stream.__new__(stream)
+    default.cuda_stream = default.stream_id = default.priority = 0
+    default._before = []
+    innermost.append(default)
 
+    def record_stream(self: torch.Tensor, stream: Any) -> None:
+        recorder.guesser.remark(
+            "record_stream: what another stream still reads is taken to be free at once, where the GPU may hold it longer"
+        )
+
+    cuda: Any = torch.cuda
+    tensor: Any = torch.Tensor
+    cuda.Stream = cuda.ExternalStream = stream
+    cuda.current_stream = lambda device=None: innermost[0]
+    cuda.default_stream = lambda device=None: default
+    cuda.stream = cuda.StreamContext = entered
+    cuda.set_stream = choose
+    tensor.record_stream = record_stream
+
+
+def _stream_class(streams: Streams, entered: Any) -> Any:
     class Stream:
         """A stream that everything is already done on."""
 
@@ -73,7 +97,7 @@ def install(recorder: Recorder) -> None:
         def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
             self.cuda_stream = self.stream_id = streams.made(priority)
             self.priority = priority
-            self._before: list[_Entered] = []
+            self._before: list[Any] = []
 
         def query(self) -> bool:
             return True
@@ -100,19 +124,21 @@ def install(recorder: Recorder) -> None:
             return hash(self.cuda_stream)
 
         def __enter__(self) -> Stream:
-            self._before.append(_Entered(self))
+            self._before.append(entered(self))
             self._before[-1].__enter__()
             return self
 
         def __exit__(self, *exc: Any) -> None:
             self._before.pop().__exit__(*exc)
 
-    default = Stream.__new__(Stream)
-    default.cuda_stream = default.stream_id = default.priority = 0
-    default._before = []
-    last = [default]
+    return Stream
 
-    class _Entered:
+
+def _contexts(recorder: Recorder, innermost: list[Any]) -> tuple[Any, Callable[[Any], None]]:
+    """The class of `torch.cuda.stream`, and `torch.cuda.set_stream`."""
+    streams = recorder.streams
+
+    class Entered:
         """`torch.cuda.stream(stream)`; nothing happens for None."""
 
         def __init__(self, stream: Any) -> None:
@@ -121,7 +147,7 @@ def install(recorder: Recorder) -> None:
         def __enter__(self) -> Any:
             watch = recorder.watch
             self.hooked = int(watch is not None and watch.in_backward)
-            self.outer = last[0]
+            self.outer = innermost[0]
             choose(self.stream)
             streams.inside_backward += self.hooked
             return self.stream
@@ -132,18 +158,6 @@ def install(recorder: Recorder) -> None:
 
     def choose(stream: Any) -> None:
         if stream is not None:
-            last[0], streams.asked = stream, stream.cuda_stream
+            innermost[0], streams.asked = stream, stream.cuda_stream
 
-    def record_stream(self: torch.Tensor, stream: Any) -> None:
-        recorder.guesser.remark(
-            "record_stream: what another stream still reads is taken to be free at once, where the GPU may hold it longer"
-        )
-
-    cuda: Any = torch.cuda
-    tensor: Any = torch.Tensor
-    cuda.Stream = cuda.ExternalStream = Stream
-    cuda.current_stream = lambda device=None: last[0]
-    cuda.default_stream = lambda device=None: default
-    cuda.stream = cuda.StreamContext = _Entered
-    cuda.set_stream = choose
-    tensor.record_stream = record_stream
+    return Entered, choose

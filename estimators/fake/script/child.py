@@ -10,10 +10,14 @@ import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from memopt.estimators.fake.script.request import Request, Result
+
+if TYPE_CHECKING:
+    from memopt.estimators.fake.recorder import FakeRecorder
 
 
 def main() -> None:
@@ -33,30 +37,10 @@ def _run(request: Request) -> Result:
 
     require_estimates()
     from memopt.estimators.fake.ledger import Enough
-    from memopt.estimators.fake.recorder import FakeRecorder
-    from memopt.estimators.fake.script import files as fake_files
-    from memopt.estimators.fake.script import loaders as fake_loaders
-    from memopt.estimators.fake.script import surroundings as fake_script
     from memopt.estimators.fake.script.ending import Ending
-    from memopt.estimators.fake.values import lazy as fake_lazy
-    from memopt.estimators.fake.values import tensors as fake_tensors
-    from memopt.estimators.fake.values.guess import Guesser
     from memopt.estimators.recording import classify
 
-    recorder = FakeRecorder(
-        request.target,
-        hidden=request.hidden,
-        guesser=Guesser(frozenset(request.flipped), least=request.least),
-    )
-    fake_tensors.install(recorder)
-    fake_lazy.install(recorder)
-    fake_files.install(recorder)
-    fake_loaders.install(recorder)
-    fake_script.install(recorder)
-    if request.target == "cuda":
-        from memopt.estimators.fake.gpu import cuda as fake_cuda
-
-        fake_cuda.install(recorder, request)
+    recorder = _installed(request)
     problem, line, trace = "", "", ""
     with recorder:
         watch = recorder.watch
@@ -89,6 +73,33 @@ def _run(request: Request) -> Result:
         backwards=watch.backwards,
         steps=max(watch.steps.values(), default=0),
     )
+
+
+def _installed(request: Request) -> FakeRecorder:
+    """The recorder, and all that makes torch and the script's surroundings pretend."""
+    from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.script import files as fake_files
+    from memopt.estimators.fake.script import loaders as fake_loaders
+    from memopt.estimators.fake.script import surroundings as fake_script
+    from memopt.estimators.fake.values import lazy as fake_lazy
+    from memopt.estimators.fake.values import tensors as fake_tensors
+    from memopt.estimators.fake.values.guess import Guesser
+
+    recorder = FakeRecorder(
+        request.target,
+        hidden=request.hidden,
+        guesser=Guesser(frozenset(request.flipped), least=request.least),
+    )
+    fake_tensors.install(recorder)
+    fake_lazy.install(recorder)
+    fake_files.install(recorder)
+    fake_loaders.install(recorder)
+    fake_script.install(recorder)
+    if request.target == "cuda":
+        from memopt.estimators.fake.gpu import cuda as fake_cuda
+
+        fake_cuda.install(recorder, request)
+    return recorder
 
 
 def _execute(request: Request) -> None:
