@@ -82,6 +82,8 @@ def test_both_runs_use_deterministic_algorithms_where_that_is_asked_for(
         seen.append((on, torch.backends.cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
         return 0
 
+    # torch.testing, which tests of samples import, forbids to set flags in its process
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     monkeypatch.setattr(child, "load_plan", lambda path: SimpleNamespace(optimizers=1))
