@@ -82,6 +82,7 @@ def test_equal_rounds_cost_what_the_optimum_of_each_costs(share: float) -> None:
     assert most - least - 1e-9 <= timeline.step_ms <= most + 1e-9
 
 
+@pytest.mark.solver
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(seed=st.integers(0, 10**6), share=st.floats(0.6, 0.95))
 def test_rounds_that_differ_get_plans_that_hold(seed: int, share: float) -> None:
