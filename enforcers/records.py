@@ -22,6 +22,7 @@ from torch import Tensor, UntypedStorage
 from memopt.enforcers.codecs.encoded import Encoded
 from memopt.enforcers.codecs.table import decode
 from memopt.enforcers.flat_call import CallForm
+from memopt.enforcers.kernel_settings import SETTINGS
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.ops import OpKind
 from memopt.instrument.saved import Place, let_go_of_bytes
@@ -165,7 +166,19 @@ class Value:
 class Record:
     """One op that can run again."""
 
-    __slots__ = ("__weakref__", "args", "form", "func", "grad", "kind", "rng", "updated", "values", "written")
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "form",
+        "func",
+        "grad",
+        "kind",
+        "rng",
+        "settings",
+        "updated",
+        "values",
+        "written",
+    )
 
     def __init__(
         self, func: Any, kind: OpKind, args: list[Any], form: CallForm, rng: tuple[Any, Tensor] | None
@@ -177,6 +190,7 @@ class Record:
         self.rng = rng
         self.grad = torch.is_grad_enabled()
         """Some kernels ask for the grad mode."""
+        self.settings = SETTINGS.now()
         self.updated = _statistics_positions(kind, form, args) if kind.statistics is not None else _NONE
         """Flat positions of running statistics that the call moves on; its outputs do not depend on them."""
         self.written = (
@@ -228,12 +242,14 @@ def make(value: Value) -> UntypedStorage:
     if found is not None:
         return found
     replay = _Replay(value)
-    grad = torch.is_grad_enabled()
+    grad, settings = torch.is_grad_enabled(), SETTINGS.now()
     try:
         with DisableAutocast(), disable_current_modes(), BelowAutograd():
             return replay.run()
     finally:
         torch.set_grad_enabled(grad)
+        if SETTINGS.now() is not settings:
+            SETTINGS.switch(settings)
 
 
 class _Replay:
@@ -270,11 +286,14 @@ class _Replay:
         return order
 
     def run(self) -> UntypedStorage:
-        grad = torch.is_grad_enabled()
+        grad, settings = torch.is_grad_enabled(), SETTINGS.now()
         for record in self._order:
             if record.grad is not grad:
                 grad = record.grad
                 torch.set_grad_enabled(grad)
+            if record.settings is not settings:
+                settings = record.settings
+                SETTINGS.switch(settings)
             self._run(record)
         made = self._made.get(id(self._target))
         found = made.untyped_storage() if made is not None else self._target.there()

@@ -370,6 +370,17 @@ class ApplySession:
         if self._also is not None:
             self._also.gradient_is_whole(optimizer, parameter)
 
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The gradient; a copy of it where it is in a tier, and stays there."""
+        from memopt.instrument.stepping.gradient_reads import kept_gradient
+        from memopt.instrument.torch_internals import disable_current_modes
+
+        away = self._steps.gradients if self._steps is not None else None
+        if away is None or not away.holds(parameter):
+            return kept_gradient(parameter)
+        with disable_current_modes():
+            return away.copy_of(parameter)
+
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._steps is not None:
             self._steps.step_ended(optimizer)

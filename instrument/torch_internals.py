@@ -187,6 +187,26 @@ is_functorch_wrapped = _watch(
     "torch._C._functorch.is_functorch_wrapped_tensor", "tensors of vmap and grad are not looked into"
 )
 
+# --- settings of the process that kernels read beside their arguments
+_SETTING = "a replayed op runs under the settings that it ran under in forward"
+
+
+def _setting(name: str) -> tuple[Any, Any]:
+    """How a setting is read, and written."""
+    return _watch(f"torch._C._get_{name}", _SETTING), _watch(f"torch._C._set_{name}", _SETTING)
+
+
+KERNEL_SETTINGS = [_setting("mkldnn_enabled"), _setting("mkldnn_deterministic")]
+CUDA_SETTINGS = [
+    _setting("cudnn_enabled"),
+    _setting("cudnn_benchmark"),
+    _setting("cudnn_deterministic"),
+    _setting("cudnn_allow_tf32"),
+]
+set_deterministic = _watch("torch._C._set_deterministic_algorithms", _SETTING)
+get_fp32_precision = _watch("torch._C._get_fp32_precision_getter", _SETTING)
+set_fp32_precision = _watch("torch._C._set_fp32_precision_setter", _SETTING)
+
 # --- arguments as trees
 tree_flatten = _watch(
     "torch.utils._pytree.tree_flatten", "the tensors among a compiled function's arguments, and their places"

@@ -28,6 +28,7 @@ def child() -> None:
         from memopt.enforcers.session import ApplySession, Options
 
         session = ApplySession(plan, Options(swap_dir=Path(swap_dir), measure=False), also=digests)
+        digests.gradient_of = session.gradient_of
         session.install()
     else:
         session = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ class Digests:
         self._gradients: dict[str, str] = {}
         self._step = 0
         self._pid = os.getpid()
+        self.gradient_of: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+        """How a gradient is found that may be in a tier; none: where torch has it."""
 
     def install(self, optimizers: int) -> None:
         """Divide the run as the enforced one is divided, whose plan knows how many `optimizers` step in the first round."""
@@ -71,23 +74,21 @@ class Digests:
         return None
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        from memopt.instrument.stepping.gradient_reads import kept_gradient
-
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if kept_gradient(parameter) is not None:
-                    self.gradient_is_whole(optimizer, parameter)
+                self.gradient_is_whole(optimizer, parameter)
         self._step += 1
 
     def gradient_is_whole(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         from memopt.instrument.stepping.gradient_reads import kept_gradient
 
+        gradient = (self.gradient_of or kept_gradient)(parameter)
+        if gradient is None:
+            return
         position = 0
         for group in optimizer.param_groups:
             for each in group["params"]:
                 if each is parameter:
-                    gradient = kept_gradient(parameter)
-                    assert gradient is not None
                     name = f"{type(optimizer).__name__} step {self._step} parameter {position}"
                     self._gradients[name] = digest(gradient)
                 position += 1

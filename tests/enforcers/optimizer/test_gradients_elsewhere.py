@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
 from memopt.enforcers.optimizer import gradients_elsewhere
-from memopt.enforcers.verify.digests import digest
+from memopt.enforcers.session import ApplySession, Options
+from memopt.enforcers.verify.digests import Digests, digest
 from memopt.estimators.simulator import gradients_away
 from memopt.estimators.simulator.gradients_away import why_not
+from memopt.instrument.iterations import Iterations
 from memopt.instrument.memory.meter import living_storages
 from memopt.outcome import Outcome
 from memopt.plan import Plan
@@ -207,6 +209,38 @@ def test_they_are_away_after_backward(tmp_path: Path) -> None:
     computed, _ = enforced(loop, plan(), tmp_path, 3)
     assert computed == plain
     assert [a - b for a, b in zip(before, seen, strict=True)] == pytest.approx([2 << 20] * 6, rel=0.01)
+
+
+def _digested(session: ApplySession | None, digests: Digests) -> None:
+    """The steps of a loop, told to `digests`."""
+    iterations = Iterations(digests, optimizers=1)
+    if session is not None:
+        digests.gradient_of = session.gradient_of
+        session.install()
+    else:
+        iterations.install()
+    try:
+        seeded(stepping("language", "adamw"), STEPS)
+    finally:
+        if session is not None:
+            session.finished()
+        else:
+            iterations.remove()
+        digests._file.close()
+
+
+def test_verify_digests_gradients_where_they_are(tmp_path: Path, most: list[int]) -> None:
+    plain, enforced_too = Digests(tmp_path / "plain", STEPS + 1), Digests(tmp_path / "enforced", STEPS + 1)
+    _digested(None, plain)
+    options = Options(swap_dir=tmp_path, measure=False)
+    _digested(ApplySession(plan(), options, also=enforced_too), enforced_too)
+    assert most[0] > 5
+    lines = [
+        [msgspec.json.decode(line)["gradients"] for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("plain", "enforced")
+    ]
+    assert lines[0] == lines[1]
+    assert all(len(gradients) > 5 for gradients in lines[0])
 
 
 def with_gradients_away(adviser: Adviser) -> list[Problem]:
