@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from memopt.enforcers.verify.child import outcome_beside
-from memopt.enforcers.verify.scratch import copy_folder, moved
+from memopt.enforcers.verify.scratch import copy_folder, moved, script_as_seen_from_a_copy
 from memopt.enforcers.verify.spread import Lines, beside_the_spread
 from memopt.errors import VerifyFailed
 from memopt.outcome import Outcome
@@ -94,6 +94,7 @@ class _Runs:
             if self.copy_of is not None:
                 work = Path(folder) / self.copy_of.name
                 copy_folder(self.copy_of, work)
+                argv = [script_as_seen_from_a_copy(argv[0], self.copy_of), *argv[1:]]
                 argv = [moved(word, self.copy_of, work) for word in argv]
             words = [self.plan_path.absolute(), mode, self.steps, out, self.swap_dir.absolute(), *argv]
             done = subprocess.run(

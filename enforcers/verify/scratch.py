@@ -56,6 +56,13 @@ def moved(word: str, source: Path, target: Path) -> str:
     return str(target / path.relative_to(source)) if path.is_relative_to(source) else word
 
 
+def script_as_seen_from_a_copy(script: str, source: Path) -> str:
+    """The path `script`, which python finds from `source`, absolute where it leaves that folder: a copy lies elsewhere."""
+    found = os.path.normpath(source / script)
+    leaves = not Path(found).is_relative_to(source) or Path(script).parts[:1] == ("..",)
+    return found if leaves else script
+
+
 def _left_out(path: Path, target: Path) -> bool:
     """Caches, environments, and the folder that the copy itself is made in."""
     return path.name in _LEFT_OUT or (path / "pyvenv.cfg").exists() or path in (target, *target.parents)

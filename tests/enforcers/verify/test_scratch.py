@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memopt.enforcers.verify.scratch import copy_folder, moved
+from memopt.enforcers.verify.scratch import copy_folder, moved, script_as_seen_from_a_copy
 
 
 @pytest.fixture
@@ -53,3 +53,12 @@ def test_words_that_name_something_in_the_folder_name_its_copy() -> None:
         "/home/me/project/../b",
     ):
         assert moved(word, source, target) == word
+
+
+def test_a_script_beside_the_folder_is_found_from_the_copy() -> None:
+    source = Path("/home/me/project")
+    assert script_as_seen_from_a_copy("../other/train.py", source) == "/home/me/other/train.py"
+    assert script_as_seen_from_a_copy("a/../../train.py", source) == "/home/me/train.py"
+    assert script_as_seen_from_a_copy("../project/train.py", source) == "/home/me/project/train.py"
+    for inside in ("train.py", "a/train.py", "package.module", "/home/me/project/train.py"):
+        assert script_as_seen_from_a_copy(inside, source) == inside
