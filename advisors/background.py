@@ -92,9 +92,10 @@ class Background:
             "time_limit_s": time_limit_s,
             "waits": waits,
         }
-        if not self._send(json.dumps(order).encode()):
+        words = json.dumps(order).encode()
+        if not self._send(words):
             self._start()
-            self._send(json.dumps(order).encode())
+            self._send(words)
 
     def _send(self, order: bytes) -> bool:
         """False where the script has closed every descriptor that it did not open; ours may be a file of its own since."""
@@ -167,11 +168,11 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     limit_s = float(order["time_limit_s"] or usual_limit_s(trace.op_count))
     least, most = _FIRST_S
     first_s = min(limit_s, most, max(least, trace.step_ms / 1000)) if order["waits"] else limit_s
-    first = _search(trace, order, first_s, soon=order["waits"])
+    first = _search(trace, order, first_s, soon=first_s < limit_s)
     waits = first.over_bytes and first_s < limit_s and _floor_bytes(trace, order) <= first.budget_bytes
     while waits and first.over_bytes and first_s < limit_s:
         first_s = min(limit_s, _LONGER * first_s)  # the guard holds the budget, this plan would not
-        again = _search(trace, order, first_s, soon=True)
+        again = _search(trace, order, first_s, soon=first_s < limit_s)
         first = again if again.is_better_than(first) else first
     first.save(output)
     if first_s == limit_s or not (first.actions or first.script_actions):

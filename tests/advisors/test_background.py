@@ -106,9 +106,11 @@ def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
     """A guarded script that waits holds its budget; a plan that does not is no help."""
     found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
     output, asked, told = tmp_path / "plan.json", list[float](), list[int]()
+    whole: list[bool] = []
 
     def search(trace: Trace, order: dict[str, Any], limit_s: float, *, soon: bool = False) -> Plan:
         asked.append(limit_s)
+        whole.append(not soon)
         over = 3 * MIB - len(asked) * MIB
         return msgspec.structs.replace(found, predicted_peak_bytes=found.budget_bytes + over)
 
@@ -122,6 +124,7 @@ def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
     assert len(asked) == 4
     assert asked == sorted({*asked})
     assert asked[-1] == 60.0
+    assert whole == [False, False, False, True], "the last has all the time that there is"
     assert told == [found.budget_bytes], "the third"
 
 
