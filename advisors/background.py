@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +103,7 @@ class Background:
         try:
             if os.fstat(self._orders).st_ino != self._pipe:
                 return False
-            os.write(self._orders, order)
+            _write(self._orders, order)
             os.close(self._orders)
         except OSError:
             return False
@@ -129,6 +130,18 @@ class Background:
             why = self._why.read_text(encoding="utf-8")
             self._why.unlink()
         raise RunFailed("no plan could be made", why=why or "the process that planned was ended from outside")
+
+
+def _write(pipe: int, order: bytes) -> None:
+    """Raises `BrokenPipeError` where nobody reads, also in a script that gave SIGPIPE its deadly default back."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})
+    try:
+        os.write(pipe, order)
+    except BrokenPipeError:
+        signal.sigtimedwait({signal.SIGPIPE}, 0)
+        raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _why_file(output: Path) -> Path:

@@ -42,7 +42,9 @@ def last_words(course: Course) -> list[str]:
         return [_not_enforced(course)]
     lines = [_held(plan, outcome), _beside(plan, outcome), _cost(course, plan, outcome)]
     if course.fell_back_after is not None:
-        lines.append(f"after iteration {course.fell_back_after} the script saved more than was planned for, and ran without the plan: {_guarded(course)[0]}")  # fmt: skip
+        lines[0] += f"; this was under the plan, up to iteration {course.fell_back_after}"
+        then = f"from iteration {course.fell_back_after + 1} on, without the plan (the script saved more than was planned for): {_guarded(course)[0]}"
+        lines.append(then)
     return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in outcome.notes[:_MOST_NOTES])]
 
 

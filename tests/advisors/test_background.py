@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,21 @@ def test_a_process_that_is_told_nothing_ends(tmp_path: Path) -> None:
     os.close(planner._orders)
     assert planner.has_news(WAIT_S), "its end of the pipe is closed"
     assert os.read(planner._read, 1) == b""
+
+
+def test_an_order_that_nobody_reads_does_not_end_a_script_that_dies_of_sigpipe() -> None:
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+        nobody_reads, pipe = os.pipe()
+        os.close(nobody_reads)
+        try:
+            background._write(pipe, b"order")
+        except BrokenPipeError:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPIPE})
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
