@@ -1,6 +1,8 @@
-"""One run of a script in phases: guarded, recorded, enforced, under a better plan once there is one; or guarded all the time. Each begins
-at an iteration boundary; no step is run twice. The script waits for its first plan a while, then goes on guarded until it is there. One loop (frames, iterations) is watched for all of them, so that names and boundaries stay what
-they were."""
+"""One run of a script in phases: guarded, recorded, enforced, under a better plan once there is one; or guarded all the time.
+
+Each begins at an iteration boundary; no step is run twice. The script waits for its first plan a while, then goes on guarded until it is
+there. One loop (frames, iterations) is watched for all of them, so that names and boundaries stay what they were.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memopt.advisors.background import Background
+from memopt.cli.run.budget import find_budget, know_budget, likely_device, still_holds
 from memopt.cli.run.cache import Cache
 from memopt.cli.run.course import Course, Wishes
 from memopt.cli.run.planning import Planning
@@ -91,24 +94,11 @@ class Phases:
             self._enforce(plan)
             return
         self.course.online = self._wishes.online
-        self._find_budget()
+        find_budget(self.course, self._wishes)
         if self.course.budget_bytes is not None:
             self._watch_over(waits=True)
         else:
             self._record(warmup=2)
-
-    def _find_budget(self) -> None:
-        """In bytes, where it is known before anything has run: all but a share of the peak."""
-        from memopt.instrument.memory.room import free_bytes
-        from memopt.units import parse_bytes
-
-        course = self.course
-        if not course.budget:
-            kind = self._wishes.device or _likely_device()
-            free = free_bytes(kind)
-            course.budget = str(free) if free is not None else ""
-        if course.budget and not course.budget.strip().endswith("%"):
-            course.budget_bytes = parse_bytes(course.budget)
 
     def _watch_over(self, *, waits: bool = False) -> None:
         """Guard the run from here on, or, if it `waits`, from where it trains."""
@@ -117,9 +107,8 @@ class Phases:
 
         assert self._loop is not None
         assert self.course.budget_bytes is not None
-        device = self._wishes.device or (
-            self._trace.device.kind if self._trace is not None else _likely_device()
-        )
+        trace = self._trace
+        device = self._wishes.device or (trace.device.kind if trace is not None else likely_device())
         guard = Guard(self._loop, offload_tier(self._wishes.swap_dir), device, self.course.budget_bytes)
         self.course.guards.append(guard)
         self._session = guard
@@ -135,21 +124,7 @@ class Phases:
     def _kept_plan(self) -> Plan | None:
         """That of the run before, where it is to be enforced."""
         plan = None if self._wishes.online else self._cache.plan()
-        return plan if plan is not None and self._still_holds(plan) else None
-
-    def _still_holds(self, plan: Plan) -> bool:
-        """Is the plan of the run before for this device, and for what it has free today?"""
-        if plan.device.kind == "cuda":
-            import torch
-
-            if not torch.cuda.is_available() or torch.cuda.get_device_name() != plan.device.name:
-                return False
-        if self._wishes.budget is not None:
-            return True
-        from memopt.instrument.memory.room import free_bytes
-
-        free = free_bytes(plan.device.kind)
-        return free is None or plan.predicted_peak_bytes <= free
+        return plan if plan is not None and still_holds(plan, self._wishes) else None
 
     def _guard(self, action: Callable[[], None]) -> None:
         """Run `action`; where memopt fails, the script goes on plain, and the end tells."""
@@ -205,11 +180,8 @@ class Phases:
         assert profile is not None
         profile.finished()
         self._session = None
-        budget = self._budget(trace)
-        if course.budget_bytes is None:
-            from memopt.units import parse_bytes
-
-            course.budget_bytes = parse_bytes(budget, of_bytes=trace.peak_bytes)
+        budget = know_budget(course, trace)
+        assert course.budget_bytes is not None
         waits = self._is_near() or trace.peak_bytes > _MAY_GROW * course.budget_bytes
         self._tell(f"recorded iteration {trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script {'waits' if waits else 'goes on'}")  # fmt: skip
         background = self._background or Background()
@@ -222,14 +194,6 @@ class Phases:
             self._planned(self._planning, count)
         else:
             self._watch_over()
-
-    def _budget(self, trace: Trace) -> str:
-        if not self.course.budget:
-            from memopt.instrument.memory.room import free_bytes
-
-            free = free_bytes(trace.device.kind)
-            self.course.budget = str(free or trace.device.memory_bytes or trace.peak_bytes)
-        return self.course.budget
 
     def _planned(self, planning: Planning, count: int) -> None:
         """There is a first plan: it takes effect."""
@@ -409,10 +373,3 @@ class Phases:
             self._pieces.step_ended(optimizer)
         if self._session is not None:
             self._session.step_ended(optimizer)
-
-
-def _likely_device() -> str:
-    """Of a script that has not made its model yet."""
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.cli.run import phases
+from memopt.cli.run import budget
+from memopt.cli.run.course import Wishes
 from memopt.device import Device
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.memory import cuda_statistics
@@ -166,9 +167,9 @@ def test_the_driver_is_asked_for_the_device_by_its_uuid(
 def test_a_plan_of_the_run_before_is_for_this_gpu_and_what_it_has_free(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str, free: int, holds: bool
 ) -> None:
-    monkeypatch.setattr("memopt.instrument.memory.room.free_bytes", lambda kind: free * GIB)
+    monkeypatch.setattr(budget, "free_bytes", lambda kind: free * GIB)
     plan = SimpleNamespace(device=Device(kind="cuda", name=name), predicted_peak_bytes=5 * GIB)
-    run = SimpleNamespace(_wishes=SimpleNamespace(budget=None))
-    assert phases.Phases._still_holds(run, plan) is holds  # type: ignore[arg-type]
+    wishes = Wishes(budget=None, device="", swap_dir=Path())
+    assert budget.still_holds(plan, wishes) is holds  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert phases.Phases._still_holds(run, plan) is False  # type: ignore[arg-type]
+    assert budget.still_holds(plan, wishes) is False  # type: ignore[arg-type]
