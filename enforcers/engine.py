@@ -82,7 +82,7 @@ class Engine(modes.Mode):
         self.weights = (
             WeightsAway(frames, iterations, swapper, self.values, sizes) if swapper and sizes else None
         )
-        """Where the plan has frozen weights leave."""
+        """Where the plan has weights leave."""
         self.values.whole_first = self.weights.whole if self.weights is not None else None
         self.account = Account()
         self._letting_go = LettingGo(tables.actions, self.values, swapper, self._streams, self.account)
@@ -110,14 +110,20 @@ class Engine(modes.Mode):
 
     def leave(self) -> None:
         """Stop watching, unless the script has entered modes of its own since (they stay innermost), or weights are away."""
-        if self.weights is not None and self.weights.away:
-            return
+        if self.weights is None or not self.weights.away:
+            self._leave()
+
+    def _leave(self) -> None:
         if current_mode() is self:
             self.__exit__(None, None, None)
 
-    def backward_begins(self, roots: tuple[Tensor, ...]) -> None:
-        """Stop watching; where the mode stays on, formulas below `roots` that look for one find none of memopt's."""
-        self.leave()
+    def backward_begins(self, roots: tuple[Tensor, ...], *, another_watches: bool) -> None:
+        """Stop watching, unless weights are away of which no other mode tells that they are read; where the mode stays on, formulas below
+        `roots` that look for one find none of memopt's."""
+        if another_watches:
+            self._leave()
+        else:
+            self.leave()
         if modes.is_on(self):
             run_as_plain(roots)
 

@@ -7,6 +7,7 @@ mode, and not under one, is done in place here as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -24,10 +25,14 @@ _PLAIN_TYPES = frozenset(PLAIN_TYPES)
 class GradientsInPlace(modes.Mode):
     """The mode of one run."""
 
-    def __init__(self, least_bytes: int) -> None:
-        """What has fewer than `least_bytes` is left alone."""
+    def __init__(
+        self, least_bytes: int, will_read: Callable[[tuple[object, ...]], None] | None = None
+    ) -> None:
+        """What has fewer than `least_bytes` is left alone. `will_read` is told the operands of each op before it runs: a mode beside this
+        one would hold them, and so every gradient."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._least_bytes = least_bytes
+        self._will_read = will_read
         self._filled_next: tuple[int, int] | None = None
         """(storage, node) of what was made last to be filled."""
         self._count = 0
@@ -39,9 +44,8 @@ class GradientsInPlace(modes.Mode):
         """Why it was not done as often as planned."""
         return "somebody else held the others"
 
-    def backward_begins(self, roots: tuple[Tensor, ...], *, create_graph: bool) -> None:
-        if create_graph:
-            return
+    def backward_begins(self, roots: tuple[Tensor, ...]) -> None:
+        """Gradients are not to be differentiated, and ops are not captured."""
         prepare()
         run_as_plain(roots)
         modes.enter(self)
@@ -58,6 +62,8 @@ class GradientsInPlace(modes.Mode):
         modes.leave(self)
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._will_read is not None:
+            self._will_read((*args, *kwargs.values()))
         run = as_plain(func)
         if not _PLAIN_TYPES.issuperset(types):
             return run(*args, **kwargs) if just_goes_on(types) else NotImplemented

@@ -52,7 +52,7 @@ class Tables:
     """Slots at whose packing copies out must be done, as action indices."""
 
     leaves: dict[str, dict[tuple[str, int], list[int]]] = field(default_factory=lambda: defaultdict(dict))
-    """Ops after which frozen weights leave, as action indices."""
+    """Ops after which weights leave, as action indices."""
 
     readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Overloads whose own outputs are compressed: their calls have to be looked at."""

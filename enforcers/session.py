@@ -188,7 +188,9 @@ class ApplySession:
         if self._plan.in_place is not None:
             from memopt.enforcers.gradients_in_place import GradientsInPlace
 
-            self._over_gradients = GradientsInPlace(self._plan.in_place.least_bytes)
+            weights = self._engine.weights if self._engine is not None else None
+            will_read = weights.before if weights is not None else None
+            self._over_gradients = GradientsInPlace(self._plan.in_place.least_bytes, will_read)
         if self._plan.in_backward is not None or self._plan.in_pieces is not None:
             from memopt.enforcers.optimizer.planned_steps import PlannedSteps
 
@@ -332,10 +334,11 @@ class ApplySession:
             self._engine.settle_all()
             if self._swapper is not None and self._plan.device.kind == "cpu":
                 self._swapper.wait_for_all()
-        self._engine.backward_begins(roots)
+        over = self._over_gradients if not create_graph and not self._engine.capturing.now() else None
+        self._engine.backward_begins(roots, another_watches=over is not None)
         self._frames.paused = True
-        if self._over_gradients is not None and not self._engine.capturing.now():
-            self._over_gradients.backward_begins(roots, create_graph=create_graph)
+        if over is not None:
+            over.backward_begins(roots)
 
     def backward_ended(self) -> None:
         if self._over_gradients is not None:

@@ -90,7 +90,7 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     away_at_use: bool = False
     """The slot of `away_by` is packed too early: the run waits when it is unpacked, in backward."""
     leaves_after: OpRef | None = None
-    """Of the swap of a frozen weight, which has no slots: the last op of forward that reads it."""
+    """Of the swap of a weight, which has no slots: the last op of forward that reads it."""
     prefetch: SlotRef | None = None
     """The swap-in starts when this slot is unpacked; none: when the tensor itself is asked for."""
     turn: int = 0

@@ -303,7 +303,7 @@ class _Writer:
         away_ms = float(times[saved.first_use] - times[min(saved.gone_after + 1, self.view.n - 1)])
         away = f"unused for {format_ms(max(0.0, away_ms))} between forward and backward"
         if saved.is_weight:
-            away = f"a frozen weight, {away}"
+            away = f"a weight, {away}"
         if decision.kind == "recompute":
             return f"{self._replay_words(saved)}; {away}"
         if decision.kind == "swap":

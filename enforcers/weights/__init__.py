@@ -1,1 +1,1 @@
-"""Frozen weights that leave the device between forward and backward."""
+"""Weights that leave the device between forward and backward."""

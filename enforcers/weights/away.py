@@ -1,4 +1,4 @@
-"""Frozen weights away from the last op of forward that reads them until backward asks for them, or is over.
+"""Weights away from the last op of forward that reads them until backward asks for them, or is over.
 
 The storage is emptied in place, so that the module's parameter, views of it and what autograd holds are what they were. Whoever reads it
 finds it whole: autograd's own reads come through the saved-tensor hooks, every other op through the engine's mode, which stays on in
@@ -6,8 +6,8 @@ backward while anything is away; a look past the dispatcher (`data_ptr()`, `nump
 is called again, in whichever thread, through its call. All are back when backward has ended, so that a step, an evaluation or a checkpoint
 finds no difference. The copy out is made in every iteration: what wrote to a weight in between does not matter.
 
-What stays: a weight that requires a gradient, is shared between processes or lent, or that something beyond its modules, autograd and
-this op holds. Where several processes train, a region is compiled, or another thread calls a module, all stay.
+What stays: a weight that is shared between processes or lent, or that something beyond its modules, autograd and this op holds; and one
+that is trained where no gradients are recorded, since no backward follows. Where several processes train, a region is compiled, or another thread calls a module, all stay.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable
 from weakref import ref
 
+import torch
 from torch import Tensor, UntypedStorage, nn
 
 from memopt.enforcers.tiers.swap import SwapFailed, without_frames
@@ -111,8 +112,10 @@ class WeightsAway:
             return ""
         saved = self._saved.get(address, [])
         owned = self._owners(address)
-        if any(each.requires_grad or not is_plain(each) for each in owned):
-            return "it requires a gradient, or is no plain tensor"
+        if not all(map(is_plain, owned)):
+            return "it is no plain tensor"
+        if not torch.is_grad_enabled() and any(each.requires_grad for each in owned):
+            return "no gradients are recorded"
         if is_lent(storage) or is_shared(storage):
             return "its bytes are shared, or lent by numpy or a file"
         held = {id(each): each for each in (*owned, *tensors) if each.untyped_storage()._cdata == address}

@@ -29,4 +29,4 @@ class Saved:
     """Natural death."""
     plain: bool
     is_weight: bool = False
-    """Not saved, but a frozen weight that is not read from `gone_after` to `first_use`."""
+    """Not saved, but a weight that is not read from `gone_after` to `first_use`."""

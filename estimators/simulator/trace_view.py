@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from memopt.estimators.simulator.frozen import frozen_weights
 from memopt.estimators.simulator.saved import Saved as Saved
+from memopt.estimators.simulator.weights_away import weights_away
 from memopt.trace import CATEGORIES, COPIES, PHASES, RANDOM, REPLAYABLE, Trace
 from memopt.value_facts import ValueFacts
 
@@ -133,7 +133,7 @@ class TraceView:
 
     @cached_property
     def saved(self) -> dict[int, Saved]:
-        """Every storage that autograd saved and that is not a parameter, buffer, gradient or state; and frozen weights that may rest."""
+        """Every storage that autograd saved and that is not a parameter, buffer, gradient or state; and weights that may be away."""
         slots = self.trace.slots
         by_storage: dict[int, list[int]] = defaultdict(list)
         for slot, storage in enumerate(slots.storage):
@@ -143,7 +143,7 @@ class TraceView:
         for storage, rows in by_storage.items():
             if self.trace.storages.category[storage] not in kept and self.birth[storage] >= 0:
                 found[storage] = self._saved(storage, rows)
-        return found | frozen_weights(self.trace, self.value_times, self.reads)
+        return found | weights_away(self.trace, self.value_times, self.reads)
 
     @cached_property
     def first_unpacked(self) -> dict[int, int]:

@@ -252,7 +252,7 @@ def _everything(loss_of: Callable[[Tensor], Tensor], mode: GradientsInPlace | No
     x = weight @ torch.randn(24, 24)
     loss = loss_of(x)
     if mode is not None:
-        mode.backward_begins((loss,), create_graph=False)
+        mode.backward_begins((loss,))
     loss.backward()
     if mode is not None:
         mode.backward_ended()
@@ -281,7 +281,7 @@ def test_gradients_asked_for_on_the_way() -> None:
         z = F.gelu(y * 2)
         loss = (z * 3).square().sum()
         if mode is not None:
-            mode.backward_begins((loss,), create_graph=False)
+            mode.backward_begins((loss,))
         found = torch.autograd.grad(loss, [z, y, x])
         if mode is not None:
             mode.backward_ended()
@@ -295,7 +295,7 @@ def test_a_gradient_of_the_scripts_own_stays_as_it_is() -> None:
     x = torch.randn(8, 8, requires_grad=True)
     given = torch.ones(8, 8)
     y = torch.sigmoid(x)
-    mode.backward_begins((y,), create_graph=False)
+    mode.backward_begins((y,))
     y.backward(given)
     mode.backward_ended()
     assert given.eq(1).all()

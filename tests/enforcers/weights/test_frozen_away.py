@@ -147,7 +147,7 @@ def test_the_planner_meets_a_budget_with_them_that_activations_alone_cannot_meet
     plan = adviser.plan((adviser.floor.bytes + without) // 2)
     assert weights_of(plan) >= 1
     assert plan.predicted_peak_bytes <= plan.budget_bytes < without
-    assert all(each.why.startswith("a frozen weight") for each in plan.actions if each.leaves_after)
+    assert all(each.why.startswith("a weight") for each in plan.actions if each.leaves_after)
     computed, outcome = enforced(lora, plan, tmp_path, 4, measure=True)
     assert computed == seeded(lora, 4)
     assert outcome.measured_peak_bytes is not None

@@ -1,9 +1,9 @@
-"""Frozen weights that may be away: parameters and buffers that no op of the iteration writes, between the last op of forward that reads
-them and the first of backward that does; where backward reads none, until it is over. They are whole again whenever no backward is
-ahead: at the step, in evaluation, in a checkpoint.
+"""Weights that may be away: parameters and buffers between the last op of forward that reads them and the first of backward that reads or
+writes them; where backward does neither, until it is over. They are whole again whenever no backward is ahead: at the step, in evaluation,
+in a checkpoint.
 
 ZeRO-Infinity (Rajbhandari et al., SC 2021) has all parameters elsewhere between their uses, in an engine of its own. Not done here:
-weights that are trained, and iterations with several backward calls.
+from a weight's last use in backward to the step, weights that forward writes, and iterations with several backward calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BACKWARD = PHASES.index("backward")
 _BEFORE_BACKWARD = frozenset(PHASES.index(name) for name in ("forward", "other"))
 
 
-def frozen_weights(
+def weights_away(
     trace: Trace, value_times: dict[int, list[tuple[int, int]]], reads: list[list[int]]
 ) -> dict[int, Saved]:
     """Storage -> when it may be away, in the terms of a saved tensor; it is there for good from `first_use` on. `value_times`, `reads`: as
@@ -26,11 +26,7 @@ def frozen_weights(
     facts = trace.facts
     if facts.get("backward_calls", 0) != 1 or facts.get("create_graph", 0) or facts.get("grad_calls", 0):
         return {}
-    large = [
-        storage
-        for storage in range(trace.storage_count)
-        if _is_large_and_frozen(trace, storage) and len(value_times[storage]) == 1
-    ]
+    large = [storage for storage in range(trace.storage_count) if _is_large_weight(trace, storage)]
     backward = [op for op, phase in enumerate(trace.ops.phase) if phase == _BACKWARD] if large else []
     if not backward:
         return {}
@@ -38,15 +34,19 @@ def frozen_weights(
     uses = _uses(trace, {value_times[storage][0][1]: storage for storage in large}, reads)
     found = {}
     for storage in large:
+        (_, value), *rewritten = value_times[storage]
         forward = [op for op in uses[storage] if op < begins]
-        later = [op for op in uses[storage] if op >= begins]
-        if forward and all(trace.ops.phase[op] in _BEFORE_BACKWARD for op in forward):
-            value = value_times[storage][0][1]
-            found[storage] = _rest(trace, storage, value, max(forward), min(later, default=over))
+        later = [*(op for op in uses[storage] if op >= begins), *(op for op, _ in rewritten), over]
+        if (
+            forward
+            and min(later) >= begins
+            and all(trace.ops.phase[op] in _BEFORE_BACKWARD for op in forward)
+        ):
+            found[storage] = _rest(trace, storage, value, max(forward), min(later))
     return found
 
 
-def _is_large_and_frozen(trace: Trace, storage: int) -> bool:
+def _is_large_weight(trace: Trace, storage: int) -> bool:
     storages = trace.storages
     return (
         storages.category[storage] in _WEIGHTS

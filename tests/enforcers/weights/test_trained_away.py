@@ -1,0 +1,127 @@
+"""Weights that are trained leave between forward and backward: bits, bytes, the step, and whoever looks at them meanwhile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.enforcers.verify.digests import digest
+from memopt.plan import GRADIENTS_IN_PLACE, Plan, ScriptAction
+from memopt.trace import Trace
+from tests.enforcers.optimizer.test_gradients_elsewhere import plan as pieces_plan
+from tests.enforcers.weights.test_frozen_away import (  # fmt: skip
+    LAYERS,
+    LOOKS,
+    WEIGHT_BYTES,
+    WIDTH,
+    Look,
+    close,
+    evaluated,
+    nothing,
+    weights_of,
+)
+from tests.support.enforced import SWAP, enforced, everything, plan_of, recorded, seeded, state_digests
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Layer(nn.Module):
+    """Its weight is where the frozen layers of `test_frozen_away` have theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def trained(
+    steps: int,
+    *,
+    make: Make = sgd,
+    in_forward: Look = nothing,
+    in_between: Look = nothing,
+    clip: bool = False,
+) -> list[str]:
+    model = nn.Sequential(*[Layer() for _ in range(LAYERS)])
+    optimizer = make(model.parameters())
+    found = []
+    for _ in range(steps):
+        out = model(torch.randn(512, WIDTH))
+        found.append(in_forward(model))
+        loss = out.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        found.append(in_between(model))
+        found += [digest(loss), *state_digests(model)]
+    return found
+
+
+def all_away(problem: Problem) -> Decisions:
+    return {s: SWAP for s, c in problem.candidates.items() if c.saved.is_weight}
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
+    return recorded(trained, tmp_path_factory.mktemp("trained"))
+
+
+@pytest.fixture(scope="module")
+def plan(trace: Trace) -> Plan:
+    return plan_of(trace, all_away)
+
+
+def test_they_are_away_at_the_peak_and_stepped_as_ever(trace: Trace, plan: Plan, tmp_path: Path) -> None:
+    assert weights_of(plan) >= LAYERS - 1, "the last one may be asked for at once"
+    assert plan.predicted_peak_bytes < plan.unplanned_peak_bytes - WEIGHT_BYTES
+    computed, outcome = enforced(trained, plan, tmp_path, 4, measure=True)
+    assert computed == seeded(trained, 4)
+    assert outcome.actions.done == outcome.actions.planned, outcome.notes
+    assert close(outcome), outcome
+    assert not list(tmp_path.glob("*swap*"))
+
+
+def test_with_all_else_that_a_plan_may_do(trace: Trace, tmp_path: Path) -> None:
+    """Saved tensors are made again, the state and the gradients are in the tier, backward writes over its gradients."""
+    loop = functools.partial(trained, make=lambda p: torch.optim.AdamW(p, lr=1e-3), clip=True)
+    mixed = plan_of(
+        recorded(loop, tmp_path), lambda problem: everything("recompute")(problem) | all_away(problem)
+    )
+    over = ScriptAction(kind="backward", what=GRADIENTS_IN_PLACE, why="", saved_bytes=0, least_bytes=1, ops=1)
+    mixed = msgspec.structs.replace(
+        mixed, script_actions=[*pieces_plan(parameters=LAYERS).script_actions, over]
+    )
+    computed, outcome = enforced(loop, mixed, tmp_path, 5)
+    assert computed == seeded(loop, 5)
+    assert outcome.actions.skipped == 0, outcome.notes
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_whoever_looks_while_they_are_away_finds_them(plan: Plan, tmp_path: Path, look: Look) -> None:
+    loop = functools.partial(trained, in_forward=look)
+    computed, _ = enforced(loop, plan, tmp_path, 3)
+    assert computed == seeded(loop, 3)
+
+
+def test_an_evaluation_without_gradients_sends_nothing_away(plan: Plan, tmp_path: Path) -> None:
+    loop = functools.partial(trained, in_between=evaluated)
+    computed, outcome = enforced(loop, plan, tmp_path, 4, measure=True)
+    assert computed == seeded(loop, 4)
+    assert outcome.actions.done == outcome.actions.planned, outcome.notes
+    assert close(outcome), outcome
