@@ -13,6 +13,7 @@ import msgspec
 
 from memopt.device import Device
 from memopt.instrument.script.command import Command, find_source
+from memopt.instrument.script.other_threads import threads_of_the_script
 from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, Script, Trace
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def _facts(result: Result, recordings: Recordings, run: Run) -> dict[str, int]:
         "keep_graph": recorder.keep_graph,
         "create_graph": recorder.create_graph,
         "grad_calls": recorder.grad_calls,
+        "other_threads": len(threads_of_the_script()),
         **{f"{CACHE_EMPTIED}{line}": count for line, count in recorder.cache_emptied.items()},
         **({BEFORE_TRAINING: before} if (before := recordings.before_training_bytes) else {}),
         "iterations_seen": run.iterations_seen,

@@ -3,15 +3,16 @@
 The storage is emptied in place, so that the module's parameter, views of it and what autograd holds are what they were. Whoever reads it
 finds it whole: autograd's own reads come through the saved-tensor hooks, every other op through the engine's mode, which stays on in
 backward while anything is away; a look past the dispatcher (`data_ptr()`, `numpy()`, pickling, copying) through `readers`; a module that
-is called again, in whichever thread, through its call. All are back when backward has ended, so that a step, an evaluation or a checkpoint
+is called again, in whichever thread, through its call. All are back before a thread starts, and when backward has ended, so that a step, an evaluation or a checkpoint
 finds no difference. The copy out is made in every iteration: what wrote to a weight in between does not matter.
 
 What stays: a weight that is shared between processes or lent, or that something beyond its modules, autograd and this op holds; and one
-that is trained where no gradients are recorded, since no backward follows. Where several processes train, a region is compiled, or another thread calls a module, all stay.
+that is trained where no gradients are recorded, since no backward follows. Where several processes train, a region is compiled, or another thread of the script's runs, all stay.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterable
 from weakref import ref
@@ -29,6 +30,7 @@ from memopt.instrument.iterations import Iterations
 from memopt.instrument.live_objects import living
 from memopt.instrument.ops import is_lent, is_plain, is_shared, tensors_in
 from memopt.instrument.saved import Kept
+from memopt.instrument.script.other_threads import threads_of_the_script
 from memopt.instrument.stepping.single_parameter_step import several_processes
 from memopt.instrument.torch_internals import DisableTorchDispatch, storage_use_count
 
@@ -60,9 +62,18 @@ class WeightsAway:
         self._lock = threading.RLock()
         self._rewrites: Callable[[Tensor], None] | None = None
         self._reads = ByteReads(self.whole, self.away)
+        self._start = threading.Thread.start
 
     def install(self) -> None:
         self._reads.install()
+        start = self._start = threading.Thread.start
+
+        @functools.wraps(start)
+        def all_back_first(thread: threading.Thread) -> None:
+            self.all_back()
+            start(thread)
+
+        threading.Thread.start = all_back_first  # type: ignore[assignment, method-assign]
         self._frames.entered = self._entered
         self._frames.regions.compiles = self._compiles
         self._rewrites, self._frames.regions.will_rewrite = self._frames.regions.will_rewrite, self._launched
@@ -71,6 +82,7 @@ class WeightsAway:
         """All are back, and none leaves."""
         self.stop("the run is over")
         self._reads.remove()
+        threading.Thread.start = self._start  # type: ignore[method-assign]
         self._frames.entered = self._frames.regions.compiles = None
 
     def _compiles(self) -> None:
@@ -102,6 +114,8 @@ class WeightsAway:
     def _leave(self, action: int, size_bytes: int, tensors: list[Tensor]) -> str:
         if several_processes():
             return "processes that train together may exchange weights"
+        if threads_of_the_script():
+            return "another thread of the script's may read weights unseen"
         if self._frames.regions.depth:
             return "a compiled region reads weights unseen"
         storage = self._weight_among(tensors, size_bytes)

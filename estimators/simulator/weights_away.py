@@ -14,6 +14,7 @@ from memopt.trace import CATEGORIES, PHASES, Trace
 LEAST_BYTES = 1 << 20
 """Smaller weights stay."""
 _WEIGHTS = frozenset(CATEGORIES.index(name) for name in ("parameter", "buffer"))
+_REASONS_TO_STAY = ("create_graph", "grad_calls", "other_threads")
 _BACKWARD = PHASES.index("backward")
 _BEFORE_BACKWARD = frozenset(PHASES.index(name) for name in ("forward", "other"))
 
@@ -24,7 +25,7 @@ def weights_away(
     """Storage -> when it may be away, in the terms of a saved tensor; it is there for good from `first_use` on. `value_times`, `reads`: as
     `TraceView` has them."""
     facts = trace.facts
-    if facts.get("backward_calls", 0) != 1 or facts.get("create_graph", 0) or facts.get("grad_calls", 0):
+    if facts.get("backward_calls", 0) != 1 or any(map(facts.get, _REASONS_TO_STAY)):
         return {}
     large = [storage for storage in range(trace.storage_count) if _is_large_weight(trace, storage)]
     backward = [op for op, phase in enumerate(trace.ops.phase) if phase == _BACKWARD] if large else []

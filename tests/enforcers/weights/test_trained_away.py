@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.verify.digests import digest
+from memopt.enforcers.weights.away import WeightsAway
 from memopt.plan import GRADIENTS_IN_PLACE, Plan, ScriptAction
 from memopt.trace import Trace
 from tests.enforcers.optimizer.test_gradients_elsewhere import plan as pieces_plan
@@ -125,3 +128,40 @@ def test_an_evaluation_without_gradients_sends_nothing_away(plan: Plan, tmp_path
     assert computed == seeded(loop, 4)
     assert outcome.actions.done == outcome.actions.planned, outcome.notes
     assert close(outcome), outcome
+
+
+def test_a_thread_that_reads_weights_past_their_modules_has_them(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started while they are away, and reads them to the end by plain ops, which no mode sees."""
+    ended, found = threading.Event(), [0.0]
+    away: list[int] = []
+    sessions: list[WeightsAway] = []
+    install = WeightsAway.install
+    monkeypatch.setattr(WeightsAway, "install", lambda self: (sessions.append(self), install(self))[0])
+
+    def averages(model: nn.Module) -> None:
+        while not ended.is_set():
+            found.append(sum(float(each.detach().abs().sum()) for each in model.parameters()))
+
+    def in_forward(model: nn.Module) -> str:
+        away.append(len(sessions[0].away))
+        if len(found) == 1:
+            threading.Thread(target=averages, args=(model,)).start()
+        seen = len(found)
+        while len(found) < seen + 3:
+            time.sleep(0)
+        return ""
+
+    try:
+        computed, _ = enforced(functools.partial(trained, in_forward=in_forward), plan, tmp_path, 3)
+    finally:
+        ended.set()
+    assert computed == seeded(trained, 3)
+    assert away == [weights_of(plan), 0, 0]
+
+
+def test_a_script_with_such_a_thread_has_no_plan_that_sends_weights_away(trace: Trace) -> None:
+    beside = msgspec.structs.replace(trace, facts=trace.facts | {"other_threads": 1})
+    assert trace.facts["other_threads"] == 0
+    assert not plan_of(beside, all_away).actions
