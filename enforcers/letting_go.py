@@ -17,7 +17,8 @@ from memopt.enforcers.codecs.premises import Call, hold
 from memopt.enforcers.codecs.table import bytes_beyond, decode, encode, encode_for
 from memopt.enforcers.handles import Planned
 from memopt.enforcers.lookup import PlannedSlot
-from memopt.enforcers.records import Value, make
+from memopt.enforcers.records import Value
+from memopt.enforcers.replays import make
 from memopt.enforcers.tiers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.values import Values
 from memopt.estimators.simulator.slot_needs import Need

@@ -1,12 +1,9 @@
-"""Ops remembered in forward so that what they made can be made again in backward: tensor-granular recomputation.
+"""Ops remembered in forward so that what they made can be made again in backward (`replays`): tensor-granular recomputation.
 
 A record holds the overload, its arguments and the generator's state. A tensor argument is a *view of a value* when its
 producer was recorded too, and is pinned (held) otherwise, as it is or as a codec or a tier holds it for others. A value is one version
 of a storage; it is *there* while its storage lives in that version, while a replay's result waits for its last consumer, or while a
 tier holds it for somebody who will still ask: it is brought back then.
-
-Making a value walks its records depth first, runs each once, frees what nobody waits for as soon as it was read
-(`estimators.chains` and `estimators.timeline` do the same walk on the trace). In-place ops write on private copies.
 """
 
 from __future__ import annotations
@@ -27,20 +24,13 @@ from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.ops import OpKind
 from memopt.instrument.saved import Place, let_go_of_bytes
 from memopt.instrument.torch_internals import (
-    BelowAutograd,
-    DisableAutocast,
     DispatchKey,
     ExcludeKey,
-    disable_current_modes,
     tree_leaves,
 )
 
 _KEEPS_VERSION = DispatchKey.ADInplaceOrView
 _NONE: frozenset[int] = frozenset()
-
-
-class CannotReplay(RuntimeError):
-    """A source of a replay was changed behind memopt's back: the value is lost, and a wrong one is never handed out."""
 
 
 class View(Struct, frozen=True, gc=False):
@@ -233,133 +223,6 @@ def generator_state(args: list[Any]) -> tuple[Any, Tensor]:
     return generator, generator.get_state()
 
 
-def make(value: Value) -> UntypedStorage:
-    """The storage of `value`, made again if it is not there. Bit for bit what forward made.
-
-    Raises `CannotReplay` when a pinned source was changed in place since forward.
-    """
-    found = value.there()
-    if found is not None:
-        return found
-    replay = _Replay(value)
-    grad, settings = torch.is_grad_enabled(), SETTINGS.now()
-    try:
-        with DisableAutocast(), disable_current_modes(), BelowAutograd():
-            return replay.run()
-    finally:
-        torch.set_grad_enabled(grad)
-        if SETTINGS.now() is not settings:
-            SETTINGS.switch(settings)
-
-
-class _Replay:
-    """One walk: what it has made so far and how often each value is still to be read."""
-
-    def __init__(self, target: Value) -> None:
-        self._target = target
-        self._made: dict[int, Tensor] = {}
-        """By the values' ids: tensors that show them, as their ops gave them."""
-        self._reads: dict[int, int] = {id(target): 1}
-        self._order = self._records()
-
-    def _records(self) -> list[Record]:
-        """Records to run, inputs first, each once. Counts who reads what."""
-        order: list[Record] = []
-        seen: set[int] = set()
-        stack: list[tuple[Value, list[Value] | None]] = [(self._target, None)]
-        reads = self._reads
-        while stack:
-            wanted, sources = stack.pop()
-            record = wanted.record
-            if id(record) in seen:
-                continue
-            if sources is not None:
-                seen.add(id(record))
-                order.append(record)
-                for source in sources:
-                    reads[id(source)] = reads.get(id(source), 0) + 1
-            elif wanted.there() is None:
-                sources = record.sources()
-                stack.append((wanted, sources))
-                for source in reversed(sources):
-                    stack.append((source, None))
-        return order
-
-    def run(self) -> UntypedStorage:
-        grad, settings = torch.is_grad_enabled(), SETTINGS.now()
-        for record in self._order:
-            if record.grad is not grad:
-                grad = record.grad
-                torch.set_grad_enabled(grad)
-            if record.settings is not settings:
-                settings = record.settings
-                SETTINGS.switch(settings)
-            self._run(record)
-        made = self._made.get(id(self._target))
-        found = made.untyped_storage() if made is not None else self._target.there()
-        assert found is not None
-        return found
-
-    def _run(self, record: Record) -> None:
-        flat = [self._argument(record, position, argument) for position, argument in enumerate(record.args)]
-        args, kwargs = record.form.rebuild(flat)
-        out = record.func(*args, **kwargs) if record.rng is None else _draw_again(record, args, kwargs)
-        outputs = output_tensors(out)
-        for reference in record.values:
-            value = reference()
-            if value is None:
-                continue
-            tensor = outputs[value.place] if value.place >= 0 else flat[-1 - value.place]
-            if not isinstance(tensor, Tensor):
-                raise CannotReplay(
-                    f"memopt cannot compute {record.kind.name} again: the second run gave no such output"
-                )
-            self._keep(value, tensor)
-
-    def _keep(self, value: Value, tensor: Tensor) -> None:
-        if value.waiting > 0 and value.there() is None and (value is self._target or not value.again):
-            value.cached = tensor.untyped_storage()
-        if self._reads.get(id(value), 0) > 0:
-            self._made[id(value)] = tensor
-
-    def _argument(self, record: Record, position: int, argument: Any) -> Any:
-        if type(argument) is View:
-            return self._value(argument, written=position in record.written)
-        if type(argument) is not Pinned:
-            return argument
-        written = position in record.written
-        if argument.is_changed and not written:
-            raise _changed(record, argument)
-        tensor = argument.get()
-        return _private(tensor) if written and argument.encoded is None else tensor
-
-    def _value(self, view: View, *, written: bool) -> Tensor:
-        value = view.value
-        left = self._reads[id(value)] = self._reads[id(value)] - 1
-        mine = self._made.get(id(value)) if left else self._made.pop(id(value), None)
-        if mine is not None and view.place.is_of(mine):
-            tensor = mine
-        else:
-            storage = mine.untyped_storage() if mine is not None else value.there()
-            assert storage is not None
-            tensor = view.place.on(storage)
-        if written and (mine is None or left or value.cached is not None):
-            return _private(tensor)
-        return tensor
-
-
-def _draw_again(record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the op of `record` with the random numbers that it drew in forward."""
-    assert record.rng is not None
-    generator, state = record.rng
-    now = generator.get_state()
-    generator.set_state(state)
-    try:
-        return record.func(*args, **kwargs)
-    finally:
-        generator.set_state(now)
-
-
 def _written_positions(kind: OpKind, form: CallForm, count: int) -> frozenset[int]:
     args, kwargs = form.rebuild(list(range(count)))
     found: set[int] = set()
@@ -377,19 +240,6 @@ def _statistics_positions(kind: OpKind, form: CallForm, flat: list[Any]) -> froz
     if training is not None and not flat[args[training]]:
         return _NONE
     return frozenset({args[mean], args[variance]})
-
-
-def _private(tensor: Tensor) -> Tensor:
-    """The same view on a copy of the whole storage."""
-    return Place.of(tensor).on(tensor.untyped_storage().clone())
-
-
-def _changed(record: Record, argument: Pinned) -> CannotReplay:
-    return CannotReplay(
-        f"memopt cannot compute {record.kind.name} again: its input {argument.place.size} was changed in place "
-        "after forward, outside of what memopt watches. Nothing wrong was computed; profile the script again, "
-        "or advise without recompute (--deny recompute)"
-    )
 
 
 def record_op(

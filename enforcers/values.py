@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.codecs.encoded import Encoded
-from memopt.enforcers.records import Pinned, Record, Value, View, make, output_tensors
+from memopt.enforcers.records import Pinned, Record, Value, View, output_tensors
+from memopt.enforcers.replays import make
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, tensors_in, version_of
 from memopt.instrument.saved import Place

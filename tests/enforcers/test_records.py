@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from memopt.enforcers.flat_call import flatten_call
-from memopt.enforcers.records import Value, make, record_op
+from memopt.enforcers.records import Value, record_op
+from memopt.enforcers.replays import make
 from memopt.enforcers.values import Values
 from memopt.instrument import saved
 from memopt.instrument.ops import kind_of
