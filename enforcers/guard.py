@@ -111,6 +111,8 @@ class Guard(modes.Mode):
         """By address, in the order of saving."""
         self._expected: dict[tuple[str, int], int] = {}
         """(overload, bytes of its inputs) -> bytes that it made the last time."""
+        self._beyond: dict[str, float] = {}
+        """Overload -> how many times as much it made as its shapes say, where it keeps what only its kernel knows of (recurrent layers)."""
         self._hooks = SavedTensorHooks(self.pack, self.unpack)
         self._capturing = Capturing(device)
         self._streams = OneStream()
@@ -186,12 +188,12 @@ class Guard(modes.Mode):
             return run(*args, **kwargs)
         self._looking = self._looking or is_looking(kind.name)
         key = kind.name, bytes_of((*args, *kwargs.values()))
-        expected = self._expected.get(key)
-        if expected is None:
-            expected = would_make(func, args, kwargs)
-        self._make_room(expected, kind.name)
+        shown = 0 if key in self._expected else would_make(func, args, kwargs)
+        self._make_room(self._expected.get(key, int(shown * self._beyond.get(kind.name, 1.0))), kind.name)
         out = run(*args, **kwargs)
-        self._expected[key] = self._live.made(out)
+        made = self._expected[key] = self._live.made(out)
+        if made > shown > 0:
+            self._beyond[kind.name] = made / shown
         self._make_room(0, kind.name)
         return out
 

@@ -103,6 +103,29 @@ def test_a_budget_is_held_in_every_iteration_whatever_the_shapes(
     assert guard.most_bytes <= guard.budget_bytes
 
 
+def recurrent(steps: int) -> list[str]:
+    """Each layer keeps for backward what only its kernel knows the size of."""
+    model = nn.LSTM(16, 64, num_layers=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(steps):
+        loss = model(torch.randn(64, 32, 16))[0].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(digest(loss))
+    return [*found, *everything(model, optimizer)]
+
+
+def test_the_first_iteration_makes_room_for_what_no_shape_shows(tmp_path: Path) -> None:
+    computed, free = guarded(recurrent, tmp_path, 1 << 40, steps=1)
+    budget = int(0.75 * free.most_bytes)
+    held, guard = guarded(recurrent, tmp_path, budget, steps=1)
+    assert guard.moved
+    assert guard.most_bytes <= budget
+    assert held == computed
+
+
 @pytest.mark.parametrize("call", ["pack", "_send"])
 def test_what_a_second_stream_saves_or_would_move_stays(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
