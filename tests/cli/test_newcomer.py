@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +181,26 @@ def test_points_of_a_curve_are_counted_in_a_pipe(
     assert capsys.readouterr().err.splitlines() == [
         "memopt: planning", "memopt: point 2 of 4", "memopt: point 3 of 4", "memopt: point 4 of 4",
     ]  # fmt: skip
+
+
+def test_the_largest_batch_ends_with_the_command_that_runs_it(tmp_path: Path) -> None:
+    told = "import sys\nprint(sys.argv[1:], file=sys.stderr)\n"
+    (tmp_path / "train.py").write_text(told + TRAIN.replace("randn(512", "randn(int(sys.argv[3])"))
+    (tmp_path / "fixed.py").write_text(TRAIN)
+    memopt(tmp_path, "profile", "-o", "p.profile.json.gz", "train.py", "6", "--batch-size", "512")
+    memopt(tmp_path, "profile", "-o", "fixed.profile.json.gz", "fixed.py", "6")
+    search = ("--max-batch", "--budget", "9MiB", "--time-limit", "0.1")
+    found = memopt(tmp_path, "advise", "p.profile.json.gz", *search, "--json", "-o", "p.plan.json")
+    (command,) = [line for line in found.stderr.splitlines() if line.startswith("memopt: next: ")]
+    with_plan = json.loads(found.stdout)["with_plan"]
+    assert with_plan["batch"] > json.loads(found.stdout)["without_plan"]["batch"] > 64
+    done = memopt(
+        tmp_path, *shlex.split(command.removeprefix("memopt: next: memopt ")), "--outcome", "o.json"
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"['6', '--batch-size', '{with_plan['batch']}']" in done.stderr
+    measured = json.loads((tmp_path / "o.json").read_text())["measured_peak_bytes"]
+    assert measured == pytest.approx(with_plan["peak_bytes"], rel=0.02)
+    found = memopt(tmp_path, "advise", "fixed.profile.json.gz", *search, "-o", "fixed.plan.json")
+    assert "which no argument of the script sets" in found.stderr
+    assert "memopt: next: " not in found.stderr
