@@ -343,9 +343,9 @@ class ApplySession:
     def backward_ended(self) -> None:
         if self._over_gradients is not None:
             self._over_gradients.backward_ended()
-        self._weights_are_back()
         if self._steps is not None:
-            self._steps.backward_ended()
+            self._steps.backward_ended()  # the last gradient leaves first
+        self._weights_are_back()
         if self._engine is None or self._frames is None:
             return
         self._frames.paused = False

@@ -23,12 +23,13 @@ from torch import Tensor, UntypedStorage
 
 from memopt.enforcers import capturing
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
+from memopt.enforcers.tiers.swap_file import PAGE_BYTES
 from memopt.estimators.simulator.gradients_away import LEAST_BYTES
 from memopt.instrument.live_objects import living
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script.signals import held
 from memopt.instrument.stepping.gradient_reads import GradientReads, give_back, gradient_of, let_go
-from memopt.instrument.stepping.in_pieces import is_dense, lies_like
+from memopt.instrument.stepping.in_pieces import Segment, is_dense, lies_like
 from memopt.instrument.stepping.single_parameter_step import parameters_of, several_processes
 from memopt.instrument.torch_internals import DisableTorchDispatch, storage_use_count
 
@@ -212,6 +213,18 @@ class GradientsElsewhere:
         storage = UntypedStorage(known.ticket.nbytes, device=known.ticket.device)
         self._tier.read_async(known.ticket, storage).result()
         return _on(storage, known.like)
+
+    def part_of(self, segment: Segment) -> Tensor:
+        """The gradient of `segment` as a row (a scalar as it is), for whoever only reads it; it stays away."""
+        known = self._known(segment.parameter)
+        assert known is not None
+        size = known.like.itemsize
+        page = segment.start * size // PAGE_BYTES * PAGE_BYTES
+        storage = UntypedStorage(segment.stop * size - page, device=known.ticket.device)
+        self._tier.read_part(known.ticket, page, storage).result()
+        row = torch.empty(0, dtype=known.like.dtype, device=storage.device)
+        row.set_(storage, segment.start - page // size, (segment.numel,), (1,))
+        return row if known.like.dim() else row[0]
 
     def _known(self, parameter: Tensor) -> _Away | None:
         known = self._away.get(id(parameter))

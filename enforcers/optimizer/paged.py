@@ -6,6 +6,7 @@ With a tier no more than three pieces of state are on the device: one that comes
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,20 +67,21 @@ class PagedOptimizer:
         pageable = self._pageable(inner) if self._state is not None else set()
         self._first = self._without_state(inner)
         away = {id(each) for each in trained(optimizer) if elsewhere is not None and elsewhere.holds(each)}
-        gradients = dict(gradients)
-        due = [p for p in self._pieces if any(id(s.parameter) in {*gradients, *away} for s in p.segments)]
+        due = [p for p in self._pieces if any(id(s.parameter) in away | gradients.keys() for s in p.segments)]
+
+        def gradient_of(segment: Segment) -> Tensor:
+            parameter = segment.parameter
+            if elsewhere is not None and id(parameter) in away:
+                return elsewhere.part_of(segment)
+            return segment.of(as_it_lies(gradients[id(parameter)], parameter))
+
         for number, piece in enumerate(due):
             self._pager.fetch(piece)
             if number + 1 < len(due):
                 self._pager.fetch(due[number + 1])
             self._pager.arrive(piece)
-            coming = [s.parameter for s in piece.segments if id(s.parameter) in away - gradients.keys()]
-            if elsewhere is not None:
-                gradients |= {id(each): elsewhere.copy_of(each) for each in coming}
-            self._step_piece(optimizer, inner, piece, gradients, pageable)
-            for segment in piece.segments:
-                if segment.is_last and id(segment.parameter) in away:
-                    gradients.pop(id(segment.parameter), None)
+            taken = [n for n, s in enumerate(piece.segments) if id(s.parameter) in away | gradients.keys()]
+            self._step_piece(optimizer, inner, piece, taken, gradient_of, pageable)
             self._pager.leave(piece)
             if number:
                 self._pager.gone(due[number - 1])
@@ -167,16 +169,17 @@ class PagedOptimizer:
         optimizer: torch.optim.Optimizer,
         state: Any,
         piece: Piece,
-        gradients: dict[int, Tensor],
+        taken: list[int],
+        gradient_of: Callable[[Segment], Tensor],
         pageable: set[int],
     ) -> None:
+        """Step the segments of those numbers; `gradient_of` gives a row."""
         rows = piece.rows() if piece.bundle is not None else {}
-        taken = [n for n, s in enumerate(piece.segments) if id(s.parameter) in gradients]
         slices, states, views = [], [], []
         for number in taken:
             segment = piece.segments[number]
             row = segment.of(segment.parameter)
-            row.grad = segment.of(as_it_lies(gradients[id(segment.parameter)], segment.parameter))
+            row.grad = gradient_of(segment)
             slices.append(row)
             view = self._views(state, segment, {name: r for (n, name), r in rows.items() if n == number})
             views.append(view)

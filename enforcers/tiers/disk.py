@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from memopt.enforcers.tiers.accelerator import Users
 from memopt.enforcers.tiers.staging import Carrier, InMemory, OnDevice, Piece
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, without_frames
-from memopt.enforcers.tiers.swap_file import SwapFile, is_in_memory, remove_leftovers
+from memopt.enforcers.tiers.swap_file import PAGE_BYTES, SwapFile, is_in_memory, remove_leftovers
 from memopt.enforcers.tiers.swap_places import Places, State, Ticket
 
 if TYPE_CHECKING:
@@ -50,13 +50,16 @@ class _Transfer:
     ticket: Ticket
     memory: torch.UntypedStorage | None
     done: Future[None]
+    nbytes: int
+    begin: int
+    """Where in the ticket's bytes those that move begin."""
     pieces: int
     ready: Event | None
     error: BaseException | None = None
 
     def piece(self, start: int) -> Piece:
         """The one that begins there."""
-        return Piece(start, min(PIECE_BYTES, self.ticket.nbytes - start), self.ready)
+        return Piece(start, min(PIECE_BYTES, self.nbytes - start), self.ready, self.begin)
 
 
 @dataclass(slots=True, eq=False)
@@ -134,18 +137,27 @@ class DiskStore:
         if not self._workers:
             self._start()
         ticket = Ticket(storage, self._places.freed)
-        self._submit(_WRITE, ticket, storage, ticket.written)
+        self._submit(_WRITE, ticket, storage, ticket.written, 0, ticket.nbytes)
         return ticket
 
     def read_async(self, ticket: Ticket, into: torch.UntypedStorage) -> Pending:
         """Start to fill `into` (at least as large, made on this thread's stream) from `ticket`; again and again, if wanted."""
-        self.collect()
         if into.nbytes() < ticket.nbytes:
             raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
+        return self._read(ticket, 0, ticket.nbytes, into)
+
+    def read_part(self, ticket: Ticket, begin: int, into: torch.UntypedStorage) -> Pending:
+        """Start to fill all of `into` (made on this thread's stream) with the bytes of `ticket` from `begin` on, a multiple of a page."""
+        if begin % PAGE_BYTES or begin + into.nbytes() > ticket.nbytes:
+            raise ValueError(f"{into.nbytes()} bytes from {begin} on are no part of {ticket.nbytes}")
+        return self._read(ticket, begin, into.nbytes(), into)
+
+    def _read(self, ticket: Ticket, begin: int, nbytes: int, into: torch.UntypedStorage) -> Pending:
+        self.collect()
         if ticket.state is State.OFF:
             raise ValueError("this ticket was taken back")
         done: Future[None] = Future()
-        self._submit(_READ, ticket, into, done)
+        self._submit(_READ, ticket, into, done, begin, nbytes)
         return done if self._accelerator is None else _Arrival(done, into, self._accelerator)
 
     def wait(self, ticket: Ticket) -> None:
@@ -224,10 +236,18 @@ class DiskStore:
         for worker in self._workers:
             worker.start()
 
-    def _submit(self, kind: int, ticket: Ticket, memory: torch.UntypedStorage, done: Future[None]) -> None:
+    def _submit(
+        self,
+        kind: int,
+        ticket: Ticket,
+        memory: torch.UntypedStorage,
+        done: Future[None],
+        begin: int,
+        nbytes: int,
+    ) -> None:
         with self._here():
             ready = self._users.current().record_event() if self._users is not None else None
-        transfer = _Transfer(ticket, memory, done, _pieces(ticket.nbytes), ready)
+        transfer = _Transfer(ticket, memory, done, nbytes, begin, _pieces(nbytes), ready)
         for piece in range(transfer.pieces):
             self._queue.put((kind, next(self._order), transfer, piece))
 
@@ -271,7 +291,7 @@ class DiskStore:
             return
         if state is not State.WRITTEN or ticket.offset is None:
             raise SwapFailed("a swapped tensor was taken back while it was being read")
-        self._file.read(carrier.view[: piece.room_bytes], ticket.offset + start)
+        self._file.read(carrier.view[: piece.room_bytes], ticket.offset + transfer.begin + start)
         carrier.put(memory, piece)
 
     def _finish_piece(self, kind: int, transfer: _Transfer) -> None:
@@ -284,7 +304,7 @@ class DiskStore:
                 self._safe.append(transfer.ticket)
                 self.written_bytes += transfer.ticket.nbytes
             elif kind == _READ and transfer.error is None:
-                self.read_bytes += transfer.ticket.nbytes
+                self.read_bytes += transfer.nbytes
             if kind == _WRITE and isinstance(transfer.error, SwapFailed) and self.failure is None:
                 self.failure = transfer.error
         transfer.memory = None

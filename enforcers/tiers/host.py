@@ -238,21 +238,30 @@ class HostStore:
 
     def read_async(self, ticket: HostTicket, into: torch.UntypedStorage) -> Arrival:
         """Start to copy the bytes of `ticket` into `into`, which was made on this thread's stream; again and again, if wanted."""
+        if into.nbytes() < ticket.nbytes:
+            raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
+        return self._read(ticket, 0, ticket.nbytes, into)
+
+    def read_part(self, ticket: HostTicket, begin: int, into: torch.UntypedStorage) -> Arrival:
+        """Start to fill all of `into`, which was made on this thread's stream, with the bytes of `ticket` from `begin` on."""
+        if begin + into.nbytes() > ticket.nbytes:
+            raise ValueError(f"{into.nbytes()} bytes from {begin} on are no part of {ticket.nbytes}")
+        return self._read(ticket, begin, into.nbytes(), into)
+
+    def _read(self, ticket: HostTicket, begin: int, nbytes: int, into: torch.UntypedStorage) -> Arrival:
         with self._lock, self._accelerator.here():
             self._collect()
-            if into.nbytes() < ticket.nbytes:
-                raise ValueError(f"{ticket.nbytes} bytes do not fit into a storage of {into.nbytes()}")
             if ticket.taken or ticket.copied is None:
                 raise ValueError("this ticket was taken back")
             ready = self._users.current().record_event()
             with self._accelerator.on(self._in):
                 self._in.wait_event(ready)
                 self._in.wait_event(ticket.copied)
-                row_of(into)[: ticket.nbytes].copy_(ticket.row, non_blocking=True)
+                row_of(into)[:nbytes].copy_(ticket.row[begin : begin + nbytes], non_blocking=True)
                 event = self._in.record_event()
             copy = _InFlight(event, ticket, into)
             self._coming.append(copy)
-            self.read_bytes += ticket.nbytes
+            self.read_bytes += nbytes
             return Arrival(copy, into, self._accelerator)
 
     def wait(self, ticket: HostTicket) -> None:

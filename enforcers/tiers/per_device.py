@@ -51,6 +51,9 @@ class PerDevice:
     def read_async(self, ticket: Any, into: torch.UntypedStorage) -> Pending:
         return self._stores[ticket.device].read_async(ticket, into)
 
+    def read_part(self, ticket: Any, begin: int, into: torch.UntypedStorage) -> Pending:
+        return self._stores[ticket.device].read_part(ticket, begin, into)
+
     def wait(self, ticket: Any) -> None:
         self._stores[ticket.device].wait(ticket)
 

@@ -22,6 +22,8 @@ class Piece:
     nbytes: int
     ready: Event | None = None
     """On an accelerator, the point from which the storage may be read or filled."""
+    further: int = 0
+    """Where a part is read: so many bytes further on the source has it."""
 
     @property
     def room_bytes(self) -> int:
@@ -41,7 +43,7 @@ class Carrier(Protocol):
         """What the buffer begins with to its place in `target`."""
 
     def copy(self, source: torch.UntypedStorage, target: torch.UntypedStorage, piece: Piece) -> None:
-        """The same place in both, without the buffer."""
+        """Without the buffer."""
 
     def close(self) -> None:
         """Give the buffer up, before the thread ends."""
@@ -62,7 +64,8 @@ class InMemory:
         ctypes.memmove(target.data_ptr() + piece.start, self._address, piece.nbytes)
 
     def copy(self, source: torch.UntypedStorage, target: torch.UntypedStorage, piece: Piece) -> None:
-        ctypes.memmove(target.data_ptr() + piece.start, source.data_ptr() + piece.start, piece.nbytes)
+        begin = piece.start + piece.further
+        ctypes.memmove(target.data_ptr() + piece.start, source.data_ptr() + begin, piece.nbytes)
 
     def close(self) -> None:
         """It goes with its thread."""
@@ -89,7 +92,7 @@ class OnDevice:
         self._copy(_part(target, piece), self._row[: piece.nbytes], piece)
 
     def copy(self, source: torch.UntypedStorage, target: torch.UntypedStorage, piece: Piece) -> None:
-        self._copy(_part(target, piece), _part(source, piece), piece)
+        self._copy(_part(target, piece), _part(source, piece, piece.further), piece)
 
     def close(self) -> None:
         self._accelerator.unpin(self._pinned)
@@ -103,5 +106,6 @@ class OnDevice:
         done.synchronize()
 
 
-def _part(storage: torch.UntypedStorage, piece: Piece) -> torch.Tensor:
-    return row_of(storage)[piece.start : piece.start + piece.nbytes]
+def _part(storage: torch.UntypedStorage, piece: Piece, further: int = 0) -> torch.Tensor:
+    begin = piece.start + further
+    return row_of(storage)[begin : begin + piece.nbytes]

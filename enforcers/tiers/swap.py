@@ -59,6 +59,9 @@ class SwapTier(Protocol[AnyTicket]):
     def read_async(self, ticket: AnyTicket, into: torch.UntypedStorage, /) -> Pending:
         """Start to fill `into` with the bytes of `ticket`; as often as wanted."""
 
+    def read_part(self, ticket: AnyTicket, begin: int, into: torch.UntypedStorage, /) -> Pending:
+        """Start to fill all of `into` with the bytes of `ticket` from `begin` on, a multiple of a page."""
+
     def wait(self, ticket: AnyTicket, /) -> None:
         """Until the write is done; raises `SwapFailed` when it failed."""
 

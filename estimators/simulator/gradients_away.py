@@ -1,8 +1,8 @@
 """A recorded iteration as it would run with gradients in a tier from the moment they are whole until they are cleared.
 
 As the enforcer does it: a gradient leaves when the next one is whole, or sooner, when autograd next asks for a saved tensor; at most one is
-on its way, and is waited for when the next one leaves, or autograd asks again; an op that reads one outside the step brings it back, and it stays until the step is over; the step in pieces holds one, or
-a piece of small ones, at a time. Storages, slots and ops keep their numbers.
+on its way, and is waited for when the next one leaves, or autograd asks again; an op that reads one outside the step brings it back, and it
+stays until the step is over; the step in pieces holds a piece of them at a time. Storages, slots and ops keep their numbers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import msgspec
 from memopt.device import Device
 from memopt.estimators.simulator.timeline import staging_ms
 from memopt.plan import Tier
-from memopt.trace import Trace
+from memopt.trace import PHASES, Trace
 from memopt.updates import Updates
 
 LEAST_BYTES = 64 * 1024
 """Smaller gradients stay."""
+_BACKWARD = PHASES.index("backward")
+_PAGE_BYTES = 4096
+"""A part that is read begins where a page does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,7 @@ def gradients_away(
         change[min(back, n)] += size
     less = list(itertools.accumulate(change))
     read_in_step = [each.size_bytes for each in gone if each.for_good and each.leaves < updates.end_op]
-    window = max([0, *read_in_step, min(piece_bytes, sum(read_in_step))])
+    window = min(piece_bytes + _PAGE_BYTES, sum(read_in_step))
     ops = trace.ops
     live = [at + less[op] + (window if op in step else 0) for op, at in enumerate(ops.live_bytes)]
     time_us = [*ops.time_us]
@@ -90,9 +93,10 @@ def _gone(trace: Trace, updates: Updates) -> list[Gone]:
     rows = sorted(zip(updates.ready_before, updates.gradient, updates.parameter, strict=True))
     rows = [row for row in rows if _may_leave(trace, row[1], row[2])]
     uses = _uses(trace, (gradient for _, gradient, _ in rows))
+    last = max((op for op, phase in enumerate(trace.ops.phase) if phase == _BACKWARD), default=-1)
     found = []
     for (whole, gradient, _), gone_by in zip(rows, _departures(trace, [row[0] for row in rows]), strict=True):
-        leaves = max(gone_by, whole + 1)
+        leaves = max(gone_by, whole + 1 if whole <= last else whole)  # backward ends when all have left
         read = _first_use(uses[gradient], whole, updates)
         end = min(storages.death_op[gradient] + 1, n)
         for_good = read is None

@@ -24,11 +24,14 @@ from memopt.instrument.memory.meter import living_storages
 from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.profiler import updates
+from memopt.trace import PHASES
 from tests.enforcers.test_optimizer_in_pieces import EACH, STEPS, net, plan_for, training
 from tests.support.disks import Full
 from tests.support.enforced import Loop, enforced, recorded, seeded
 from tests.support.loops import LOOPS
 from tests.support.stepping import OPTIMIZERS, everything, stepping
+
+OPTIMIZER = PHASES.index("optimizer")
 
 
 @pytest.fixture(autouse=True)
@@ -317,6 +320,35 @@ def test_a_gradient_leaves_before_the_next_one_is_made(clip: bool, tmp_path: Pat
     most = sum(sizes) if clip else max(sizes)
     assert written.predicted_peak_bytes < (1.25 if clip else 1.1) * (sum(sizes) + most)
     assert outcome.measured_peak_bytes == pytest.approx(written.predicted_peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "adagrad"])
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+def test_a_large_gradient_is_stepped_part_by_part(optimizer: str, kind: torch.dtype, tmp_path: Path) -> None:
+    """A model that is one matrix and little else: in the step a piece of its gradient is there, and the matrix comes back when that has left."""
+
+    def loop(steps: int) -> list[str]:
+        embed = nn.Embedding(12000, 64, dtype=kind)
+        model = nn.Sequential(*[nn.Linear(64, 64, dtype=kind) for _ in range(3)])
+        stepped = OPTIMIZERS[optimizer]([*embed.parameters(), *model.parameters()])
+        for _ in range(steps):
+            stepped.zero_grad()
+            model(embed(torch.randint(12000, (4,)))).square().mean().backward()
+            stepped.step()
+        return everything(nn.ModuleList([embed, model]), stepped)
+
+    adviser = Adviser(recorded(loop, tmp_path), DEFAULT_ALLOW)
+    chosen = with_gradients_away(adviser)[-1]
+    written = adviser.write(chosen, Decisions(), "chosen by a test")
+    computed, outcome = enforced(loop, written, tmp_path, STEPS, measure=True)
+    assert computed == seeded(loop, STEPS)
+    assert outcome.actions.skipped == 0, outcome.notes
+    matrix = 12000 * 64 * kind.itemsize
+    assert written.predicted_peak_bytes < 2.2 * matrix, "the matrix, and its gradient while backward makes it"
+    assert outcome.measured_peak_bytes == pytest.approx(written.predicted_peak_bytes, rel=0.02)
+    live = chosen.simulator.run({}).high_bytes.tolist()
+    stepping = [at for at, phase in zip(live, chosen.view.phase, strict=True) if phase == OPTIMIZER]
+    assert max(stepping) < 1.5 * matrix
 
 
 def test_gradients_that_processes_exchange_stay(

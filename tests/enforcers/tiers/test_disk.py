@@ -140,6 +140,26 @@ def test_reserved_room_is_asked_for_at_once(tmp_path):
     store.close()
 
 
+@pytest.mark.parametrize("written", [True, False])
+@pytest.mark.parametrize(("begin", "nbytes"), [(0, 5), (PAGE, PAGE + 1), (PIECE_BYTES, 2 * PIECE_BYTES - 1), (3 * PIECE_BYTES, 100)])  # fmt: skip
+def test_a_part_is_read(store, monkeypatch, begin, nbytes, written):
+    """From the file, or from the storage that the ticket still holds."""
+    storage = some_storage(3 * PIECE_BYTES + 100)
+    gate = None if written else Gate(store, monkeypatch)
+    ticket = store.write_async(storage)
+    if written:
+        store.wait(ticket)
+    into = torch.UntypedStorage(nbytes)
+    store.read_part(ticket, begin, into).result(30)
+    assert content(into) == content(storage)[begin : begin + nbytes]
+    assert store.read_bytes == nbytes
+    if gate is not None:
+        gate.open.set()
+    for odd in (PAGE + 1, 4 * PIECE_BYTES):
+        with pytest.raises(ValueError, match="are no part of"):
+            store.read_part(ticket, odd, into)
+
+
 def test_a_larger_target_is_fine_and_a_smaller_one_is_not(store):
     storage = some_storage(1000)
     ticket = store.write_async(storage)

@@ -170,6 +170,21 @@ class PretendedDevice:
         return seen
 
 
+def test_a_part_is_read_in_any_order_of_the_streams():
+    for seed in range(30):
+        device = PretendedDevice(seed)
+        store = HostStore(1000, accelerator=device)
+        ticket = store.write_async(device.storage(bytes(range(200))))
+        device.run(steps=seed % 5)
+        into = device.storage(b"\x11" * 50)
+        store.read_part(ticket, 100, into).result()
+        seen = device.look(into, 50)
+        device.run()
+        assert seen == [bytes(range(100, 150))]
+        with pytest.raises(ValueError, match="are no part of"):
+            store.read_part(ticket, 151, into)
+
+
 def test_out_and_in_again_in_any_order_of_the_streams():
     for seed in range(30):
         device = PretendedDevice(seed)
