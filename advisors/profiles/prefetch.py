@@ -30,7 +30,7 @@ def place_prefetches(problem: Problem, decisions: Decisions, *, earliest: bool =
     times, high = timeline.start_ms.tolist(), timeline.high_bytes.copy()
     triggers = problem.triggers
     fitting = _Fitting(problem.target_bytes, triggers.tolist(), timeline.start_ms[triggers].tolist(), high)
-    lane_ms = float("inf")
+    lane_ms = following_ms = float("inf")
     back_by = problem.simulator.back_by(placed)
     uses = [
         (back_by.get(s, view.saved[s].first_use), view.saved[s].order, s)
@@ -41,11 +41,11 @@ def place_prefetches(problem: Problem, decisions: Decisions, *, earliest: bool =
         saved, decision = view.saved[storage], placed[storage]
         took_ms = copy_ms(saved.size_bytes, decision, out=False)
         end_ms = min(lane_ms, times[use])
-        wanted = -1.0 if earliest else end_ms - _SLACK * took_ms
+        wanted = -1.0 if earliest else min(following_ms, end_ms - _SLACK * took_ms)
         trigger = fitting.trigger(saved, use, wanted)
         lane_ms = end_ms - took_ms
         if trigger >= 0:
-            lane_ms = min(lane_ms, times[trigger])
+            following_ms = min(following_ms, times[trigger])
             placed[storage] = _started_at(decision, trigger)
             high[trigger:use] += saved.size_bytes
     return placed
