@@ -314,12 +314,16 @@ class Engine(modes.Mode):
 
     def _bring_about(self, moment: AtUse | None) -> None:
         """What the plan has happen when a slot is asked for: room is made before it is taken."""
-        if moment is not None and self._swapper is not None:
+        if moment is None:
+            return
+        if self._swapper is not None:
             if moment.number >= 0 and self._swapper.feedback is not None:
                 self._swapper.feedback.reach(moment.number)
             if moment.due:
                 self._swapper.wait_until_away(moment.due)
             self._swapper.prefetch(moment.prefetch)
+        if moment.make:
+            self._letting_go.make_ahead(moment.make)
 
     # --- actions
 
@@ -345,6 +349,7 @@ class Engine(modes.Mode):
     def new_iteration(self) -> None:
         """Forget what ended with the iteration."""
         self.account.done.clear()
+        self._letting_go.new_iteration()
         self._streams.new_iteration()
         self.saved_tensors = self.saved_elements = 0
         self.values.new_iteration()

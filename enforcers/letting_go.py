@@ -5,7 +5,9 @@ What is in doubt is kept, and the account says why.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import weakref
 from functools import cache
 
 from torch import Tensor
@@ -18,7 +20,7 @@ from memopt.enforcers.codecs.table import bytes_beyond, decode, encode, encode_f
 from memopt.enforcers.handles import Planned
 from memopt.enforcers.lookup import PlannedSlot
 from memopt.enforcers.records import Value
-from memopt.enforcers.replays import make
+from memopt.enforcers.replays import CannotReplay, make
 from memopt.enforcers.tiers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.values import Values
 from memopt.estimators.simulator.slot_needs import Need
@@ -49,6 +51,12 @@ class LettingGo:
     ) -> None:
         self._actions, self._values, self._swapper = actions, values, swapper
         self._streams, self._account = streams, account
+        self._ahead: dict[int, list[weakref.ref[Value]]] = {}
+        """By action: what is to be made again before it is asked for."""
+
+    def new_iteration(self) -> None:
+        """Make ahead only what this iteration saves."""
+        self._ahead.clear()
 
     def act(self, handle: Planned, reader: Call | None) -> None:
         """Let go of the tensor as planned; `reader` is the call whose node saved it, if it was seen."""
@@ -83,7 +91,10 @@ class LettingGo:
             self._account.decline(handle.slot.action, "the op that made it was not seen")
             return
         value.waiting += 1
-        value.again = self._actions[handle.slot.action].again
+        action = self._actions[handle.slot.action]
+        value.again = action.again
+        if action.prefetch is not None and value.waiting == 1:
+            self._ahead.setdefault(handle.slot.action, []).append(weakref.ref(value))
         self._take(handle, value)
 
     def _swap(self, handle: Planned, tensor: Tensor) -> None:
@@ -128,6 +139,18 @@ class LettingGo:
         assert handle.witness is not None
         let_go_of_bytes(handle.witness)
         self._account.done[handle.slot.action] += 1
+
+    def make_ahead(self, actions: list[int]) -> None:
+        """Make again what these have let go of, and hold it for those who will ask. What cannot be made is left to them."""
+        guard = DisableTorchDispatch()
+        try:
+            for action in actions:
+                for value in filter(None, (each() for each in self._ahead.pop(action, ()))):
+                    if value.waiting > 0 and value.there() is None:
+                        with contextlib.suppress(CannotReplay):
+                            make(value)
+        finally:
+            del guard
 
     def restore(self, handle: Planned) -> Tensor:
         """The tensor, made again, read back or decoded."""

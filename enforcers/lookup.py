@@ -27,6 +27,8 @@ class AtUse:
     """Copies out that must be done."""
     prefetch: list[int] = field(default_factory=list)
     """Swap-ins that start."""
+    make: list[int] = field(default_factory=list)
+    """What is made again, while that which it is made of is still there."""
     number: int = -1
     """Among the moments that starts may be moved to; -1: it is none."""
 
@@ -93,8 +95,10 @@ def tables_of(plan: Plan) -> Tables:
             )
             due.append(number)
         if action.prefetch is not None:
-            tables.at_use[action.prefetch.module][action.prefetch.ordinal].prefetch.append(number)
+            at_use = tables.at_use[action.prefetch.module][action.prefetch.ordinal]
+            (at_use.prefetch if action.kind == "swap" else at_use.make).append(number)
     for moments in tables.at_use.values():
         for moment in moments.values():
-            moment.prefetch.sort(key=lambda number: tables.actions[number].turn)
+            for ahead in (moment.prefetch, moment.make):
+                ahead.sort(key=lambda number: tables.actions[number].turn)
     return tables

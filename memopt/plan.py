@@ -92,9 +92,10 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     leaves_after: OpRef | None = None
     """Of the swap of a weight, which has no slots: the last op of forward that reads it."""
     prefetch: SlotRef | None = None
-    """The swap-in starts when this slot is unpacked; none: when the tensor itself is asked for."""
+    """The swap-in starts when this slot is unpacked, or the tensor is made again then, while what it is made of is still there; none: when the
+    tensor itself is asked for."""
     turn: int = 0
-    """Of a swap: copies in that start at one moment go in this order."""
+    """Of what is prefetched: what starts at one moment goes in this order."""
     records: list[OpRef] = []
     """Ops to be remembered in forward so that the tensor can be made again."""
     copied_back: list[OpRef] = []

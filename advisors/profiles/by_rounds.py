@@ -24,7 +24,7 @@ from memopt.advisors.profiles.round_trace import trace_of
 from memopt.advisors.profiles.rounds import Round
 from memopt.advisors.profiles.search import Plan, Search
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.simulator.decision import Decision
+from memopt.estimators.simulator.decision import RECOMPUTE, Decision
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 
@@ -134,6 +134,8 @@ class ByRounds:
             if candidate is None or candidate.codec is None:
                 return
             decision = candidate.codec.decision
+        if decision.early and storage not in view.early:
+            decision = RECOMPUTE
         decisions[storage] = decision
 
     def _settle(self, decisions: Decisions) -> None:

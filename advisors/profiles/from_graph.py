@@ -22,8 +22,9 @@ from memopt.advisors.graphs.schedule import FREE, IN, OUT, RUN, Schedule
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, RECOMPUTE_EARLY, Decision
 from memopt.estimators.simulator.timeline import REPLAY_MS
+from memopt.estimators.simulator.trace_view import Saved
 
 _LEAST_S = 0.05
 """Of time, below which nothing is planned."""
@@ -119,7 +120,8 @@ def told(problem: Problem, away: dict[int, list[Absence]]) -> Iterator[Decisions
         gone = [
             a for a in away.get(candidate.saved.value, ()) if a.first < span.stop and a.last >= span.start
         ]
-        decision = _decision(candidate, gone, tier) if gone else None
+        early = problem.view.early.get(candidate.storage)
+        decision = _decision(candidate, gone, tier, early) if gone else None
         if decision is not None:
             found[candidate.storage] = decision
     yield found
@@ -127,10 +129,14 @@ def told(problem: Problem, away: dict[int, list[Absence]]) -> Iterator[Decisions
         yield {s: RECOMPUTE if d.again else d for s, d in found.items()}
 
 
-def _decision(candidate: Candidate, gone: list[Absence], tier: str | None) -> Decision | None:
+def _decision(
+    candidate: Candidate, gone: list[Absence], tier: str | None, early: Saved | None
+) -> Decision | None:
     swap = next((o for o in candidate.options if o.kind == "swap" and o.tier == tier), None)
     if swap is not None and any(absence.copied for absence in gone):
         return swap
+    if early is not None and RECOMPUTE_EARLY in candidate.options and gone[-1].last < early.first_use:
+        return RECOMPUTE_EARLY
     if RECOMPUTE in candidate.options:
         return RECOMPUTE_AGAIN if len(gone) > 1 else RECOMPUTE
     return swap

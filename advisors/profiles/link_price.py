@@ -109,13 +109,13 @@ class _Moves:
             candidate, option = self.moves[row]
             bytes_gone = float(np.minimum(over[candidate.away], self.relief[row]).sum())
             if option.kind == "recompute":
-                cost[row] = self._replay_ms(candidate, found)
+                cost[row] = self._replay_ms(candidate, option, found)
             if bytes_gone / cost[row] > most:
                 best, most = row, bytes_gone / cost[row]
         return best
 
-    def _replay_ms(self, candidate: Candidate, found: Decisions) -> float:
-        chain = chain_given(self.problem, candidate, found)
+    def _replay_ms(self, candidate: Candidate, option: Decision, found: Decisions) -> float:
+        chain = chain_given(self.problem, candidate, option, found)
         return _LEAST_MS + (self.problem.replay_ms(chain) if chain is not None else float("inf"))
 
     def _own_ms(self, candidate: Candidate, option: Decision) -> float:

@@ -98,8 +98,8 @@ class Relief:
     def _options(self, candidate: Candidate) -> None:
         columns = {}
         for number, option in enumerate(candidate.options):
-            if option.kind not in self.kinds:
-                continue
+            if option.kind not in self.kinds or option.early:
+                continue  # made early, it is away for less long and costs as much at the least
             cost = 0.0
             if option.kind == "swap":
                 cost = self.problem.simulator.staging_ms(candidate.saved)

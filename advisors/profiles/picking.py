@@ -134,9 +134,10 @@ def consumers(problem: Problem, saved: Saved) -> list[str]:
     return [trace.op_name(op).split(".")[1] for op in ops if op >= 0]
 
 
-def chain_given(problem: Problem, candidate: Candidate, chosen: Decisions) -> Chain | None:
+def chain_given(problem: Problem, candidate: Candidate, option: Decision, chosen: Decisions) -> Chain | None:
     """The replay of `candidate` when what is `chosen` is away."""
-    view, use, own = problem.view, candidate.saved.first_use, candidate.storage
+    view, own = problem.view, candidate.storage
+    use = view.asked_as(own, early=option.early).first_use
 
     def is_there(value: int) -> bool:
         storage = view.value_storage[value]

@@ -49,7 +49,8 @@ class ReadPlan:
         found = []
         for storage, decision in self.decisions.items():
             saved = self.problem.view.saved[storage]
-            start, stop = saved.gone_after + 1, min(saved.first_use, saved.release + 1)
+            use = self.problem.view.asked_as(storage, early=decision.early).first_use
+            start, stop = saved.gone_after + 1, min(use, saved.release + 1)
             if decision.kind == "swap":
                 if storage not in left_from:
                     continue
@@ -105,6 +106,8 @@ def _decision(problem: Problem, action: Action) -> Decision:
     options = [option for option in candidate.options if option.kind == action.kind]
     if action.kind == "swap":
         options = [option for option in options if option.tier == action.tier]
+    elif action.kind == "recompute":
+        options = [option for option in options if option.early == (action.prefetch is not None)]
     elif action.codec:
         options = [option for option in options if option.codec == action.codec]
     if not options:

@@ -196,7 +196,9 @@ class _Writer:
         saved = candidate.saved
         saved_bytes, cost_ms = self._margins(candidate, decision)
         away_by, away_at_use = self._away_by(saved)
-        prefetch = self.view.first_unpacked.get(decision.prefetch_op) if decision.prefetch_op >= 0 else None
+        early = self.view.asked_as(saved.storage, early=decision.early)
+        moment = early.first_use if decision.early else decision.prefetch_op
+        prefetch = self.view.first_unpacked.get(moment) if moment >= 0 else None
         return Action(
             kind=decision.kind,
             storage=saved.storage,
@@ -221,10 +223,14 @@ class _Writer:
 
     @cached_property
     def _turns(self) -> dict[int, int]:
-        """Swapped storages in the order in which they are asked for, as the judge copies them in (`simulator.swap_lanes`)."""
-        swapped = [self.view.saved[s] for s, decision in self.decisions.items() if decision.kind == "swap"]
-        swapped.sort(key=lambda saved: (saved.first_use, saved.order, saved.storage))
-        return {saved.storage: turn for turn, saved in enumerate(swapped)}
+        """What is prefetched in the order in which it is asked for, as the judge has it (`simulator.swap_lanes`, `simulator.replays`)."""
+        ahead = [
+            self.view.saved[s]
+            for s, decision in self.decisions.items()
+            if decision.kind == "swap" or decision.early
+        ]
+        ahead.sort(key=lambda saved: (saved.first_use, saved.order, saved.storage))
+        return {saved.storage: turn for turn, saved in enumerate(ahead)}
 
     def _away_by(self, saved: Saved) -> tuple[SlotRef | None, bool]:
         """The last pack by which a swapped storage may still be on its way out; in backward, the last unpack (True)."""
@@ -318,7 +324,8 @@ class _Writer:
         took = format_ms(float(sum(self.view.op_ms[op] for op in ops)))
         listed = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
         if saved.storage in self.chains:
-            return f"made again by {len(ops)} op{'s' if len(ops) != 1 else ''} ({listed}) in {took}"
+            early = ", before what it is made of goes" if self.decisions[saved.storage].early else ""
+            return f"made again by {len(ops)} op{'s' if len(ops) != 1 else ''} ({listed}) in {took}{early}"
         return f"comes back on the way when another tensor is made again ({listed})"
 
     def _copy_words(self, saved: Saved, decision: Decision) -> str:

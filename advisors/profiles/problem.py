@@ -12,7 +12,7 @@ from memopt.advisors.clock import OutOfTime, now
 from memopt.advisors.profiles.codec_options import CodecChoice, codec_choice
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
-from memopt.estimators.simulator.decision import RECOMPUTE, Decision
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_EARLY, Decision
 from memopt.estimators.simulator.gradients_in_place import InPlace
 from memopt.estimators.simulator.in_pieces import Pieces
 from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
@@ -83,6 +83,8 @@ class Candidate:
     chain: Chain | None
     """Its replay if nothing else were away."""
     codec: CodecChoice | None
+    early_chain: Chain | None = None
+    """As `chain`, where it is made early."""
 
     @property
     def storage(self) -> int:
@@ -298,9 +300,12 @@ class Problem:
         chain = self._chain(saved) if "recompute" in self.allow else None
         if chain is not None:
             options.append(RECOMPUTE)
+        early_chain = self._early_chain(saved, chain) if chain is not None else None
+        if early_chain is not None:
+            options.append(RECOMPUTE_EARLY)
         if saved.size_bytes >= LEAST_SWAP_BYTES:
             options.extend(self._swaps(saved))
-        return Candidate(saved, tuple(options), chain, codec) if options else None
+        return Candidate(saved, tuple(options), chain, codec, early_chain) if options else None
 
     def _codec(self, saved: Saved) -> CodecChoice | None:
         if "compress" not in self.allow or self.view.trace.facts.get("create_graph", 0) > 0:
@@ -320,6 +325,12 @@ class Problem:
         )
         return chain if chain is not None and chain.ops else None
 
+    def _early_chain(self, saved: Saved, late: Chain) -> Chain | None:
+        """The same as `late`, its replay, when it is made while its sources are there; None where that is never, or saves no op."""
+        early = self.view.early.get(saved.storage)
+        chain = self._chain(early) if early is not None else None
+        return chain if chain is not None and len(chain.ops) < len(late.ops) else None
+
     def _swaps(self, saved: Saved) -> list[Decision]:
         tiers = (
             (("disk", "swap-disk"),)
@@ -336,8 +347,9 @@ class Problem:
     def solo_ms(self, candidate: Candidate, option: Decision) -> float:
         """What `option` costs when nothing else is done: replay, encode and decode, or the copies that nothing hides."""
         if option.kind == "recompute":
-            assert candidate.chain is not None
-            return self.replay_ms(candidate.chain)
+            chain = candidate.early_chain if option.early else candidate.chain
+            assert chain is not None
+            return self.replay_ms(chain)
         if option.kind == "swap":
             return max(0.0, -self.free_ms(candidate.saved, option)) + self.simulator.staging_ms(
                 candidate.saved

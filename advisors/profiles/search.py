@@ -219,11 +219,11 @@ class Search:
         gain = float(np.minimum(over[candidate.away], self.relief[index]).sum())
         price = self.price[index]
         if option.kind == "recompute":
-            price = self._replay_ms(candidate, plan.decisions)
+            price = self._replay_ms(candidate, option, plan.decisions)
         return float(gain**power / price)
 
-    def _replay_ms(self, candidate: Candidate, decisions: Decisions) -> float:
-        chain = chain_given(self.problem, candidate, decisions)
+    def _replay_ms(self, candidate: Candidate, option: Decision, decisions: Decisions) -> float:
+        chain = chain_given(self.problem, candidate, option, decisions)
         return self.problem.replay_ms(chain) + _FLOOR_MS if chain is not None else 1e9
 
     def _unblock(self, plan: Plan) -> Plan | None:
@@ -244,7 +244,7 @@ class Search:
         chains, _ = self.problem.simulator.chains(plan.decisions)
         found: dict[int, None] = {}
         for target, chain in chains.items():
-            if view.saved[target].first_use == op:
+            if view.asked_as(target, early=plan.decisions[target].early).first_use == op:
                 found[target] = None
                 for replayed in chain.ops:
                     for value in view.writes[replayed]:
@@ -281,6 +281,7 @@ class Search:
                 if (
                     option.kind == plan.decisions[storage].kind
                     and option.tier == plan.decisions[storage].tier
+                    and option.early == plan.decisions[storage].early
                 ):
                     continue
                 trial = self.judge({**plan.decisions, storage: option})

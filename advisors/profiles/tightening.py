@@ -83,7 +83,7 @@ def made_together(problem: Problem, decisions: Decisions) -> set[frozenset[int]]
     over = problem.run(decisions).high_bytes > problem.target_bytes
     found = set()
     for target, chain in problem.simulator.chains(decisions)[0].items():
-        if over[view.saved[target].first_use]:
+        if over[view.asked_as(target, early=decisions[target].early).first_use]:
             made = {view.value_storage[value] for op in chain.ops for value in view.writes[op]}
             on_the_way = frozenset(s for s in made if s in decisions and s != target)
             if len(on_the_way) > 1:

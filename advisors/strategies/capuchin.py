@@ -97,7 +97,7 @@ def _price(
     """(ms, the cheaper decision, its chain) given what is chosen already; decision None when there is neither."""
     swap = candidate.option("swap")
     swap_ms = -_free_ms(problem, candidate) if swap is not None else float("inf")
-    chain = chain_given(problem, candidate, chosen) if candidate.option("recompute") else None
+    chain = chain_given(problem, candidate, RECOMPUTE, chosen) if candidate.option("recompute") else None
     if chain is None:
         return swap_ms, swap, None
     replay_ms = problem.replay_ms(chain)

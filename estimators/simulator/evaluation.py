@@ -32,6 +32,7 @@ class Evaluation:
         self.ledger = Ledger(self.view, device)
         self.flags: dict[int, int] = {}
         self.outcome: dict[int, Outcome] = {}
+        """By the place at which it is asked for."""
         self.maker: dict[int, int] = {}
         """Storage -> place of the replay that makes it."""
         self._readers: dict[int, set[int]] = defaultdict(set)
@@ -58,17 +59,17 @@ class Evaluation:
     def chains(self) -> dict[int, Chain]:
         """Replays by storage that asks for them first, in order."""
         replays = {
-            storage: outcome.replay for storage, outcome in self._ordered() if isinstance(outcome, Found)
+            place: outcome.replay
+            for place, outcome in sorted(self.outcome.items())
+            if isinstance(outcome, Found)
         }
-        return {storage: replay.chain for storage, replay in replays.items() if replay is not None}
+        asked = self.replays.asked
+        return {asked[place].storage: each.chain for place, each in replays.items() if each is not None}
 
     def kept(self) -> list[int]:
         """Storages that cannot be made again and stay, in order."""
-        return [storage for storage, outcome in self._ordered() if _is_kept(outcome)]
-
-    def _ordered(self) -> list[tuple[int, Outcome]]:
-        place = self.replays.place
-        return sorted(self.outcome.items(), key=lambda item: place[item[0]])
+        asked = self.replays.asked
+        return [asked[place].storage for place, outcome in sorted(self.outcome.items()) if _is_kept(outcome)]
 
     def _decide(self, storage: int, before: Decision | None, after: Decision | None) -> None:
         saved = self.view.saved[storage]
@@ -77,10 +78,11 @@ class Evaluation:
         if after is not None:
             self.ledger.decide(saved, after)
         flags = 0 if after is None else self.replays.flags(after)
-        if flags != self.flags.get(storage, 0):
+        places = {self.replays.place_of(storage, before), self.replays.place_of(storage, after)}
+        if flags != self.flags.get(storage, 0) or len(places) > 1:
             self.flags[storage] = flags
             self._await(self._readers.get(storage, ()), after=-1)
-            self._await((self.replays.place[storage],), after=-1)
+            self._await(places, after=-1)
 
     def _await(self, places: Iterable[int], *, after: int) -> None:
         """Ask again at those of `places` that come later."""
@@ -92,26 +94,28 @@ class Evaluation:
     def _ask(self, place: int) -> None:
         """What happens when the storage at `place` is asked for, all before it being settled."""
         saved = self.replays.asked[place]
-        before, now = self.outcome.get(saved.storage), self._outcome_of(saved, place)
+        before, now = self.outcome.get(place), self._outcome_of(saved, place)
         if before == now:
             return
         made: dict[int, int] = {}
         if before is not None:
-            del self.outcome[saved.storage]
+            del self.outcome[place]
             self._undo(saved, place, before, made)
         if now is not None:
-            self.outcome[saved.storage] = now
+            self.outcome[place] = now
             self._do(saved, place, now, made)
         for storage, maker in made.items():
             if maker != self.maker.get(storage, -1):
                 self._await(self._readers.get(storage, ()), after=place)
-                self._await((self.replays.place[storage],), after=place)
+                self._await((self.replays.place_of(storage, self.decisions.get(storage)),), after=place)
         if _is_kept(before) != _is_kept(now):
             self._await(self._readers.get(saved.storage, ()), after=place)
 
     def _outcome_of(self, saved: Saved, place: int) -> Outcome | None:
         decision, use = self.decisions.get(saved.storage), saved.first_use
         if decision is None or decision.kind != "recompute":
+            return None
+        if place != self.replays.place_of(saved.storage, decision):
             return None
         if saved.gone_after + 1 >= use:
             return "kept"
@@ -164,7 +168,8 @@ class _Standing(dict[int, int]):
         flags = plan.flags.get(storage, 0)
         if not flags:
             return 0
-        if plan.replays.place[storage] < self._at and _is_kept(plan.outcome.get(storage)):
+        place = plan.replays.place_of(storage, plan.decisions.get(storage))
+        if place < self._at and _is_kept(plan.outcome.get(place)):
             return 0
         if plan.maker.get(storage, self._at) < self._at:
             flags |= MADE | THERE if plan.view.saved[storage].release >= self._use else MADE

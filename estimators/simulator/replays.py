@@ -6,6 +6,7 @@ how these stood, and taken again while they stand the same: a search that change
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -81,11 +82,17 @@ class Replays:
     def __init__(self, view: TraceView) -> None:
         self.view = view
         self.asked = sorted(
-            view.saved.values(), key=lambda saved: (saved.first_use, saved.order, saved.storage)
+            [*view.saved.values(), *view.early.values()],
+            key=lambda saved: (saved.first_use, saved.order, saved.storage),
         )
-        """In the order in which backward asks."""
-        self.place = {saved.storage: place for place, saved in enumerate(self.asked)}
-        self._walks: dict[int, list[_Walk]] = {storage: [] for storage in view.saved}
+        """In the order in which backward asks; what may be made early, at that moment too."""
+        self.place: dict[int, int] = {}
+        self.early_place: dict[int, int] = {}
+        for place, saved in enumerate(self.asked):
+            is_early = saved is view.early.get(saved.storage)
+            (self.early_place if is_early else self.place)[saved.storage] = place
+        self._walks: dict[tuple[int, int], list[_Walk]] = defaultdict(list)
+        """By the storage and the op before which it is asked for."""
         self._size: list[int] = view.size.tolist()
         self._extra: list[int] = view.extra.tolist()
         self._death: list[int] = view.death.tolist()
@@ -107,6 +114,11 @@ class Replays:
             self._codecs.append(decision)
         return AWAY | CODED | number << _WIDTH
 
+    def place_of(self, storage: int, decision: Decision | None) -> int:
+        """Where in `asked` it is asked for, as it is decided."""
+        place = self.place[storage]
+        return self.early_place.get(storage, place) if decision is not None and decision.early else place
+
     def replay(self, target: Saved, standing: Standing) -> Found:
         """What happens when `target` is asked for."""
         walk = self._walk_of(target, standing)
@@ -123,7 +135,7 @@ class Replays:
         return found
 
     def _walk_of(self, target: Saved, standing: Standing) -> _Walk:
-        walks = self._walks[target.storage]
+        walks = self._walks[target.storage, target.first_use]
         for at, walk in enumerate(walks):
             for storage, stood in zip(walk.met, walk.stood, strict=True):
                 if standing(storage) & _MET != stood:

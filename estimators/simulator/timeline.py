@@ -1,9 +1,10 @@
 """The judge: (trace, decisions, device) -> Timeline. Every predicted number of memopt comes from here.
 
 It does what the enforcer does: a dropped storage is gone once nobody but autograd holds it; it comes back when the first
-consumer asks, through replays that hold their inputs and outputs like the real ones, and stays until its last consumer is
-served (made on the way to another, only if it is not to be made `again`); a replay that reads a swapped storage brings it back, and it stays;
-records pin their sources; encoded forms, decode buffers and copies in flight count. Lanes: compute, swap-out, swap-in.
+consumer asks (made `early`: before the first goes of what it is made of), through replays that hold their inputs and outputs
+like the real ones, and stays until its last consumer is served (made on the way to another, only if it is not to be made
+`again`); a replay that reads a swapped storage brings it back, and it stays; records pin their sources; encoded forms,
+decode buffers and copies in flight count. Lanes: compute, swap-out, swap-in.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Simulator:
             replay_ms=summed.added_ms - summed.staging_ms,
             stall_ms=swaps.stall_ms + summed.staging_ms,
             lanes=(
-                *self._replay_lanes(evaluation.chains(), summed.times),
+                *self._replay_lanes(evaluation.chains(), decisions, summed.times),
                 *self._lanes.intervals(swaps),
             )
             if lanes
@@ -125,10 +126,12 @@ class Simulator:
         swapped = {storage: decisions[storage] for storage in sorted(ledger.swapped)}
         return self._lanes.swap(swapped, ledger.summed().times, ledger.back_by())
 
-    def _replay_lanes(self, chains: Mapping[int, Chain], times: Floats) -> list[Interval]:
+    def _replay_lanes(
+        self, chains: Mapping[int, Chain], decisions: Mapping[int, Decision], times: Floats
+    ) -> list[Interval]:
         lanes = []
         for storage, chain in chains.items():
-            saved = self.view.saved[storage]
+            saved = self.view.asked_as(storage, early=decisions[storage].early)
             end = float(times[saved.first_use])
             took = float(sum(self.view.op_ms[op] for op in chain.ops))
             label = self.view.trace.storage_label(storage)

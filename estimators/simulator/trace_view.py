@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from memopt.estimators.simulator.early import early_uses
 from memopt.estimators.simulator.saved import Saved as Saved
 from memopt.estimators.simulator.weights_away import weights_away
 from memopt.trace import CATEGORIES, COPIES, PHASES, RANDOM, REPLAYABLE, Trace
@@ -154,6 +155,18 @@ class TraceView:
             if unpacks:
                 found.setdefault(unpacks[0], slot)
         return found
+
+    @cached_property
+    def early(self) -> dict[int, Saved]:
+        """Storages some of whose sources go before their own consumer asks, as if they were asked for at the last moment at which all are
+        there: the slices of one product, of which one has its backward first."""
+        return early_uses(
+            self.saved, self.value_producer, self.value_storage, self.reads, self.first_unpacked
+        )
+
+    def asked_as(self, storage: int, *, early: bool) -> Saved:
+        """What is saved of it and when it is asked for: by its own consumer, or `early` where that can be."""
+        return self.early.get(storage, self.saved[storage]) if early else self.saved[storage]
 
     @cached_property
     def value_facts(self) -> dict[int, ValueFacts]:

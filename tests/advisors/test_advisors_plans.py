@@ -16,7 +16,7 @@ from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem, allowed
 from memopt.advisors.registry import find_strategy, profile_strategies
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
-from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, RECOMPUTE_EARLY, Decision
 from memopt.estimators.simulator.staging import HANDOVER_MS, ONE_CORE
 from memopt.estimators.simulator.timeline import HOOK_MS, MODE_MS, REPLAY_MS, Simulator
 from memopt.estimators.simulator.trace_view import TraceView
@@ -155,7 +155,8 @@ def test_auto_is_as_good_as_brute_force(rows: list[tuple[int, int, int, bool]], 
     able = sorted(problem.candidates)
     best: float | None = None
     lowest = trace.peak_bytes
-    for picked in itertools.product((None, RECOMPUTE, RECOMPUTE_AGAIN), repeat=len(able)):
+    early = [(RECOMPUTE_EARLY,) if RECOMPUTE_EARLY in problem.candidates[s].options else () for s in able]
+    for picked in itertools.product(*[(None, RECOMPUTE, RECOMPUTE_AGAIN, *more) for more in early]):
         timeline = problem.run({s: d for s, d in zip(able, picked, strict=True) if d is not None})
         lowest = min(lowest, timeline.peak_bytes)
         if timeline.peak_bytes <= problem.target_bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from memopt.device import Device
-from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, RECOMPUTE_EARLY, Decision
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.timeline import Timeline
@@ -49,7 +49,8 @@ def random_decision(rng: random.Random, view: TraceView, storage: int) -> Decisi
     """Any that the simulator takes, be it one that a planner would make or not."""
     saved, choice = view.saved[storage], rng.random()
     if choice < 0.5:
-        return rng.choice((RECOMPUTE, RECOMPUTE_AGAIN))
+        early = [RECOMPUTE_EARLY] * 2 if storage in view.early else []
+        return rng.choice([RECOMPUTE, RECOMPUTE_AGAIN, *early])
     if choice < 0.75:
         use = rng.choice((-1, max(0, saved.first_use - rng.randrange(5))))
         tier = "disk" if view.trace.device.kind == "cpu" else "host"
