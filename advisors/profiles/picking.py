@@ -135,13 +135,16 @@ def consumers(problem: Problem, saved: Saved) -> list[str]:
 
 
 def chain_given(problem: Problem, candidate: Candidate, option: Decision, chosen: Decisions) -> Chain | None:
-    """The replay of `candidate` when what is `chosen` is away."""
+    """The replay of `candidate` when what is `chosen` is away; what is swapped comes back for it."""
     view, own = problem.view, candidate.storage
     use = view.asked_as(own, early=option.early).first_use
 
     def is_there(value: int) -> bool:
         storage = view.value_storage[value]
-        if storage == own or (storage in chosen and use > view.saved[storage].gone_after):
+        other = chosen.get(storage)
+        if storage == own or (
+            other is not None and other.kind != "swap" and use > view.saved[storage].gone_after
+        ):
             return False
         return is_intact(view, value, use)
 

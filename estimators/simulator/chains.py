@@ -32,11 +32,11 @@ def find_chain(
     values: list[int],
     is_there: Callable[[int], bool],
     may_replay: Callable[[int], bool],
-    is_on_device: Callable[[int], bool] | None = None,
+    may_be_copied_back: Callable[[int], bool] | None = None,
 ) -> Chain | None:
     """The replays that make `values`; None when some op on the way may not run again, or the chain is too long.
 
-    `is_on_device`: may a copy be copied back? By default where it is there.
+    `may_be_copied_back`: may that be done with a copy? By default where it is there.
 
     What waits on the stack is a value, or ~op: what that op reads has been made."""
     producer, reads = view.value_producer, view.reads_reversed
@@ -55,7 +55,7 @@ def find_chain(
         if is_there(value):
             sources[value] = None
             continue
-        copy = next(filter(is_on_device or is_there, view.copies.get(value, ())), None)
+        copy = next(filter(may_be_copied_back or is_there, view.copies.get(value, ())), None)
         if copy is not None:
             sources[copy] = None
             copied_back[value] = copy

@@ -161,9 +161,12 @@ class Replays:
                 return 0
             return met[storage] if storage in met else met.setdefault(storage, standing(storage))
 
-        def is_on_device(value: int) -> bool:
+        def may_be_copied_back(value: int) -> bool:
+            stands = stands_at_use(storage_of[value])
+            if stands & COPIED:
+                return self._may_bring(saved_of[storage_of[value]], value, target)
             begin, end = intact[value]
-            return begin < use <= end and not stands_at_use(storage_of[value]) & AWAY
+            return begin < use <= end and not stands & AWAY
 
         def is_there(value: int) -> bool:
             storage = storage_of[value]
@@ -179,7 +182,9 @@ class Replays:
 
         return self._walked(
             met,
-            find_chain(self.view, [target.value], is_there, self.view.replayable.__getitem__, is_on_device),
+            find_chain(
+                self.view, [target.value], is_there, self.view.replayable.__getitem__, may_be_copied_back
+            ),
         )
 
     def _walked(self, met: Mapping[int, int], chain: Chain | None) -> _Walk:

@@ -12,7 +12,7 @@ from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.decision import RECOMPUTE
 from memopt.instrument.ops import CLONE, copies_bytes
-from tests.support.enforced import Loop, enforced, plan_of, problem_of, recorded, seeded
+from tests.support.enforced import SWAP, Loop, enforced, plan_of, problem_of, recorded, seeded
 
 ACTIVATIONS = (nn.ReLU6, nn.SiLU, nn.Hardswish, nn.Mish, nn.Hardtanh)
 STEPS = 6
@@ -75,6 +75,14 @@ def from_copies(problem: Problem) -> Decisions:
     }
 
 
+def from_swapped_copies(problem: Problem) -> Decisions:
+    """The same, with the copies swapped."""
+    chosen = from_copies(problem)
+    chains = [chain for s in chosen if (chain := problem.candidates[s].chain) is not None]
+    copies = {problem.view.value_storage[copy] for chain in chains for _, copy in chain.copied_back}
+    return chosen | dict.fromkeys(copies, SWAP)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda activation: activation.__name__)
 def test_it_has_the_same_bits_and_the_predicted_peak(activation: type[nn.Module], tmp_path: Path) -> None:
     loop = convolutions(activation)
@@ -84,6 +92,21 @@ def test_it_has_the_same_bits_and_the_predicted_peak(activation: type[nn.Module]
     assert len(plan.actions) >= 2
     assert all(action.copied_back for action in plan.actions)
     assert not any("batch_norm" in op.name for action in plan.actions for op in action.records)
+    computed, outcome = enforced(loop, plan, tmp_path, STEPS, measure=True)
+    assert computed == plain
+    assert (outcome.actions.done, outcome.actions.skipped) == (len(plan.actions), 0)
+    assert outcome.measured_peak_bytes == outcome.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS[:2], ids=lambda activation: activation.__name__)
+def test_a_clone_that_is_in_a_tier_comes_back_for_it(activation: type[nn.Module], tmp_path: Path) -> None:
+    loop = convolutions(activation)
+    plain = seeded(loop, STEPS)
+    plan = plan_of(recorded(loop, tmp_path), from_swapped_copies)
+    assert len(plan.actions) >= 4
+    again = [action for action in plan.actions if action.kind == "recompute"]
+    assert all(action.copied_back for action in again)
+    assert not any("batch_norm" in op.name for action in again for op in action.records)
     computed, outcome = enforced(loop, plan, tmp_path, STEPS, measure=True)
     assert computed == plain
     assert (outcome.actions.done, outcome.actions.skipped) == (len(plan.actions), 0)
