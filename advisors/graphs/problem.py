@@ -64,6 +64,11 @@ class GraphProblem:
         """Seconds of planning so far, to the millisecond."""
         return round(now() - self.begin, 3)
 
+    def moment(self, share: float) -> float:
+        """The moment at which `share` of the time that is left now will be used up."""
+        moment = now()
+        return moment + share * max(0.0, self.until - moment)
+
     def replay(self, steps: list[Step]) -> Outcome:
         """Judge `steps` under this budget and link."""
         return replay(self.graph, steps, self.budget_bytes, self.out_gbps, self.in_gbps)

@@ -5,33 +5,27 @@ A first valid plan, the offline greedy, the bound, then with or without a link w
 
 from __future__ import annotations
 
-import logging
-import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 
 from memopt.advisors.clock import now
 from memopt.advisors.graphs.bounds.bound_with_copies import Linked
-from memopt.advisors.graphs.bounds.exact import Proof, Relaxed, Start, prove
+from memopt.advisors.graphs.bounds.exact import Proof, Relaxed, prove
 from memopt.advisors.graphs.bounds.moments import overhead_bound
 from memopt.advisors.graphs.bounds.stages import build, solve
-from memopt.advisors.graphs.judge import InvalidSchedule
 from memopt.advisors.graphs.problem import Answer, GraphProblem, usual_s
-from memopt.advisors.graphs.runs import floor_bytes, peak_of_runs, plain_runs, rerun_ms, steps_of_runs
+from memopt.advisors.graphs.runs import plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graphs.schedule import FREE, RUN, Step
+from memopt.advisors.graphs.search.accepted import Costed, accepted, lowest_with_little_memory
+from memopt.advisors.graphs.search.begin import STARTS, best_starts, start_greedily, start_with_swaps
 from memopt.advisors.graphs.search.blocking_swaps import Waiting
 from memopt.advisors.graphs.search.evolve import Evolution
 from memopt.advisors.graphs.search.lanes import Lanes
-from memopt.advisors.graphs.search.least import least_memory, lowest_peak
+from memopt.advisors.graphs.search.least import least_memory
 from memopt.advisors.graphs.search.neighbourhood import Search
 from memopt.advisors.graphs.search.starts import LARGE, first_plan, starts
 
-log = logging.getLogger(__name__)
-
-STARTS = 3
-"""So many of the best starts are searched from: fewer would all be alike, more would each have too little time."""
 SLOW = 150
 """With fewer iterations than this in a slice, one long search is worth more than several."""
 QUICK = 800
@@ -45,8 +39,6 @@ LAST_RESORT = 4.0
 """Of the usual time, until a refusal."""
 FIRST_S = 0.4
 """So long the quick rules have for a first plan of a long graph."""
-GREEDY_FIRST = 0.7
-"""Of the time that is left, for the offline greedy where no rule has found a plan."""
 PROOF, PROOF_OF_LONG = 0.2, 0.15
 """Of the time, for a bound; on long graphs."""
 SMALL = 64
@@ -56,18 +48,11 @@ ROUND, GAIN, PATIENCE = 0.75, 0.001, 4
 LEAST_S = 0.5
 """HiGHS is not asked for less than that."""
 LEAST = 0.15
-"""Of the time until the last resort, or of the limit once it is up, for the planner of little memory."""
-LEAST_MEMORY_S = 1.0
-"""At most, for that."""
+"""Of the time until the last resort, for the planner of little memory."""
 PROGRAM, PROGRAM_FIRST = 0.5, 0.3
 """Of the time that is left, for that; where there is no valid plan yet."""
 CLOSE = 1e-5
 """A plan whose overhead is this close to the bound ends the search."""
-GREEDY = ((0.0, 0.5), (0.0, 1.0), (0.0, 0.0), (0.3, 0.5), (0.3, 1.0), (0.15, 0.5), (0.15, 1.0))
-"""Noise and breadth of the greedy starts."""
-
-LENT = ((1.0, 0.0), (0.8, 0.3))
-"""How far swaps fill the out lane in the starts that begin with them, and the noise of their choice."""
 
 
 class AutoPlan:
@@ -77,8 +62,8 @@ class AutoPlan:
         self.problem = problem
         self.bound = 0.0
         self.stats: dict[str, float | int | str] = {}
-        self.found: list[tuple[float, list[Step]]] = []
-        """Cost and steps of valid plans that the search does not hold."""
+        self.found: list[Costed] = []
+        """Valid plans that the search does not hold."""
         self.waiting = Waiting(problem)
         self.proof = Proof()
 
@@ -117,7 +102,7 @@ class AutoPlan:
         self._secure(begin + (max(0.1 * left, FIRST_S if self.is_long else 0.0) if small else 0.3 * left))
         self.bound = overhead_bound(self.problem)
         if not self.is_long or "first_s" not in self.stats:
-            self._greedy_start(begin + 0.12 * left)
+            start_greedily(self.problem, self.search, begin + 0.12 * left, insist=self.is_long)
             self._note_first()
         if self.problem.may_recompute:
             proof_s = (PROOF_OF_LONG if self.is_long else PROOF) * left
@@ -136,7 +121,7 @@ class AutoPlan:
         if self.search.best_over:
             self._insist(begin)
         if not self.search.best_over:
-            self._exactly(self.stage_end(PROGRAM))
+            self._exactly(self.problem.moment(PROGRAM))
         enough = self.enough()
         if self.search.iterations >= QUICK:
             evolution.run(begin + 0.75 * left, slice_s, enough)
@@ -179,7 +164,9 @@ class AutoPlan:
         if all(verb in (RUN, FREE) for verb, _ in start.steps):
             self.search.load([op for verb, op in start.steps if verb == RUN])
             self.search.polish_all()
-            for runs in starts(self.problem, self.stage_end(PROOF)) if self.problem.may_recompute else ():
+            for runs in (
+                starts(self.problem, self.problem.moment(PROOF)) if self.problem.may_recompute else ()
+            ):
                 self.search.load(runs)
                 self.search.polish_all()
                 break
@@ -231,13 +218,13 @@ class AutoPlan:
         """Reruns and copies together; plans in which runs wait where there is no other."""
         search, problem = self.search, self.problem
         if problem.may_recompute:
-            self._starts(self.stage_end(0.2))
+            best_starts(problem, search, self.proof.starts, problem.moment(0.2))
             if not search.best_over:
-                self._exactly(self.stage_end(0.2))
-        self._swap(now() + slice_s)
+                self._exactly(self.problem.moment(0.2))
+        start_with_swaps(search, now() + slice_s)
         evolution = self.evolution
         if search.best_over:
-            self.waiting.try_peers(self.stage_end(0.3))
+            self.waiting.try_peers(self.problem.moment(0.3))
             if problem.may_recompute:
                 self._evolve_starts(evolution, self.last_resort, slice_s, 1)
             search.load_best()
@@ -246,14 +233,15 @@ class AutoPlan:
                 self.waiting.climb(problem.until)
                 return
         best = search.best_cost / max(problem.graph.plain_ms, 1e-12)
-        self.waiting.try_peers(self.stage_end(0.3), best)
+        self.waiting.try_peers(self.problem.moment(0.3), best)
         if problem.graph.op_count <= FEW:
-            evolution.run(self.stage_end(0.7), slice_s, enough)
+            evolution.run(self.problem.moment(0.7), slice_s, enough)
         self._finish(enough)
 
     def _evolve_starts(self, evolution: Evolution, until: float, slice_s: float, most: int) -> None:
         """Search from each of the best few starts for a while."""
-        found = self._starts(self.stage_end(0.35))[:most]
+        problem = self.problem
+        found = best_starts(problem, self.search, self.proof.starts, problem.moment(0.35))[:most]
         if self.is_long and not self.search.best_over:
             return
         for start in found:
@@ -278,97 +266,22 @@ class AutoPlan:
             self.search.load(runs)
             self.search.polish_all()
 
-    def _greedy_start(self, until: float) -> None:
-        """Plans of the offline greedy."""
-        for noise, breadth in GREEDY:
-            share = GREEDY_FIRST if self.is_long and self.search.best_over else 0.4
-            self.search.greedy(noise, breadth, self.stage_end(0.1 if self.search.lanes else share))
-            if now() > until:
-                return
-
-    def stage_end(self, share: float) -> float:
-        """The moment at which `share` of what is left will be used up."""
-        moment = now()
-        return moment + share * max(0.0, self.problem.until - moment)
-
-    def _starts(self, until: float) -> list[Start]:
-        """The best few polished plans: of what was found so far, the proof's, the online rules' and the segments'."""
-        search = self.search
-        found = [(search.best_over, search.best_cost, (search.best_runs, search.best_swaps))]
-        most_ms = math.inf if search.best_over else search.best_cost
-        until_starts = self.stage_end(0.15 if search.lanes else 0.3)
-        for number, runs in enumerate(starts(self.problem, until_starts, most_ms)):
-            if number >= STARTS and now() > until:
-                break
-            search.load(runs)
-            if not search.overflow():
-                search.polish_all()
-                found.append(self._valued())
-            elif not search.best_over:
-                break
-            else:
-                found.append(self._pressed((runs, frozenset())))
-        found += [self._pressed(start) for start in self.proof.starts]
-        found.sort(key=lambda each: each[:2])
-        valid = sum(not over for over, _, _ in found)
-        return [start for _, _, start in found[: max(1, min(STARTS, valid))]]
-
-    def _pressed(self, start: Start) -> tuple[int, float, Start]:
-        search = self.search
-        search.load(*start)
-        search.polish_all()
-        search.press(self.stage_end(0.1))
-        search.polish_all()
-        return self._valued()
-
-    def _valued(self) -> tuple[int, float, Start]:
-        search = self.search
-        swaps = frozenset(search.lanes.swaps) if search.lanes else frozenset()
-        return search.overflow(), search.state.cost, (search.state.runs(), swaps)
-
-    def _swap(self, until: float) -> None:
-        """Starts with swaps: from the best plan without, and from the plain sequence with swaps first."""
-        search = self.search
-        search.load_best()
-        search.convert(until)
-        for share, noise in LENT:
-            search.lend(share, noise, until)
-            search.convert(until)
-        for noise, breadth in GREEDY[:6]:
-            search.greedy(noise, breadth, until, swap_first=1.0)
-            search.convert(until)
-            if now() > until:
-                break
-
     def answer(self) -> Answer:
         """The best plan that the judge accepts; raises `BudgetInfeasible` when none was found."""
-        problem, search = self.problem, self.search
-        self.stats["iterations"] = search.iterations
+        self.stats["iterations"] = self.search.iterations
+        steps = accepted(self.problem, self._valid())
+        if steps is None:
+            raise self.problem.not_below(max(self.smallest_peak(), self.problem.budget_bytes + 1))
+        return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
+
+    def _valid(self) -> list[Costed]:
+        """All that the stages hold to be valid."""
         found = list(self.found)
         if self.waiting.best:
-            found.append((self.waiting.best[0] * problem.graph.plain_ms, self.waiting.best[1]))
-        if not search.best_over:
-            found.append((search.best_cost, self._steps()))
-        for _, steps in sorted(found, key=lambda item: item[0]):
-            if self._holds(steps):
-                return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
-        if found:
-            for runs in starts(problem, now() + 10):
-                if self._holds(steps := steps_of_runs(problem.graph, runs)):
-                    return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
-        for runs in self._without_a_clock():
-            if self._holds(steps := steps_of_runs(problem.graph, runs)):
-                return Answer(steps=steps, overhead_bound=self.bound, stats=self.stats)
-        raise problem.not_below(max(self.smallest_peak(), problem.budget_bytes + 1))
-
-    def _without_a_clock(self) -> Iterator[list[int]]:
-        """What every quick rule makes of a graph on which it takes milliseconds, so that nothing is refused for want of time."""
-        graph, budget_bytes = self.problem.graph, self.problem.budget_bytes
-        if self.problem.may_recompute and graph.op_count <= LARGE:
-            if runs := first_plan(replace(self.problem, until=math.inf), math.inf):
-                yield runs
-            if runs := least_memory(graph, budget_bytes, now() + LEAST_MEMORY_S):
-                yield runs
+            found.append((self.waiting.best[0] * self.problem.graph.plain_ms, self.waiting.best[1]))
+        if not self.search.best_over:
+            found.append((self.search.best_cost, self._steps()))
+        return found
 
     def _steps(self) -> list[Step]:
         search = self.search
@@ -377,23 +290,8 @@ class AutoPlan:
             return search.lanes.steps(search.state)
         return steps_of_runs(self.problem.graph, search.best_runs)
 
-    def _holds(self, steps: list[Step]) -> bool:
-        """Whether the judge accepts; a refusal is a bug here, but must not cost the user the plan."""
-        try:
-            self.problem.replay(steps)
-        except InvalidSchedule as refusal:
-            log.error("a plan was thrown away: %s", refusal)
-            return False
-        return True
-
     def smallest_peak(self) -> int:
         """Smallest peak reached without meeting the budget, or by the planner of little memory above it."""
-        problem = self.problem
         self.search.load_best()
-        smallest = min(int(self.search.state.memory.max()), self.waiting.smallest_bytes)
-        if problem.may_recompute:
-            low = max(problem.budget_bytes + 1, floor_bytes(problem.graph, swap=problem.may_swap)[0])
-            most_s = min(LEAST_MEMORY_S, LEAST * (problem.latest - problem.begin))
-            runs = lowest_peak(problem.graph, low, smallest, now() + most_s)
-            smallest = peak_of_runs(problem.graph, runs) if runs else smallest
-        return smallest
+        reached = min(int(self.search.state.memory.max()), self.waiting.smallest_bytes)
+        return lowest_with_little_memory(self.problem, reached)
