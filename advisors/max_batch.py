@@ -115,7 +115,7 @@ class Batches:
         planner = adviser.strategy(self.strategy)
         try:
             if isinstance(planner, Auto):
-                lower = adviser.in_backward(problem) or problem
+                lower = adviser.variants.in_backward(problem) or problem
                 found = problem.is_met_unplanned or planner.first_fitting(lower) is not None
             else:
                 found = problem.is_met_unplanned or planner.plan(problem) is not None

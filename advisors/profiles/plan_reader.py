@@ -83,14 +83,14 @@ def _problem(adviser: Adviser, plan: Plan) -> Problem:
     """Of the run whose optimizer steps where the plan lets it."""
     problem = adviser.problem(max(1, plan.budget_bytes))
     if plan.in_backward is not None:
-        moved = adviser.moved(problem)
+        moved = adviser.variants.moved(problem)
         if moved is None:
             raise _another("its optimizer cannot step inside backward")
         return moved
     wanted = plan.in_pieces
     if wanted is None:
         return problem
-    for other in adviser.in_pieces(problem):
+    for other in adviser.variants.in_pieces(problem):
         pieces = other.pieces
         if pieces is not None and (
             pieces.tier, pieces.piece_bytes, pieces.away, pieces.state_bytes, pieces.gradient_bytes,

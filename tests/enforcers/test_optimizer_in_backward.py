@@ -48,7 +48,7 @@ def _gradients_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
 def moved_plan(trace: Trace, choose=lambda problem: Decisions()) -> Plan:
     """The plan that steps inside backward, with what `choose` decides besides."""
     adviser = Adviser(trace, DEFAULT_ALLOW)
-    problem = adviser.in_backward(adviser.problem(1))
+    problem = adviser.variants.in_backward(adviser.problem(1))
     assert problem is not None, why_not(trace)
     return adviser.write(problem, choose(problem), "chosen by a test")
 

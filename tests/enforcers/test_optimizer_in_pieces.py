@@ -764,7 +764,9 @@ def test_the_peak_is_as_predicted(optimizer: str, tier: Tier | None, tmp_path: P
     assert why_not(trace) == ""
     adviser = Adviser(trace, DEFAULT_ALLOW)
     problem = adviser.problem(1)
-    chosen = [p for p in adviser.in_pieces(problem) if p.pieces is not None and p.pieces.tier == tier]
+    chosen = [
+        p for p in adviser.variants.in_pieces(problem) if p.pieces is not None and p.pieces.tier == tier
+    ]
     if not chosen:
         pytest.skip("nothing is gained")
     plan = adviser.write(chosen[0], Decisions(), "chosen by a test")

@@ -248,7 +248,7 @@ def test_verify_digests_gradients_where_they_are(tmp_path: Path, most: list[int]
 
 def with_gradients_away(adviser: Adviser) -> list[Problem]:
     """The ways to step in pieces in which gradients leave too."""
-    ways = adviser.in_pieces(adviser.problem(1))
+    ways = adviser.variants.in_pieces(adviser.problem(1))
     return [each for each in ways if each.pieces is not None and each.pieces.gradient_bytes]
 
 

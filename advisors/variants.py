@@ -1,0 +1,163 @@
+"""The runs that a recorded run may become before any tensor leaves: its optimizer steps inside backward, or in pieces with state in a tier."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import msgspec
+
+from memopt.advisors.profiles.blockers import Floor, lowest_floor
+from memopt.advisors.profiles.problem import MARGIN, TIME_LIMIT_S, Problem
+from memopt.device import Device
+from memopt.estimators.simulator.gradients_away import gradients_away
+from memopt.estimators.simulator.gradients_away import why_not as why_gradients_stay
+from memopt.estimators.simulator.gradients_in_place import InPlace
+from memopt.estimators.simulator.in_backward import in_backward, why_not
+from memopt.estimators.simulator.in_pieces import Pieces, in_pieces
+from memopt.estimators.simulator.in_pieces import why_not as why_not_in_pieces
+from memopt.estimators.simulator.timeline import Simulator
+from memopt.estimators.simulator.trace_view import TraceView
+from memopt.plan import Tier
+from memopt.trace import PHASES, Trace
+
+_LINK_SHARE = {"disk": 0.6, "host": 0.9}
+"""Share of a measured link rate that plans count on: a copy that is late costs memory as well as time."""
+
+_SHARES_AWAY = (0.3, 0.6, 1.0)
+"""Of all parameters' bytes: the state of the largest that have so much of them may be in a tier between steps."""
+
+_Way = tuple[Tier | None, float, bool]
+"""Where state is between steps, of how large a share, and whether gradients are there, too."""
+
+
+@dataclass
+class Variants:
+    """Problems on one trace; what is decoded of it is shared between them."""
+
+    trace: Trace
+    allow: frozenset[str]
+    over: InPlace | None = None
+    """`trace` is of the run whose backward writes over the gradients that it uses up."""
+    _in_pieces_views: dict[_Way, tuple[TraceView, Pieces]] = field(default_factory=dict)
+
+    @cached_property
+    def _view(self) -> TraceView:
+        return TraceView(self.trace)
+
+    @cached_property
+    def _moved_view(self) -> TraceView:
+        return TraceView(in_backward(self.trace))
+
+    @cached_property
+    def floor(self) -> Floor:
+        """What no plan of any of them can go below."""
+        problem = self.problem(1)
+        moved = self.moved(problem)
+        others = [moved] if moved is not None else []
+        return lowest_floor([problem, *others, *self.in_pieces(problem)])
+
+    def problem(
+        self, budget_bytes: int, time_limit_s: float = TIME_LIMIT_S, *, margin: float = MARGIN
+    ) -> Problem:
+        """Of the run as it is."""
+        return Problem(
+            self._view,
+            Simulator(self._view, planning_device(self.trace.device)),
+            budget_bytes,
+            self.allow,
+            margin=margin,
+            time_limit_s=time_limit_s,
+            in_place=self.over,
+        )
+
+    def in_backward(self, problem: Problem, *, margin: float = MARGIN) -> Problem | None:
+        """`problem` of the run whose optimizer steps inside backward; none where that cannot be, or lowers nothing."""
+        moved = self.moved(problem, margin)
+        if moved is None:
+            return None
+        lower = moved.plain.peak_bytes < problem.plain.peak_bytes or _excess(moved) < _excess(problem)
+        return moved if lower else None
+
+    def moved(self, problem: Problem, margin: float = MARGIN) -> Problem | None:
+        """`problem` of the run whose optimizer steps inside backward, whether that lowers anything or not; none where it cannot."""
+        if "optimizer" not in self.allow or why_not(self.trace):
+            return None
+        return Problem(
+            self._moved_view,
+            Simulator(self._moved_view, problem.device),
+            problem.budget_bytes,
+            self.allow,
+            margin=margin,
+            time_limit_s=problem.time_limit_s,
+            instead_of=problem,
+        )
+
+    def in_pieces(self, problem: Problem, *, margin: float = MARGIN) -> list[Problem]:
+        """`problem` of the run whose optimizer steps in pieces, state on the device or in a tier; those that lower something, the cheapest first."""
+        if "optimizer" not in self.allow or why_not_in_pieces(self.trace):
+            return []
+        found: list[Problem] = []
+        tiers = self._state_tiers(problem.device)
+        ways: list[_Way] = [
+            (None, 0.0, False),
+            *((tier, share, False) for tier in tiers for share in _SHARES_AWAY),
+            *((tier, 1.0, True) for tier in tiers if not why_gradients_stay(self.trace)),
+        ]
+        for way in ways:
+            known = self._in_pieces_view(way, problem.device)
+            if known is None:
+                continue
+            view, pieces = known
+            other = Problem(
+                view,
+                Simulator(view, problem.device),
+                problem.budget_bytes,
+                self.allow,
+                margin=margin,
+                time_limit_s=problem.time_limit_s,
+                instead_of=problem,
+                pieces=pieces,
+            )
+            last = found[-1] if found else problem
+            if other.plain.peak_bytes < last.plain.peak_bytes or other.floor_bytes < last.floor_bytes:
+                found.append(other)
+        return found
+
+    def _in_pieces_view(self, way: _Way, device: Device) -> tuple[TraceView, Pieces] | None:
+        if way not in self._in_pieces_views:
+            tier, share, with_gradients = way
+            trace, pieces = in_pieces(self.trace, tier, device, share)
+            if with_gradients:
+                assert self.trace.updates is not None
+                assert tier is not None
+                gone = gradients_away(trace, self.trace.updates, tier, device, pieces.piece_bytes)
+                if gone is None:
+                    return None
+                trace, size, late = gone
+                pieces = replace(pieces, gradient_bytes=size, cleared_late=late)
+            self._in_pieces_views[way] = TraceView(trace), pieces
+        return self._in_pieces_views[way]
+
+    def _state_tiers(self, device: Device) -> list[Tier]:
+        """Where optimizer state may be between steps."""
+        if device.kind != "cpu" and "swap-host" in self.allow and device.host_in_bytes_per_s > 0:
+            return ["host"]
+        return ["disk"] if "swap-disk" in self.allow and min(device.disk_in_bytes_per_s, device.disk_out_bytes_per_s) > 0 else []  # fmt: skip
+
+
+def _excess(problem: Problem) -> float:
+    """Bytes above the target, summed over the ops but those of the optimizer, which may run at another time."""
+    over = problem.plain.high_bytes - problem.target_bytes
+    return float(over[(over > 0) & (problem.view.phase != PHASES.index("optimizer"))].sum())
+
+
+def planning_device(device: Device) -> Device:
+    """`device` with the link rates that plans count on."""
+    return msgspec.structs.replace(
+        device,
+        host_out_bytes_per_s=device.host_out_bytes_per_s * _LINK_SHARE["host"],
+        host_in_bytes_per_s=device.host_in_bytes_per_s * _LINK_SHARE["host"],
+        disk_out_bytes_per_s=device.disk_out_bytes_per_s * _LINK_SHARE["disk"],
+        disk_in_bytes_per_s=device.disk_in_bytes_per_s * _LINK_SHARE["disk"],
+    )
