@@ -1,12 +1,12 @@
 """The default planner: a portfolio of starts, then search, jointly over keep, swap, recompute, compress and drop.
 
-Starts are the plans of the published strategies and greedy constructions (bytes above the target that go, a millisecond that
-is paid, with several exponents). Each is mended until it fits and pruned; then large-neighbourhood moves on the best until the
-time limit. Anytime: Ctrl-C keeps the best so far. Never worse than the strategies it starts from, since their plans
-are among the starts and are judged by the same simulator (the slower ones while there is time). Optimal (under the simulator,
-for the options there are) for problems small enough to try every combination, and where the bound of `lower_bound` is met, at
-which the search ends; elsewhere the bound says how far off a plan can be. HiGHS, where it is installed, gives the bound and
-some of the starts.
+Starts are the plans of the published strategies (not SwapAdvisor's: they took time and led nowhere) and greedy constructions
+(bytes above the target that go, a millisecond that is paid, with several exponents). Each is mended until it fits and pruned;
+then large-neighbourhood moves on the best until the time limit. Anytime: Ctrl-C keeps the best so far. Never worse than the
+strategies it starts from, since their plans are among the starts and are judged by the same simulator (the slower ones while
+there is time). Optimal (under the simulator, for the options there are) for problems small enough to try every combination,
+and where the bound of `lower_bound` is met, at which the search ends; elsewhere the bound says how far off a plan can be.
+HiGHS, where it is installed, gives the bound and some of the starts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ _SHARE_WITHOUT_A_PLAN = 0.4
 _SHARE_FOR_NOTHING = 0.7
 """Of the time limit, how long that one takes."""
 _SHARE_AFTER_GRAPHS = 0.3
-_SHARE_AFTER_GENETIC = 0.55
 _SHARE_FOR_STARTS = 0.45
 _SHARE_FOR_SEARCH = 0.35
 _SHARE_AFTER_THOROUGH = 0.25
@@ -68,7 +67,6 @@ _QUICK = (
     "gist",
     "rotor",
 )
-_GENETIC = ("swapadvisor",)
 _THOROUGH = ("modnn", "dtr", "dtr-eqclass", "dtr-local", "dtr-megengine", "autotm")
 _ALL = 1024
 """Problems with at most this many combinations of options are searched completely."""
@@ -227,8 +225,6 @@ class Auto:
             yield from self._mended(search, _in_time(priced), judged)
         if problem.fastest_tier or not any(search.fits(plan) for plan in judged.values()):
             yield from self._from_graph(search, judged)
-        if few:
-            yield from _judged(search, portfolio(search, _GENETIC, until=_SHARE_AFTER_GENETIC), judged)
         met = any(search.fits(plan) for plan in judged.values())
         yield from _judged(search, starts(search, checkpoints=not met), judged)
         problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
