@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ Tell = Callable[[Tensor, str, str], None]
 
 
 LEFT_OVER = "left over from before"
+_DEEP = 8
+"""Lists in lists that are looked into: one may hold itself."""
 
 
 @dataclass(slots=True)
@@ -129,12 +132,23 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in groups for p in group["params"] if isinstance(p, Tensor)]
 
 
-def _tensors_in(value: object) -> Iterable[Tensor]:
-    if isinstance(value, Tensor):
+def _tensors_in(value: Any, deep: int = _DEEP) -> Iterable[Tensor]:
+    """Tensors in lists, tuples and the values of dicts. What a subclass of these does when it is gone through is the script's code (a
+    table that imports what it names): it is not asked, nor is a proxy for its class."""
+    kind = type(value)
+    if issubclass(kind, Tensor):
         yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _tensors_in(part)
+    elif deep and (parts := _parts_of(kind, value)) is not None:
+        for part in parts:
+            yield from _tensors_in(part, deep - 1)
+
+
+def _parts_of(kind: type, value: Any) -> Iterable[object] | None:
+    if issubclass(kind, list):
+        return list.__getitem__(value, slice(None))
+    if issubclass(kind, tuple):
+        return tuple.__getitem__(value, slice(None))
+    return list(dict.values(value)) if issubclass(kind, dict) else None
 
 
 def _roots(modules: list[nn.Module]) -> list[nn.Module]:
@@ -156,7 +170,7 @@ def _variables() -> dict[int, str]:
         frame = frame.f_back
     for scope in scopes:
         for name, value in list(scope.items()):
-            for tensor in _tensors_in(value if not isinstance(value, dict) else list(value.values())):
+            for tensor in _tensors_in(value):
                 found.setdefault(id(tensor), f"variable {name}")
     return found
 

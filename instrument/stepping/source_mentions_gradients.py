@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -46,12 +47,22 @@ def speaks_of_gradients() -> str:
 
 def _first_word() -> str:
     for module in list(sys.modules.values()):
-        name = getattr(module, "__file__", None)
-        if isinstance(name, str) and _is_own(name) and (module.__name__ or "").partition(".")[0] != "memopt":
-            found = _word_in(name, module.__package__ or "")
+        told = _written_in(module)
+        name, package = told.get("__file__"), told.get("__package__")
+        if (
+            isinstance(name, str)
+            and _is_own(name)
+            and str(told.get("__name__")).partition(".")[0] != "memopt"
+        ):
+            found = _word_in(name, package if isinstance(package, str) else "")
             if found:
                 return found
     return ""
+
+
+def _written_in(module: object) -> dict[str, object]:
+    """What a module holds, without asking it: one that loads itself when it is asked would, and may fail."""
+    return object.__getattribute__(module, "__dict__") if issubclass(type(module), ModuleType) else {}
 
 
 def _is_own(name: str) -> bool:

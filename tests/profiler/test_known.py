@@ -1,0 +1,53 @@
+"""What the script's own variables hold is named without running the script's code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.profiled import Profiler
+
+SCRIPT = """
+import sys, types
+import torch
+
+class Table(dict):
+    def values(self): raise ValueError("a table that imports what it names")
+    items = __iter__ = values
+
+class Rows(list):
+    def __iter__(self): raise ValueError("rows that are read from a file")
+
+class Proxy:
+    @property
+    def __class__(self): raise RuntimeError("working outside of a request")
+
+class Lazy(types.ModuleType):
+    def __getattribute__(self, name): raise ImportError("not installed")
+
+sys.modules["lazy"] = Lazy("lazy")
+sys.modules["nameless"] = types.SimpleNamespace(__file__=__file__)
+table, rows, proxy = Table(kept=torch.ones(1000)), Rows([torch.ones(2000)]), Proxy()
+itself = [torch.ones(3000)]
+itself.append(itself)
+layer = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for _ in range(6):
+    layer(torch.ones(32, 64)).relu().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("done")
+"""
+
+
+def test_variables_are_named_without_running_the_scripts_code(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = Profiler(tmp_path)(str(script))
+    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
+    trace = run.trace
+    named = {trace.storage_label(each): size for each, size in enumerate(trace.storages.size_bytes)}
+    wanted = [
+        f"variable {each} · {count} fp32"
+        for each, count in (("table", 1000), ("rows", 2000), ("itself", 3000))
+    ]
+    assert [named.get(each) for each in wanted] == [4000, 8000, 12000], named
