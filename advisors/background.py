@@ -182,13 +182,13 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     least, most = _FIRST_S
     first_s = min(limit_s, most, max(least, trace.step_ms / 1000)) if order["waits"] else limit_s
     first = _search(trace, order, first_s, soon=first_s < limit_s)
-    waits = first.over_bytes and first_s < limit_s and _floor_bytes(trace, order) <= first.budget_bytes
-    while waits and first.over_bytes and first_s < limit_s:
+    can_be_met = first.over_bytes and first_s < limit_s and _floor_bytes(trace, order) <= first.budget_bytes
+    while first_s < limit_s and first.over_bytes and (can_be_met or not _does_something(first)):
         first_s = min(limit_s, _LONGER * first_s)  # the guard holds the budget, this plan would not
         again = _search(trace, order, first_s, soon=first_s < limit_s)
         first = again if again.is_better_than(first) else first
     first.save(output)
-    if first_s == limit_s or not (first.actions or first.script_actions):
+    if first_s == limit_s or not _does_something(first):
         return
     with contextlib.suppress(BrokenPipeError):  # the script has ended; the plan is for its next run
         os.write(order["alive"], b".")
@@ -196,6 +196,10 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     longer = _search(trace, order, limit_s)
     if longer.is_better_than(first) and output.exists():
         longer.save(output)
+
+
+def _does_something(plan: Plan) -> bool:
+    return bool(plan.actions or plan.script_actions)
 
 
 def _search(trace: Trace, order: dict[str, Any], limit_s: float, *, soon: bool = False) -> Plan:

@@ -144,6 +144,28 @@ def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
     assert told == [found.budget_bytes], "the third"
 
 
+def test_a_first_plan_that_does_nothing_is_searched_for_longer(
+    trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under a budget that no plan can meet, too: the nearest one still lowers the peak."""
+    found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
+    over = msgspec.structs.replace(found, predicted_peak_bytes=2 * found.budget_bytes)
+    output, asked = tmp_path / "plan.json", list[float]()
+
+    def search(trace: Trace, order: dict[str, Any], limit_s: float, *, soon: bool = False) -> Plan:
+        asked.append(limit_s)
+        return over if len(asked) > 1 else msgspec.structs.replace(over, predicted_peak_bytes=3 * found.budget_bytes, actions=[], script_actions=[])  # fmt: skip
+
+    monkeypatch.setattr(background, "_search", search)
+    monkeypatch.setattr(background, "_floor_bytes", lambda trace, order: found.budget_bytes + 1)
+    monkeypatch.setattr(background, "_step_back", lambda: None)
+    here, there = os.pipe()
+    background._plan({"trace": str(trace_path), "time_limit_s": 60.0, "waits": True, "alive": there}, output)
+    assert os.read(here, 2) == b"."
+    assert load_plan(output).actions
+    assert len(asked) == 3, "nothing, the nearest, and once more with all the time that there is"
+
+
 def test_nothing_is_waited_for_under_a_budget_that_no_plan_can_meet(trace_path: Path, tmp_path: Path) -> None:
     planner = Background()
     planner.look_for(trace_path, "12%", tmp_path / "plan.json", time_limit_s=1.0, waits=True)
