@@ -217,12 +217,13 @@ class Measurements:
         if self._paused:
             self._start()
 
-    def end(self) -> None:
-        """The script has ended, maybe in an iteration that is measured: a part of one counts beside whole ones, not in their place."""
+    def end(self, *, training: bool) -> None:
+        """The script has ended, maybe in an iteration that is measured: a part of one counts beside whole ones, not in their place, and only
+        if it was `training` there. What it does when all steps are done (hashing its state, a checkpoint) is no iteration."""
         whole = list(self._peaks)
         self._stop()
-        if not whole:
-            self._peaks.clear()
+        if not (whole and training):
+            self._peaks[:] = whole
 
     def _is_as_planned(self, saved: tuple[int, int] | None) -> bool:
         """Did the iteration save what the profiled one did? Notes one that did not."""

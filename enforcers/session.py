@@ -78,6 +78,8 @@ class ApplySession:
         """None where frames and iterations are another's to remove."""
         self._steps: PlannedSteps | None = None
         self._over_gradients: GradientsInPlace | None = None
+        self._in_training = False
+        """Has backward begun in this iteration?"""
         self._limit = MemoryLimit(options.limit_bytes)
         self._measurements = Measurements(plan, peaks=options.measure)
         self._done: set[int] = set()
@@ -222,7 +224,7 @@ class ApplySession:
         """Call when the script has ended; None in a process that was forked from ours."""
         if os.getpid() != self._pid:
             return None
-        self._measurements.end()
+        self._measurements.end(training=self._in_training)
         outcome = self._outcome()
         self._remove()
         return outcome
@@ -296,6 +298,7 @@ class ApplySession:
         if engine.capturing.now():
             return
         engine.settle_all()
+        self._in_training = False
         if count == 1:
             engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
         plain, self._in_two_threads = self._in_two_threads, False
@@ -323,6 +326,7 @@ class ApplySession:
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
     ) -> None:
+        self._in_training = True
         self._limit.training_begins()  # where no plan watches forward
         if self._also is not None:
             self._also.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)

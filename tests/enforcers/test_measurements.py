@@ -55,7 +55,7 @@ def test_a_part_of_an_iteration_alone_is_no_peak(measured):
     for count in (1, 2):
         found.iteration_ended(count, 1.0, None, plain=False)
         found.iteration_begins(count, LOOP)
-    found.end()
+    found.end(training=True)
     assert found.peak_bytes is None
 
 
@@ -64,8 +64,17 @@ def test_a_part_counts_beside_whole_iterations(measured):
     for count in (1, 2, 3, 4):
         found.iteration_ended(count, 1.0, None, plain=False)
         found.iteration_begins(count, LOOP)
-    found.end()
+    found.end(training=True)
     assert found.peak_bytes == 900
+
+
+def test_what_a_script_does_when_all_steps_are_done_is_no_part_of_one(measured):
+    found = measured([300, 900])
+    for count in (1, 2, 3, 4):
+        found.iteration_ended(count, 1.0, None, plain=False)
+        found.iteration_begins(count, LOOP)
+    found.end(training=False)
+    assert found.peak_bytes == 300
 
 
 def test_where_a_plan_joins_a_run_the_next_iteration_is_measured(measured):
@@ -73,7 +82,7 @@ def test_where_a_plan_joins_a_run_the_next_iteration_is_measured(measured):
     found.begin_after(7)
     found.iteration_ended(8, 1.0, None, plain=False)
     found.iteration_begins(8, LOOP)
-    found.end()
+    found.end(training=True)
     assert found.peak_bytes == 300
 
 
@@ -85,7 +94,7 @@ def test_the_iteration_that_was_profiled_is_measured_where_there_are_no_more(mea
         for count in range(1, iteration + 1):
             found.iteration_ended(count, 1.0, None, plain=False)
             found.iteration_begins(count, LOOP)
-        found.end()
+        found.end(training=True)
         assert found.peak_bytes == 700
 
 
