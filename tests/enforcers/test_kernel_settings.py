@@ -38,9 +38,11 @@ SWITCHES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 
 @contextmanager
 def _as_found() -> Iterator[None]:
+    """Torch's own tests, once imported, let flags be set in a `with` only."""
     before = SETTINGS.now()
     try:
-        yield
+        with getattr(torch.backends, "__allow_nonbracketed_mutation")():
+            yield
     finally:
         SETTINGS.switch(before)
 
