@@ -67,7 +67,8 @@ class PagedOptimizer:
         pageable = self._pageable(inner) if self._state is not None else set()
         self._first = self._without_state(inner)
         away = {id(each) for each in trained(optimizer) if elsewhere is not None and elsewhere.holds(each)}
-        due = [p for p in self._pieces if any(id(s.parameter) in away | gradients.keys() for s in p.segments)]
+        stepped = away | gradients.keys()
+        due = [p for p in self._pieces if any(id(s.parameter) in stepped for s in p.segments)]
 
         def gradient_of(segment: Segment) -> Tensor:
             parameter = segment.parameter
@@ -80,7 +81,7 @@ class PagedOptimizer:
             if number + 1 < len(due):
                 self._pager.fetch(due[number + 1])
             self._pager.arrive(piece)
-            taken = [n for n, s in enumerate(piece.segments) if id(s.parameter) in away | gradients.keys()]
+            taken = [n for n, s in enumerate(piece.segments) if id(s.parameter) in stepped]
             self._step_piece(optimizer, inner, piece, taken, gradient_of, pageable)
             self._pager.leave(piece)
             if number:

@@ -3,11 +3,13 @@
 The storage is emptied in place, so that the module's parameter, views of it and what autograd holds are what they were. Whoever reads it
 finds it whole: autograd's own reads come through the saved-tensor hooks, every other op through the engine's mode, which stays on in
 backward while anything is away; a look past the dispatcher (`data_ptr()`, `numpy()`, pickling, copying) through `readers`; a module that
-is called again, in whichever thread, through its call. All are back before a thread starts, and when backward has ended, so that a step, an evaluation or a checkpoint
-finds no difference. The copy out is made in every iteration: what wrote to a weight in between does not matter.
+is called again, in whichever thread, through its call. All are back before a thread starts, and when backward has ended, so that a step,
+an evaluation or a checkpoint finds no difference. The copy out is made in every iteration: what wrote to a weight in between does not
+matter.
 
 What stays: a weight that is shared between processes or lent, or that something beyond its modules, autograd and this op holds; and one
-that is trained where no gradients are recorded, since no backward follows. Where several processes train, a region is compiled, or another thread of the script's runs, all stay.
+that is trained where no gradients are recorded, since no backward follows. Where several processes train, a region is compiled, or another
+thread of the script's runs, all stay.
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ import inspect
 import sysconfig
 import threading
 from collections.abc import Callable
-from concurrent.futures import thread as executors
-from multiprocessing import pool as pools
 from types import CodeType
 from typing import Any
 
@@ -16,8 +14,8 @@ from memopt.version import IMPORT_ROOT
 
 _OURS = [f"{IMPORT_ROOT}/{room}/" for room in ("memopt", "cli", "instrument", "profiler", "enforcers")]
 _LIBRARIES = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), *_OURS)
-_FOR_ANYBODY = tuple(filter(None, map(inspect.getsourcefile, (executors, pools, threading))))
-"""Their threads run whatever they are given."""
+_FOR_ANYBODY = ("/threading.py", "/concurrent/futures/thread.py", "/multiprocessing/pool.py")
+"""Their threads run whatever they are given. By name: a script that uses none of them need not import them."""
 
 
 def threads_of_the_script() -> list[threading.Thread]:
@@ -30,7 +28,9 @@ def _runs_code_of_the_script(thread: threading.Thread) -> bool:
     if isinstance(thread, threading._DummyThread):  # C++ made it
         return False
     code = _code_of(getattr(thread, "_target", None) or type(thread).run)
-    return code is None or not code.co_filename.startswith(_LIBRARIES) or code.co_filename in _FOR_ANYBODY
+    return (
+        code is None or not code.co_filename.startswith(_LIBRARIES) or code.co_filename.endswith(_FOR_ANYBODY)
+    )
 
 
 def _code_of(function: Callable[..., Any]) -> CodeType | None:
