@@ -196,8 +196,8 @@ class _Writer:
         saved = candidate.saved
         saved_bytes, cost_ms = self._margins(candidate, decision)
         away_by, away_at_use = self._away_by(saved)
-        early = self.view.asked_as(saved.storage, early=decision.early)
-        moment = early.first_use if decision.early else decision.prefetch_op
+        asked = self.view.asked_as(saved.storage, early=decision.early)
+        moment = asked.first_use if decision.early else decision.prefetch_op
         prefetch = self.view.first_unpacked.get(moment) if moment >= 0 else None
         return Action(
             kind=decision.kind,
@@ -225,7 +225,7 @@ class _Writer:
     def _turns(self) -> dict[int, int]:
         """What is prefetched in the order in which it is asked for, as the judge has it (`simulator.swap_lanes`, `simulator.replays`)."""
         ahead = [
-            self.view.saved[s]
+            self.view.asked_as(s, early=decision.early)
             for s, decision in self.decisions.items()
             if decision.kind == "swap" or decision.early
         ]
