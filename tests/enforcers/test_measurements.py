@@ -59,22 +59,15 @@ def test_a_part_of_an_iteration_alone_is_no_peak(measured):
     assert found.peak_bytes is None
 
 
-def test_a_part_counts_beside_whole_iterations(measured):
+@pytest.mark.parametrize(("training", "peak_bytes"), [(True, 900), (False, 300)])
+def test_a_part_counts_beside_whole_iterations_if_it_trains(measured, training, peak_bytes):
+    """What a script does when all steps are done is no part of one."""
     found = measured([300, 900])
     for count in (1, 2, 3, 4):
         found.iteration_ended(count, 1.0, None, plain=False)
         found.iteration_begins(count, LOOP)
-    found.end(training=True)
-    assert found.peak_bytes == 900
-
-
-def test_what_a_script_does_when_all_steps_are_done_is_no_part_of_one(measured):
-    found = measured([300, 900])
-    for count in (1, 2, 3, 4):
-        found.iteration_ended(count, 1.0, None, plain=False)
-        found.iteration_begins(count, LOOP)
-    found.end(training=False)
-    assert found.peak_bytes == 300
+    found.end(training=training)
+    assert found.peak_bytes == peak_bytes
 
 
 def test_where_a_plan_joins_a_run_the_next_iteration_is_measured(measured):

@@ -206,7 +206,7 @@ LOOKS: dict[str, Look] = {
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_whoever_looks_while_they_are_away_finds_them(
-    plan: Plan, tmp_path: Path, look: Look, monkeypatch: pytest.MonkeyPatch
+    plan: Plan, tmp_path: Path, look: Look, sessions: list[WeightsAway]
 ) -> None:
     away: list[int] = []
 
@@ -214,9 +214,6 @@ def test_whoever_looks_while_they_are_away_finds_them(
         away.append(len(sessions[-1].away) if sessions else 0)
         return look(model)
 
-    sessions: list[WeightsAway] = []
-    install = WeightsAway.install
-    monkeypatch.setattr(WeightsAway, "install", lambda self: (sessions.append(self), install(self))[0])
     loop = functools.partial(lora, in_forward=looking)
     computed, outcome = enforced(loop, plan, tmp_path, 3)
     assert away[0] == LAYERS, outcome.notes

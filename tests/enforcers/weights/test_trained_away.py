@@ -131,14 +131,11 @@ def test_an_evaluation_without_gradients_sends_nothing_away(plan: Plan, tmp_path
 
 
 def test_a_thread_that_reads_weights_past_their_modules_has_them(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plan: Plan, tmp_path: Path, sessions: list[WeightsAway]
 ) -> None:
     """It is started while they are away, and reads them to the end by plain ops, which no mode sees."""
     ended, found = threading.Event(), [0.0]
     away: list[int] = []
-    sessions: list[WeightsAway] = []
-    install = WeightsAway.install
-    monkeypatch.setattr(WeightsAway, "install", lambda self: (sessions.append(self), install(self))[0])
 
     def averages(model: nn.Module) -> None:
         while not ended.is_set():
