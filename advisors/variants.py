@@ -1,4 +1,5 @@
-"""The runs that a recorded run may become before any tensor leaves: its optimizer steps inside backward, or in pieces with state in a tier."""
+"""The runs that a recorded run may become before any tensor leaves: its optimizer steps inside backward, or in pieces, or has its
+state in a tier between steps."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ import msgspec
 from memopt.advisors.profiles.blockers import Floor, lowest_floor
 from memopt.advisors.profiles.problem import MARGIN, TIME_LIMIT_S, Problem
 from memopt.device import Device
+from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.gradients_away import gradients_away
 from memopt.estimators.simulator.gradients_away import why_not as why_gradients_stay
 from memopt.estimators.simulator.gradients_in_place import InPlace
@@ -102,7 +104,7 @@ class Variants:
         ways: list[_Way] = [
             (None, 0.0, False),
             *((tier, share, False) for tier in tiers for share in _SHARES_AWAY),
-            *((tier, 1.0, True) for tier in tiers if not why_gradients_stay(self.trace)),
+            *((tier, 1.0, True) for tier in tiers if not self._gradients_stay),
         ]
         for way in ways:
             known = self._in_pieces_view(way, problem.device)
@@ -127,7 +129,10 @@ class Variants:
     def _in_pieces_view(self, way: _Way, device: Device) -> tuple[TraceView, Pieces] | None:
         if way not in self._in_pieces_views:
             tier, share, with_gradients = way
-            trace, pieces = in_pieces(self.trace, tier, device, share)
+            try:
+                trace, pieces = in_pieces(self.trace, tier, device, share)
+            except NotPossibleHere:  # without a tier, where no step can be cut
+                return None
             if with_gradients:
                 assert self.trace.updates is not None
                 assert tier is not None
@@ -138,6 +143,12 @@ class Variants:
                 pieces = replace(pieces, gradient_bytes=size, cleared_late=late)
             self._in_pieces_views[way] = TraceView(trace), pieces
         return self._in_pieces_views[way]
+
+    @property
+    def _gradients_stay(self) -> bool:
+        """They leave only where the step reads them in pieces."""
+        updates = self.trace.updates
+        return bool(updates is None or updates.in_pieces or why_gradients_stay(self.trace))
 
     def _state_tiers(self, device: Device) -> list[Tier]:
         """Where optimizer state may be between steps."""

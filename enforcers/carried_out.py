@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from memopt.outcome import ActionCounts, Outcome
-from memopt.plan import Plan
+from memopt.plan import OPTIMIZER_IN_PIECES, OPTIMIZER_STATE_AWAY, Plan
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -72,6 +72,12 @@ class Decision:
         return f"{self.used} of {self.planned} {self.what}: {self.enforcer.why_not_all}"
 
 
+_STEPPED = {
+    OPTIMIZER_IN_PIECES: "parameters were stepped in pieces",
+    OPTIMIZER_STATE_AWAY: "tensors of optimizer state were away between steps",
+}
+
+
 def decisions_about_the_run(
     plan: Plan, steps: PlannedSteps | None, in_place: GradientsInPlace | None
 ) -> list[Decision]:
@@ -79,7 +85,7 @@ def decisions_about_the_run(
     in_backward, in_pieces = (steps.in_backward, steps.in_pieces) if steps is not None else (None, None)
     found = [
         Decision("parameters were stepped inside backward", plan.in_backward.parameters, in_backward) if plan.in_backward else None,
-        Decision("parameters were stepped in pieces", plan.in_pieces.parameters, in_pieces) if plan.in_pieces else None,
+        Decision(_STEPPED[plan.in_pieces.what], plan.in_pieces.parameters, in_pieces) if plan.in_pieces else None,
         Decision("ops of backward wrote over the gradient that they use up", plan.in_place.ops, in_place) if plan.in_place else None,
     ]  # fmt: skip
     return [each for each in found if each is not None and each.planned > 0]

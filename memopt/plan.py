@@ -25,12 +25,16 @@ OPTIMIZER_IN_BACKWARD: Final = "optimizer in backward"
 OPTIMIZER_IN_PIECES: Final = "optimizer in pieces"
 """As above: its step on slices of the parameters, one after the other; with a tier its state is there between steps."""
 
+OPTIMIZER_STATE_AWAY: Final = "optimizer state away"
+"""As above: its step as it is, its state in a tier between steps; `optimizer in pieces` where some step is taken in pieces, too."""
+
 GRADIENTS_IN_PLACE: Final = "gradients in place"
 """As above, about backward: a formula writes what it makes into the gradient that it uses up."""
 
 _ENFORCED: Final = {
     OPTIMIZER_IN_BACKWARD: "optimizer",
     OPTIMIZER_IN_PIECES: "optimizer",
+    OPTIMIZER_STATE_AWAY: "optimizer",
     GRADIENTS_IN_PLACE: "backward",
 }
 """`ScriptAction.what` of decisions that can be applied, and their kind."""
@@ -116,8 +120,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
-    """One decision about the run as a whole. Those of the kind `allocator`, and those called `optimizer in backward`, `optimizer in pieces`
-    and `gradients in place` can be applied; others are advice."""
+    """One decision about the run as a whole. Those of the kind `allocator`, and those called `optimizer in backward`, `optimizer in pieces`,
+    `optimizer state away` and `gradients in place` can be applied; others are advice."""
 
     kind: Literal["allocator", "optimizer", "model", "backward"]
     what: str
@@ -126,15 +130,18 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     variables: dict[str, str] = {}
     """Environment of the run, of an `allocator` action."""
     parameters: int = 0
-    """Of `optimizer in backward`: how many parameters are stepped there."""
+    """Of `optimizer in backward`: how many parameters are stepped there; of `optimizer in pieces`, too, and of `optimizer state away` how many
+    tensors leave."""
     cost_ms: float = 0.0
     """Time that it adds to a step."""
     piece_bytes: int = 0
     """Of `optimizer in pieces`: bytes of parameters that are stepped at once."""
     tier: Tier | None = None
-    """Of `optimizer in pieces`: where its state is between steps; none: on the device."""
+    """Of `optimizer in pieces` and `optimizer state away`: where its state is between steps; none: on the device."""
     away_bytes: int = 0
-    """Of `optimizer in pieces`: how much of it is there."""
+    """Of both: how much of it is there."""
+    whole_from_bytes: int = 0
+    """Of both: of optimizers that cannot step in pieces, tensors of state that have so many bytes or more are there; 0: none."""
     away: int = 0
     """Of `optimizer in pieces`: the state of so many parameters, the largest of each optimizer; 0: of all."""
     gradient_bytes: int = 0
@@ -144,7 +151,7 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     least_bytes: int = 0
     """Of `gradients in place`: what has fewer bytes is left alone."""
     cleared_late: bool = False
-    """Of both: the script clears gradients after the next forward has begun, so that what a step asked for goes back to the tier, and so do
+    """Of `optimizer in backward` and `optimizer in pieces`: the script clears gradients after the next forward has begun, so that what a step asked for goes back to the tier, and so do
     those of the last step before a plan that begins while the script runs."""
 
     @property
@@ -195,8 +202,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_pieces(self) -> ScriptAction | None:
-        """The decision to step the optimizer in pieces, if it is made."""
-        return self._decided(OPTIMIZER_IN_PIECES)
+        """The decision to step the optimizer in pieces, or to have its state away between steps, if it is made."""
+        return self._decided(OPTIMIZER_IN_PIECES) or self._decided(OPTIMIZER_STATE_AWAY)
 
     @property
     def in_place(self) -> ScriptAction | None:
@@ -248,7 +255,10 @@ def _inconsistency(plan: Plan) -> str:
         if problem:
             return f"action {number} ({action.kind} {action.label[:60]}): {problem}"
     pieces = plan.in_pieces
-    if pieces is not None and not 0 < pieces.piece_bytes < 2**62:
+    if pieces is not None and pieces.what == OPTIMIZER_STATE_AWAY:
+        if pieces.piece_bytes or pieces.tier is None or not 0 < pieces.whole_from_bytes < 2**62:
+            return "it does not tell what of the optimizer's state is to be away, or where"
+    elif pieces is not None and not (0 < pieces.piece_bytes < 2**62 and 0 <= pieces.whole_from_bytes < 2**62):
         return f"an optimizer cannot be stepped in pieces of {pieces.piece_bytes} bytes"
     for each in plan.script_actions:
         for name, value in each.variables.items():

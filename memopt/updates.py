@@ -5,6 +5,21 @@ from __future__ import annotations
 import msgspec
 
 
+class Step(msgspec.Struct, frozen=True, kw_only=True):
+    """One call of an optimizer's step; storages and ops are those of the trace."""
+
+    begin_op: int
+    """First op of it."""
+    end_op: int
+    """First op after it."""
+    in_pieces: str
+    """Why it cannot be taken in pieces; empty when it can."""
+    state_stays: str
+    """Why the optimizer's state cannot be away between steps; empty when it can."""
+    state: list[int] = []
+    """Storages of its state that nothing else holds."""
+
+
 class Updates(msgspec.Struct, frozen=True, kw_only=True):
     """One row a parameter whose gradient became ready in backward; storages and ops are those of the trace."""
 
@@ -29,3 +44,5 @@ class Updates(msgspec.Struct, frozen=True, kw_only=True):
     """So often was the gradient of a tensor read that the optimizer does not step; none where nobody looked."""
     in_pieces: str | None = None
     """Why an optimizer that stepped cannot step in pieces; empty when all can, none where nobody looked."""
+    steps: list[Step] = []
+    """All of the iteration."""

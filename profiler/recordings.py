@@ -76,9 +76,9 @@ class Recording:
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         from memopt.profiler.known import tell_state
 
-        if self.updates is not None:
-            self.updates.step_ended()
         tell_state(self.recorder.met.know, optimizer, self.names)
+        if self.updates is not None:
+            self.updates.step_ended(optimizer)
 
     def watch_no_more(self) -> Updates | None:
         """What was found of the optimizer's steps."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.stepping.gradient_reads import GradientReads, gradient_of
+from memopt.instrument.stepping.in_pieces import CLOSURE
 from memopt.instrument.stepping.in_pieces import why_not as why_not_in_pieces
 from memopt.instrument.stepping.premises import (
     ADD_UP,
@@ -28,8 +29,9 @@ from memopt.instrument.stepping.single_parameter_step import (
     several_processes,
     why_not,
 )
+from memopt.instrument.stepping.state_between_steps import state_tensors, why_state_stays
 from memopt.profiler.recorder import Recorder
-from memopt.updates import Updates
+from memopt.updates import Step, Updates
 
 
 class UpdateWatch:
@@ -47,7 +49,9 @@ class UpdateWatch:
         """id of a parameter -> (its storage, its gradient's, first op after the gradient was whole)."""
         self._span = 0, 0
         self._others_read = 0
-        self._in_pieces: str | None = None
+        self._steps: list[Step] = []
+        self._open: list[tuple[int, str, bool]] = []
+        """(first op, why not in pieces, with a closure) of steps that are under way, one inside the other."""
 
     def begin(self) -> None:
         """Right after the recorder has begun."""
@@ -81,7 +85,10 @@ class UpdateWatch:
             refused=self._refused,
             gradients_stay=self._gradients_stay,
             others_read=self._others_read,
-            in_pieces=self._in_pieces,
+            in_pieces=next((step.in_pieces for step in self._steps if step.in_pieces), "")
+            if self._steps
+            else None,
+            steps=self._steps,
         )
         if self._refused and self._gradients_stay:
             return known
@@ -132,14 +139,31 @@ class UpdateWatch:
         )
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        with_closure = self._iterations.step_has_closure
-        self._in_pieces = self._in_pieces or why_not_in_pieces(optimizer, with_closure=with_closure)
         if optimizer is not self._optimizer or self._span != (0, 0):
             self._refuse("several optimizers train, or one steps twice", of_both=True)
         self._span = len(self._recorder.ops), 0
+        with_closure = self._iterations.step_has_closure
+        self._open.append(
+            (self._span[0], why_not_in_pieces(optimizer, with_closure=with_closure), with_closure)
+        )
 
-    def step_ended(self) -> None:
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         self._span = self._span[0], len(self._recorder.ops)
+        if not self._open:
+            return
+        begin, in_pieces, with_closure = self._open.pop()
+        stays = CLOSURE if with_closure else why_state_stays(optimizer)
+        rows = self._recorder.met.row_of
+        state = [] if stays else [rows(each) for each in state_tensors(optimizer)]
+        self._steps.append(
+            Step(
+                begin_op=begin,
+                end_op=self._span[1],
+                in_pieces=in_pieces,
+                state_stays=stays,
+                state=[row for row in state if row >= 0],
+            )
+        )
 
     # --- who looks at gradients (Reader)
 

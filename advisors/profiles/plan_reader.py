@@ -93,9 +93,9 @@ def _problem(adviser: Adviser, plan: Plan) -> Problem:
     for other in adviser.variants.in_pieces(problem):
         pieces = other.pieces
         if pieces is not None and (
-            pieces.tier, pieces.piece_bytes, pieces.away, pieces.state_bytes, pieces.gradient_bytes,
+            pieces.tier, pieces.piece_bytes, pieces.away, pieces.state_bytes, pieces.gradient_bytes, pieces.whole_from_bytes,
         ) == (
-            wanted.tier, wanted.piece_bytes, wanted.away, wanted.away_bytes, wanted.gradient_bytes,
+            wanted.tier, wanted.piece_bytes, wanted.away, wanted.away_bytes, wanted.gradient_bytes, wanted.whole_from_bytes,
         ):  # fmt: skip
             return other
     raise _another("its optimizer cannot step in such pieces")

@@ -23,6 +23,7 @@ from memopt.plan import (
     GRADIENTS_IN_PLACE,
     OPTIMIZER_IN_BACKWARD,
     OPTIMIZER_IN_PIECES,
+    OPTIMIZER_STATE_AWAY,
     Action,
     OpRef,
     Plan,
@@ -149,29 +150,41 @@ def _in_pieces(
     """The step in pieces: its words, what it saves, what it costs."""
     updates = plain.view.trace.updates
     kind = updates.optimizer if updates is not None else "the optimizer"
-    size = format_bytes(pieces.piece_bytes)
-    why = f"{kind} steps {size} of parameters at once, with the same bits: its temporaries are no larger"
-    if pieces.tier is not None:
-        moved = [
-            f"{format_bytes(pieces.state_bytes)} of its state are in the {pieces.tier} tier between steps"
-        ]
-        if pieces.gradient_bytes:
-            moved.append(f"{format_bytes(pieces.gradient_bytes)} of gradients from when they are whole")
-        why += f"; {', '.join(moved[not pieces.state_bytes :])}"
     return ScriptAction(
         kind="optimizer",
-        what=OPTIMIZER_IN_PIECES,
-        why=why,
+        what=OPTIMIZER_IN_PIECES if pieces.piece_bytes else OPTIMIZER_STATE_AWAY,
+        why=_of_pieces(pieces, kind),
         saved_bytes=_saved_by_moving(plain, decisions, timeline),
-        parameters=pieces.parameters,
+        parameters=pieces.parameters + (pieces.whole.tensors if pieces.whole is not None else 0),
         cost_ms=round(max(0.0, problem.view.trace.step_ms - plain.view.trace.step_ms), 4),
         piece_bytes=pieces.piece_bytes,
         tier=pieces.tier,
         away_bytes=pieces.state_bytes,
         away=pieces.away,
+        whole_from_bytes=pieces.whole_from_bytes,
         gradient_bytes=pieces.gradient_bytes,
         cleared_late=pieces.cleared_late,
     )
+
+
+def _of_pieces(pieces: Pieces, kind: str) -> str:
+    """What happens to the step of an optimizer of that kind, and to its state."""
+    if not pieces.piece_bytes:
+        return (
+            f"{format_bytes(pieces.state_bytes)} of the state of {kind} are in the {pieces.tier} tier between steps; "
+            "all of it is back in the step, which is the optimizer's own"
+        )
+    size = format_bytes(pieces.piece_bytes)
+    why = f"{kind} steps {size} of parameters at once, with the same bits: its temporaries are no larger"
+    if pieces.tier is None:
+        return why
+    moved = [f"{format_bytes(pieces.state_bytes)} of its state are in the {pieces.tier} tier between steps"]
+    if pieces.gradient_bytes:
+        moved.append(f"{format_bytes(pieces.gradient_bytes)} of gradients from when they are whole")
+    why += f"; {', '.join(moved[not pieces.state_bytes :])}"
+    if pieces.whole is not None:
+        why += f" ({format_bytes(pieces.whole.size_bytes)} of it of optimizers that step as they do)"
+    return why
 
 
 class _Writer:

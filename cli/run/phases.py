@@ -48,6 +48,8 @@ _MOST_WAIT_S = 10.0
 _LARGER_STEPS = 3
 """Iterations that saved more than was planned for, after which the guard takes over."""
 _PIECE_BYTES = 2 << 20
+_WHOLE_FROM_BYTES = 64 << 10
+"""Under the guard smaller tensors of optimizer state stay, where the step is not taken in pieces."""
 _LEAST_PLAIN = 3
 """Plain iterations whose median is better known than what the recording saw."""
 
@@ -234,7 +236,9 @@ class Phases:
 
         assert self._loop is not None
         tier = offload_tier(self._wishes.swap_dir)
-        self._pieces = OptimizerInPieces(self._loop.iterations, _PIECE_BYTES, tier)
+        self._pieces = OptimizerInPieces(
+            self._loop.iterations, _PIECE_BYTES, tier, whole_from=_WHOLE_FROM_BYTES
+        )
         self._pieces.begin(self._loop.iterations.stepped)
 
     def _enforce(self, plan: Plan) -> None:

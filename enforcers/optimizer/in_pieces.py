@@ -3,7 +3,7 @@
 Temporaries (Adam's `sqrt` and `div`) are of one piece then, and with a tier the state is paged as in ZeRO-Infinity (Rajbhandari et al.
 2021, for several GPUs and with a kernel of its own; here it is the optimizer's own kernel on the same device, and the same bits: see
 `paged.py`). The whole update runs when the script calls `step`, after clipping and scaling; the script's own step then finds no gradients,
-and gets them back when it has ended.
+and gets them back when it has ended. The state of an optimizer that cannot be stepped so may be in the tier, too (`state_away.py`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from memopt.enforcers import capturing
 from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.paged import PagedOptimizer
+from memopt.enforcers.optimizer.state_away import StateAway
 from memopt.enforcers.tiers.swap import SwapTier
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.script.signals import held
@@ -38,10 +39,13 @@ class OptimizerInPieces:
         tier: SwapTier[Any] | None,
         most_away: int | None = None,
         gradients: GradientsElsewhere | None = None,
+        whole_from: int = 0,
     ) -> None:
         """`tier`: where state goes between steps; none: it stays. `most_away`: of so many parameters, the largest; none: of all.
-        `gradients`: where those are that are in a tier, too."""
+        `gradients`: where those are that are in a tier, too. `whole_from`: of optimizers that cannot step in pieces, state of so many
+        bytes and more goes there, too; 0: none. `piece_bytes` of 0: they are all the plan is about."""
         self._elsewhere = gradients
+        self._whole = StateAway(iterations, tier, whole_from) if tier is not None and whole_from else None
         self._iterations, self._piece_bytes, self._tier, self._most_away = (
             iterations,
             piece_bytes,
@@ -58,6 +62,7 @@ class OptimizerInPieces:
         """Gradients that the script's own step does not see. Several steps may be under way, each in a thread of autograd's."""
         self._used: Counter[int] = Counter()
         """id of an optimizer, which may be gone -> most parameters that one of its steps has stepped in pieces."""
+        self._stepping_whole: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.declined: Counter[str] = Counter()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
@@ -78,8 +83,12 @@ class OptimizerInPieces:
         try:
             with held(), torch.no_grad():
                 for optimizer in optimizers:
-                    if self._tier is not None and not self._reason(optimizer, {}):
+                    if self._tier is None:
+                        continue
+                    if not self._reason(optimizer, {}):
                         self._stepped_of(optimizer).leave(optimizer)
+                    elif self._whole is not None:
+                        self._leave_whole(optimizer)
         finally:
             del guard
 
@@ -92,7 +101,11 @@ class OptimizerInPieces:
             self._trusted.pop(optimizer, None)
         reason = self._reason(optimizer, gradients)
         if reason:
-            self.declined[reason] += 1
+            if self._whole is None:
+                self.declined[reason] += 1
+            else:
+                self._whole.step_begins(optimizer)
+                self._stepping_whole.add(optimizer)
             return
         self._stepped_of(optimizer).step(optimizer, gradients, self._elsewhere)
         used = len(gradients)
@@ -110,8 +123,8 @@ class OptimizerInPieces:
 
     @property
     def most_used(self) -> int:
-        """Parameters that have been stepped in pieces, of all optimizers."""
-        return self._used.total()
+        """Parameters that have been stepped in pieces, of all optimizers, and tensors of other state that have been away."""
+        return self._used.total() + (self._whole.most_away if self._whole is not None else 0)
 
     @property
     def why_not_all(self) -> str:
@@ -120,6 +133,8 @@ class OptimizerInPieces:
 
     def _reason(self, optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> str:
         """Why it must not step in pieces; empty when nothing speaks against it."""
+        if not self._piece_bytes:
+            return "no step is to be taken in pieces"
         reason = (
             why_not(optimizer, with_closure=self._iterations.step_has_closure)
             or _odd(optimizer, gradients)
@@ -149,6 +164,15 @@ class OptimizerInPieces:
         for parameter, gradient in self._hidden.pop(optimizer, []):
             if gradient_of(parameter) is None:
                 give_back(parameter, gradient)
+        if optimizer in self._stepping_whole:
+            self._stepping_whole.discard(optimizer)
+            self._leave_whole(optimizer)
+
+    def _leave_whole(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self._whole is not None
+        reason = self._whole.step_ended(optimizer)
+        if reason:
+            self.declined[reason] += 1
 
     def failures(self) -> list[str]:
         """What went wrong with the tier; what could not be moved has stayed."""
@@ -166,6 +190,8 @@ class OptimizerInPieces:
 
     def remove(self) -> None:
         """Page no more. State that is away comes back when somebody asks for it: the tier stays open until the process ends."""
+        if self._whole is not None:
+            self._whole.remove()
         for optimizer in list(self._hidden):
             self.step_ended(optimizer)
 

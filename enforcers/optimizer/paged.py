@@ -16,9 +16,7 @@ from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.piece import Pager, Piece
 from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
 from memopt.enforcers.optimizer.state_looks import (
-    ALONE,
     as_it_lies,
-    holders,
     is_of_elements,
     layout_of,
     nobody_else_holds,
@@ -28,6 +26,7 @@ from memopt.enforcers.optimizer.state_looks import (
 from memopt.enforcers.tiers.swap import SwapTier
 from memopt.instrument.script.signals import held
 from memopt.instrument.stepping.in_pieces import Segment, State, pieces_of, step_slices
+from memopt.instrument.stepping.state_between_steps import ALONE, holders
 from memopt.instrument.torch_internals import DisableTorchDispatch
 
 

@@ -54,7 +54,9 @@ class PlannedSteps:
             self.gradients = GradientsElsewhere(tier)
             self.gradients.install()
         most_away = pieces.away or None
-        self.in_pieces = OptimizerInPieces(iterations, pieces.piece_bytes, tier, most_away, self.gradients)
+        self.in_pieces = OptimizerInPieces(
+            iterations, pieces.piece_bytes, tier, most_away, self.gradients, pieces.whole_from_bytes
+        )
 
     def told_of(self, unpack: Unpack) -> Unpack:
         """`unpack`, of which gradients that leave during backward hear first: another node begins when a saved tensor is asked for."""

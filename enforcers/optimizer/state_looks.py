@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,14 +25,6 @@ def layout_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
         for each in group["params"]
         if each.requires_grad
     )
-
-
-def holders(owner: Any) -> int:
-    return sys.getrefcount(owner.state)
-
-
-ALONE = holders(SimpleNamespace(state=defaultdict(dict)))
-"""As many hold a state that its optimizer alone holds."""
 
 
 def is_of_elements(value: Tensor, parameter: Tensor) -> bool:

@@ -3,13 +3,14 @@
 The ops of the step stay where they are; what lives during them changes. Temporaries are of one piece: as many bytes to a byte of
 parameters as the recorded step had. With a tier, state is there during the step only, and never more than three pieces of it: one that
 comes, one that is used, one that leaves. Storages and slots keep their numbers, so plans on the changed trace name the same tensors.
+Where several optimizers train, those that cannot step in pieces step as they do, their state away between steps (`state_away.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
@@ -17,9 +18,11 @@ import msgspec
 from memopt.device import Device
 from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.in_backward import groups_of
+from memopt.estimators.simulator.state_away import Away, state_away, storages_of, whole_steps
 from memopt.estimators.simulator.timeline import staging_ms
 from memopt.plan import Tier
 from memopt.trace import CATEGORIES, PHASES, Trace
+from memopt.updates import Updates
 
 SEGMENT_MS = 0.03
 """Per part of a parameter: slices, copies of its counters, and the optimizer's own Python."""
@@ -49,25 +52,63 @@ class Pieces:
     """Gradients that are in the tier from when they are whole until they are cleared."""
     cleared_late: bool = False
     """They are still there when the next iteration begins."""
+    whole: Away | None = None
+    """State of optimizers that do not step in pieces; among `state_bytes`."""
+
+    @property
+    def whole_from_bytes(self) -> int:
+        """From which size on that leaves; 0: none does."""
+        return self.whole.from_bytes if self.whole is not None else 0
 
 
 def why_not(trace: Trace) -> str:
-    """Why the optimizer cannot step in pieces; empty when it can."""
+    """Why no optimizer can step in pieces, nor have its state away between steps; empty when one can."""
     updates = trace.updates
     if updates is None or updates.in_pieces is None:
         return "the profile does not tell how the optimizer steps"
-    if updates.in_pieces:
-        return updates.in_pieces
-    return "" if not trace.partial and _Step(trace).parameters else "the recording is not whole"
+    if trace.partial:
+        return "the recording is not whole"
+    if whole_steps(trace):
+        return ""
+    cut = _cut_steps(trace, updates)
+    return "" if cut is not None and cut.parameters else updates.in_pieces or "the recording is not whole"
+
+
+def _cut_steps(trace: Trace, updates: Updates) -> _Step | None:
+    """What can be taken in pieces; None where nothing can."""
+    if not updates.in_pieces:
+        return _Step(trace, frozenset(range(trace.op_count)), frozenset())
+    cut = {op for step in updates.steps if not step.in_pieces for op in range(step.begin_op, step.end_op)}
+    if not cut:
+        return None
+    uncut = [step for step in updates.steps if step.in_pieces]
+    others = {storage for step in uncut for storage in step.state}
+    touched = {op for step in uncut for op in range(step.begin_op, step.end_op)}
+    return _Step(trace, frozenset(cut), frozenset(others | storages_of(trace, touched)))
 
 
 def in_pieces(trace: Trace, tier: Tier | None, device: Device, share: float = 1.0) -> tuple[Trace, Pieces]:
     """The trace with the step in pieces, and how it is cut: with a tier, the state of the largest parameters is there between steps, so
-    many that they have `share` of all parameters' bytes. Raises `NotPossibleHere`."""
+    many that they have `share` of all parameters' bytes; of what cannot be cut, the largest tensors. Raises `NotPossibleHere`."""
     reason = why_not(trace)
-    if reason:
+    updates = trace.updates
+    if reason or updates is None:
         raise NotPossibleHere("the optimizer cannot step in pieces", why=reason)
-    step = _Step(trace)
+    step = _cut_steps(trace, updates)
+    whole = state_away(trace, tier, device, share) if tier is not None else None
+    if step is None or not step.parameters:
+        if whole is None or tier is None:
+            raise NotPossibleHere("the optimizer cannot step in pieces", why=updates.in_pieces or "")
+        changed, away = whole
+        return changed, Pieces(0, tier, 0, away.size_bytes, whole=away)
+    if whole is None:
+        return _cut(step, tier, device, share)
+    changed, away = whole
+    found, pieces = _cut(step.of(changed), tier, device, share)
+    return found, replace(pieces, whole=away, state_bytes=pieces.state_bytes + away.size_bytes)
+
+
+def _cut(step: _Step, tier: Tier | None, device: Device, share: float) -> tuple[Trace, Pieces]:
     if tier is None:
         pieces = Pieces(step.piece_bytes, None, len(step.parameters), 0)
         return step.changed(step.state_bytes, 0, _calls_ms(step)), pieces
@@ -84,11 +125,15 @@ def in_pieces(trace: Trace, tier: Tier | None, device: Device, share: float = 1.
 
 
 class _Step:
-    """What is known of the recorded step."""
+    """What is known of the recorded step; of those of several optimizers, of the ops `cut`, with state that is not among `others`."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.ops = [op for op, phase in enumerate(trace.ops.phase) if phase == _OPTIMIZER]
+    def __init__(self, trace: Trace, cut: frozenset[int], others: frozenset[int]) -> None:
+        self.trace, self._cut, self._others = trace, cut, others
+        self.ops = [op for op, phase in enumerate(trace.ops.phase) if phase == _OPTIMIZER and op in cut]
+
+    def of(self, trace: Trace) -> _Step:
+        """The same of another form of the trace."""
+        return _Step(trace, self._cut, self._others)
 
     @cached_property
     def parameters(self) -> set[int]:
@@ -107,6 +152,7 @@ class _Step:
             storage
             for storage, category in enumerate(storages.category)
             if category == _STATE
+            and storage not in self._others
             and storages.birth_op[storage] < 0
             and storages.death_op[storage] >= n
             and storages.size_bytes[storage] > 16

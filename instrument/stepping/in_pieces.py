@@ -29,6 +29,7 @@ ALIGNED = 1024
 """Elements; slices begin at multiples of it."""
 _TRIED = (0, 2 * ALIGNED, 4 * ALIGNED, 4 * ALIGNED + 907)
 _TRIED_STEPS = 3
+CLOSURE = "the step computes the loss itself, in a closure"
 
 State = dict[str, Any]
 
@@ -143,7 +144,7 @@ def why_not(optimizer: torch.optim.Optimizer, *, with_closure: bool = False) -> 
     if why := not_its_own_step(optimizer):
         return why
     if with_closure:
-        return "the step computes the loss itself, in a closure"
+        return CLOSURE
     if any(group.get("differentiable") or group.get("capturable") for group in optimizer.param_groups):
         return "the optimizer is differentiable or capturable"
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):

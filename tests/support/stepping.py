@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -361,3 +364,62 @@ REFUSED: dict[str, tuple[Loop, str]] = {
     "sparse": (sparse, "sparse"),
     "weight used late": (weight_used_late, "after its gradient is whole"),
 }  # fmt: skip
+
+
+# --- what a script does with an optimizer's state between two steps (`exp_avg` and `exp_avg_sq`)
+
+
+def saved(optimizer: torch.optim.Optimizer) -> str:
+    """A checkpoint's bytes."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    return digest(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
+
+
+def saves(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+    return [saved(optimizer)] if step in (1, 4) else []
+
+
+def loads(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+    if step == 2:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return []
+
+
+def copies(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+    twin = copy.deepcopy(optimizer)
+    assert type(twin.state).__name__ == "defaultdict"
+    return [digest(value) for inner in twin.state.values() for value in inner.values() if value is not None]
+
+
+def pickles(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+    again = pickle.loads(pickle.dumps(optimizer)) if step == 3 else optimizer
+    return [str(list(each)) for each in again.state.values()] if step == 3 else []
+
+
+def looks(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+    found = [digest(optimizer.state[model.second.weight]["exp_avg"]), str(len(optimizer.state))]
+    return found + [digest(inner["exp_avg_sq"]) for inner in dict(optimizer.state).values()]
+
+
+def joins(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+    if step == 2:
+        model.late = nn.Parameter(torch.ones(3000))
+        optimizer.add_param_group({"params": [model.late]})
+    if step >= 2:
+        model.late.grad = None
+        (model.late * 0.5).square().sum().backward()
+        optimizer.step()
+    return []
+
+
+def changes(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+    """Momentum restarts, and a moment is scaled by hand."""
+    if step == 2:
+        optimizer.state.clear()
+    elif step == 4:
+        optimizer.state[model.second.weight]["exp_avg"].mul_(0.5)
+    return []
+
+
+LOOKS = [saves, loads, copies, pickles, looks, joins, changes]

@@ -1,0 +1,140 @@
+"""A recorded iteration as it would run with the state of optimizers that step as they are in a tier between their steps.
+
+All of it comes back before the step, so that the step itself is as recorded; before and after it the state is not there. Storages, slots and
+ops keep their numbers. ZeRO-Offload (Ren et al., ATC 2021) keeps such state in the host's memory and computes the step there; here the
+device does, and the bits are its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from memopt.device import Device
+from memopt.plan import Tier
+from memopt.trace import Trace
+from memopt.updates import Step
+
+TENSOR_MS = 0.05
+"""Per tensor that leaves and comes back: looked up, emptied and filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Away:
+    """What leaves."""
+
+    from_bytes: int
+    """The smallest of it."""
+    tensors: int
+    size_bytes: int
+
+
+def whole_steps(trace: Trace) -> list[Step]:
+    """Steps that cannot be taken in pieces, of optimizers whose state may be away between steps."""
+    updates = trace.updates
+    steps = updates.steps if updates is not None and not trace.partial else []
+    return [step for step in steps if step.in_pieces and not step.state_stays and step.state]
+
+
+def state_away(trace: Trace, tier: Tier, device: Device, share: float = 1.0) -> tuple[Trace, Away] | None:
+    """The trace with the largest tensors of state away that have `share` of what may be; None where nothing may, or the device has no such
+    tier."""
+    spans = _spans(trace)
+    out_rate, in_rate = device.rates_of(tier)
+    if not spans or min(out_rate, in_rate) <= 0:
+        return None
+    sizes = trace.storages.size_bytes
+    by_size = sorted(spans, key=lambda storage: -sizes[storage])
+    wanted, had = share * sum(sizes[each] for each in spans), 0
+    least = sizes[by_size[-1]]
+    for storage in by_size:
+        had += sizes[storage]
+        if had >= wanted:
+            least = sizes[storage]
+            break
+    gone = {storage: spans[storage] for storage in by_size if sizes[storage] >= least}
+    total = sum(sizes[each] for each in gone)
+    return _changed(trace, gone, _copies_ms(trace, gone, device, tier)), Away(least, len(gone), total)
+
+
+def _spans(trace: Trace) -> dict[int, list[range]]:
+    """Storage -> the steps in which it is there; of those that are there before and after. Who reads any of an optimizer's state elsewhere
+    finds all of it back: then none of that leaves."""
+    storages, n = trace.storages, trace.op_count
+    found: defaultdict[int, list[range]] = defaultdict(list)
+    steps = whole_steps(trace)
+    for step in steps:
+        for storage in step.state:
+            found[storage].append(range(step.begin_op, step.end_op))
+    looked_at = {each for op, each in _uses(trace, found) if not any(op in span for span in found[each])}
+    for step in steps:
+        if looked_at.intersection(step.state):
+            looked_at.update(step.state)
+    return {
+        storage: spans
+        for storage, spans in found.items()
+        if storage not in looked_at and storages.birth_op[storage] < 0 and storages.death_op[storage] >= n
+    }
+
+
+def _uses(trace: Trace, storages: Iterable[int]) -> list[tuple[int, int]]:
+    """(op, storage) of each read and write of those."""
+    wanted = set(storages)
+    if not wanted:
+        return []
+    pairs = [(op, each) for op in range(trace.op_count) for each in storages_of(trace, [op]) & wanted]
+    return [*pairs, *((-1, each) for each in wanted.intersection(trace.slots.storage))]
+
+
+def storages_of(trace: Trace, ops: Iterable[int]) -> set[int]:
+    """Those that `ops` read or write."""
+    of_value = trace.values.storage
+    return {of_value[v] for op in ops for v in (*trace.ops.reads.row(op), *trace.ops.writes.row(op))}
+
+
+def _copies_ms(trace: Trace, gone: dict[int, list[range]], device: Device, tier: Tier) -> dict[int, float]:
+    """First op of a step -> what bringing its state back, and sending it away, takes there. Nothing computes meanwhile."""
+    out_rate, in_rate = device.rates_of(tier)
+    found: defaultdict[int, float] = defaultdict(float)
+    for storage, spans in gone.items():
+        size = trace.storages.size_bytes[storage]
+        each = 1000 * size / in_rate + 1000 * size / out_rate + TENSOR_MS
+        for span in spans:
+            found[span.start] += each
+    return found
+
+
+def _changed(trace: Trace, gone: dict[int, list[range]], added_ms: dict[int, float]) -> Trace:
+    ops, n, storages = trace.ops, trace.op_count, trace.storages
+    less = np.zeros(n + 1, dtype=np.int64)
+    for storage, spans in gone.items():
+        size = storages.size_bytes[storage]
+        less[0] += size
+        for span in spans:
+            less[span.start] -= size
+            less[span.stop] += size
+    absent = np.cumsum(less)[:n]
+    live = [int(at - missing) for at, missing in zip(ops.live_bytes, absent, strict=True)]
+    time_us = [*ops.time_us]
+    for op, ms in added_ms.items():
+        time_us[min(op, n - 1)] += 1000 * ms
+    total = sum(storages.size_bytes[each] for each in gone)
+    high = [at + more for at, more in zip(live, ops.extra_bytes, strict=True)]
+    base, outside = trace.base_bytes - total, max(0, trace.outside_peak_bytes - total)
+    sizes = [*storages.size_bytes]
+    if absent[int(np.argmax(high))]:  # where the peak is in a step, that is what holds it
+        for storage in gone:
+            sizes[storage] = 0
+    return msgspec.structs.replace(
+        trace,
+        ops=msgspec.structs.replace(ops, live_bytes=live, time_us=time_us),
+        storages=msgspec.structs.replace(storages, size_bytes=sizes),
+        base_bytes=base,
+        peak_bytes=max([base, outside, *high]),
+        step_ms=trace.step_ms + sum(added_ms.values()),
+        updates=None,
+    )

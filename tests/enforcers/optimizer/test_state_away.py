@@ -1,0 +1,404 @@
+"""State in a tier between the steps of any optimizer: the same bits, state whole whenever it is looked at, the peak as predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt.advisors.advise import Adviser
+from memopt.advisors.profiles.plan_reader import read_plan
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
+from memopt.device import Device
+from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+from memopt.enforcers.verify.digests import digest
+from memopt.estimators.simulator.in_pieces import why_not
+from memopt.instrument.iterations import Iterations
+from memopt.instrument.memory.meter import living_storages
+from memopt.instrument.stepping.state_between_steps import state_tensors
+from memopt.outcome import Outcome
+from memopt.plan import OPTIMIZER_IN_PIECES, OPTIMIZER_STATE_AWAY, Plan, ScriptAction, load_plan
+from memopt.trace import Script
+from tests.support.disks import Full
+from tests.support.enforced import Loop, enforced, recorded, seeded
+from tests.support.stepping import LOOKS, everything, saved
+
+STEPS = 6
+WIDE = 96
+
+
+class Own(torch.optim.Optimizer):
+    """An optimizer of the script's own: its update mixes the elements of a parameter, its state has lists and a counter in them."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                state = self.state[each]
+                if not state:
+                    state["step"] = 0
+                    state["exp_avg"] = torch.zeros_like(each)
+                    state["exp_avg_sq"] = torch.zeros_like(each)
+                    state["sides"] = [torch.zeros_like(each), [torch.zeros_like(each, dtype=torch.float64)]]
+                state["step"] += 1
+                state["exp_avg"].lerp_(each.grad, 0.1)
+                state["exp_avg_sq"].mul_(0.9).addcmul_(each.grad, each.grad, value=0.1)
+                state["sides"][0].add_(each.grad.norm())
+                state["sides"][1][0].add_(each.grad)
+                change = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + state["sides"][0].abs().mean() + 1)
+                each.sub_(group["lr"] * change / change.norm().clamp_min(1e-6))
+
+
+def hooked(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
+class Subclass(torch.optim.AdamW):
+    """Not known to step each element by itself."""
+
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "own": Own,
+    "hooked": hooked,
+    "subclass": lambda p: Subclass(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01, beta2_decay=-0.5),
+}
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDE, WIDE), nn.ReLU(), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 4))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x).relu())
+
+
+def training(
+    make: Callable[[Any], torch.optim.Optimizer],
+    between: Callable[[Any, torch.optim.Optimizer, int], list[str]] = lambda *_: [],
+) -> Loop:
+    def loop(steps: int) -> list[str]:
+        model = Net()
+        optimizer = make([model.second.weight, *model.first.parameters(), model.second.bias])
+        found = []
+        for step in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, WIDE)).square().mean()
+            loss.backward()
+            optimizer.step()
+            found += [digest(loss), *between(model, optimizer, step)]
+        return [*found, *everything(model, optimizer)]
+
+    return loop
+
+
+def plan_for(*, least: int = 1) -> Plan:
+    return Plan(
+        memopt="",
+        created="",
+        script=Script(argv=["x"], cwd="."),
+        device=Device(),
+        profile="",
+        strategy="chosen by a test",
+        budget_bytes=1,
+        unplanned_peak_bytes=1,
+        predicted_peak_bytes=1,
+        plain_step_ms=1.0,
+        predicted_step_ms=1.0,
+        actions=[],
+        script_actions=[
+            ScriptAction(
+                kind="optimizer",
+                what=OPTIMIZER_STATE_AWAY,
+                why="",
+                saved_bytes=0,
+                parameters=1,
+                tier="disk",
+                whole_from_bytes=least,
+            )
+        ],
+    )
+
+
+def check(loop: Loop, folder: Path, *, done: int = 1) -> Outcome:
+    plain = seeded(loop, STEPS)
+    computed, outcome = enforced(loop, plan_for(), folder, STEPS)
+    assert computed == plain, outcome
+    assert outcome.actions.done == done, outcome
+    return outcome
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_every_optimizer_gives_the_same_bits(kind: str, tmp_path: Path) -> None:
+    check(training(MAKERS[kind]), tmp_path, done=kind != "adafactor")  # its factors are small, and stay
+
+
+@pytest.mark.parametrize("between", LOOKS)
+def test_state_is_whole_whoever_asks(between: Any, tmp_path: Path) -> None:
+    check(training(hooked, between), tmp_path)
+
+
+@pytest.mark.parametrize("between", LOOKS[:5])
+def test_state_in_lists_is_whole_whoever_asks(between: Any, tmp_path: Path) -> None:
+    def flat(model: Any, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+        found: list[str] = [] if between.__name__ == "copies" else between(model, optimizer, step)
+        lists = [each["sides"][1][0] for each in optimizer.state.values()]
+        return [*found, *map(digest, lists)] if step % 2 else found
+
+    check(training(Own, flat), tmp_path)
+
+
+def test_state_is_away_between_steps_and_after_a_checkpoint_again(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    def loop(steps: int) -> list[str]:
+        parameter = nn.Parameter(torch.ones(1 << 16))
+        optimizer = Own([parameter])
+        found = []
+        for step in range(steps):
+            parameter.grad = torch.ones(1 << 16)
+            optimizer.step()
+            parameter.grad = None
+            if step == 1:
+                found.append(saved(optimizer))
+            seen.append(sum(each.nbytes() for each in living_storages("cpu")))
+        return [*found, digest(parameter)]
+
+    plain = seeded(loop, 4)
+    before, seen[:] = list(seen), []
+    computed, _ = enforced(loop, plan_for(), tmp_path, 4)
+    assert computed == plain
+    less = [a - b for a, b in zip(before, seen, strict=True)]
+    whole = (3 * 4 + 8) << 16
+    assert less == pytest.approx([whole, 0, whole, whole], rel=0.01, abs=4096)
+
+
+def test_what_somebody_else_holds_stays(tmp_path: Path) -> None:
+    """A logger keeps a tensor of the state, a view of another, and a list, and sees every step in them."""
+    held: list[Any] = []
+
+    def holds(model: Any, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+        if step == 0:
+            state = optimizer.state[model.second.weight]
+            held[:] = [state["exp_avg"], state["exp_avg_sq"].view(-1), state["sides"]]
+        return [digest(held[0]), digest(held[1]), digest(held[2][0])]
+
+    check(training(Own, holds), tmp_path)
+
+
+def test_who_holds_the_state_itself_sees_every_step(tmp_path: Path) -> None:
+    held: list[Any] = []
+
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        optimizer = Own(parameters)
+        held[:] = [optimizer.state]
+        return optimizer
+
+    def looks(model: Any, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+        return [digest(held[0][model.second.weight]["exp_avg"])]
+
+    outcome = check(training(make, looks), tmp_path, done=0)
+    assert any("something else holds the optimizer's state" in note for note in outcome.notes)
+
+
+def test_what_torch_compile_knows_by_its_address_stays(tmp_path: Path) -> None:
+    left: list[int] = []
+
+    def marks(model: Any, optimizer: torch.optim.Optimizer, step: int) -> list[str]:
+        for each in optimizer.state.values():
+            torch._dynamo.mark_static_address(each["exp_avg"])
+        left.append(sum(1 for _ in state_tensors(optimizer)))
+        return []
+
+    loop = training(hooked, marks)
+    plain = seeded(loop, 3)
+    computed, _ = enforced(loop, plan_for(), tmp_path, 3)
+    assert computed == plain
+    assert set(left) == {2}  # of two weights' second moments; biases are small
+
+
+def test_a_capturable_optimizer_is_left_alone(tmp_path: Path) -> None:
+    """A graph of the GPU's that has captured the step knows the addresses of its state."""
+
+    def loop(steps: int) -> list[str]:
+        parameter = nn.Parameter(torch.ones(1 << 12))
+        optimizer = Own([parameter])
+        optimizer.param_groups[0]["capturable"] = True
+        for _ in range(steps):
+            parameter.grad = torch.ones(1 << 12)
+            optimizer.step()
+        return [digest(parameter)]
+
+    outcome = check(loop, tmp_path, done=0)
+    assert any("capturable" in note for note in outcome.notes)
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memopt.enforcers.tiers.disk.DiskStore", Full)
+    outcome = check(training(Own), tmp_path)
+    assert any("the disk is full" in note for note in outcome.notes)
+
+
+def test_a_step_that_raises_leaves_the_state_whole(tmp_path: Path) -> None:
+    class Raises(Own):
+        calls = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            Raises.calls += 1
+            if Raises.calls % 3 == 0:
+                raise ArithmeticError
+            super().step(closure)
+
+    def loop(steps: int) -> list[str]:
+        Raises.calls = 0
+        model = net()
+        optimizer = Raises(model.parameters())
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(4, WIDE)).square().mean().backward()
+            try:
+                optimizer.step()
+            except ArithmeticError:
+                optimizer.zero_grad()
+        return everything(model, optimizer)
+
+    check(loop, tmp_path)
+
+
+def test_it_leaves_when_the_plan_begins_in_the_midst_of_a_run(tmp_path: Path) -> None:
+    from memopt.enforcers.tiers.per_device import disk_tier
+
+    plain = seeded(training(Own), STEPS)
+    tier = disk_tier(tmp_path)
+    at_once: list[int] = []
+
+    class Late:
+        pieces: OptimizerInPieces | None = None
+
+        def iteration_ended(self, count: int, milliseconds: float) -> None:
+            if count == 2:
+                self.pieces = OptimizerInPieces(iterations, 0, tier, whole_from=1)
+                (stepped,) = iterations.stepped
+                self.pieces.begin([stepped])
+                at_once.append(sum(1 for _ in state_tensors(stepped)))
+
+        def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+            if self.pieces is not None:
+                self.pieces.step_begins(optimizer)
+
+        def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+            if self.pieces is not None:
+                self.pieces.step_ended(optimizer)
+
+        def thread_changed(self) -> None: ...
+        def backward_begins(self, roots: Any, **_: bool) -> None: ...
+        def backward_ended(self) -> None: ...
+
+    iterations = Iterations(Late())
+    iterations.install()
+    try:
+        computed = seeded(training(Own), STEPS)
+    finally:
+        iterations.remove()
+    tier.close()
+    assert computed == plain
+    assert at_once == [0]
+
+
+# --- the prediction
+
+
+def deep(*makes: Callable[[Any], torch.optim.Optimizer]) -> Loop:
+    """Layers whose activations are the peak, each optimizer with its share of them."""
+
+    def loop(steps: int) -> list[str]:
+        layers = [nn.Linear(256, 256) for _ in range(6)]
+        model = nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+        share = len(layers) // len(makes)
+        owned = [layers[n * share : (n + 1) * share] for n in range(len(makes))]
+        optimizers = [
+            make([p for layer in own for p in layer.parameters()])
+            for make, own in zip(makes, owned, strict=True)
+        ]
+        for _ in range(steps):
+            for each in optimizers:
+                each.zero_grad()
+            model(torch.randn(1024, 256)).square().mean().backward()
+            for each in optimizers:
+                each.step()
+        return [line for each in optimizers for line in everything(model, each)]
+
+    return loop
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("makes", "what"),
+    [
+        ([Own], OPTIMIZER_STATE_AWAY),
+        ([hooked], OPTIMIZER_STATE_AWAY),
+        ([Own, hooked], OPTIMIZER_STATE_AWAY),
+        ([Own, sgd], OPTIMIZER_IN_PIECES),
+    ],
+    ids=["own", "hooked", "two", "mixed"],
+)
+def test_the_peak_is_as_predicted(makes: Any, what: str, tmp_path: Path) -> None:
+    loop = deep(*makes)
+    plain = seeded(loop, STEPS)
+    trace = recorded(loop, tmp_path)
+    assert why_not(trace) == ""
+    adviser = Adviser(trace, DEFAULT_ALLOW)
+    chosen = adviser.variants.in_pieces(adviser.problem(1))[-1]
+    written = adviser.write(chosen, Decisions(), "chosen by a test")
+    written.save(tmp_path / "plan.json")
+    plan = load_plan(tmp_path / "plan.json")
+    assert plan.in_pieces is not None
+    assert plan.in_pieces.what == what
+    read = read_plan(plan, trace)
+    assert read.timeline.peak_bytes == plan.predicted_peak_bytes
+    computed, outcome = enforced(loop, plan, tmp_path, STEPS, measure=True)
+    assert computed == plain
+    assert outcome.actions.skipped == 0, outcome.notes
+    assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.005)
+    assert plan.predicted_peak_bytes < 0.9 * plan.unplanned_peak_bytes
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_state_that_the_script_reads_between_steps_is_not_planned_away(reads: bool, tmp_path: Path) -> None:
+    """It logs a norm of some of it in every iteration, for which all of it comes back."""
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE))
+        optimizer = Own(model.parameters())
+        found = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4096, WIDE)).square().mean()
+            if reads:
+                found += [digest(inner["exp_avg"].norm()) for inner in list(optimizer.state.values())]
+            loss.backward()
+            optimizer.step()
+        return found
+
+    adviser = Adviser(recorded(loop, tmp_path), DEFAULT_ALLOW)
+    pieces = [each.pieces for each in adviser.variants.in_pieces(adviser.problem(1))]
+    assert any(each is not None and each.whole is not None for each in pieces) is not reads
