@@ -173,8 +173,11 @@ class Engine(modes.Mode):
             weights.settle()
         leaving = self._tables.leaves.get(frame.key)
         for action in leaving.get(op, ()) if leaving is not None and not frame.diverged else ():
+            planned = self.actions[action]
+            first = planned.leaves_after
+            again = first is None or (first.module, first.name, first.ordinal) != (frame.key, *op)
             why = self.capturing.why_keep() or weights.leave(
-                action, self.actions[action].size_bytes, arguments
+                action, planned.size_bytes, arguments, again=again
             )
             if why:
                 self.account.decline(action, why)

@@ -83,8 +83,8 @@ def tables_of(plan: Plan) -> Tables:
             tables.ops[op.module].add((op.name, op.ordinal))
         for op in action.copied_back:
             tables.clones[op.module].add((op.name, op.ordinal))
-        if action.leaves_after is not None:
-            op = action.leaves_after
+        first = action.leaves_after
+        for op in (first, *action.leaves_again) if first is not None else ():
             tables.leaves[op.module].setdefault((op.name, op.ordinal), []).append(number)
         if action.away_by is not None:
             at = action.away_by

@@ -95,6 +95,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """The slot of `away_by` is packed too early: the run waits when it is unpacked, in backward."""
     leaves_after: OpRef | None = None
     """Of the swap of a weight, which has no slots: the last op of forward that reads it."""
+    leaves_again: list[OpRef] = []
+    """Of the same in an iteration of several backward calls: such ops before the others of them. Nothing is prefetched there."""
     prefetch: SlotRef | None = None
     """The swap-in starts when this slot is unpacked, or the tensor is made again then, while what it is made of is still there; none: when the
     tensor itself is asked for."""

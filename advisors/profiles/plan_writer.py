@@ -227,6 +227,7 @@ class _Writer:
             away_by=away_by,
             away_at_use=away_at_use,
             leaves_after=self.op_ref(saved.gone_after) if saved.is_weight else None,
+            leaves_again=[self.op_ref(each.gone_after) for each in saved.again],
             prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
             turn=self._turns.get(saved.storage, 0),
             records=[self.op_ref(op) for op in self._recorded(saved)] if decision.kind == "recompute" else [],

@@ -95,6 +95,11 @@ class Candidate:
         """Ops during which it need not be on the device."""
         return slice(self.saved.gone_after + 1, self.saved.first_use)
 
+    @property
+    def absences(self) -> list[slice]:
+        """That, and where it need not be there once more: a weight, in each of the iteration's backward calls."""
+        return [self.away, *(slice(each.away_from, each.first_use) for each in self.saved.again)]
+
     def option(self, kind: str) -> Decision | None:
         return next((option for option in self.options if option.kind == kind), None)
 
@@ -260,7 +265,8 @@ class Problem:
         low = self.plain.high_bytes.copy()
         for candidate in self.movable:
             least = min(option.encoded_bytes for option in candidate.options)
-            low[candidate.away] -= candidate.saved.size_bytes - least
+            for each in candidate.absences:
+                low[each] -= candidate.saved.size_bytes - least
             if candidate.codec is not None:
                 option = candidate.codec.decision
                 for op in range(candidate.saved.first_use, candidate.saved.release + 1):
@@ -272,7 +278,7 @@ class Problem:
         """Most that `option` takes off what is on the device at `op`. What is encoded stays so when backward asks for it."""
         saved = candidate.saved
         if option.kind in ("recompute", "swap"):
-            return saved.size_bytes if candidate.away.start <= op < candidate.away.stop else 0
+            return saved.size_bytes if any(each.start <= op < each.stop for each in candidate.absences) else 0
         if not saved.gone_after < op <= saved.release:
             return 0
         unpacks, node_end = self.view.trace.slots.unpacks, self.view.node_end
@@ -351,9 +357,8 @@ class Problem:
             assert chain is not None
             return self.replay_ms(chain)
         if option.kind == "swap":
-            return max(0.0, -self.free_ms(candidate.saved, option)) + self.simulator.staging_ms(
-                candidate.saved
-            )
+            exposed = max(0.0, -self.free_ms(candidate.saved, option)) * len(candidate.absences)
+            return exposed + self.simulator.staging_ms(candidate.saved)
         unpacks = sum(len(self.view.trace.slots.unpacks.row(slot)) for slot in candidate.saved.slots)
         return option.encode_ms + option.decode_ms * unpacks
 

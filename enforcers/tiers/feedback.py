@@ -48,6 +48,8 @@ class Use:
     begun: int | None = None
     used: int | None = None
     waited_ms: float = 0.0
+    is_later: bool = False
+    """It is asked for after the moment `used` and not at it: a weight, by an op that reads it or when backward is over."""
     arrival: Pending | None = None
     """Where the host does not wait itself: it knows how long its stream did."""
 
@@ -197,7 +199,7 @@ class Feedback:
         early = [n for n in usable if at[n] <= wanted_ms]
         best = early[-1] if early else usable[0]
         needed = use.size_bytes + self._above_bytes + int(_MARGIN * self._budget_bytes)
-        full = [n for n in range(best, until) if self._rooms[n] < needed]
+        full = [n for n in range(best, _end(use, until)) if self._rooms[n] < needed]
         return best if not full else next((n for n in usable if n > full[-1]), until)
 
     def _start_later(self, early: list[Use], seen: list[int]) -> None:
@@ -215,7 +217,7 @@ class Feedback:
         """The copy in begins at `new`, no longer at `old`; at its use: on demand."""
         assert use.used is not None
         action, size = use.action, use.size_bytes
-        for n in range(min(new, old), max(new, old)):
+        for n in range(min(new, old), _end(use, max(new, old))):
             self._rooms[n] += size if new > old else -size
         for at in self._at:
             if action in at.prefetch:
@@ -239,3 +241,8 @@ class Feedback:
             f"of {len(shifts)} swaps {' and '.join(moves)} than planned, as the run showed: "
             f"a step waited {format_ms(self.first_ms or 0.0)} for their copies before, {format_ms(self.last_ms)} at the end"
         )
+
+
+def _end(use: Use, until: int) -> int:
+    """First moment before which all is as planned again, where a copy in starts earlier than at `until`."""
+    return until + 1 if use.is_later and until == use.used else until

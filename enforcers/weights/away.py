@@ -103,17 +103,18 @@ class WeightsAway:
 
     # --- away
 
-    def leave(self, action: int, size_bytes: int, arguments: Iterable[object]) -> str:
-        """An op has run that was the last to read the weight of `size_bytes`: send it away. Why it stays; empty where it leaves."""
+    def leave(self, action: int, size_bytes: int, arguments: Iterable[object], *, again: bool = False) -> str:
+        """An op has run that was the last to read the weight of `size_bytes`: send it away. Why it stays; empty where it leaves.
+        `again`: before another backward call than the first, where nothing is prefetched, hence nothing to be started earlier."""
         tensors = tensors_in(arguments)
         guard = DisableTorchDispatch()
         try:
             with self._lock:
-                return self._stopped or self._leave(action, size_bytes, tensors)
+                return self._stopped or self._leave(action, size_bytes, tensors, again=again)
         finally:
             del guard
 
-    def _leave(self, action: int, size_bytes: int, tensors: list[Tensor]) -> str:
+    def _leave(self, action: int, size_bytes: int, tensors: list[Tensor], *, again: bool) -> str:
         if several_processes():
             return "processes that train together may exchange weights"
         if threads_of_the_script():
@@ -138,7 +139,7 @@ class WeightsAway:
         held |= {id(each.tensor): each.tensor for known in saved if (each := known()) is not None}
         if storage_use_count(address) > len(held) + self._values.pins_of(storage) + 1:  # one is who asks
             return "something else holds it"
-        use = self._swapper.use_of(action, size_bytes)
+        use = self._swapper.use_of(action, size_bytes) if not again else None
         tier = self._swapper.tier_of(action)
         if tier is None:
             return self._swapper.reason

@@ -31,6 +31,8 @@ class EmptiedStorage:
     def __init__(self, tier: SwapTier[Any], storage: UntypedStorage, use: Use | None, *, noted: bool) -> None:
         """Starts the copy out. `noted`: its bytes were allocated since the profile of this iteration began, which sees them end."""
         self._tier, self._use, self._noted = tier, use, noted
+        if use is not None:
+            use.is_later = True
         self.storage = storage
         self._ticket = tier.write_async(storage)
         self._gone = False

@@ -6,6 +6,18 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Absence:
+    """One more absence of a weight."""
+
+    gone_after: int
+    """As in `Saved`."""
+    away_from: int
+    """First op before which its copy out is waited for: that of the backward call."""
+    first_use: int
+    """As in `Saved`."""
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A storage that autograd holds for backward: when it could be gone, and when it is asked for again."""
 
@@ -30,3 +42,5 @@ class Saved:
     plain: bool
     is_weight: bool = False
     """Not saved, but a weight that is not read from `gone_after` to `first_use`."""
+    again: tuple[Absence, ...] = ()
+    """Of a weight: where it may be away once more, for each of the iteration's other backward calls."""

@@ -21,7 +21,7 @@ _NEVER_MS = 1e15
 
 @dataclass(frozen=True, slots=True)
 class Swaps:
-    """What the copies add to an evaluation; one entry for each swapped storage, in the order of the copies in."""
+    """What the copies add to an evaluation; one entry for each absence of a swapped storage, in the order of the copies in."""
 
     storages: Ints
     sizes: Ints
@@ -48,9 +48,9 @@ class Swaps:
         return np.asarray(np.cumsum(delta)[:n], dtype=np.int64)
 
     def away_from(self) -> dict[int, int]:
-        """Swapped storage that leaves the device -> first op before which it has left."""
+        """Swapped storage that leaves the device -> first op before which it has left, for the first time."""
         left = self.leaves > 0
-        return dict(zip(self.storages[left].tolist(), self.gone[left].tolist(), strict=True))
+        return dict(zip(self.storages[left].tolist()[::-1], self.gone[left].tolist()[::-1], strict=True))
 
 
 _NO_INTS, _NO_FLOATS = np.zeros(0, dtype=np.int64), np.zeros(0)
@@ -76,28 +76,58 @@ class SwapLanes:
         saved = list(view.saved.values())
         self._row = {each.storage: row for row, each in enumerate(saved)}
         rows = [
-            (each.storage, each.size_bytes, each.packed_op, each.gone_after, each.first_use, each.order)
+            (
+                each.storage,
+                each.size_bytes,
+                each.packed_op,
+                each.gone_after,
+                each.first_use,
+                each.order,
+                each.release,
+            )
             for each in saved
         ]
-        self._columns: Ints = np.array(rows, dtype=np.int64).reshape(len(saved), 6)
-        self._release: Ints = np.array([each.release for each in saved], dtype=np.int64)
+        self._again: dict[int, list[int]] = {}
+        """Weight that is away more than once -> the rows of its later absences."""
+        for each in saved:
+            if each.again:
+                self._again[each.storage] = [*range(len(rows), len(rows) + len(each.again))]
+                rows += [
+                    (
+                        each.storage,
+                        each.size_bytes,
+                        it.gone_after,
+                        it.away_from - 1,
+                        it.first_use,
+                        -1,
+                        each.release,
+                    )
+                    for it in each.again
+                ]
+        self._columns: Ints = np.array(rows, dtype=np.int64).reshape(len(rows), 7)
 
     def swap(self, swapped: Mapping[int, Decision], times: Floats, back_by: Mapping[int, int]) -> Swaps:
         """The copies of what is `swapped` (storage -> decision). `times`: when each op starts, in ms; `back_by`: the op before which a
         replay reads a storage ahead of its first consumer."""
-        rows = np.array([self._row[storage] for storage in swapped], dtype=np.int64)
-        storage, size, packed, gone_after, use, order = self._columns[rows].T
+        names = [self._row[storage] for storage in swapped]
+        decisions = [*swapped.values()]
+        prefetches = [each.prefetch_op for each in decisions]
+        for each in [storage for storage in swapped if storage in self._again] if self._again else ():
+            names += self._again[each]
+            decisions += [swapped[each]] * len(self._again[each])
+            prefetches += [-1] * len(self._again[each])
+        storage, size, packed, gone_after, use, order, release = self._columns[names].T
         if early := [at for at, each in enumerate(swapped) if each in back_by]:
             use = use.copy()
             use[early] = [back_by[each] for each in swapped if each in back_by]
-        on_disk = np.array([each.tier == "disk" for each in swapped.values()])
-        prefetch = np.array([each.prefetch_op for each in swapped.values()], dtype=np.int64)
+        on_disk = np.array([each.tier == "disk" for each in decisions])
+        prefetch = np.array(prefetches, dtype=np.int64)
         trigger = np.where(prefetch >= 0, np.minimum(prefetch, use), use)
-        encoded = np.array([each.encoded_bytes for each in swapped.values()], dtype=np.int64)
+        encoded = np.array([each.encoded_bytes for each in decisions], dtype=np.int64)
         moved = np.where(encoded > 0, encoded, size)
         out_took, in_took = (self._took_ms(moved, on_disk, out=out) for out in (True, False))
         n = self.view.n
-        out_ms = np.empty(len(rows))
+        out_ms = np.empty(len(names))
         first_out = np.lexsort((storage, packed))
         starts = times[np.minimum(packed[first_out] + 1, n - 1)]
         done = np.cumsum(out_took[first_out])
@@ -112,7 +142,7 @@ class SwapLanes:
             storages=storage[first_in],
             sizes=size[first_in],
             gone=gone[first_in],
-            back=np.minimum(trigger, self._release[rows] + 1)[first_in],
+            back=np.minimum(trigger, release + 1)[first_in],
             out_ms=out_ms[first_in],
             in_ms=in_ms,
             out_took_ms=out_took[first_in],

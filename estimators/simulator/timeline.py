@@ -96,7 +96,7 @@ class Simulator:
 
     def staging_ms(self, saved: Saved) -> float:
         """What swapping `saved` takes of the compute lane: on a CPU the cores that compute copy to and from the tier's buffers."""
-        return 2 * staging_ms(saved.size_bytes, self.device)
+        return 2 * staging_ms(saved.size_bytes, self.device) * (1 + len(saved.again))
 
     def copy_ms(self, size_bytes: int, decision: Decision, *, out: bool) -> float:
         """Time of one copy on its lane; infinite where the device has no such link."""

@@ -1,14 +1,15 @@
 """Weights that may be away: parameters and buffers between the last op of forward that reads them and the first of backward that reads or
-writes them; where backward does neither, until it is over. They are whole again whenever no backward is ahead: at the step, in evaluation,
-in a checkpoint.
+writes them; where backward does neither, until it is over. So for each backward call of the iteration, with what has run since the one before
+(the micro-batches of an accumulated step, a discriminator and its generator). They are whole again whenever no backward is ahead: at the
+step, in evaluation, in a checkpoint.
 
 ZeRO-Infinity (Rajbhandari et al., SC 2021) has all parameters elsewhere between their uses, in an engine of its own. Not done here:
-from a weight's last use in backward to the step, weights that forward writes, and iterations with several backward calls.
+from a weight's last use in backward to the step, and past a backward call whose forward has not read them.
 """
 
 from __future__ import annotations
 
-from memopt.estimators.simulator.saved import Saved
+from memopt.estimators.simulator.saved import Absence, Saved
 from memopt.trace import CATEGORIES, PHASES, Trace
 
 LEAST_BYTES = 1 << 20
@@ -22,28 +23,52 @@ _BEFORE_BACKWARD = frozenset(PHASES.index(name) for name in ("forward", "other")
 def weights_away(
     trace: Trace, value_times: dict[int, list[tuple[int, int]]], reads: list[list[int]]
 ) -> dict[int, Saved]:
-    """Storage -> when it may be away, in the terms of a saved tensor; it is there for good from `first_use` on. `value_times`, `reads`: as
+    """Storage -> when it may be away, in the terms of a saved tensor; it is there for good from its last use on. `value_times`, `reads`: as
     `TraceView` has them."""
     facts = trace.facts
-    if facts.get("backward_calls", 0) != 1 or any(map(facts.get, _REASONS_TO_STAY)):
+    if any(map(facts.get, _REASONS_TO_STAY)):
         return {}
     large = [storage for storage in range(trace.storage_count) if _is_large_weight(trace, storage)]
-    backward = [op for op, phase in enumerate(trace.ops.phase) if phase == _BACKWARD] if large else []
-    if not backward:
+    calls = _backward_calls(trace) if large else []
+    if not calls or len(calls) != facts.get("backward_calls", 0):
         return {}
-    begins, over = backward[0], min(backward[-1] + 1, trace.op_count - 1)
-    uses = _uses(trace, {value_times[storage][0][1]: storage for storage in large}, reads)
+    values = {value: storage for storage in large for _, value in value_times[storage]}
+    uses = _uses(trace, values, reads)
     found = {}
     for storage in large:
-        (_, value), *rewritten = value_times[storage]
-        forward = [op for op in uses[storage] if op < begins]
-        later = [*(op for op in uses[storage] if op >= begins), *(op for op, _ in rewritten), over]
-        if (
-            forward
-            and min(later) >= begins
-            and all(trace.ops.phase[op] in _BEFORE_BACKWARD for op in forward)
-        ):
-            found[storage] = _rest(trace, storage, value, max(forward), min(later))
+        writes = [op for op, _ in value_times[storage] if op >= 0]
+        spans = _absences(trace, calls, uses[storage], writes)
+        if spans:
+            found[storage] = _rest(trace, storage, value_times[storage][0][1], spans)
+    return found
+
+
+def _backward_calls(trace: Trace) -> list[range]:
+    """The ops of each, those that follow one another at once taken as one."""
+    found: list[range] = []
+    for op, phase in enumerate(trace.ops.phase):
+        if phase != _BACKWARD:
+            continue
+        if found and found[-1].stop == op:
+            found[-1] = range(found[-1].start, op + 1)
+        else:
+            found.append(range(op, op + 1))
+    return found
+
+
+def _absences(trace: Trace, calls: list[range], uses: list[int], writes: list[int]) -> list[Absence]:
+    """One for each backward call whose forward reads it."""
+    found, begin, n = [], 0, trace.op_count
+    for call in calls:
+        forward = [op for op in (*uses, *writes) if begin <= op < call.start]
+        later = [op for op in (*uses, *writes) if op >= call.start]
+        back = min([*later, call.stop, n - 1])
+        begin = call.stop
+        if not forward:
+            continue
+        last = max(forward)
+        if last not in writes and trace.ops.phase[last] in _BEFORE_BACKWARD and last + 1 < back:
+            found.append(Absence(last, min(call.start, back), back))
     return found
 
 
@@ -70,19 +95,21 @@ def _uses(trace: Trace, weights: dict[int, int], reads: list[list[int]]) -> dict
     return found
 
 
-def _rest(trace: Trace, storage: int, value: int, gone_after: int, first_use: int) -> Saved:
+def _rest(trace: Trace, storage: int, value: int, spans: list[Absence]) -> Saved:
+    first, *again = spans
     return Saved(
         storage=storage,
         size_bytes=trace.storages.size_bytes[storage],
         slots=(),
         value=value,
-        packed_op=gone_after,
-        acted_op=gone_after,
-        gone_after=gone_after,
-        first_use=first_use,
-        last_use=first_use,
+        packed_op=first.gone_after,
+        acted_op=first.gone_after,
+        gone_after=first.gone_after,
+        first_use=first.first_use,
+        last_use=first.first_use,
         order=-1,
         release=trace.op_count,
         plain=True,
         is_weight=True,
+        again=tuple(again),
     )

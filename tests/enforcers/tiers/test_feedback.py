@@ -191,13 +191,16 @@ def one_swap(plan: Plan, rooms: list[int], *, start: int | None, due: int | None
     return Feedback(made, tables_of(made))
 
 
-def start_after(feedback: Feedback, *, waited_ms: float, used: int, peak_bytes: int | None = None) -> int:
+def start_after(
+    feedback: Feedback, *, waited_ms: float, used: int, peak_bytes: int | None = None, is_later: bool = False
+) -> int:
     """Where the swap starts after an iteration like this one."""
     for number in range(used + 1):
         feedback.reach(number)
     use = replace(feedback.use_of(0, 100), begun=max(feedback._starts[0], 0), used=used, waited_ms=waited_ms)
     if feedback._starts[0] < 0:
         use.begun = used
+    use.is_later = is_later
     feedback._round.uses = [use]
     feedback.iteration_ended(peak_bytes)
     return feedback._starts[0]
@@ -221,6 +224,14 @@ def test_no_swap_starts_before_its_copy_out_is_due(plan: Plan) -> None:
 def test_a_late_swap_starts_after_the_last_moment_without_room(plan: Plan) -> None:
     assert start_after(one_swap(plan, [500, 500, 104, 500, 500], start=None), waited_ms=99, used=4) == 3
     assert start_after(one_swap(plan, [500, 500, 105, 500, 500], start=None), waited_ms=99, used=4) == 0
+
+
+def test_what_is_asked_for_after_its_moment_needs_room_there_too(plan: Plan) -> None:
+    """A weight that comes back when backward is over: at the last moment the peak may still be ahead."""
+    for last, start in ((104, -1), (500, 0)):
+        feedback = one_swap(plan, [500, 500, 500, 500, last], start=None)
+        assert start_after(feedback, waited_ms=99, used=4, is_later=True) == start
+    assert start_after(one_swap(plan, [500, 500, 500, 500, 104], start=None), waited_ms=99, used=4) == 0
 
 
 def test_what_was_measured_above_the_prediction_is_no_room(plan: Plan) -> None:
