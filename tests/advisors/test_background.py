@@ -51,7 +51,7 @@ def test_a_script_that_waits_gets_a_plan_and_later_one_that_is_not_worse(
 
 def test_a_script_that_goes_on_gets_one_plan(trace_path: Path, tmp_path: Path) -> None:
     planner = Background()
-    planner.look_for(trace_path, "60%", tmp_path / "plan.json", time_limit_s=0.3)
+    planner.look_for(trace_path, "60%", tmp_path / "plan.json", time_limit_s=2.0)
     assert planner.has_news(WAIT_S)
     assert planner.plan().actions
     assert planner.is_over

@@ -48,9 +48,7 @@ def adversarial(steps: int) -> list[str]:
     for _ in range(steps):
         fake = make(torch.randn(512, 16))
         judges.zero_grad()
-        judged = (
-            F.softplus(judge(fake.detach())).mean() + F.softplus(-judge(torch.randn(512, WIDTH))).mean()
-        )
+        judged = F.softplus(judge(fake.detach())).mean() + F.softplus(-judge(torch.randn(512, WIDTH))).mean()
         judged.backward()
         judges.step()
         makes.zero_grad()
