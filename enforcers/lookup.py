@@ -83,17 +83,15 @@ def tables_of(plan: Plan) -> Tables:
             tables.ops[op.module].add((op.name, op.ordinal))
         for op in action.copied_back:
             tables.clones[op.module].add((op.name, op.ordinal))
-        first = action.leaves_after
-        for op in (first, *action.leaves_again) if first is not None else ():
-            tables.leaves[op.module].setdefault((op.name, op.ordinal), []).append(number)
-        if action.away_by is not None:
-            at = action.away_by
-            due = (
-                tables.at_use[at.module][at.ordinal].due
-                if action.away_at_use
-                else tables.due[at.module][at.ordinal]
-            )
-            due.append(number)
+        if action.leaves_after is not None:
+            for op in (action.leaves_after, *(each.after for each in action.leaves_again)):
+                tables.leaves[op.module].setdefault((op.name, op.ordinal), []).append(number)
+        waits = [(action.away_by, action.away_at_use)]
+        waits += [(each.away_by, each.away_at_use) for each in action.leaves_again]
+        for at, in_backward in waits:
+            if at is not None:
+                due = tables.at_use[at.module][at.ordinal].due if in_backward else tables.due[at.module][at.ordinal]  # fmt: skip
+                due.append(number)
         if action.prefetch is not None:
             at_use = tables.at_use[action.prefetch.module][action.prefetch.ordinal]
             (at_use.prefetch if action.kind == "swap" else at_use.make).append(number)

@@ -70,6 +70,15 @@ class SlotRef(msgspec.Struct, frozen=True, kw_only=True):
     """What the codec must know: of the node (`{"dim": 1}`), or of what was planned (`{"narrow_dtype": "int16"}`)."""
 
 
+class Departure(msgspec.Struct, frozen=True, kw_only=True):
+    """A weight leaves once more; the last two as in `Action`."""
+
+    after: OpRef
+    """The last op that reads it before backward."""
+    away_by: SlotRef | None = None
+    away_at_use: bool = False
+
+
 class Action(msgspec.Struct, frozen=True, kw_only=True):
     """One decision about one storage and all the slots that share it."""
 
@@ -95,8 +104,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """The slot of `away_by` is packed too early: the run waits when it is unpacked, in backward."""
     leaves_after: OpRef | None = None
     """Of the swap of a weight, which has no slots: the last op of forward that reads it."""
-    leaves_again: list[OpRef] = []
-    """Of the same in an iteration of several backward calls: such ops before the others of them. Nothing is prefetched there."""
+    leaves_again: list[Departure] = []
+    """Of the same in an iteration of several backward calls: before the others of them. Nothing is prefetched there."""
     prefetch: SlotRef | None = None
     """The swap-in starts when this slot is unpacked, or the tensor is made again then, while what it is made of is still there; none: when the
     tensor itself is asked for."""

@@ -52,11 +52,16 @@ class ReadPlan:
             use = self.problem.view.asked_as(storage, early=decision.early).first_use
             start, stop = saved.gone_after + 1, min(use, saved.release + 1)
             if decision.kind == "swap":
-                if storage not in left_from:
-                    continue
-                start = left_from[storage]
                 stop = min(stop, decision.prefetch_op) if decision.prefetch_op >= 0 else stop
-            elif decision.kind in ("compress", "drop"):
+                stops = [stop, *(each.first_use for each in saved.again)]
+                gone = zip(left_from[storage], stops, strict=True)
+                found += [
+                    Away(storage, "swap", op, stop, decision.encoded_bytes)
+                    for op, stop in gone
+                    if 0 <= op < stop
+                ]
+                continue
+            if decision.kind in ("compress", "drop"):
                 stop = saved.release + 1
             if start < stop:
                 found.append(Away(storage, decision.kind, start, stop, decision.encoded_bytes))

@@ -16,8 +16,8 @@ from memopt.codecs.table import CODECS
 from memopt.estimators.simulator.chains import Chain
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.in_pieces import Pieces
+from memopt.estimators.simulator.saved import Absence, Saved
 from memopt.estimators.simulator.slot_needs import VALUES, Need, Value
-from memopt.estimators.simulator.trace_view import Saved
 from memopt.instrument.memory.outside import before_training
 from memopt.plan import (
     GRADIENTS_IN_PLACE,
@@ -25,6 +25,7 @@ from memopt.plan import (
     OPTIMIZER_IN_PIECES,
     OPTIMIZER_STATE_AWAY,
     Action,
+    Departure,
     OpRef,
     Plan,
     ScriptAction,
@@ -208,7 +209,7 @@ class _Writer:
     def action(self, candidate: Candidate, decision: Decision) -> Action:
         saved = candidate.saved
         saved_bytes, cost_ms = self._margins(candidate, decision)
-        away_by, away_at_use = self._away_by(saved)
+        first, *later = self._departures(saved)
         asked = self.view.asked_as(saved.storage, early=decision.early)
         moment = asked.first_use if decision.early else decision.prefetch_op
         prefetch = self.view.first_unpacked.get(moment) if moment >= 0 else None
@@ -224,10 +225,10 @@ class _Writer:
             tier=decision.tier,
             again=decision.again,
             codec=decision.codec,
-            away_by=away_by,
-            away_at_use=away_at_use,
-            leaves_after=self.op_ref(saved.gone_after) if saved.is_weight else None,
-            leaves_again=[self.op_ref(each.gone_after) for each in saved.again],
+            away_by=first.away_by,
+            away_at_use=first.away_at_use,
+            leaves_after=first.after if saved.is_weight else None,
+            leaves_again=later,
             prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
             turn=self._turns.get(saved.storage, 0),
             records=[self.op_ref(op) for op in self._recorded(saved)] if decision.kind == "recompute" else [],
@@ -246,17 +247,25 @@ class _Writer:
         ahead.sort(key=lambda saved: (saved.first_use, saved.order, saved.storage))
         return {saved.storage: turn for turn, saved in enumerate(ahead)}
 
-    def _away_by(self, saved: Saved) -> tuple[SlotRef | None, bool]:
-        """The last pack by which a swapped storage may still be on its way out; in backward, the last unpack (True)."""
-        gone = self.away_from.get(saved.storage)
-        if gone is None:
-            return None, False
+    def _departures(self, saved: Saved) -> list[Departure]:
+        """Each absence of a storage: what it leaves after, and by when it must be away."""
+        spans = [Absence(saved.gone_after, saved.first_use), *saved.again]
+        gone = self.away_from.get(saved.storage, [-1] * len(spans))
+        found = []
+        for span, op in zip(spans, gone, strict=True):
+            by, at_use = self._away_by(span, op) if op >= 0 else (None, False)
+            after = self.op_ref(min(span.gone_after, self.view.n - 1))
+            found.append(Departure(after=after, away_by=by, away_at_use=at_use))
+        return found
+
+    def _away_by(self, span: Absence, gone: int) -> tuple[SlotRef | None, bool]:
+        """The last pack by which what is away from op `gone` on may still be on its way out; in backward, the last unpack (True)."""
         place = bisect.bisect_right(self.moments, (gone, True, len(self.moments))) - 1
-        if place >= 0 and self.moments[place][0] <= saved.gone_after:
+        if place >= 0 and self.moments[place][0] <= span.gone_after:
             place += 1
         if (
             not 0 <= place < len(self.moments)
-            or not saved.gone_after <= self.moments[place][0] < saved.first_use
+            or not span.gone_after <= self.moments[place][0] < span.first_use
         ):
             return None, False
         _, in_backward, slot = self.moments[place]

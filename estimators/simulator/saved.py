@@ -7,14 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """One more absence of a weight."""
+    """One more absence of a weight; both as in `Saved`."""
 
     gone_after: int
-    """As in `Saved`."""
-    away_from: int
-    """First op before which its copy out is waited for: that of the backward call."""
     first_use: int
-    """As in `Saved`."""
 
 
 @dataclass(frozen=True, slots=True)

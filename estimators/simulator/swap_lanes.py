@@ -1,6 +1,7 @@
 """Copies to and from the tiers: out in the order of packing, on one lane, then in by trigger, on another.
 
-Computed for all swaps of a plan at once, since each copy waits for those before it.
+Computed for all swaps of a plan at once, since each copy waits for those before it. On a CPU backward begins when the copies out are done that
+have begun by then, as the enforcer has it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from memopt.device import Device
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.trace_view import Floats, Ints, TraceView
 from memopt.timeline import Interval
+from memopt.trace import PHASES
 
 _NEVER_MS = 1e15
 """When a copy ends that has no link: later than any op, and small enough to be added to."""
@@ -47,10 +49,13 @@ class Swaps:
         np.add.at(delta, self.back, moved)
         return np.asarray(np.cumsum(delta)[:n], dtype=np.int64)
 
-    def away_from(self) -> dict[int, int]:
-        """Swapped storage that leaves the device -> first op before which it has left, for the first time."""
-        left = self.leaves > 0
-        return dict(zip(self.storages[left].tolist()[::-1], self.gone[left].tolist()[::-1], strict=True))
+    def away_from(self) -> dict[int, list[int]]:
+        """Swapped storage -> for each of its absences the first op before which it has left, -1 where it does not."""
+        found: dict[int, list[int]] = {}
+        gone = np.where(self.leaves > 0, self.gone, -1)
+        for storage, op in zip(self.storages.tolist(), gone.tolist(), strict=True):
+            found.setdefault(storage, []).append(op)
+        return found
 
 
 _NO_INTS, _NO_FLOATS = np.zeros(0, dtype=np.int64), np.zeros(0)
@@ -97,7 +102,7 @@ class SwapLanes:
                         each.storage,
                         each.size_bytes,
                         it.gone_after,
-                        it.away_from - 1,
+                        it.gone_after,
                         it.first_use,
                         -1,
                         each.release,
@@ -105,6 +110,8 @@ class SwapLanes:
                     for it in each.again
                 ]
         self._columns: Ints = np.array(rows, dtype=np.int64).reshape(len(rows), 7)
+        self._waits: Ints = np.array(_waiting_ops(view) if device.kind == "cpu" else [], dtype=np.int64)
+        """Ops before which the run waits for all copies out."""
 
     def swap(self, swapped: Mapping[int, Decision], times: Floats, back_by: Mapping[int, int]) -> Swaps:
         """The copies of what is `swapped` (storage -> decision). `times`: when each op starts, in ms; `back_by`: the op before which a
@@ -129,15 +136,25 @@ class SwapLanes:
         n = self.view.n
         out_ms = np.empty(len(names))
         first_out = np.lexsort((storage, packed))
-        starts = times[np.minimum(packed[first_out] + 1, n - 1)]
-        done = np.cumsum(out_took[first_out])
-        waited = np.maximum.accumulate(starts - np.concatenate([[0.0], done[:-1]]))
-        out_ms[first_out] = done + np.maximum(waited, 0.0)
+        out_ms[first_out] = _copied_out(times[np.minimum(packed[first_out] + 1, n - 1)], out_took[first_out])
+        gone = np.searchsorted(times, out_ms)
+        waited_ms = 0.0
+        for wait in self._waits.tolist():
+            late = (packed < wait) & (gone > wait)
+            if late.any():
+                more = float(out_ms[late].max() - times[wait])
+                gone = np.where(late, wait, gone)
+                waited_ms += more
+                times = times.copy()
+                times[wait:] += more
+                after = first_out[packed[first_out] >= wait]
+                out_ms[after] = _copied_out(times[np.minimum(packed[after] + 1, n - 1)], out_took[after])
+                gone[after] = np.searchsorted(times, out_ms[after])
+        gone = np.maximum(gone_after + 1, gone)
         first_in = np.lexsort((storage, order, use, trigger))
         in_ms, stall_ms = _copied_in(
             times, trigger[first_in], use[first_in], out_ms[first_in], in_took[first_in]
         )
-        gone = np.maximum(gone_after + 1, np.searchsorted(times, out_ms))
         return Swaps(
             storages=storage[first_in],
             sizes=size[first_in],
@@ -148,7 +165,7 @@ class SwapLanes:
             out_took_ms=out_took[first_in],
             in_took_ms=in_took[first_in],
             leaves=(gone < np.minimum(trigger, n)).astype(np.int64)[first_in],
-            stall_ms=stall_ms,
+            stall_ms=stall_ms + waited_ms,
         )
 
     def intervals(self, swaps: Swaps) -> list[Interval]:
@@ -176,6 +193,20 @@ class SwapLanes:
         rates = [self.device.rates_of(tier)[0 if out else 1] for tier in ("host", "disk")]
         ms_per_byte = [1000 / rate if rate > 0 else _NEVER_MS for rate in rates]
         return np.minimum(sizes * np.where(on_disk, ms_per_byte[1], ms_per_byte[0]), _NEVER_MS)
+
+
+def _waiting_ops(view: TraceView) -> list[int]:
+    """The first op of each backward call; none where they cannot be told apart."""
+    backward = np.concatenate([[False], view.phase == PHASES.index("backward")])
+    begins = np.flatnonzero(backward[1:] & ~backward[:-1]).tolist()
+    return begins if len(begins) == view.trace.facts.get("backward_calls", 0) else []
+
+
+def _copied_out(starts: Floats, took_ms: Floats) -> Floats:
+    """When each copy out ends, in their order: none begins before its start, or before the one ahead of it has ended."""
+    done = np.cumsum(took_ms)
+    waited = np.maximum.accumulate(starts - np.concatenate([[0.0], done[:-1]])) if len(done) else done
+    return np.asarray(done + np.maximum(waited, 0.0))
 
 
 def _copied_in(

@@ -86,8 +86,8 @@ class Simulator:
         evaluation = self._evaluate(decisions)
         return evaluation.chains(), evaluation.kept()
 
-    def away_from(self, decisions: Mapping[int, Decision]) -> dict[int, int]:
-        """For each swapped storage that leaves the device, the first op before which it has left."""
+    def away_from(self, decisions: Mapping[int, Decision]) -> dict[int, list[int]]:
+        """For each swapped storage and each of its absences the first op before which it has left, -1 where it does not."""
         return self._swap(decisions, self._evaluate(decisions)).away_from()
 
     def back_by(self, decisions: Mapping[int, Decision]) -> dict[int, int]:

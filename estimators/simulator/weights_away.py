@@ -68,7 +68,7 @@ def _absences(trace: Trace, calls: list[range], uses: list[int], writes: list[in
             continue
         last = max(forward)
         if last not in writes and trace.ops.phase[last] in _BEFORE_BACKWARD and last + 1 < back:
-            found.append(Absence(last, min(call.start, back), back))
+            found.append(Absence(last, back))
     return found
 
 

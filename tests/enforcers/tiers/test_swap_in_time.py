@@ -103,14 +103,15 @@ def test_a_slot_that_is_unpacked_twice_triggers_the_first_time(tmp_path: Path) -
 def test_copies_that_end_in_backward_are_waited_for_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU the host runs ahead of the copies; on a CPU backward would begin by waiting for all of them."""
+    """On a GPU the host runs ahead of the copies; on a CPU backward begins by waiting for all of them."""
     trace = recorded(deep_net, tmp_path)
     ops = msgspec.structs.replace(trace.ops, time_us=[1000.0] * trace.op_count)
     trace = msgspec.structs.replace(trace, ops=ops)
     forward_ms = trace.ops.phase.count(0)
     in_all = 8 * 2 * 2048 * 256 * 4
-    device = a_machine(trace, in_all / (2.5 * forward_ms) * 1000)
+    device = msgspec.structs.replace(a_machine(trace, in_all / (2.5 * forward_ms) * 1000), kind="cuda")
     plan = plan_of(msgspec.structs.replace(trace, device=device, step_ms=0.0), all_to_disk)
+    plan = msgspec.structs.replace(plan, device=trace.device)
     in_backward = {n for n, action in enumerate(plan.actions) if action.away_at_use}
     assert 2 <= len(in_backward) < len(plan.actions)
     monkeypatch.setattr(Swapper, "wait_for_all", lambda self: None)

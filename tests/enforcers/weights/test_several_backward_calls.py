@@ -82,7 +82,7 @@ def test_each_backward_call_has_them_away(loop: Loop, weights: int, times: float
     assert computed == seeded(loop, 4)
     assert outcome.actions.done == weights, outcome.notes
     assert outcome.measured_peak_bytes is not None
-    assert outcome.measured_peak_bytes <= 1.01 * plan.predicted_peak_bytes
+    assert 0.75 < outcome.measured_peak_bytes / plan.predicted_peak_bytes < 1.01  # copies may end sooner
     assert not list(tmp_path.glob("*swap*"))
 
 
