@@ -139,8 +139,10 @@ def run_late(
     seed: int,
     *,
     told: Callable[[LateCpu], None] = lambda device: None,
+    stays_open: bool = False,
 ) -> tuple[list[str], Outcome, LateCpu, Kernels]:
-    """What the loop computes under `plan`. `told` is given the device before it begins."""
+    """What the loop computes under `plan`. `told` is given the device before it begins. `stays_open`: the plan has a tier that whoever looks
+    at optimizer state may need until the process ends."""
     with late_cpu(monkeypatch, seed) as (device, kernels):
         told(device)
         session = ApplySession(plan, Options(swap_dir=folder, measure=False))
@@ -150,5 +152,5 @@ def run_late(
         finally:
             outcome = session.finished()
     assert outcome is not None
-    assert not device.pinned_rows
+    assert stays_open or not device.pinned_rows
     return computed, outcome, device, kernels

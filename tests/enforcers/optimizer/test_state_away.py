@@ -21,8 +21,9 @@ from memopt.instrument.iterations import Iterations
 from memopt.instrument.memory.meter import living_storages
 from memopt.instrument.stepping.state_between_steps import state_tensors
 from memopt.outcome import Outcome
-from memopt.plan import OPTIMIZER_IN_PIECES, OPTIMIZER_STATE_AWAY, Plan, ScriptAction, load_plan
+from memopt.plan import OPTIMIZER_IN_PIECES, OPTIMIZER_STATE_AWAY, Plan, ScriptAction, Tier, load_plan
 from memopt.trace import Script
+from tests.late.late_session import run_late
 from tests.support.disks import Full
 from tests.support.enforced import Loop, enforced, recorded, seeded
 from tests.support.stepping import LOOKS, everything, saved
@@ -108,7 +109,7 @@ def training(
     return loop
 
 
-def plan_for(*, least: int = 1) -> Plan:
+def plan_for(tier: Tier = "disk") -> Plan:
     return Plan(
         memopt="",
         created="",
@@ -129,8 +130,9 @@ def plan_for(*, least: int = 1) -> Plan:
                 why="",
                 saved_bytes=0,
                 parameters=1,
-                tier="disk",
-                whole_from_bytes=least,
+                tier=tier,
+                away_bytes=1 << 20,
+                whole_from_bytes=1,
             )
         ],
     )
@@ -319,6 +321,20 @@ def test_it_leaves_when_the_plan_begins_in_the_midst_of_a_run(tmp_path: Path) ->
     tier.close()
     assert computed == plain
     assert at_once == [0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_on_a_device_whose_copies_come_late(
+    tier: Tier, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = training(Own)
+    computed, outcome, _, kernels = run_late(
+        loop, plan_for(tier), tmp_path, 4, monkeypatch, seed, stays_open=True
+    )
+    assert computed == seeded(loop, 4)
+    assert outcome.actions.done == 1, outcome.notes
+    assert kernels.noted
 
 
 # --- the prediction
