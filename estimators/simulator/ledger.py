@@ -68,7 +68,7 @@ class Ledger:
         self._decoded: dict[int, dict[int, int]] = defaultdict(dict)
         """Storage that replays read from a codec -> place -> op until which their records hold the encoded form."""
         self._brought: dict[int, dict[int, int]] = defaultdict(dict)
-        """Swapped storage -> place -> op before which a replay reads it, ahead of its first consumer."""
+        """Swapped storage -> place -> op before which a replay reads it, ahead of a consumer."""
         self._coded: dict[int, Decision] = {}
         self.swapped: set[int] = set()
         """Storages that are copied to a tier."""
@@ -116,7 +116,8 @@ class Ledger:
             _enter(self._pins.setdefault(storage, {}).setdefault(op, {}), place, held, back)
             self._touched["pinned", storage] = None
         for storage in replay.brought:
-            if use < self.view.saved[storage].first_use:
+            saved = self.view.saved[storage]
+            if use < saved.first_use or any(each.gone_after < use < each.first_use for each in saved.again):
                 _enter(self._brought[storage], place, use, back)
                 self._touched["staged", storage] = None
         for storage in replay.decoded:
@@ -156,7 +157,21 @@ class Ledger:
 
     def back_by(self) -> dict[int, int]:
         """For each swapped storage that a replay reads ahead of its first consumer, the op before which it does."""
-        return {storage: min(uses.values()) for storage, uses in self._brought.items() if uses}
+        first = ((storage, self._first_brought(storage)) for storage, uses in self._brought.items() if uses)
+        return {storage: op for storage, op in first if op < self.view.saved[storage].first_use}
+
+    def back_again_by(self) -> dict[int, list[int]]:
+        """For each weight that is away more than once, the ops before which replays read it ahead of its later consumers."""
+        saved = self.view.saved
+        return {
+            storage: [op for op in uses.values() if op >= saved[storage].first_use]
+            for storage, uses in self._brought.items()
+            if uses and saved[storage].again
+        }
+
+    def _first_brought(self, storage: int) -> int:
+        """Op before which it has to be back for the first time."""
+        return min((*self._brought.get(storage, {}).values(), self.view.saved[storage].first_use))
 
     def summed(self) -> Summed:
         """All that is entered."""
@@ -250,8 +265,7 @@ class Ledger:
             self._added_ms.add(op, -half_ms)
             self._staging_ms -= half_ms
         if storage in self.swapped:
-            use = min(self._brought.get(storage, {}).values(), default=saved.first_use)
-            self._staged[storage] = min(saved.packed_op + 1, n), min(use, n)
+            self._staged[storage] = min(saved.packed_op + 1, n), min(self._first_brought(storage), n)
             for op in self._staged[storage]:
                 self._added_ms.add(op, half_ms)
                 self._staging_ms += half_ms

@@ -113,9 +113,15 @@ class SwapLanes:
         self._waits: Ints = np.array(_waiting_ops(view) if device.kind == "cpu" else [], dtype=np.int64)
         """Ops before which the run waits for all copies out."""
 
-    def swap(self, swapped: Mapping[int, Decision], times: Floats, back_by: Mapping[int, int]) -> Swaps:
+    def swap(
+        self,
+        swapped: Mapping[int, Decision],
+        times: Floats,
+        back_by: Mapping[int, int],
+        back_again_by: Mapping[int, list[int]],
+    ) -> Swaps:
         """The copies of what is `swapped` (storage -> decision). `times`: when each op starts, in ms; `back_by`: the op before which a
-        replay reads a storage ahead of its first consumer."""
+        replay reads a storage ahead of its first consumer; `back_again_by`: of weights that are away more than once, of later ones."""
         names = [self._row[storage] for storage in swapped]
         decisions = [*swapped.values()]
         prefetches = [each.prefetch_op for each in decisions]
@@ -127,6 +133,11 @@ class SwapLanes:
         if early := [at for at, each in enumerate(swapped) if each in back_by]:
             use = use.copy()
             use[early] = [back_by[each] for each in swapped if each in back_by]
+        if again := [at for at in range(len(swapped), len(names)) if int(storage[at]) in back_again_by]:
+            use = use.copy()
+            for at in again:
+                ops = back_again_by[int(storage[at])]
+                use[at] = min((op for op in ops if gone_after[at] < op < use[at]), default=use[at])
         on_disk = np.array([each.tier == "disk" for each in decisions])
         prefetch = np.array(prefetches, dtype=np.int64)
         trigger = np.where(prefetch >= 0, np.minimum(prefetch, use), use)

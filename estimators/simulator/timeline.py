@@ -124,7 +124,7 @@ class Simulator:
         if not ledger.swapped:
             return NO_SWAPS
         swapped = {storage: decisions[storage] for storage in sorted(ledger.swapped)}
-        return self._lanes.swap(swapped, ledger.summed().times, ledger.back_by())
+        return self._lanes.swap(swapped, ledger.summed().times, ledger.back_by(), ledger.back_again_by())
 
     def _replay_lanes(
         self, chains: Mapping[int, Chain], decisions: Mapping[int, Decision], times: Floats

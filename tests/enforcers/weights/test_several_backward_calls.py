@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.verify.digests import digest
+from memopt.estimators.simulator.decision import RECOMPUTE
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import Plan
 from memopt.trace import Trace
@@ -84,6 +86,26 @@ def test_each_backward_call_has_them_away(loop: Loop, weights: int, times: float
     assert outcome.measured_peak_bytes is not None
     assert 0.75 < outcome.measured_peak_bytes / plan.predicted_peak_bytes < 1.01  # copies may end sooner
     assert not list(tmp_path.glob("*swap*"))
+
+
+def test_what_is_made_again_brings_them_back_in_each_call(tmp_path: Path) -> None:
+    """A replay reads a weight long before its own backward does, in every micro-batch."""
+
+    def choose(problem: Problem) -> Decisions:
+        return {
+            s: SWAP if c.saved.is_weight else RECOMPUTE
+            for s, c in problem.candidates.items()
+            if c.saved.is_weight or c.chain is not None
+        }
+
+    trace = recorded(trained, tmp_path)
+    plan = plan_of(trace, choose)
+    assert any(action.kind == "recompute" for action in plan.actions)
+    computed, outcome = enforced(trained, plan, tmp_path, 4, measure=True)
+    assert computed == seeded(trained, 4)
+    assert outcome.actions.skipped == 0, outcome.notes
+    assert outcome.measured_peak_bytes is not None
+    assert outcome.measured_peak_bytes <= 1.01 * plan.predicted_peak_bytes
 
 
 def test_a_weight_that_is_rewritten_before_backward_stays(tmp_path: Path) -> None:
