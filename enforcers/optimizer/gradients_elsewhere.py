@@ -48,8 +48,10 @@ class _Away:
 class GradientsElsewhere:
     """Told of backward calls and steps; between `install` and `remove` it sends gradients away."""
 
-    def __init__(self, tier: SwapTier[Any]) -> None:
+    def __init__(self, tier: SwapTier[Any], *, with_small: bool = False) -> None:
+        """`with_small`: small ones leave, too."""
         self._tier, self._pid = tier, os.getpid()
+        self._least_bytes = 1 if with_small else LEAST_BYTES
         self._reads = GradientReads(self, everywhere=True)
         self._hooked: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
         self._fresh: deque[weakref.ref[Tensor]] = deque()
@@ -119,7 +121,7 @@ class GradientsElsewhere:
         for optimizer in optimizers:
             for _, each in parameters_of(optimizer):
                 known = self._hooked.get(id(each))
-                if (known is not None and known[0]() is each) or not _may_leave(each):
+                if (known is not None and known[0]() is each) or not self._may_leave(each):
                     continue
                 handle = each.register_post_accumulate_grad_hook(self._whole)
                 self._hooked[id(each)] = weakref.ref(each), handle
@@ -137,6 +139,17 @@ class GradientsElsewhere:
                 if id(each) in self._hooked and gradient_of(each) is not None:
                     self._fresh.append(weakref.ref(each))
             self.backward_ended()
+
+    def _may_leave(self, parameter: Tensor) -> bool:
+        return (
+            type(parameter) in PLAIN_TYPES
+            and parameter.is_leaf
+            and parameter.requires_grad
+            and parameter.layout is torch.strided
+            and parameter.is_floating_point()
+            and parameter.nbytes >= self._least_bytes
+            and is_dense(parameter)
+        )
 
     def _whole(self, parameter: Tensor) -> None:
         """The hook: backward has added to the gradient of `parameter` all that it has for it."""
@@ -296,18 +309,6 @@ def _on(storage: UntypedStorage, like: Tensor) -> Tensor:
     tensor = torch.empty(0, dtype=like.dtype, device=storage.device)
     with torch.no_grad():
         return tensor.set_(storage, 0, like.shape, like.stride())
-
-
-def _may_leave(parameter: Tensor) -> bool:
-    return (
-        type(parameter) in PLAIN_TYPES
-        and parameter.is_leaf
-        and parameter.requires_grad
-        and parameter.layout is torch.strided
-        and parameter.is_floating_point()
-        and parameter.nbytes >= LEAST_BYTES
-        and is_dense(parameter)
-    )
 
 
 def _may_go(gradient: Tensor, parameter: Tensor) -> bool:

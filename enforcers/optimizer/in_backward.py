@@ -87,7 +87,7 @@ class OptimizerInBackward:
         if tier is None:
             return
         self._reads.remove()
-        self._old = GradientsElsewhere(tier())
+        self._old = GradientsElsewhere(tier(), with_small=True)  # once only
         self._old.install()
         for optimizer in stepped:
             self._old.step_ended(optimizer, leave=True)

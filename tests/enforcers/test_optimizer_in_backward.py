@@ -174,11 +174,11 @@ def test_gradients_of_the_step_before_a_plan_are_elsewhere_until_they_are_cleare
     plain = seeded(loop, 3)
     computed, outcome = enforced_from(loop, plan, tmp_path, 3, begins_after=2)
     assert computed == plain
-    assert most == [4]
+    assert most == [8]  # biases, too
     assert outcome.actions.done == 1, outcome
     assert torch.Tensor.grad is torch._C.TensorBase.grad
     if asks_at < 0:
-        assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=2e-3)
+        assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, abs=64)
 
 
 def copy_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
