@@ -24,6 +24,7 @@ from memopt.enforcers.handles import Planned, Trigger
 from memopt.enforcers.letting_go import LettingGo
 from memopt.enforcers.lookup import AtUse, PlannedSlot, Tables
 from memopt.enforcers.records import Record, record_op
+from memopt.enforcers.standby import Standby
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
 from memopt.enforcers.weights.away import WeightsAway
@@ -92,6 +93,8 @@ class Engine(modes.Mode):
         self.saved_tensors = 0
         self.saved_elements = 0
         """What autograd saved in this iteration, in the plan's own measure."""
+        self.standby: Standby | None = None
+        """What sees to tensors that no action of the plan is for."""
 
     @property
     def actions(self) -> list[Action]:
@@ -114,6 +117,12 @@ class Engine(modes.Mode):
         if current_mode() is self:
             self.__exit__(None, None, None)
 
+    def leave_thread(self) -> None:
+        """Watch no more in this thread, which ends."""
+        self.leave()
+        if self.standby is not None:
+            modes.leave(self.standby.guard)
+
     def backward_begins(self, roots: tuple[Tensor, ...], *, another_watches: bool) -> None:
         """Stop watching, unless weights are away of which no other mode tells that they are read; where the mode stays on, formulas below
         `roots` that look for one find none of memopt's."""
@@ -121,7 +130,8 @@ class Engine(modes.Mode):
             self._leave()
         else:
             self.leave()
-        if modes.is_on(self):
+        awake = self.standby is not None and not self.standby.guard.rests
+        if awake or modes.is_on(self):
             run_as_plain(roots)
 
     def stop(self) -> None:
@@ -129,6 +139,8 @@ class Engine(modes.Mode):
         self.active = False
         self._unsettled.clear()
         modes.leave(self)
+        if self.standby is not None:
+            self.standby.guard.end()
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
@@ -152,7 +164,7 @@ class Engine(modes.Mode):
         op = recorded = None
         if planned is not None or clones is not None or self.weights is not None:
             op = (kind.name, frame.next_op(kind.name))
-            recorded = planned is not None and not frame.diverged and op in planned
+            recorded = planned is not None and not frame.diverged and op in planned and not self._is_idle
         self._called = (
             describe_call(kind.name, func, args, kwargs) if readers and kind.name in readers else None
         )
@@ -253,6 +265,8 @@ class Engine(modes.Mode):
             return Kept(tensor)
         self.saved_tensors += 1
         self.saved_elements += tensor.numel()
+        if self.standby is not None:
+            self.standby.saved(self.saved_elements)
         frame = self._frames.current
         ordinal = frame.packs
         frame.packs += 1
@@ -263,9 +277,9 @@ class Engine(modes.Mode):
                 self._swapper.wait_until_away(due[ordinal])
         slots = self._tables.slots.get(frame.key)
         slot = slots.get(ordinal) if slots is not None else None
-        if slot is None or frame.diverged:
+        if slot is None or frame.diverged or self._is_idle:
             brings = self._tables.at_use.get(frame.key, {}).get(ordinal)
-            return Kept(tensor) if brings is None else Trigger(tensor, brings)
+            return self._kept(tensor) if brings is None else Trigger(tensor, brings)
         keep = keep or self._streams.why_keep(tensor.device)
         if keep:
             self.account.decline(slot.action, keep)
@@ -283,6 +297,14 @@ class Engine(modes.Mode):
         else:
             self._unsettled.append(handle)
         return handle
+
+    @property
+    def _is_idle(self) -> bool:
+        """Has the guard beside the plan this iteration for itself?"""
+        return self.standby is not None and self.standby.alone
+
+    def _kept(self, tensor: Tensor) -> Kept:
+        return Kept(tensor) if self.standby is None else self.standby.guard.pack(tensor)
 
     @staticmethod
     def _fits(tensor: Tensor, slot: PlannedSlot) -> bool:
@@ -305,7 +327,7 @@ class Engine(modes.Mode):
         if isinstance(handle, Kept):
             if isinstance(handle, Trigger):
                 self._bring_about(handle.brings)
-            return handle.get()
+            return handle.get() if self.standby is None else self.standby.guard.unpack(handle)
         ref = handle.slot.ref
         self._bring_about(self._tables.at_use.get(ref.module, {}).get(ref.ordinal))
         if handle.witness is not None:
@@ -313,7 +335,9 @@ class Engine(modes.Mode):
         if handle.tensor is not None:
             check_version(handle.tensor, handle.version, handle)
             return handle.tensor
-        return self._letting_go.restore(handle)
+        if self.standby is None:
+            return self._letting_go.restore(handle)
+        return self.standby.guard.counted(handle.place, lambda: self._letting_go.restore(handle))
 
     def _bring_about(self, moment: AtUse | None) -> None:
         """What the plan has happen when a slot is asked for: room is made before it is taken."""
@@ -360,3 +384,5 @@ class Engine(modes.Mode):
             self.weights.new_iteration()
         if self._swapper is not None:
             self._swapper.new_iteration()
+        if self.standby is not None:
+            self.standby.new_iteration()

@@ -8,19 +8,20 @@ tensors are left out. What DTR does and this does not: recompute; nothing is don
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.live_bytes import Live, bytes_of, would_make
-from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
+from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
@@ -33,11 +34,18 @@ from memopt.instrument.torch_internals import (
     DisableTorchDispatch,
     storage_use_count,
 )
+from memopt.units import format_bytes
+
+if TYPE_CHECKING:
+    from memopt.enforcers.values import Values
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
 
 LEAST_BYTES = 64 * 1024
-"""Smaller storages stay."""
+"""Smaller storages stay, unless they are more than a share of the budget."""
+_LEAST_SHARE = 256
+"""Of the budget, this part."""
+_PAGE_BYTES = 4096
 _AHEAD = 2
 """Storages that are asked for next and come back before they are, where there is room."""
 
@@ -97,26 +105,51 @@ class _Saved:
         return found
 
 
+class _Use:
+    """Counts a storage that has come back, whoever asked."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        self.content: weakref.ref[SwappedStorage] | None = None
+
+    def begins(self) -> None: ...
+
+    def wait(self, arrival: Pending) -> None:
+        arrival.result()
+        content = self.content() if self.content is not None else None
+        if content is not None and content.here is not None:
+            self._live.met(content.here)
+
+
 class Guard(modes.Mode):
     """The mode and the hooks; a listener of the loop that it is given."""
 
-    def __init__(self, loop: Loop, tier: SwapTier[Any], device: str, budget_bytes: int) -> None:
+    def __init__(
+        self, loop: Loop, tier: SwapTier[Any], device: str, budget_bytes: int, *, rests: bool = False
+    ) -> None:
+        """`rests`: until it is woken saved tensors are noted, and nothing is counted or moved."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._frames, self._iterations, self._tier = loop.frames, loop.iterations, tier
         self._thread, self._regions = loop.frames.thread, loop.frames.regions
         self._device, self.budget_bytes = device, budget_bytes
+        self._least_bytes = min(LEAST_BYTES, max(_PAGE_BYTES, budget_bytes // _LEAST_SHARE))
         self._is_watched: Callable[[Tensor], bool] = attrgetter(f"is_{device}")
-        self._live = Live(device)
+        self._live = Live(device) if rests else Live(device).look_around()
         self._saved: OrderedDict[int, _Saved] = OrderedDict()
         """By address, in the order of saving."""
         self._expected: dict[tuple[str, int], int] = {}
         """(overload, bytes of its inputs) -> bytes that it made the last time."""
         self._beyond: dict[str, float] = {}
         """Overload -> how many times as much it made as its shapes say, where it keeps what only its kernel knows of (recurrent layers)."""
+        self._ahead: dict[int, SwappedStorage] = {}
+        """By id: brought back before they are asked for, and not asked for yet."""
         self._hooks = SavedTensorHooks(self.pack, self.unpack)
+        self.values: Values | None = None
+        """Of a plan beside which it holds the budget: what replays are made of may leave as well."""
         self._capturing = Capturing(device)
         self._streams = OneStream()
         self.active = True
+        self.rests = rests
         self._waits = False
         """No tensor has been saved yet."""
         self._looking = False
@@ -126,10 +159,21 @@ class Guard(modes.Mode):
         self.moved_bytes = 0
         self.over_bytes = 0
         """Most by which the budget was passed, with nothing left to move."""
-        self.over_at = ""
-        """The op before which that was."""
+        self.over_now_bytes = 0
+        """In this iteration."""
+        self._over_need_bytes = 0
+        self._over_at = ""
+        """The op before which that was, and where."""
 
     # --- life
+
+    @property
+    def stuck(self) -> str:
+        """Where the budget was passed the furthest; empty where it was held."""
+        if not self.over_bytes:
+            return ""
+        takes = f", which takes {format_bytes(self._over_need_bytes)}," if self._over_need_bytes else ""
+        return f"before {self._over_at}{takes} nothing was left that could be moved"
 
     @property
     def most_bytes(self) -> int:
@@ -164,22 +208,35 @@ class Guard(modes.Mode):
         modes.leave(self)
         self._hooks.remove()
         self._saved.clear()
+        self._ahead.clear()
+
+    def wake(self) -> None:
+        """Hold the budget from here on, be it in the midst of an iteration."""
+        if self.rests and self.active:
+            self.rests = False
+            self._live.look_around()
+            self._enter()
+
+    def rest(self) -> None:
+        """Note saved tensors, and no more, until it is woken; at an iteration boundary."""
+        self.rests = True
+        modes.leave(self)
 
     def _enter(self) -> None:
-        if self.active and not self._waits:
+        if self.active and not self._waits and not self.rests:
             modes.enter(self)
 
     def _training_begins(self) -> None:
         if self._waits:
             self._waits = False
-            self._live = Live(self._device)
+            self._live.look_around()
             self._enter()
 
     # --- ops
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
-        if not self.active or self._regions.compiling or self._capturing.now():
+        if not self.active or self.rests or self._regions.compiling or self._capturing.now():
             return run(*args, **kwargs)
         if not _PLAIN_TYPES.issuperset(types):
             return run(*args, **kwargs) if just_goes_on(types) else NotImplemented
@@ -211,9 +268,13 @@ class Guard(modes.Mode):
         if self._streams.why_keep(tensor.device):
             return Kept(tensor)
         storage = tensor.untyped_storage()
-        if storage.nbytes() < LEAST_BYTES or is_lent(storage) or (tensor.is_leaf and tensor.requires_grad):
+        if (
+            storage.nbytes() < self._least_bytes
+            or is_lent(storage)
+            or (tensor.is_leaf and tensor.requires_grad)
+        ):
             return Kept(tensor)
-        if self._device == "cpu":
+        if self._device == "cpu" and not self.rests:
             self._live.met(storage)
         handle = Watched(tensor)
         known = self._saved.get(storage._cdata)
@@ -227,32 +288,53 @@ class Guard(modes.Mode):
         """The hook: the tensor, wherever it was."""
         guard = DisableTorchDispatch()
         try:
-            if not isinstance(handle, Watched):
+            if not isinstance(handle, Watched) or self.rests:
                 return handle.get()
             if handle.away is None:
                 return share(handle.get())  # what the node uses from now on must not leave before its op
-            if self.active:
+            brought = self._ahead.pop(id(handle.away), None)
+            if self.active and brought is None:
                 self._make_room(handle.size_bytes, "a saved tensor")
             tensor = handle.get()
-            if self._device == "cpu":
-                self._live.met(tensor.untyped_storage())
             if self.active:
                 self._look_ahead()
             return tensor
         finally:
             del guard
 
+    def counted(self, place: Place, restore: Callable[[], Tensor]) -> Tensor:
+        """What a plan's `restore` gives for a saved tensor at `place`: it makes it unseen."""
+        if self.rests or not self.active:
+            return restore()
+        self._make_room(math.prod(place.size) * place.dtype.itemsize, "a saved tensor")
+        tensor = restore()
+        self.held_again(tensor.untyped_storage())
+        return tensor
+
+    def held_again(self, storage: UntypedStorage) -> None:
+        """Somebody has made `storage` unseen, and holds it."""
+        if self._device == "cpu" and not self.rests:
+            self._live.met(storage)
+
     def _look_ahead(self) -> None:
         """Those that were saved last are asked for next: start to bring a few back, if there is room."""
         room, left = self.budget_bytes - self._live.now(), _AHEAD
         for saved in reversed(self._saved.values()):
             content = saved.away() if saved.away is not None else None
-            if content is None or not any(not each.served for each in saved.living()):
+            if (
+                content is None
+                or content.here is not None
+                or not any(not each.served for each in saved.living())
+            ):
                 continue
             if left == 0 or saved.size_bytes > room // 2:
                 return
             content.prefetch()
             room, left = room - saved.size_bytes, left - 1
+            if content.here is not None:
+                self._ahead[id(content)] = content
+                if self._device == "cpu":
+                    self._live.met(content.here)
 
     # --- room
 
@@ -262,13 +344,18 @@ class Guard(modes.Mode):
         if over <= 0:
             return
         over = self._move_away(need_bytes) if self._saved else over
+        self.over_now_bytes = max(self.over_now_bytes, over)
         if over > self.over_bytes:
-            self.over_bytes, self.over_at = over, what
+            where = self._frames.current.path
+            self._over_at = f"{what} in {where}" if where else what
+            self.over_bytes, self._over_need_bytes = over, need_bytes
 
     def _move_away(self, need_bytes: int) -> int:
         """What is still above the budget then."""
         guard = DisableTorchDispatch()
         try:
+            while self._ahead:
+                self._ahead.popitem()[1].send_back()
             self._tier.collect()
             leaving: list[SwappedStorage] = []
             over = self._live.now() + need_bytes - self.budget_bytes
@@ -288,7 +375,7 @@ class Guard(modes.Mode):
 
     def _send(self, saved: _Saved) -> SwappedStorage | None:
         """Start to move it, if only autograd holds it; None: it stays, or is gone."""
-        if saved.is_held_by_others:
+        if self.values is None and saved.is_held_by_others:
             return None
         handles = saved.living()
         if not handles:
@@ -297,15 +384,21 @@ class Guard(modes.Mode):
         if saved.away is not None or self._tier.failure is not None:
             return None
         kept = {id(each.tensor): each for each in handles}
-        if storage_use_count(saved.address) > len(kept) + 1:  # one is who asks
+        pins = self.values.pins_of(handles[0].tensor.untyped_storage()) if self.values is not None else 0
+        if storage_use_count(saved.address) > len(kept) + pins + 1:  # one is who asks
             return None
         if self._streams.why_keep(handles[0].tensor.device):
             return None
         try:
-            content = SwappedStorage(self._tier, handles[0].tensor.untyped_storage())
+            use = _Use(self._live) if self._device == "cpu" else None
+            content = SwappedStorage(self._tier, handles[0].tensor.untyped_storage(), use)
         except SwapFailed as error:
             without_frames(error)
             return None
+        if use is not None:
+            use.content = weakref.ref(content)
+        if self.values is not None:
+            self.values.is_swapped(handles[0].tensor, content)
         for handle in handles:
             handle.leave(content)
         saved.away = weakref.ref(content)
@@ -322,12 +415,17 @@ class Guard(modes.Mode):
     # --- the training loop (Listener)
 
     def iteration_ended(self, count: int, milliseconds: float) -> None:
-        """What ended with it is forgotten; graphs that live on stay known."""
+        self.new_iteration()
+        self._frames.new_iteration()
+
+    def new_iteration(self) -> None:
+        """What ended with the one before is forgotten; graphs that live on stay known."""
         for address, saved in list(self._saved.items()):
             if not saved.living():
                 del self._saved[address]
+        self._ahead.clear()
+        self.over_now_bytes = 0
         self._streams.new_iteration()
-        self._frames.new_iteration()
         self._enter()
 
     def thread_changed(self) -> None:

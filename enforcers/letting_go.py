@@ -148,7 +148,7 @@ class LettingGo:
                 for value in filter(None, (each() for each in self._ahead.pop(action, ()))):
                     if value.waiting > 0 and value.there() is None:
                         with contextlib.suppress(CannotReplay):
-                            make(value)
+                            make(value, self._values.kept)
         finally:
             del guard
 
@@ -163,7 +163,7 @@ class LettingGo:
     def _restored(self, handle: Planned) -> Tensor:
         content = handle.content
         if isinstance(content, Value):
-            storage = make(content)
+            storage = make(content, self._values.kept)
             if not handle.served:
                 handle.served = True
                 content.serve(storage, only_read=_only_reads(handle.slot.ref.node))

@@ -23,13 +23,20 @@ class Live:
     """Bytes on the device."""
 
     def __init__(self, device: str) -> None:
+        """Knows of nothing until it has looked around."""
         self._device = device
         self._sizes: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
         self.bytes = 0
         self.most = 0
-        if device == "cpu":
-            for storage in living_storages(device):
+
+    def look_around(self) -> Live:
+        """Count what there is, whatever was known before; itself."""
+        self._sizes.clear()
+        self.bytes = 0
+        if self._device == "cpu":
+            for storage in living_storages(self._device):
                 self.met(storage)
+        return self
 
     def met(self, storage: UntypedStorage) -> None:
         """Count `storage`, if it is new."""

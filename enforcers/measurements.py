@@ -22,9 +22,6 @@ one, as every other is where a script does something each second time.
 Never two in a row: the optimizer's own `record_function` is open where iterations end, and one that was opened under a profiler
 writes into freed memory if it is closed under the next."""
 
-_LARGER = 1.02
-"""Times as many elements as the profiled iteration saved."""
-
 _UNLIKE = 0.05
 """How far the measured peak may lie from the predicted one before it is told, whatever else is known."""
 
@@ -89,11 +86,6 @@ class Measurements:
     @property
     def other_steps(self) -> int:
         return len(self._others)
-
-    @property
-    def larger_steps(self) -> int:
-        """Those of them that saved clearly more."""
-        return sum(ratio > _LARGER for ratio in self._others)
 
     @property
     def process_peak_bytes(self) -> int:

@@ -6,6 +6,7 @@ A walk runs the records depth first, each once, and frees what nobody waits for 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,15 +22,18 @@ class CannotReplay(RuntimeError):
     """A source of a replay was changed behind memopt's back: the value is lost, and a wrong one is never handed out."""
 
 
-def make(value: Value) -> UntypedStorage:
-    """The storage of `value`, made again if it is not there. Bit for bit what forward made.
+Kept = Callable[[UntypedStorage], None]
+
+
+def make(value: Value, kept: Kept | None = None) -> UntypedStorage:
+    """The storage of `value`, made again if it is not there. Bit for bit what forward made. `kept` is told of what is held for others.
 
     Raises `CannotReplay` when a pinned source was changed in place since forward.
     """
     found = value.there()
     if found is not None:
         return found
-    replay = _Replay(value)
+    replay = _Replay(value, kept)
     grad, settings = torch.is_grad_enabled(), SETTINGS.now()
     try:
         with DisableAutocast(), disable_current_modes(), BelowAutograd():
@@ -43,8 +47,8 @@ def make(value: Value) -> UntypedStorage:
 class _Replay:
     """One walk: what it has made so far and how often each value is still to be read."""
 
-    def __init__(self, target: Value) -> None:
-        self._target = target
+    def __init__(self, target: Value, kept: Kept | None) -> None:
+        self._target, self._kept = target, kept
         self._made: dict[int, Tensor] = {}
         """By the values' ids: tensors that show them, as their ops gave them."""
         self._reads: dict[int, int] = {id(target): 1}
@@ -107,6 +111,8 @@ class _Replay:
     def _keep(self, value: Value, tensor: Tensor) -> None:
         if value.waiting > 0 and value.there() is None and (value is self._target or not value.again):
             value.cached = tensor.untyped_storage()
+            if self._kept is not None:
+                self._kept(value.cached)
         if self._reads.get(id(value), 0) > 0:
             self._made[id(value)] = tensor
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.lookup import Tables
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.optimizer.planned_steps import PlannedSteps
+    from memopt.enforcers.standby import Standby
     from memopt.enforcers.tiers.swapped import Swapper
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
@@ -45,6 +46,8 @@ class Options:
 
     swap_dir: Path
     measure: bool = True
+    holds_bytes: int = 0
+    """What a guard is to hold where iterations come to more than was planned for; 0: none does."""
     limit_bytes: int = 0
     """What a GPU's allocator may reserve; 0: all there is."""
 
@@ -100,9 +103,9 @@ class ApplySession:
         return self._iterations.count if self._iterations is not None else 0
 
     @property
-    def larger_steps(self) -> int:
-        """Iterations so far in which autograd saved clearly more than in the profiled one."""
-        return self._measurements.larger_steps
+    def standby(self) -> Standby | None:
+        """The guard beside the plan, where there is one."""
+        return self._engine.standby if self._engine is not None else None
 
     # --- life
 
@@ -150,9 +153,8 @@ class ApplySession:
         self._limit.begin()
         engine = self._engine_in(self._own_loop or loop, tables)
         self._install_steps()
-        falls_back = loop is not None and bool(self._plan.script_actions)
         sends_gradients = self._steps is not None and self._steps.gradients is not None
-        if not tables.empty or sends_gradients or falls_back:
+        if not tables.empty or sends_gradients or engine.standby is not None:
             from memopt.instrument.saved import SavedTensorHooks
 
             unpack = self._steps.told_of(engine.unpack) if self._steps is not None else engine.unpack
@@ -163,6 +165,7 @@ class ApplySession:
     def _engine_in(self, loop: Loop | None, tables: Tables) -> Engine:
         """What enforces actions on tensors; the mode is on where there is something to watch for."""
         from memopt.enforcers.engine import Engine
+        from memopt.enforcers.standby import standby_of
         from memopt.enforcers.tiers.planned import swapper_of
 
         assert loop is not None
@@ -174,6 +177,11 @@ class ApplySession:
         self._engine = engine = Engine(tables, frames, loop.iterations, self._swapper, self._plan.device.kind)
         if engine.weights is not None:
             engine.weights.install()
+        else:
+            options = self._options
+            engine.standby = standby_of(
+                self._plan, loop, options.swap_dir, options.holds_bytes, engine.values
+            )
         if tables.empty:
             return engine
         if self._plan.device.kind == "cpu":
@@ -255,6 +263,7 @@ class ApplySession:
         notes, engine = list(self.notes), self._engine
         if engine is not None:
             notes += notes_on_tensors(engine.account, self._swapper, self._done)
+            notes += [engine.standby.words] if engine.standby is not None and engine.standby.words else []
         notes += [each.words for each in decisions if each.words]
         notes += notes_on_the_run(self._hooks, self.pieces, self._swapper, self._left_plain)
         return outcome_of(
@@ -279,10 +288,12 @@ class ApplySession:
             self._frames.thread.at_end(self._leave_thread)
         if self._hooks is not None:
             self._hooks.thread_changed()
+        if self.standby is not None:
+            self.standby.guard.rest()
 
     def _leave_thread(self) -> None:
         if self._engine is not None:
-            self._engine.leave()
+            self._engine.leave_thread()
         if self._hooks is not None:
             self._hooks.leave_thread()
 
@@ -307,6 +318,8 @@ class ApplySession:
         peak_bytes = self._measurements.iteration_ended(count, milliseconds, saved, plain=plain)
         if self._swapper is not None and self._swapper.feedback is not None:
             self._swapper.feedback.iteration_ended(peak_bytes)
+        if engine.standby is not None:
+            engine.standby.iteration_ended(peak_bytes)
         failed = self._swapper.failed if self._swapper is not None else {}
         account = engine.account
         account.declined = failed | account.declined

@@ -14,7 +14,7 @@ from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.codecs.encoded import Encoded
 from memopt.enforcers.records import Pinned, Record, Value, View, output_tensors
-from memopt.enforcers.replays import make
+from memopt.enforcers.replays import Kept, make
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, tensors_in, version_of
 from memopt.instrument.saved import Place
@@ -52,6 +52,8 @@ class Values:
         self._swapped: dict[int, tuple[weakref.ref[UntypedStorage], int, weakref.ref[SwappedStorage]]] = {}
         """The same of tiers."""
 
+        self.kept: Kept | None = None
+        """Told of what a replay makes and holds."""
         self.whole_first: Callable[[Tensor], None] | None = None
         """Told before a replay reads what is held as it is."""
 
@@ -200,7 +202,7 @@ class Values:
                 continue
             for value in (v for ref in record.values if (v := ref()) is not None):
                 if value.there() is None or value.cached is None:
-                    value.cached = make(value)
+                    value.cached = make(value, self.kept)
 
     def overwritten(self, storages: Sequence[UntypedStorage]) -> None:
         """The storages hold other bytes now; their former values have to be made again where they are wanted."""

@@ -64,8 +64,6 @@ class Course:
     guards: list[Guard] = field(default_factory=list)
     """Those that have watched, one after the other."""
     online: bool = False
-    fell_back_after: int | None = None
-    """Iterations that had ended when the guard took over from the plan."""
     budget_bytes: int | None = None
 
     @property
@@ -94,11 +92,10 @@ def facts(course: Course) -> dict[str, Any]:
                 "moved": guard.moved,
                 "moved_bytes": guard.moved_bytes,
                 "over_bytes": guard.over_bytes,
-                "over_at": guard.over_at,
+                "stuck": guard.stuck,
             }
             for guard in course.guards
         ],
-        "fell_back_after": course.fell_back_after,
         "outcome": msgspec.to_builtins(course.outcome) if course.outcome is not None else None,
         "problem": course.problem,
         "from_cache": course.from_cache,

@@ -45,8 +45,6 @@ _MAY_GROW = 0.6
 """Of the budget: a recorded peak from which the next iterations may come to it."""
 _MOST_WAIT_S = 10.0
 """For the first plan. A second or two are usual; a guarded step costs more than a planned one, and the planner has the processor for itself."""
-_LARGER_STEPS = 3
-"""Iterations that saved more than was planned for, after which the guard takes over."""
 _PIECE_BYTES = 2 << 20
 _WHOLE_FROM_BYTES = 64 << 10
 """Under the guard smaller tensors of optimizer state stay, where the step is not taken in pieces."""
@@ -220,15 +218,6 @@ class Phases:
         self.course.better_after = self._base = count
         self._enforce(better)
 
-    def _fall_back(self, count: int) -> None:
-        """The script needs more than what was planned for: hold the budget without the plan."""
-        apply = self._apply
-        assert apply is not None
-        self._pieces = apply.pieces
-        self.course.outcome = self._with_first_peak(apply.finished())
-        self.course.fell_back_after = self._base = count
-        self._watch_over()
-
     def _move_state_too(self) -> None:
         """Nothing was left to move, and the budget was passed: optimizer state leaves too."""
         from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
@@ -253,9 +242,10 @@ class Phases:
         which = "a better" if self.course.better_after else "its" if self._base else "the kept"
         self._tell(f"under {which} plan from iteration {self._base + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
         prepare_run(plan, os.environ)
-        self._apply = ApplySession(
-            plan, Options(swap_dir=self._wishes.swap_dir, measure=self._wishes.measure)
+        options = Options(
+            swap_dir=self._wishes.swap_dir, measure=self._wishes.measure, holds_bytes=plan.budget_bytes
         )
+        self._apply = ApplySession(plan, options)
         self._session = self._apply
         self._apply.begin_in(self._loop)
 
@@ -265,9 +255,7 @@ class Phases:
             return None
         course = self.course
         self._end_watch()
-        if course.fell_back_after is not None:
-            pass
-        elif self._apply is not None:
+        if self._apply is not None:
             course.outcome = self._with_first_peak(self._apply.finished())
         elif self._profile is not None and self._trace is None:
             self._profile.finished(problem or "the script ended while it was recorded")
@@ -338,16 +326,25 @@ class Phases:
             self._planned(planning, count)
         elif planning is not None and self._session is self._apply and planning.has_news():
             self._take_better(planning, count)
-        elif self._apply is not None and self._session is self._apply:
-            if self._apply.larger_steps >= _LARGER_STEPS and self.course.budget_bytes is not None:
-                self._fall_back(count)
-        elif isinstance(self._session, Guard) and self._session.over_bytes and self._holds_alone:
+        elif self._pieces is None and self._leaves_state and self._is_stuck:
             self._move_state_too()
 
     @property
-    def _holds_alone(self) -> bool:
-        """Is the guard all that there is to be, and may it be given more to move?"""
-        return self._pieces is None and (self.course.online or self.course.fell_back_after is not None)
+    def _leaves_state(self) -> bool:
+        """Is what runs now to stay, and does it leave the optimizer's state and step as they are?"""
+        plan = self.course.plan
+        if plan is None or self._session is not self._apply:
+            return self.course.online
+        return plan.in_backward is None and plan.in_pieces is None
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Has the guard had nothing left to move?"""
+        from memopt.enforcers.guard import Guard
+
+        standby = self._apply.standby if self._apply is not None else None
+        guard = self._session if isinstance(self._session, Guard) else standby.guard if standby else None
+        return guard is not None and guard.over_bytes > 0
 
     def thread_changed(self) -> None:
         if self._session is not None:

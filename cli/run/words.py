@@ -11,7 +11,6 @@ from memopt.units import format_bytes, format_ms
 
 if TYPE_CHECKING:
     from memopt.cli.run.course import Course
-    from memopt.enforcers.guard import Guard
     from memopt.outcome import Outcome
     from memopt.plan import Plan
 
@@ -41,25 +40,17 @@ def last_words(course: Course) -> list[str]:
     if plan is None or outcome is None:
         return [_not_enforced(course)]
     lines = [_held(plan, outcome), _beside(plan, outcome), _cost(course, plan, outcome)]
-    if course.fell_back_after is not None:
-        lines[0] += f"; this was under the plan, up to iteration {course.fell_back_after}"
-        then = f"from iteration {course.fell_back_after + 1} on, without the plan (the script saved more than was planned for): {_guarded(course)[0]}"
-        lines.append(then)
     return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in outcome.notes[:_MOST_NOTES])]
 
 
 def _before_the_plan(course: Course) -> list[str]:
     """Where the guard could not hold the budget until the plan took over."""
     passed = [guard for guard in course.guards if guard.most_bytes > guard.budget_bytes]
-    if not passed or course.fell_back_after is not None:
+    if not passed:
         return []
     worst = max(passed, key=lambda guard: guard.most_bytes)
-    stuck = f": {_stuck(worst)}" if worst.over_bytes > 0 else ""
+    stuck = f": {worst.stuck}" if worst.stuck else ""
     return [f"note: before the plan took effect, live bytes reached {format_bytes(worst.most_bytes)}{stuck}; the next run starts under the plan"]  # fmt: skip
-
-
-def _stuck(guard: Guard) -> str:
-    return f"before {guard.over_at} nothing was left that could be moved"
 
 
 def _guarded(course: Course) -> list[str]:
@@ -68,8 +59,8 @@ def _guarded(course: Course) -> list[str]:
     peak = format_bytes(guard.most_bytes)
     if guard.most_bytes > guard.budget_bytes:
         held = f"NOT held: live bytes reached {peak}, budget {budget}"
-        if guard.over_bytes > 0:
-            held += f"; {_stuck(guard)}"
+        if guard.stuck:
+            held += f"; {guard.stuck}"
     else:
         held = f"held: live bytes reached {peak}, within the budget of {budget}"
     moved = (

@@ -12,7 +12,17 @@ from torch import UntypedStorage
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
 
 if TYPE_CHECKING:
-    from memopt.enforcers.tiers.feedback import Feedback, Use
+    from memopt.enforcers.tiers.feedback import Feedback
+
+
+class Use(Protocol):
+    """Told of how a storage comes back."""
+
+    def begins(self) -> None:
+        """The copy in is started."""
+
+    def wait(self, arrival: Pending) -> None:
+        """Wait for the copy."""
 
 
 class SwappedStorage:
@@ -50,6 +60,18 @@ class SwappedStorage:
             self._bring()
         except RuntimeError:  # out of memory: whoever needs it asks again, when more has been let go of
             self._tier.collect()
+
+    @property
+    def here(self) -> UntypedStorage | None:
+        """What it has been brought back to, be it on its way."""
+        return self._storage
+
+    def send_back(self) -> None:
+        """Take back a `prefetch`, where nobody has asked since: the tier still has the bytes."""
+        with self._lock:
+            if self._arrival is not None:
+                self._arrival.result()
+                self._storage = self._arrival = None
 
     def _bring(self) -> None:
         with self._lock:

@@ -275,11 +275,10 @@ def _planners(folder: Path) -> list[str]:
 def test_what_the_guard_could_not_hold_before_the_plan_is_told() -> None:
     from memopt.cli.run.words import _before_the_plan
 
-    def course(most: int, over: int, fell_back: int | None = None) -> Any:
-        guard = SimpleNamespace(most_bytes=most, budget_bytes=2 << 20, over_bytes=over, over_at="aten.mm")
-        return SimpleNamespace(guards=[guard], fell_back_after=fell_back)
+    def course(most: int, over: int) -> Any:
+        stuck = "before aten.mm nothing was left that could be moved" if over else ""
+        return SimpleNamespace(guards=[SimpleNamespace(most_bytes=most, budget_bytes=2 << 20, stuck=stuck)])
 
     assert _before_the_plan(course(2 << 20, 0)) == []
-    assert _before_the_plan(course(3 << 20, 1 << 20, fell_back=4)) == []  # told by what ran last
     (told,) = _before_the_plan(course(3 << 20, 1 << 20))
     assert "reached 3.00 MiB: before aten.mm nothing was left" in told

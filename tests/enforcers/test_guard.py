@@ -224,7 +224,7 @@ def test_no_loop_changes(loop: TrainingLoop, tmp_path: Path, monkeypatch: pytest
 def test_what_cannot_be_moved_is_told(tmp_path: Path) -> None:
     _, guard = guarded(layers(), tmp_path, 100_000)
     assert guard.over_bytes > 0
-    assert guard.over_at
+    assert guard.stuck.startswith("before aten.")
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,18 +282,19 @@ def test_a_forked_child_trains_plain(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_the_optimizer_alone_sees_larger_iterations(tmp_path: Path) -> None:
-    """Or the guard would never take over from it."""
+    """Or the guard beside it would never wake."""
     made = msgspec.structs.replace(plan_for(None), saved_tensors=1, saved_elements=1)
     relay, frames, forms = Relay(), Frames(), PlainForms()
     iterations = Iterations(relay, frames.thread)
     watched = Loop(frames, iterations, forms)
     for part in (frames, iterations, forms):
         part.install()
-    session = relay.guard = ApplySession(made, Options(swap_dir=tmp_path, measure=False))
+    session = relay.guard = ApplySession(made, Options(swap_dir=tmp_path, measure=False, holds_bytes=1))
     session.begin_in(watched)
     try:
         assert seeded(layers(growing), STEPS) == seeded(layers(growing), STEPS)
-        assert session.larger_steps >= 3
+        assert session.standby is not None
+        assert session.standby.guard.moved > 0
     finally:
         session.finished()
         watched.remove()
@@ -404,18 +405,12 @@ def length(step):
 """
 
 
-def test_the_guard_takes_over_where_the_script_needs_more_than_was_planned_for(tmp_path: Path) -> None:
+def test_the_guard_helps_where_the_script_needs_more_than_was_planned_for(tmp_path: Path) -> None:
     """The batch grows twenty steps after the plan was found, whenever that is, and at the same step in the plain run."""
     (tmp_path / "train.py").write_text(GROWS + SCRIPT.replace("600 + 97 * (step % 7)", "length(step)"))
     done = memopt(tmp_path, "run", "--budget", "60%", "--time-limit", "0.5", "--outcome", "run.json", "train.py", "100000")  # fmt: skip
     assert done.stdout == plain(tmp_path, "100000").stdout
-    fell_back, words = outcome_of(tmp_path, "run.json")["fell_back_after"], done.stderr
-    assert fell_back is not None
-    assert f"this was under the plan, up to iteration {fell_back}" in words
-    assert (
-        f"from iteration {fell_back + 1} on, without the plan (the script saved more than was planned for): "
-        in words
-    )
+    assert "where iterations took more than was planned for, " in done.stderr
 
 
 def test_a_storage_that_the_script_holds_is_not_looked_at_handle_by_handle() -> None:

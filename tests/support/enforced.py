@@ -71,9 +71,9 @@ def plan_of(trace: Trace, choose: Callable[[Problem], Decisions]) -> Plan:
 
 
 def enforced(
-    loop: Loop, plan: Plan, folder: Path, steps: int, *, measure: bool = False
+    loop: Loop, plan: Plan, folder: Path, steps: int, *, measure: bool = False, holds_bytes: int = 0
 ) -> tuple[list[str], Outcome]:
-    session = ApplySession(plan, Options(swap_dir=folder, measure=measure))
+    session = ApplySession(plan, Options(swap_dir=folder, measure=measure, holds_bytes=holds_bytes))
     session.install()
     try:
         computed = seeded(loop, steps)
@@ -83,9 +83,11 @@ def enforced(
     return computed, outcome
 
 
-def enforced_from(loop: Loop, plan: Plan, folder: Path, steps: int, *, begins_after: int) -> tuple[list[str], Outcome]:  # fmt: skip
+def enforced_from(
+    loop: Loop, plan: Plan, folder: Path, steps: int, *, begins_after: int, holds_bytes: int = 0
+) -> tuple[list[str], Outcome]:
     """As `enforced`, in a loop that is watched already: the plan is there once `begins_after` iterations have ended, as in `memopt run`."""
-    session = ApplySession(plan, Options(swap_dir=folder, measure=True))
+    session = ApplySession(plan, Options(swap_dir=folder, measure=True, holds_bytes=holds_bytes))
 
     class Late:
         """Listens to the loop, and hands it to the session."""
@@ -95,7 +97,9 @@ def enforced_from(loop: Loop, plan: Plan, folder: Path, steps: int, *, begins_af
         def iteration_ended(self, count: int, milliseconds: float) -> None:
             if self.begun:
                 session.iteration_ended(count, milliseconds)
-            elif count == begins_after:
+                return
+            frames.new_iteration()
+            if count == begins_after:
                 self.begun = True
                 session.begin_in(watched)
 

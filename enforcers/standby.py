@@ -1,0 +1,86 @@
+"""The guard beside a plan: it rests while iterations are as the profiled one was, and holds the budget in those that are not.
+
+An iteration that saves more than was planned for (a longer text, several batches a step, an evaluation with gradients) is known as soon
+as it has saved more than the profiled one in all. From there on the guard counts, and moves away what no action of the plan is for. It
+stays awake a while, for what has happened once may come again; and for good where an iteration like the profiled one passed the budget,
+as the script has kept something since. Where that does not do, it holds the iterations that follow without the plan's actions on tensors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from memopt.enforcers.guard import Guard
+from memopt.enforcers.tiers.per_device import offload_tier
+from memopt.enforcers.values import Values
+from memopt.instrument.loop import Loop
+from memopt.plan import Plan
+from memopt.units import format_bytes
+
+MORE = 1.02
+"""Times as many elements as the profiled iteration saved are clearly more."""
+_STAYS_AWAKE = 16
+"""Iterations after the last that needed it."""
+_PASSED = 1.005
+"""Times the budget, or the planned peak where that is above it."""
+
+
+class Standby:
+    """Told of what an iteration saves, and of its end."""
+
+    def __init__(self, guard: Guard, plan: Plan) -> None:
+        self.guard = guard
+        self._most_elements = int(MORE * plan.saved_elements)
+        self._most_bytes = int(_PASSED * max(guard.budget_bytes, plan.predicted_peak_bytes))
+        self._awake = 0
+        """Iterations for which it stays so, this one included."""
+        self._for_good = False
+        self.alone = False
+        """Is the plan to take no action? What it makes again pins what that is made of, which the guard could move."""
+        self._over_bytes: dict[bool, int] = {}
+        """By which the budget was passed since it woke: alone, and beside the plan."""
+
+    def saved(self, elements: int) -> None:
+        """So many have been saved in this iteration."""
+        if elements > self._most_elements and self._awake <= _STAYS_AWAKE:
+            self._awake = _STAYS_AWAKE + 1
+            self.guard.wake()
+
+    def iteration_ended(self, peak_bytes: int | None) -> None:
+        """`peak_bytes` of one that saved what the profiled one did, where it was measured."""
+        self._for_good = self._for_good or (peak_bytes or 0) > self._most_bytes
+
+    def new_iteration(self) -> None:
+        self._awake = max(0, self._awake - 1)
+        if self._awake or self._for_good:
+            self._choose()
+            self.guard.wake()
+        elif not self.guard.rests:
+            self.guard.rest()
+            self._over_bytes.clear()
+            self.alone = False
+        self.guard.new_iteration()
+
+    def _choose(self) -> None:
+        """Alone or beside the plan: the other way is tried once this one has passed the budget, then that which passed it by less."""
+        over = self._over_bytes
+        over[self.alone] = max(over.get(self.alone, 0), self.guard.over_now_bytes)
+        if over[self.alone] > over.get(not self.alone, 0):
+            self.alone = not self.alone
+
+    @property
+    def words(self) -> str:
+        """What was done; empty where there was no need."""
+        guard = self.guard
+        moved = f"where iterations took more than was planned for, {guard.moved} storages ({format_bytes(guard.moved_bytes)}) were moved away beside the plan"
+        return "; ".join(filter(None, [moved if guard.moved else "", guard.stuck]))
+
+
+def standby_of(plan: Plan, loop: Loop, swap_dir: Path, budget_bytes: int, values: Values) -> Standby | None:
+    """A guard that holds `budget_bytes` beside `plan`, whose replays are made of `values`; none where the budget is 0, or what the profiled
+    iteration saved is not known."""
+    if not (budget_bytes and plan.saved_elements):
+        return None
+    guard = Guard(loop, offload_tier(swap_dir), plan.device.kind, budget_bytes, rests=True)
+    guard.values, values.kept = values, guard.held_again
+    return Standby(guard, plan)

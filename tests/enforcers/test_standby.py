@@ -1,0 +1,155 @@
+"""The guard beside a plan: what the profiled iteration did not do is held too, it rests elsewhere, and no result changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from memopt.advisors.advise import Adviser
+from memopt.advisors.profiles.problem import allowed
+from memopt.enforcers.guard import Guard
+from memopt.enforcers.standby import Standby
+from memopt.enforcers.verify.digests import digest
+from memopt.plan import Plan
+from tests.support.enforced import Loop, any_mixture, enforced, enforced_from, plan_of, recorded, seeded
+from tests.support.loops import LOOPS
+from tests.support.stepping import everything
+
+STEPS = 8
+Step = Callable[[int], int]
+
+
+def never(step: int) -> int:
+    return 0
+
+
+def once(step: int) -> int:
+    return 1
+
+
+def layers(*, batches: Step = once, looks: Step = never, rows: Step = lambda step: 256, keeps: Step = never) -> Loop:  # fmt: skip
+    """In each step: `looks` forward passes that nothing follows, `batches` with backward of `rows` rows, and `keeps` kept rows for good."""
+
+    def loop(steps: int) -> list[str]:
+        block = [[nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64), nn.Dropout(0.1)] for _ in range(3)]  # fmt: skip
+        model = nn.Sequential(*(nn.Sequential(*each) for each in block))
+        optimizer = torch.optim.AdamW(model.parameters())
+        found: list[str] = []
+        kept: list[Tensor] = []
+        for step in range(steps):
+            found += [digest(model(torch.randn(rows(step), 64))) for _ in range(looks(step))]
+            optimizer.zero_grad()
+            for _ in range(batches(step)):
+                loss = model(torch.randn(rows(step), 64)).square().mean()
+                loss.backward()
+                found.append(digest(loss))
+            optimizer.step()
+            kept.append(torch.zeros(keeps(step)))
+        return [*found, *everything(model, optimizer)]
+
+    return loop
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    """Of what each of these loops does in its third step."""
+    trace = recorded(layers(), tmp_path_factory.mktemp("profile"))
+    return Adviser(trace, allowed((), ("optimizer",)), 1.0).plan(int(0.6 * trace.peak_bytes))
+
+
+@pytest.fixture
+def guards(monkeypatch: pytest.MonkeyPatch) -> list[Guard]:
+    found: list[Guard] = []
+    end = Guard.end
+
+    def told(self: Guard) -> None:
+        found.append(self)
+        end(self)
+
+    monkeypatch.setattr(Guard, "end", told)
+    return found
+
+
+@pytest.fixture
+def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """By how much each iteration passed the budget with nothing left to move."""
+    found: list[int] = []
+    begin = Guard.new_iteration
+
+    def told(self: Guard) -> None:
+        found.append(self.over_now_bytes)
+        begin(self)
+
+    monkeypatch.setattr(Guard, "new_iteration", told)
+    return found
+
+
+def later(count: int) -> Step:
+    return lambda step: count if step > 4 else 1
+
+
+OTHERS = {
+    "several batches a step": layers(batches=later(3)),
+    "a forward pass with gradients that nothing follows": layers(looks=lambda step: int(step > 4)),
+    "more rows": layers(rows=lambda step: 320 if step > 4 else 256),
+    "something that is kept": layers(keeps=lambda step: 1 << 15 if step == 4 else 0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_budget_is_held_in_other_iterations_than_the_profiled_one(
+    name: str, plan: Plan, guards: list[Guard], passed: list[int], tmp_path: Path
+) -> None:
+    loop, budget = OTHERS[name], plan.budget_bytes
+    plain = seeded(loop, 2 * STEPS)
+    computed, alone = enforced_from(loop, plan, tmp_path, 2 * STEPS, begins_after=3)
+    assert computed == plain
+    assert not guards
+    assert (alone.measured_peak_bytes or 0) > 1.02 * budget, "the plan alone does not hold it"
+    computed, held = enforced_from(loop, plan, tmp_path, 2 * STEPS, begins_after=3, holds_bytes=budget)
+    assert computed == plain
+    (guard,) = guards
+    assert guard.moved > 0
+    assert passed[-1] == 0, "held in the end, the first of them taught how"
+    if name != "something that is kept":  # which is known only once it has been measured
+        assert (held.measured_peak_bytes or 0) < (alone.measured_peak_bytes or 0)
+    if name == "several batches a step":
+        assert not any(passed)
+        assert (held.measured_peak_bytes or 0) <= 1.005 * budget, (
+            held
+        )  # kernels take a little besides what they give
+    assert any("were moved away beside the plan" in note for note in held.notes), held.notes
+
+
+def test_it_rests_where_all_iterations_are_alike(plan: Plan, guards: list[Guard], tmp_path: Path) -> None:
+    enforced_from(layers(), plan, tmp_path, STEPS, begins_after=3, holds_bytes=plan.budget_bytes)
+    (guard,) = guards
+    assert guard.rests
+    assert (guard.moved, guard.most_bytes) == (0, 0)
+
+
+def test_it_rests_again(plan: Plan, guards: list[Guard], tmp_path: Path) -> None:
+    loop = layers(batches=lambda step: 3 if step == 4 else 1)
+    assert enforced_from(loop, plan, tmp_path, 30, begins_after=3, holds_bytes=plan.budget_bytes)[0] == seeded(loop, 30)  # fmt: skip
+    assert guards[0].moved > 0
+    assert guards[0].rests
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_no_loop_changes(loop: Loop, tmp_path: Path, guards: list[Guard], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Under a plan for some of its tensors, and with a budget that makes every other one leave."""
+    monkeypatch.setattr("memopt.enforcers.guard.LEAST_BYTES", 64)
+    monkeypatch.setattr(Standby, "_choose", lambda self: None)
+    plain = seeded(loop, STEPS)
+    plan = plan_of(recorded(loop, tmp_path), any_mixture(0))
+    woken = msgspec.structs.replace(plan, saved_elements=1)
+    computed, outcome = enforced(loop, woken, tmp_path, STEPS, holds_bytes=1)
+    assert computed == plain, outcome
+    assert outcome.actions.skipped == 0, outcome
+    assert not any(guard.rests for guard in guards)
