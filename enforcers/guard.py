@@ -8,11 +8,11 @@ tensors are left out. What DTR does and this does not: recompute; nothing is don
 
 from __future__ import annotations
 
+import gc
 import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -21,14 +21,16 @@ from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.live_bytes import Live, bytes_of, would_make
-from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
+from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.tiers.swapped import SwappedStorage
+from memopt.enforcers.watched import Saved, Use, Watched
+from memopt.enforcers.what_is_there import largest, what_is_there
 from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
-from memopt.instrument.saved import Kept, Place, SavedTensorHooks, check_version, let_go_of_bytes, share
+from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.torch_internals import (
     DisableTorchDispatch,
@@ -46,79 +48,9 @@ LEAST_BYTES = 64 * 1024
 _LEAST_SHARE = 256
 """Of the budget, this part."""
 _PAGE_BYTES = 4096
+_FAR_MORE = 1.25
 _AHEAD = 2
 """Storages that are asked for next and come back before they are, where there is room."""
-
-
-class Watched(Kept):
-    """A saved tensor, and where its bytes are when they are not in it."""
-
-    __slots__ = ("away", "place", "served", "size_bytes")
-
-    def __init__(self, tensor: Tensor) -> None:
-        super().__init__(tensor)
-        self.place = Place.of(tensor)
-        self.away: SwappedStorage | None = None
-        self.served = False
-        self.size_bytes = tensor.untyped_storage().nbytes()
-
-    def leave(self, away: SwappedStorage) -> None:
-        """Its bytes are in `away` from here on."""
-        self.away = away
-        away.waiting += 1
-        let_go_of_bytes(self.tensor)
-
-    def get(self) -> Tensor:
-        """As `Kept`, wherever the bytes are."""
-        if self.away is None:
-            return super().get()
-        check_version(self.tensor, self.version, self, shape=self.place.size)
-        tensor = self.place.on(self.away.get())
-        if not self.served:
-            self.served = True
-            self.away.served()
-        return tensor
-
-
-@dataclass(slots=True, eq=False)
-class _Saved:
-    """A storage that autograd has saved, and the handles on it."""
-
-    address: int
-    size_bytes: int
-    handles: list[weakref.ref[Watched]] = field(default_factory=list)
-    away: weakref.ref[SwappedStorage] | None = None
-
-    @property
-    def is_held_by_others(self) -> bool:
-        """Surely, without looking at each handle: asked before each op, where a script saves one storage hundreds of times."""
-        if self.away is not None:
-            return False
-        first = self.handles[0]()  # while it lives, the address is this storage's
-        return first is not None and storage_use_count(self.address) > len(self.handles) + 1
-
-    def living(self) -> list[Watched]:
-        """The handles that are still there; the others are forgotten, but for one."""
-        found = [handle for reference in self.handles if (handle := reference()) is not None]
-        if 0 < len(found) < len(self.handles):
-            self.handles = [weakref.ref(handle) for handle in found]
-        return found
-
-
-class _Use:
-    """Counts a storage that has come back, whoever asked."""
-
-    def __init__(self, live: Live) -> None:
-        self._live = live
-        self.content: weakref.ref[SwappedStorage] | None = None
-
-    def begins(self) -> None: ...
-
-    def wait(self, arrival: Pending) -> None:
-        arrival.result()
-        content = self.content() if self.content is not None else None
-        if content is not None and content.here is not None:
-            self._live.met(content.here)
 
 
 class Guard(modes.Mode):
@@ -135,7 +67,7 @@ class Guard(modes.Mode):
         self._least_bytes = min(LEAST_BYTES, max(_PAGE_BYTES, budget_bytes // _LEAST_SHARE))
         self._is_watched: Callable[[Tensor], bool] = attrgetter(f"is_{device}")
         self._live = Live(device) if rests else Live(device).look_around()
-        self._saved: OrderedDict[int, _Saved] = OrderedDict()
+        self._saved: OrderedDict[int, Saved] = OrderedDict()
         """By address, in the order of saving."""
         self._expected: dict[tuple[str, int], int] = {}
         """(overload, bytes of its inputs) -> bytes that it made the last time."""
@@ -161,7 +93,10 @@ class Guard(modes.Mode):
         """Most by which the budget was passed, with nothing left to move."""
         self.over_now_bytes = 0
         """In this iteration."""
-        self._over_need_bytes = 0
+        self._collects = self._may_collect = True
+        self._over_need_bytes = self._told_bytes = 0
+        self._over_held = ""
+        """What there was then."""
         self._over_at = ""
         """The op before which that was, and where."""
 
@@ -173,7 +108,8 @@ class Guard(modes.Mode):
         if not self.over_bytes:
             return ""
         takes = f", which takes {format_bytes(self._over_need_bytes)}," if self._over_need_bytes else ""
-        return f"before {self._over_at}{takes} nothing was left that could be moved"
+        held = f": {self._over_held}" if self._over_held else ""
+        return f"before {self._over_at}{takes} nothing was left that could be moved{held}"
 
     @property
     def most_bytes(self) -> int:
@@ -279,7 +215,7 @@ class Guard(modes.Mode):
         handle = Watched(tensor)
         known = self._saved.get(storage._cdata)
         if known is None or not known.living() or known.away is not None:
-            known = self._saved[storage._cdata] = _Saved(storage._cdata, storage.nbytes())
+            known = self._saved[storage._cdata] = Saved(storage._cdata, storage.nbytes())
             self._saved.move_to_end(storage._cdata)
         known.handles.append(weakref.ref(handle))
         return handle
@@ -344,11 +280,29 @@ class Guard(modes.Mode):
         if over <= 0:
             return
         over = self._move_away(need_bytes) if self._saved else over
+        if over > 0 and self._may_collect:
+            over = self._collect_garbage(need_bytes)
         self.over_now_bytes = max(self.over_now_bytes, over)
         if over > self.over_bytes:
             where = self._frames.current.path
             self._over_at = f"{what} in {where}" if where else what
             self.over_bytes, self._over_need_bytes = over, need_bytes
+            self._look_what_is_there()
+
+    def _look_what_is_there(self) -> None:
+        """At the first time that the budget is passed, and when it is passed by far more: it takes long."""
+        if self.over_bytes > _FAR_MORE * self._told_bytes:
+            self._told_bytes = self.over_bytes
+            self._over_held = largest(what_is_there(self._frames, self._device))
+
+    def _collect_garbage(self, need_bytes: int) -> int:
+        """Tensors in reference cycles may be all that is left; at most once an iteration, and no more where that frees nothing. What is still
+        above the budget then."""
+        before = self._live.now()
+        self._may_collect = False
+        gc.collect()
+        self._collects = self._live.now() < before
+        return self._live.now() + need_bytes - self.budget_bytes
 
     def _move_away(self, need_bytes: int) -> int:
         """What is still above the budget then."""
@@ -373,7 +327,7 @@ class Guard(modes.Mode):
             del guard
         return over
 
-    def _send(self, saved: _Saved) -> SwappedStorage | None:
+    def _send(self, saved: Saved) -> SwappedStorage | None:
         """Start to move it, if only autograd holds it; None: it stays, or is gone."""
         if self.values is None and saved.is_held_by_others:
             return None
@@ -390,7 +344,7 @@ class Guard(modes.Mode):
         if self._streams.why_keep(handles[0].tensor.device):
             return None
         try:
-            use = _Use(self._live) if self._device == "cpu" else None
+            use = Use(self._live) if self._device == "cpu" else None
             content = SwappedStorage(self._tier, handles[0].tensor.untyped_storage(), use)
         except SwapFailed as error:
             without_frames(error)
@@ -424,7 +378,7 @@ class Guard(modes.Mode):
             if not saved.living():
                 del self._saved[address]
         self._ahead.clear()
-        self.over_now_bytes = 0
+        self.over_now_bytes, self._may_collect = 0, self._collects
         self._streams.new_iteration()
         self._enter()
 

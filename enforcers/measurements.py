@@ -7,11 +7,13 @@ import sys
 from statistics import median
 from typing import TYPE_CHECKING
 
+from memopt.enforcers.what_is_there import GRADIENTS, freed_by_collecting, grown, what_is_there
 from memopt.instrument.memory.outside import is_clearly_more, was_above_now_bytes
 from memopt.plan import Plan
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
+    from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.memory.meter import Meter
 
@@ -27,6 +29,8 @@ _UNLIKE = 0.05
 
 _MORE_AT_THE_START = 0.01
 """Of the plan's peak: what an iteration has to begin with above the profiled one, and reach above the prediction, to be told of."""
+
+_MOSTLY = 0.5
 
 
 class Measurements:
@@ -58,6 +62,15 @@ class Measurements:
         """The first measured iteration is the plan's first one, in the midst of a run."""
         self._others: list[float] = []
         """For each iteration that saved other tensors than the profiled one: how many elements to one of the plan's."""
+        self._at_the_peak = 1.0
+        """The same of the one with the largest peak."""
+        self.frames: Frames | None = None
+        self._there: dict[str, int] = {}
+        """What the first measured iteration began with."""
+        self._kept = ""
+        """What the one that began with the most had beyond that."""
+        self._in_cycles: bool | None = None
+        """Was what an iteration began with beyond the profiled one garbage? None: nobody has looked."""
 
     @property
     def peak_bytes(self) -> int | None:
@@ -97,7 +110,7 @@ class Measurements:
         if self._others:
             found.append(
                 f"{len(self._others)} iterations saved other tensors than the profiled one, {min(self._others):.2f} to "
-                f"{max(self._others):.2f} times as many elements; the peak moves with them, and was predicted for the profiled one"
+                f"{max(self._others):.2f} times as many elements; {self._how_it_moves()}"
             )
         if self._evaluation_bytes:
             found.append(
@@ -105,15 +118,11 @@ class Measurements:
                 "were held then: a plan changes what trains only; smaller batches there would"
             )
         plan = self._plan
-        more = max(self._peaks)[1] - plan.base_bytes if self._peaks and plan.base_bytes else 0
-        if more > _MORE_AT_THE_START * plan.predicted_peak_bytes and self._unlike() > _MORE_AT_THE_START:
-            why = (
-                "gradients of the step before, which the plan's own steps leave none of"
-                if self._joined and self._plan.in_backward is not None
-                else "the script has kept that since, and no plan accounts for it"
-            )
+        base_bytes = max(self._peaks)[1] if self._peaks else 0
+        if self._is_more(base_bytes) and self._unlike() > _MORE_AT_THE_START:
+            more = base_bytes - plan.base_bytes
             found.append(
-                f"the measured iteration began with {format_bytes(more)} more than the profiled one: {why}"
+                f"a measured iteration began with {format_bytes(more)} more than the profiled one: {self._why_more()}"
             )
         if not found and self._peaks and abs(ratio := self._unlike()) > _UNLIKE:
             found.append(
@@ -121,6 +130,23 @@ class Measurements:
                 "measured did other things than the profiled one, or kernels that memopt does not see into (torch.compile) did"
             )
         return found
+
+    def _how_it_moves(self) -> str:
+        if self._at_the_peak < 1 and self._unlike() > _MORE_AT_THE_START:
+            return (
+                f"the peak was measured in one of {self._at_the_peak:.2f} times as many: what grew there is nothing that is saved, but a buffer "
+                "of backward's or of an op's, whose size follows the data"
+            )
+        return "the peak moves with them, and was predicted for the profiled one"
+
+    def _why_more(self) -> str:
+        if self._in_cycles:
+            return "tensors in reference cycles, which are there until Python's garbage collector runs; gc.collect() after the step frees them"
+        if self._kept:
+            return f"the script has kept that since, and no plan accounts for it ({self._kept})"
+        if self._joined and self._plan.in_backward is not None and self._there.get(GRADIENTS):
+            return "gradients of the step before, which the plan's own steps leave none of"
+        return "the script has kept that since, and no plan accounts for it"
 
     def _unlike(self) -> float:
         """How far the measured peak lies above the predicted one, as a part of it."""
@@ -158,10 +184,14 @@ class Measurements:
         as_planned = not plain and count > 1 and self._is_as_planned(saved)
         if count > 1 and self._meter is None and not plain:
             self._times_ms.append(milliseconds)
-        if self._stop() and as_planned:
-            self._measured_planned = True
-            return self._peaks[-1][0]
-        return None
+        if not self._stop():
+            return None
+        if self._peaks[-1] == max(self._peaks):
+            self._at_the_peak = 1.0 if as_planned or not self._others else self._others[-1]
+        if not as_planned:
+            return None
+        self._measured_planned = True
+        return self._peaks[-1][0]
 
     def iteration_begins(self, after: int, iterations: Iterations) -> None:
         """Measure it, if it is one of those, where `after` iterations have ended."""
@@ -233,6 +263,36 @@ class Measurements:
         self._meter = meter_for(self._plan.device.kind)
         self._meter.start()
         self._before_bytes = max(self._before_bytes, self._meter.base_bytes + self._above_bytes)
+        self._look_what_is_there(self._meter.base_bytes)
+
+    def _look_what_is_there(self, base_bytes: int) -> None:
+        """At the first measured iteration, and at those that begin with more: it takes long."""
+        if self.frames is None:
+            return
+        if not self._there:
+            self._there = what_is_there(self.frames, self._plan.device.kind)
+        elif self._is_more(base_bytes) and base_bytes > max(base for _, base in self._peaks):
+            self._kept = grown(self._there, what_is_there(self.frames, self._plan.device.kind))
+
+    def _is_more(self, base_bytes: int) -> bool:
+        """Did an iteration begin with clearly more than the profiled one?"""
+        plan = self._plan
+        return (
+            plan.base_bytes > 0
+            and base_bytes - plan.base_bytes > _MORE_AT_THE_START * plan.predicted_peak_bytes
+        )
+
+    def _look_for_cycles(self, peak_bytes: int, base_bytes: int) -> None:
+        """Once, when an iteration that passed the plan's peak is over, and began with more."""
+        plan = self._plan
+        if (
+            self._in_cycles is None
+            and plan.device.kind == "cpu"
+            and self._is_more(base_bytes)
+            and peak_bytes > plan.predicted_peak_bytes
+        ):
+            more = base_bytes - plan.base_bytes
+            self._in_cycles = freed_by_collecting(plan.device.kind) > _MOSTLY * more
 
     def _look_back(self) -> None:
         if not self._resident_bytes:  # else measuring itself has taken memory since
@@ -252,6 +312,7 @@ class Measurements:
             else:  # a teacher, which the profile knows
                 peak = max(peak, evaluation_bytes)
             self._peaks.append((peak, base))
+            self._look_for_cycles(peak, base)
         return peak is not None
 
 

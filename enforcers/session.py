@@ -171,7 +171,7 @@ class ApplySession:
         assert loop is not None
         frames = loop.frames
         self._frames, self._iterations = frames, loop.iterations
-        frames.without_gradients = self._measurements.without_gradients
+        frames.without_gradients, self._measurements.frames = self._measurements.without_gradients, frames
         self._swapper = swapper_of(self._plan, tables, self._options.swap_dir)
         frames.named = tables.frames
         self._engine = engine = Engine(tables, frames, loop.iterations, self._swapper, self._plan.device.kind)
@@ -319,7 +319,7 @@ class ApplySession:
         if self._swapper is not None and self._swapper.feedback is not None:
             self._swapper.feedback.iteration_ended(peak_bytes)
         if engine.standby is not None:
-            engine.standby.iteration_ended(peak_bytes)
+            engine.standby.iteration_ended(self._measurements.peak_bytes)
         failed = self._swapper.failed if self._swapper is not None else {}
         account = engine.account
         account.declined = failed | account.declined

@@ -2,8 +2,8 @@
 
 An iteration that saves more than was planned for (a longer text, several batches a step, an evaluation with gradients) is known as soon
 as it has saved more than the profiled one in all. From there on the guard counts, and moves away what no action of the plan is for. It
-stays awake a while, for what has happened once may come again; and for good where an iteration like the profiled one passed the budget,
-as the script has kept something since. Where that does not do, it holds the iterations that follow without the plan's actions on tensors.
+stays awake a while, for what has happened once may come again; and for good where a measured iteration passed the budget without (the script
+has kept something since, or what grew is nothing that is saved). Where that does not do, it holds the iterations that follow without the plan's actions on tensors.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Standby:
             self.guard.wake()
 
     def iteration_ended(self, peak_bytes: int | None) -> None:
-        """`peak_bytes` of one that saved what the profiled one did, where it was measured."""
+        """`peak_bytes`: the most that has been measured."""
         self._for_good = self._for_good or (peak_bytes or 0) > self._most_bytes
 
     def new_iteration(self) -> None:

@@ -243,7 +243,9 @@ class Phases:
         self._tell(f"under {which} plan from iteration {self._base + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
         prepare_run(plan, os.environ)
         options = Options(
-            swap_dir=self._wishes.swap_dir, measure=self._wishes.measure, holds_bytes=plan.budget_bytes
+            swap_dir=self._wishes.swap_dir,
+            measure=self._wishes.measure,
+            holds_bytes=max(plan.budget_bytes, plan.predicted_peak_bytes),
         )
         self._apply = ApplySession(plan, options)
         self._session = self._apply

@@ -139,7 +139,7 @@ def living_storages(device: str) -> list[UntypedStorage]:
         tensors, storages = living(Tensor, UntypedStorage)
         gradients = [each for each in map(_gradient_of, tensors) if each is not None]
         for each in (*tensors, *gradients, *storages):
-            storage = _storage_of(each, device)
+            storage = storage_on(each, device)
             if storage is not None:
                 (found if type(each) in PLAIN_TYPES else doubtful).setdefault(storage._cdata, storage)
     return [*found.values(), *(s for at, s in doubtful.items() if at not in found and _has_bytes(s))]
@@ -161,7 +161,8 @@ def _has_bytes(storage: UntypedStorage) -> bool:
         return False
 
 
-def _storage_of(thing: Tensor | UntypedStorage, device: str) -> UntypedStorage | None:
+def storage_on(thing: Tensor | UntypedStorage, device: str) -> UntypedStorage | None:
+    """The storage of `thing`, where it has one on `device`."""
     try:
         if isinstance(thing, Tensor):
             thing = thing.untyped_storage()

@@ -14,12 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt.enforcers.guard import Guard, Watched, _Saved
+from memopt.enforcers.guard import Guard
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.per_device import disk_tier
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.verify.digests import digest
+from memopt.enforcers.watched import Saved, Watched
 from memopt.instrument import as_plain, one_stream
 from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
@@ -416,7 +417,7 @@ def test_the_guard_helps_where_the_script_needs_more_than_was_planned_for(tmp_pa
 def test_a_storage_that_the_script_holds_is_not_looked_at_handle_by_handle() -> None:
     whole = torch.randn(8, 64)
     handles = [Watched(row) for row in whole]
-    saved = _Saved(whole.untyped_storage()._cdata, whole.nbytes, [weakref.ref(each) for each in handles])
+    saved = Saved(whole.untyped_storage()._cdata, whole.nbytes, [weakref.ref(each) for each in handles])
     view = whole[1:]
     assert saved.is_held_by_others
     del handles[2:]

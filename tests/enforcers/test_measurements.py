@@ -131,3 +131,17 @@ def test_an_evaluation_inside_an_iteration_is_told_apart(measured, monkeypatch):
         found.iteration_ended(8, 1.0, None, plain=False)
         assert (found.peak_bytes, found.outside_bytes()) == (peak, outside)
         assert any("an evaluation" in note for note in found.notes()) == (outside > 0)
+
+
+def test_a_peak_that_grows_with_nothing_that_is_saved_is_told(measured):
+    """A packed batch with more tokens and smaller attention: backward's buffer of logits has grown."""
+    found = measured([300])
+    found._plan = msgspec.structs.replace(
+        found._plan, saved_tensors=2, saved_elements=100, predicted_peak_bytes=200
+    )
+    found.begin_after(7)
+    found.iteration_ended(8, 1.0, (2, 97), plain=False)
+    (note,) = found.notes()
+    assert (
+        "the peak was measured in one of 0.97 times as many: what grew there is nothing that is saved" in note
+    )

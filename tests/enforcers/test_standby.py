@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,3 +154,63 @@ def test_no_loop_changes(loop: Loop, tmp_path: Path, guards: list[Guard], monkey
     assert computed == plain, outcome
     assert outcome.actions.skipped == 0, outcome
     assert not any(guard.rests for guard in guards)
+
+
+class Cycle:
+    """Nothing but Python's garbage collector ends it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.me, self.tensor = self, tensor
+
+
+def _state_that_comes_late(steps: int) -> list[str]:
+    """As Lookahead's slow weights."""
+    model, found = nn.Linear(256, 256), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(64, 256)).relu().square().mean()
+        loss.backward()
+        optimizer.step()
+        if step == 3:
+            for each in model.parameters():
+                optimizer.state[each]["slow_buffer"] = each.detach().clone()
+        found.append(digest(loss))
+    return [*found, *everything(model, optimizer)]
+
+
+def _cycles(steps: int) -> list[str]:
+    model, found = nn.Linear(256, 256), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            made = model(torch.randn(64, 256)).relu()
+            Cycle(made.detach())
+            loss = made.square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(digest(loss))
+    finally:
+        gc.enable()
+    return [*found, *everything(model, optimizer)]
+
+
+@pytest.mark.parametrize(("loop", "what"), [(_state_that_comes_late, "(optimizer state (slow_buffer) 257 KiB)"), (_cycles, "tensors in reference cycles")])  # fmt: skip
+def test_what_a_later_iteration_began_with_is_told(loop: Loop, what: str, tmp_path: Path) -> None:
+    made = plan_of(recorded(loop, tmp_path), lambda problem: {})
+    computed, outcome = enforced_from(loop, made, tmp_path, STEPS, begins_after=3)
+    assert computed == seeded(loop, STEPS)
+    (note,) = [each for each in outcome.notes if "began with" in each]
+    assert what in note
+
+
+def test_garbage_is_collected_before_the_guard_gives_up(tmp_path: Path, guards: list[Guard]) -> None:
+    """What lies in cycles adds up to far more than the budget leaves room for."""
+    made = plan_of(recorded(_cycles, tmp_path), lambda problem: {})
+    woken, budget = msgspec.structs.replace(made, saved_elements=1), made.unplanned_peak_bytes
+    computed, _ = enforced_from(_cycles, woken, tmp_path, 2 * STEPS, begins_after=3, holds_bytes=budget)
+    assert computed == seeded(_cycles, 2 * STEPS)
+    assert guards[0].over_bytes == 0, guards[0].stuck
