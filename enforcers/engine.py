@@ -20,11 +20,11 @@ from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.carried_out import Account
 from memopt.enforcers.codecs.premises import Call, describe_call
 from memopt.enforcers.flat_call import CallForm, flatten_call
+from memopt.enforcers.guarding.standby import Standby
 from memopt.enforcers.handles import Planned, Trigger
 from memopt.enforcers.letting_go import LettingGo
 from memopt.enforcers.lookup import AtUse, PlannedSlot, Tables
 from memopt.enforcers.records import Record, record_op
-from memopt.enforcers.standby import Standby
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
 from memopt.enforcers.weights.away import WeightsAway

@@ -7,7 +7,7 @@ import sys
 from statistics import median
 from typing import TYPE_CHECKING
 
-from memopt.enforcers.what_is_there import GRADIENTS, freed_by_collecting, grown, what_is_there
+from memopt.enforcers.guarding.what_is_there import GRADIENTS, freed_by_collecting, grown, what_is_there
 from memopt.instrument.memory.outside import is_clearly_more, was_above_now_bytes
 from memopt.plan import Plan
 from memopt.units import format_bytes

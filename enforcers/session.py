@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
     from memopt.enforcers.engine import Engine
     from memopt.enforcers.gradients_in_place import GradientsInPlace
+    from memopt.enforcers.guarding.standby import Standby
     from memopt.enforcers.lookup import Tables
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.optimizer.planned_steps import PlannedSteps
-    from memopt.enforcers.standby import Standby
     from memopt.enforcers.tiers.swapped import Swapper
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
@@ -165,7 +165,7 @@ class ApplySession:
     def _engine_in(self, loop: Loop | None, tables: Tables) -> Engine:
         """What enforces actions on tensors; the mode is on where there is something to watch for."""
         from memopt.enforcers.engine import Engine
-        from memopt.enforcers.standby import standby_of
+        from memopt.enforcers.guarding.standby import standby_of
         from memopt.enforcers.tiers.planned import swapper_of
 
         assert loop is not None

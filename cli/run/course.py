@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 if TYPE_CHECKING:
-    from memopt.enforcers.guard import Guard
+    from memopt.enforcers.guarding.guard import Guard
     from memopt.outcome import Outcome
     from memopt.plan import Plan
     from memopt.profiler.offload import OpenTier

@@ -29,7 +29,7 @@ from memopt.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-    from memopt.enforcers.guard import Guard
+    from memopt.enforcers.guarding.guard import Guard
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.session import ApplySession
     from memopt.outcome import Outcome
@@ -102,7 +102,7 @@ class Phases:
 
     def _watch_over(self, *, waits: bool = False) -> None:
         """Guard the run from here on, or, if it `waits`, from where it trains."""
-        from memopt.enforcers.guard import Guard
+        from memopt.enforcers.guarding.guard import Guard
         from memopt.enforcers.tiers.per_device import offload_tier
 
         assert self._loop is not None
@@ -115,7 +115,7 @@ class Phases:
         guard.begin(waits=waits)
 
     def _end_watch(self) -> None:
-        from memopt.enforcers.guard import Guard
+        from memopt.enforcers.guarding.guard import Guard
 
         if isinstance(self._session, Guard):
             self._session.end()
@@ -310,7 +310,7 @@ class Phases:
 
     def _next(self, count: int) -> None:
         """Is it time for the next phase?"""
-        from memopt.enforcers.guard import Guard
+        from memopt.enforcers.guarding.guard import Guard
 
         profile, planning = self._profile, self._planning
         if isinstance(self._session, Guard) and self._profile is None and not self.course.online:
@@ -342,7 +342,7 @@ class Phases:
     @property
     def _is_stuck(self) -> bool:
         """Has the guard had nothing left to move?"""
-        from memopt.enforcers.guard import Guard
+        from memopt.enforcers.guarding.guard import Guard
 
         standby = self._apply.standby if self._apply is not None else None
         guard = self._session if isinstance(self._session, Guard) else standby.guard if standby else None

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.capturing import Capturing
-from memopt.enforcers.live_bytes import Live, bytes_of, would_make
+from memopt.enforcers.guarding.live_bytes import Live, bytes_of, would_make
+from memopt.enforcers.guarding.watched import Saved, Use, Watched
+from memopt.enforcers.guarding.what_is_there import largest, what_is_there
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.tiers.swapped import SwappedStorage
-from memopt.enforcers.watched import Saved, Use, Watched
-from memopt.enforcers.what_is_there import largest, what_is_there
 from memopt.instrument import modes
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from memopt.enforcers.guard import Guard
+from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.tiers.per_device import offload_tier
 from memopt.enforcers.values import Values
 from memopt.instrument.loop import Loop

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from memopt.enforcers.guard import Guard
+from memopt.enforcers.guarding.guard import Guard
+from memopt.enforcers.guarding.watched import Saved, Watched
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.per_device import disk_tier
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.verify.digests import digest
-from memopt.enforcers.watched import Saved, Watched
 from memopt.instrument import as_plain, one_stream
 from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
@@ -217,7 +217,7 @@ def test_a_tree_whose_shape_changes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loop", LOOPS)
 def test_no_loop_changes(loop: TrainingLoop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it does: with a budget that nothing meets, every saved tensor that can leave does."""
-    monkeypatch.setattr("memopt.enforcers.guard.LEAST_BYTES", 64)
+    monkeypatch.setattr("memopt.enforcers.guarding.guard.LEAST_BYTES", 64)
     plain = seeded(loop, STEPS)
     assert guarded(loop, tmp_path, 1)[0] == plain
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from memopt.enforcers.live_bytes import Live
+from memopt.enforcers.guarding.live_bytes import Live
 from memopt.enforcers.tiers.swap import Pending
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.saved import Kept, Place, check_version, let_go_of_bytes

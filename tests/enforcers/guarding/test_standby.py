@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import allowed
-from memopt.enforcers.guard import Guard
-from memopt.enforcers.standby import Standby
+from memopt.enforcers.guarding.guard import Guard
+from memopt.enforcers.guarding.standby import Standby
 from memopt.enforcers.verify.digests import digest
 from memopt.plan import Plan
 from tests.support.enforced import Loop, any_mixture, enforced, enforced_from, plan_of, recorded, seeded
@@ -145,7 +145,7 @@ def test_it_rests_again(plan: Plan, guards: list[Guard], tmp_path: Path) -> None
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_no_loop_changes(loop: Loop, tmp_path: Path, guards: list[Guard], monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Under a plan for some of its tensors, and with a budget that makes every other one leave."""
-    monkeypatch.setattr("memopt.enforcers.guard.LEAST_BYTES", 64)
+    monkeypatch.setattr("memopt.enforcers.guarding.guard.LEAST_BYTES", 64)
     monkeypatch.setattr(Standby, "_choose", lambda self: None)
     plain = seeded(loop, STEPS)
     plan = plan_of(recorded(loop, tmp_path), any_mixture(0))
