@@ -109,7 +109,7 @@ def _category(tensor: Tensor) -> str:
 def tell_state(tell: Tell, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
     """Call `tell` for every tensor of the optimizer's state."""
     states = getattr(optimizer, "state", None)
-    for parameter, state in states.items() if isinstance(states, dict) else ():
+    for parameter, state in dict.items(states) if isinstance(states, dict) else ():
         if not isinstance(state, dict):
             continue
         owner = names.get(id(parameter), type(optimizer).__name__)

@@ -97,11 +97,9 @@ def _held(plan: Plan, outcome: Outcome) -> str:
     floor = next((note.removeprefix(NOT_MET) for note in plan.notes if note.startswith(NOT_MET)), "")
     known = peak if peak is not None else plan.predicted_peak_bytes
     how = "" if peak is not None else " by prediction: no enforced iteration was measured"
-    if floor:
-        told = f"NOT held: peak {format_bytes(known)}, budget {budget}, without the plan {plain}"
-        return f"{told}; {floor}"
     if known > plan.budget_bytes:
-        return f"NOT held: peak {format_bytes(known)}, {format_bytes(known - plan.budget_bytes)} above the budget of {budget}{how}"
+        told = f"NOT held: peak {format_bytes(known)}, {format_bytes(known - plan.budget_bytes)} above the budget of {budget}{how}"
+        return f"{told}, without the plan {plain}; {floor}" if floor else told
     if not plan.actions and not plan.script_actions:
         return f"held: the plain run peaks at {format_bytes(known)}, within the budget of {budget}{how}; nothing was changed"
     return f"held{how}: peak {format_bytes(known)}, within the budget of {budget}; without the plan {plain}"

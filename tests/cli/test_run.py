@@ -282,3 +282,19 @@ def test_what_the_guard_could_not_hold_before_the_plan_is_told() -> None:
     assert _before_the_plan(course(2 << 20, 0)) == []
     (told,) = _before_the_plan(course(3 << 20, 1 << 20))
     assert "reached 3.00 MiB: before aten.mm nothing was left" in told
+
+
+@pytest.mark.parametrize(
+    ("peak_bytes", "words"),
+    [
+        (1_293_200, "NOT held: peak 1.23 MiB, 4.51 KiB above the budget of 1.23 MiB, without the plan 2.05 MiB; the smallest peak found is 1.34 MiB"),
+        (1_288_586, "held: peak 1.23 MiB, within the budget of 1.23 MiB; without the plan 2.05 MiB"),
+    ],
+)  # fmt: skip
+def test_a_budget_is_told_to_be_passed_where_it_was_and_by_how_much(peak_bytes: int, words: str) -> None:
+    """The smallest peak that the planner found lies above the budget; what was measured may not."""
+    from memopt.advisors.best_effort import NOT_MET
+    from memopt.cli.run.words import _held
+
+    plan = SimpleNamespace(budget_bytes=1_288_586, unplanned_peak_bytes=2_147_644, predicted_peak_bytes=1_409_660, actions=[1], script_actions=[], notes=[f"{NOT_MET}the smallest peak found is 1.34 MiB"])  # fmt: skip
+    assert _held(plan, SimpleNamespace(measured_peak_bytes=peak_bytes)) == words  # type: ignore[arg-type]

@@ -214,3 +214,20 @@ def test_garbage_is_collected_before_the_guard_gives_up(tmp_path: Path, guards: 
     computed, _ = enforced_from(_cycles, woken, tmp_path, 2 * STEPS, begins_after=3, holds_bytes=budget)
     assert computed == seeded(_cycles, 2 * STEPS)
     assert guards[0].over_bytes == 0, guards[0].stuck
+
+
+def test_looking_at_what_is_there_brings_no_state_back(tmp_path: Path) -> None:
+    """The first measured iteration under a step in pieces had its peak from this: all of the optimizer's state came back for it."""
+    from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
+    from memopt.profiler.known import tell_state
+
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    looked: list[int] = []
+    optimizer.state = StateElsewhere(optimizer.state, lambda: looked.append(1))
+    told: list[str] = []
+    tell_state(lambda tensor, category, name: told.append(name), optimizer, {})
+    assert len(told) == 6
+    assert not looked
