@@ -65,6 +65,12 @@ class Adviser:
     def __post_init__(self) -> None:
         self.variants = Variants(self.trace, self.allow, self._of)
 
+    def search_for(self, limit_s: float, *, soon: bool = False) -> None:
+        """Have each search from here on take so long."""
+        self.time_limit_s, self.soon = limit_s, soon
+        for over in self._over or ():
+            over.time_limit_s = limit_s
+
     @property
     def unplanned_peak_bytes(self) -> int:
         return self.problem(1).unplanned_peak_bytes

@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,6 +33,9 @@ _FIRST_S: Final = (0.25, 2.0)
 """Search for the first plan: as long as a step takes, but no less and no more. It comes somewhat later, for the quick rules."""
 _LONGER: Final = 4
 """Times as long is searched for the first plan where none was found that meets the budget."""
+_LONG_S: Final = 5.0
+"""A search that would go on after this, by the wall, is left for later where there is a plan that does something, be it above the budget:
+the script waits ten seconds at most."""
 _ENTRY: Final = (
     "import os, sys\nif os.fork(): os._exit(0)\nfrom memopt.advisors.background import main\nmain()"
 )
@@ -181,11 +185,15 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     limit_s = float(order["time_limit_s"] or usual_limit_s(trace.op_count))
     least, most = _FIRST_S
     first_s = min(limit_s, most, max(least, trace.step_ms / 1000)) if order["waits"] else limit_s
-    first = _search(trace, order, first_s, soon=first_s < limit_s)
-    can_be_met = first.over_bytes and first_s < limit_s and _floor_bytes(trace, order) <= first.budget_bytes
+    adviser, budget, began = _adviser(trace, order), order["budget"], time.monotonic()
+    first = _search(adviser, budget, first_s, soon=first_s < limit_s)
+    can_be_met = first.over_bytes and first_s < limit_s and adviser.floor.bytes <= first.budget_bytes
     while first_s < limit_s and first.over_bytes and (can_be_met or not _does_something(first)):
-        first_s = min(limit_s, _LONGER * first_s)  # the guard holds the budget, this plan would not
-        again = _search(trace, order, first_s, soon=first_s < limit_s)
+        next_s = min(limit_s, _LONGER * first_s)
+        if time.monotonic() - began + next_s > _LONG_S and _does_something(first):
+            break
+        first_s = next_s  # the guard holds the budget, this plan would not
+        again = _search(adviser, budget, first_s, soon=first_s < limit_s)
         first = again if again.is_better_than(first) else first
     first.save(output)
     if first_s == limit_s or not _does_something(first):
@@ -193,7 +201,7 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     with contextlib.suppress(BrokenPipeError):  # the script has ended; the plan is for its next run
         os.write(order["alive"], b".")
     _step_back()
-    longer = _search(trace, order, limit_s)
+    longer = _search(adviser, budget, limit_s)
     if longer.is_better_than(first) and output.exists():
         longer.save(output)
 
@@ -202,23 +210,20 @@ def _does_something(plan: Plan) -> bool:
     return bool(plan.actions or plan.script_actions)
 
 
-def _search(trace: Trace, order: dict[str, Any], limit_s: float, *, soon: bool = False) -> Plan:
+def _search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False) -> Plan:
     from memopt.advisors.best_effort import best_effort
 
-    return best_effort(_adviser(trace, order, limit_s, soon=soon), order["budget"])
+    adviser.search_for(limit_s, soon=soon)
+    return best_effort(adviser, budget)
 
 
-def _floor_bytes(trace: Trace, order: dict[str, Any]) -> int:
-    """What no plan can go below: under a budget beneath it none is worth waiting for."""
-    return _adviser(trace, order, 0.0).floor.bytes
-
-
-def _adviser(trace: Trace, order: dict[str, Any], limit_s: float, *, soon: bool = False) -> Adviser:
+def _adviser(trace: Trace, order: dict[str, Any]) -> Adviser:
+    """One for all searches: what is derived from the trace takes as long as a first search."""
     from memopt.advisors.advise import Adviser
     from memopt.advisors.profiles.problem import allowed
 
     allow = allowed(tuple(order["allow"]), tuple(order["deny"]))
-    return Adviser(trace, allow, limit_s, order["trace"], soon=soon)
+    return Adviser(trace, allow, profile=order["trace"])
 
 
 def _step_back() -> None:

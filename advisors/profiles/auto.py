@@ -227,6 +227,8 @@ class Auto:
             yield from self._from_graph(search, judged)
         met = any(search.fits(plan) for plan in judged.values())
         yield from _judged(search, starts(search, checkpoints=not met), judged)
+        if search.is_over and not met:
+            return
         problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
         yield from _judged(search, programs(search), judged)
         if problem.floor_bytes > problem.target_bytes:

@@ -28,6 +28,8 @@ from memopt.estimators.simulator.trace_view import Saved
 
 _LEAST_S = 0.05
 """Of time, below which nothing is planned."""
+_BUILD_S = 1e-4
+"""For each op, to build the graph: what is not built in time is not planned."""
 _VARIANTS = ((True, 1.0), (False, 1.0), (True, 0.95), (False, 0.95), (False, 0.88))
 """Does what the script holds stay, and the target as a share of what lies above what is there all along: a schedule lets go sooner than the
 enforcer can. What the script holds makes a graph larger, and its planner slower; what is told of a graph without needs more mending."""
@@ -39,6 +41,8 @@ def graph_plans(problem: Problem, until: float) -> Iterator[Decisions]:
     """Decisions after schedules of the graph, while the clock is before `until`; none where nothing can be told.
 
     Without a tier to copy to, the first that fits is the last: what the search adds to it is worth more than another."""
+    if until - now() < max(_LEAST_S, _BUILD_S * problem.view.n):
+        return
     bridge = Bridge(problem.view.trace, REPLAY_MS)
     graphs: dict[bool, Graph] = {}
     for at, (pinned, share) in enumerate(_VARIANTS):

@@ -219,9 +219,14 @@ class Problem:
 
     @cached_property
     def movable(self) -> list[Candidate]:
-        """Every storage with at least one option, the largest first."""
-        found = [c for c in (self._candidate(saved) for saved in self.view.saved.values()) if c is not None]
-        return sorted(found, key=lambda c: -c.saved.size_bytes)
+        """Every storage with at least one option, the largest first; the same under any budget."""
+        key = "movable", self.allow, self.device, self._is_part
+        found: list[Candidate] | None = self.view.shared.get(key)
+        if found is None:
+            every = (self._candidate(saved) for saved in self.view.saved.values())
+            found = sorted((c for c in every if c is not None), key=lambda c: -c.saved.size_bytes)
+            self.view.shared[key] = found
+        return found
 
     @cached_property
     def candidates(self) -> dict[int, Candidate]:

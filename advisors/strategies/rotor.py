@@ -56,7 +56,15 @@ rotor = strategy(
 
 @rotor.profiles
 def rotor_plans(problem: Problem) -> Iterator[Decisions]:
-    """The optimum for each amount of memory, the most memory first, without repetition."""
+    """The optimum for each amount of memory, the most memory first, without repetition. They are the same under any budget."""
+    key = "rotor", problem.allow, problem.device, frozenset(problem.candidates)
+    found: list[Decisions] | None = problem.view.shared.get(key)
+    if found is None:
+        found = problem.view.shared[key] = list(_optimal_plans(problem))
+    yield from found
+
+
+def _optimal_plans(problem: Problem) -> Iterator[Decisions]:
     stages = Stages(problem)
     seen: set[frozenset[int]] = set()
     for stretches in optima(stages.saved_bytes, stages.enters_bytes, stages.again_ms):

@@ -32,6 +32,8 @@ class TraceView:
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.n = trace.op_count
+        self.shared: dict[object, Any] = {}
+        """What problems on this view have found out, for others on it, by what it depends on."""
         ops, storages = trace.ops, trace.storages
         self.live: Ints = np.array(ops.live_bytes, dtype=np.int64)
         self.extra: Ints = np.array(ops.extra_bytes, dtype=np.int64)

@@ -13,10 +13,11 @@ import pytest
 from memopt.advisors import background
 from memopt.advisors.advise import Adviser
 from memopt.advisors.background import Background
+from memopt.advisors.profiles.blockers import Floor
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW
 from memopt.errors import RunFailed
 from memopt.plan import Plan, load_plan
-from memopt.trace import Trace, load_trace
+from memopt.trace import load_trace
 from tests.support.layers_trace import Layer, build
 
 MIB = 1 << 20
@@ -116,6 +117,9 @@ def test_an_order_that_nobody_reads_does_not_end_a_script_that_dies_of_sigpipe()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+ORDER: dict[str, Any] = {"budget": "20MiB", "allow": (), "deny": (), "time_limit_s": 60.0, "waits": True}
+
+
 def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
     trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,17 +128,18 @@ def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
     output, asked, told = tmp_path / "plan.json", list[float](), list[int]()
     whole: list[bool] = []
 
-    def search(trace: Trace, order: dict[str, Any], limit_s: float, *, soon: bool = False) -> Plan:
+    def search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False) -> Plan:
         asked.append(limit_s)
         whole.append(not soon)
         over = 3 * MIB - len(asked) * MIB
         return msgspec.structs.replace(found, predicted_peak_bytes=found.budget_bytes + over)
 
     monkeypatch.setattr(background, "_search", search)
-    monkeypatch.setattr(background, "_floor_bytes", lambda trace, order: found.budget_bytes)
+    monkeypatch.setattr(background, "_LONG_S", float("inf"))
+    monkeypatch.setattr(Adviser, "floor", Floor(found.budget_bytes, ""))
     monkeypatch.setattr(background, "_step_back", lambda: told.append(load_plan(output).predicted_peak_bytes))
     here, there = os.pipe()
-    order = {"trace": str(trace_path), "time_limit_s": 60.0, "waits": True, "alive": there}
+    order = {**ORDER, "trace": str(trace_path), "alive": there}
     background._plan(order, output)
     assert os.read(here, 2) == b"."
     assert len(asked) == 4
@@ -152,15 +157,15 @@ def test_a_first_plan_that_does_nothing_is_searched_for_longer(
     over = msgspec.structs.replace(found, predicted_peak_bytes=2 * found.budget_bytes)
     output, asked = tmp_path / "plan.json", list[float]()
 
-    def search(trace: Trace, order: dict[str, Any], limit_s: float, *, soon: bool = False) -> Plan:
+    def search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False) -> Plan:
         asked.append(limit_s)
         return over if len(asked) > 1 else msgspec.structs.replace(over, predicted_peak_bytes=3 * found.budget_bytes, actions=[], script_actions=[])  # fmt: skip
 
     monkeypatch.setattr(background, "_search", search)
-    monkeypatch.setattr(background, "_floor_bytes", lambda trace, order: found.budget_bytes + 1)
+    monkeypatch.setattr(Adviser, "floor", Floor(found.budget_bytes + 1, ""))
     monkeypatch.setattr(background, "_step_back", lambda: None)
     here, there = os.pipe()
-    background._plan({"trace": str(trace_path), "time_limit_s": 60.0, "waits": True, "alive": there}, output)
+    background._plan({**ORDER, "trace": str(trace_path), "alive": there}, output)
     assert os.read(here, 2) == b"."
     assert load_plan(output).actions
     assert len(asked) == 3, "nothing, the nearest, and once more with all the time that there is"
@@ -174,3 +179,25 @@ def test_nothing_is_waited_for_under_a_budget_that_no_plan_can_meet(trace_path: 
     assert not planner.is_over
     assert first.predicted_peak_bytes > first.budget_bytes
     assert planner.has_news(WAIT_S)
+
+
+def test_a_script_that_waits_gets_a_plan_above_the_budget_before_a_long_search(
+    trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Searches one after the other took longer than it waits, and it ended without a plan."""
+    found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
+    over = msgspec.structs.replace(found, predicted_peak_bytes=2 * found.budget_bytes)
+    output, asked = tmp_path / "plan.json", list[float]()
+
+    def search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False) -> Plan:
+        asked.append(limit_s)
+        return over
+
+    monkeypatch.setattr(background, "_search", search)
+    monkeypatch.setattr(background, "_LONG_S", 0.0)
+    monkeypatch.setattr(Adviser, "floor", Floor(found.budget_bytes, ""))
+    monkeypatch.setattr(background, "_step_back", lambda: None)
+    here, there = os.pipe()
+    background._plan({**ORDER, "trace": str(trace_path), "alive": there}, output)
+    assert os.read(here, 2) == b"."
+    assert len(asked) == 2, "the first, and all the time that there is once the script has it"
