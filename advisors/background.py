@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _FIRST_S: Final = (0.25, 2.0)
 """Search for the first plan: as long as a step takes, but no less and no more. It comes somewhat later, for the quick rules."""
+_FIRST_S_AN_OP: Final = 1e-4
+"""Nor less than this for each op: what has no time for one rule finds nothing."""
 _LONGER: Final = 4
 """Times as long is searched for the first plan where none was found that meets the budget."""
 _LONG_S: Final = 5.0
@@ -184,6 +186,7 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     trace = load_trace(Path(order["trace"]))
     limit_s = float(order["time_limit_s"] or usual_limit_s(trace.op_count))
     least, most = _FIRST_S
+    least = max(least, _FIRST_S_AN_OP * trace.op_count)
     first_s = min(limit_s, most, max(least, trace.step_ms / 1000)) if order["waits"] else limit_s
     adviser, budget, began = _adviser(trace, order), order["budget"], time.monotonic()
     first = _search(adviser, budget, first_s, soon=first_s < limit_s)

@@ -15,7 +15,7 @@ from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.gradients_away import gradients_away
 from memopt.estimators.simulator.gradients_away import why_not as why_gradients_stay
 from memopt.estimators.simulator.gradients_in_place import InPlace
-from memopt.estimators.simulator.in_backward import in_backward, why_not
+from memopt.estimators.simulator.in_backward import in_backward
 from memopt.estimators.simulator.in_pieces import Pieces, in_pieces
 from memopt.estimators.simulator.in_pieces import why_not as why_not_in_pieces
 from memopt.estimators.simulator.timeline import Simulator
@@ -83,7 +83,7 @@ class Variants:
 
     def moved(self, problem: Problem, margin: float = MARGIN) -> Problem | None:
         """`problem` of the run whose optimizer steps inside backward, whether that lowers anything or not; none where it cannot."""
-        if "optimizer" not in self.allow or why_not(self.trace):
+        if "optimizer" not in self.allow or self._view.stays_after_backward:
             return None
         return Problem(
             self._moved_view,

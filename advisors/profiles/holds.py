@@ -12,7 +12,7 @@ from functools import cached_property
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
 from memopt.errors import NotPossibleHere
 from memopt.estimators.elsewhere.batch import grows, recorded_batch
-from memopt.estimators.simulator.in_backward import why_not
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import CATEGORIES, PHASES
 from memopt.units import format_bytes
 
@@ -60,12 +60,7 @@ class Hold:
     @cached_property
     def growing_bytes(self) -> int:
         """What of it follows the batch size."""
-        view, trace = self.problem.view, self.problem.view.trace
-        try:
-            follows = grows(trace, recorded_batch(trace))
-        except NotPossibleHere:  # the profile does not tell its batch size
-            state = {CATEGORIES.index(name) for name in STATE}
-            follows = [kind not in state for kind in trace.storages.category]
+        view, follows = self.problem.view, _follows_the_batch((self.problem.instead_of or self.problem).view)
         found = sum(int(view.size[s]) for s in self.storages if follows[s])
         named = (
             [view.value_storage[v] for v in (*view.reads[self.op], *view.writes[self.op])] if view.n else []
@@ -95,8 +90,7 @@ class Hold:
 
     def moved_by(self) -> str:
         """What makes it smaller, the most bytes first; empty where nothing stands out."""
-        kinds, trace = self.by_kind, self.problem.view.trace
-        allow = self.problem.allow
+        kinds, allow = self.by_kind, self.problem.allow
         found: list[tuple[int, str]] = [
             (kinds["parameter"], "parameters in fewer bits or sharded over devices (fully_shard)"),
             (kinds["optimizer state"], "an optimizer with less state (8-bit Adam, SGD: other results)"),
@@ -106,12 +100,26 @@ class Hold:
             found.append((kinds["temporary"] + kinds["working"], "fused=True in the optimizer"))
         if "optimizer" not in allow:
             found.append((kinds["gradient"], "--allow optimizer (its step inside backward)"))
-        elif self.problem.instead_of is None and (why := why_not(trace)):
+        elif self.problem.instead_of is None and (why := self.problem.view.stays_after_backward):
             found.append((kinds["gradient"], f"the optimizer's step inside backward, but {why}"))
         if DEFAULT_ALLOW - allow - {"optimizer"}:
             found.append((self.peak_bytes, "fewer kinds of action denied"))
         worth = sorted((pair for pair in found if pair[0] >= _SHARE * self.peak_bytes), key=lambda p: -p[0])
         return f"{LESS}{'; '.join(words for _, words in worth[:_NAMED])}" if worth else ""
+
+
+def _follows_the_batch(view: TraceView) -> list[bool]:
+    """Per storage. Found once for a run, and for those that it may become, which have the same storages."""
+    found: list[bool] | None = view.shared.get("follows the batch")
+    if found is None:
+        trace = view.trace
+        try:
+            found = grows(trace, recorded_batch(trace))
+        except NotPossibleHere:  # the profile does not tell its batch size
+            state = {CATEGORIES.index(name) for name in STATE}
+            found = [kind not in state for kind in trace.storages.category]
+        view.shared["follows the batch"] = found
+    return found
 
 
 def _without_shape(label: str) -> str:

@@ -321,7 +321,12 @@ class Problem:
     def _codec(self, saved: Saved) -> CodecChoice | None:
         if "compress" not in self.allow or self.view.trace.facts.get("create_graph", 0) > 0:
             return None
-        return codec_choice(self.view, self.device, saved)
+        known = (self.instead_of or self).view.shared  # a run that it may become saves the same
+        key = "codec", self.device, saved.storage, tuple(saved.slots)
+        if key not in known:
+            known[key] = codec_choice(self.view, self.device, saved)
+        found: CodecChoice | None = known[key]
+        return found
 
     def _chain(self, saved: Saved) -> Chain | None:
         """The replay of `saved` when all else is kept; None when it cannot be made again."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memopt.estimators.simulator.early import early_uses
+from memopt.estimators.simulator.in_backward import why_not
 from memopt.estimators.simulator.saved import Saved as Saved
 from memopt.estimators.simulator.weights_away import weights_away
 from memopt.trace import CATEGORIES, COPIES, PHASES, RANDOM, REPLAYABLE, Trace
@@ -47,6 +48,11 @@ class TraceView:
         self.value_storage = trace.values.storage
         self.value_producer = trace.values.producer
         self.start_ms: Floats = self._start_ms()
+
+    @cached_property
+    def stays_after_backward(self) -> str:
+        """Why the optimizer cannot step inside backward; empty when it can."""
+        return why_not(self.trace)
 
     def _start_ms(self) -> Floats:
         """When each op starts in a plain step: op times in order, the rest of the step spread in proportion."""

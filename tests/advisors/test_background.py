@@ -14,7 +14,7 @@ from memopt.advisors import background
 from memopt.advisors.advise import Adviser
 from memopt.advisors.background import Background
 from memopt.advisors.profiles.blockers import Floor
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW
+from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
 from memopt.errors import RunFailed
 from memopt.plan import Plan, load_plan
 from memopt.trace import load_trace
@@ -201,3 +201,42 @@ def test_a_script_that_waits_gets_a_plan_above_the_budget_before_a_long_search(
     background._plan({**ORDER, "trace": str(trace_path), "alive": there}, output)
     assert os.read(here, 2) == b"."
     assert len(asked) == 2, "the first, and all the time that there is once the script has it"
+
+
+def test_a_first_search_has_time_for_every_op(
+    trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quarter of a second found nothing for 11,000 ops, and the script waited for the next search in vain."""
+    found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
+    asked = list[float]()
+
+    def search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False) -> Plan:
+        asked.append(limit_s)
+        return found
+
+    monkeypatch.setattr(background, "_search", search)
+    monkeypatch.setattr(background, "_FIRST_S_AN_OP", 1.0 / load_trace(trace_path).op_count)
+    monkeypatch.setattr(background, "_step_back", lambda: None)
+    _, there = os.pipe()
+    background._plan({**ORDER, "trace": str(trace_path), "alive": there}, tmp_path / "plan.json")
+    assert asked[0] == pytest.approx(1.0)
+
+
+def test_searches_share_what_the_profile_gives(trace_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates do not depend on the budget, nor on what another search has had."""
+    looked = list[int]()
+    whole = Problem._candidate
+
+    def counted(self: Problem, saved: Any) -> Any:
+        looked.append(saved.storage)
+        return whole(self, saved)
+
+    monkeypatch.setattr(Problem, "_candidate", counted)
+    adviser = Adviser(load_trace(trace_path), DEFAULT_ALLOW)
+    for limit_s, budget in ((0.2, 20 * MIB), (0.3, 22 * MIB)):
+        adviser.search_for(limit_s)
+        adviser.plan(budget)
+        looked.append(-1)
+    first = looked.index(-1)
+    assert first > 0
+    assert looked[first + 1 : -1] == []
