@@ -20,6 +20,7 @@ from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.in_backward import groups_of
 from memopt.estimators.simulator.state_away import Away, state_away, storages_of, whole_steps
 from memopt.estimators.simulator.timeline import staging_ms
+from memopt.pieces import Cut, Uncut, cut
 from memopt.plan import Tier
 from memopt.trace import CATEGORIES, PHASES, Trace
 from memopt.updates import Updates
@@ -28,8 +29,9 @@ SEGMENT_MS = 0.03
 """Per part of a parameter: slices, copies of its counters, and the optimizer's own Python."""
 PIECE_MS = 0.1
 """Per piece: one more call of the step."""
-WINDOW = 3
-"""Pieces of state that are on the device at once."""
+_ROW_OF_STATE = 64
+"""Bytes at whose multiples the rows of a piece's state begin."""
+_ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _LEAST_PIECE, _MOST_PIECE, _PIECES = 64 << 10, 8 << 20, 48
 _ROW_BYTES = 4096
 _STATE, _PARAMETER = CATEGORIES.index("optimizer state"), CATEGORIES.index("parameter")
@@ -111,9 +113,8 @@ def in_pieces(trace: Trace, tier: Tier | None, device: Device, share: float = 1.
 def _cut(step: _Step, tier: Tier | None, device: Device, share: float) -> tuple[Trace, Pieces]:
     if tier is None:
         pieces = Pieces(step.piece_bytes, None, len(step.parameters), 0)
-        return step.changed(step.state_bytes, 0, _calls_ms(step)), pieces
+        return step.changed(step.state_bytes + step.above_bytes(0), 0, _calls_ms(step)), pieces
     away, away_bytes = step.largest(share)
-    window = step.state_bytes - away_bytes + min(away_bytes, WINDOW * step.bundle_bytes)
     pieces = Pieces(
         step.piece_bytes,
         tier,
@@ -121,6 +122,7 @@ def _cut(step: _Step, tier: Tier | None, device: Device, share: float) -> tuple[
         away_bytes,
         away if away < len(step.parameters) else 0,
     )
+    window = step.state_bytes - away_bytes + step.above_bytes(away)
     return step.changed(window, away_bytes, _paging_ms(step, tier, device, away_bytes)), pieces
 
 
@@ -209,11 +211,66 @@ class _Step:
         """Most that a piece makes and lets go: as much to a byte of parameters as the group of ops that makes most. What a group has left
         to the next one (a name in a loop) is no part of that."""
         most = 0
-        for ops in groups_of(self.trace, self.ops):
-            stepped = self._bytes(_of(self.trace, ops, _PARAMETER))
+        for ops, stepped in self._groups:
             share = min(1.0, self.piece_bytes / stepped) if stepped else 1.0
             most = max(most, int(share * self._high_of(ops)))
         return most
+
+    @cached_property
+    def _groups(self) -> list[tuple[list[int], int]]:
+        """Ops that are taken together, and the bytes of the parameters that they step."""
+        groups = groups_of(self.trace, self.ops)
+        return [(ops, self._bytes(_of(self.trace, ops, _PARAMETER))) for ops in groups]
+
+    def above_bytes(self, away: int) -> int:
+        """Most, in the step, of state in pieces and of temporaries beyond `temporary_bytes`, where the state of the `away` largest parameters
+        is in a tier: a piece is stepped while the next one comes and the one before leaves."""
+        order = self._in_order
+        sizes = self.trace.storages.size_bytes
+        large = {*sorted(order, key=lambda each: -sizes[each])[:away]}
+        pieces = cut([self._uncut(each, each in large) for each in order], self.piece_bytes)
+        state = [0, *(self._state_of(piece) if order[piece[0][0]] in large else 0 for piece in pieces), 0]
+        most = max(sum(state[at : at + 3]) + self._taken_by(piece) for at, piece in enumerate(pieces))
+        return most - self.temporary_bytes
+
+    @cached_property
+    def _in_order(self) -> list[int]:
+        """The parameters, in the order in which they are stepped."""
+        values, writes = self.trace.values.storage, self.trace.ops.writes
+        written = (values[value] for ops, _ in self._groups for op in ops for value in writes.row(op))
+        return list(dict.fromkeys(storage for storage in written if storage in self.parameters))
+
+    def _itemsize(self, parameter: int) -> int:
+        return _ITEMSIZE.get(self.trace.storage_label(parameter).rpartition(" ")[2], 4)
+
+    def _uncut(self, parameter: int, leaves: bool) -> Uncut:
+        itemsize = self._itemsize(parameter)
+        return Uncut(self.trace.storages.size_bytes[parameter] // itemsize, itemsize, (itemsize, leaves))
+
+    def _state_of(self, piece: list[Cut]) -> int:
+        """Bytes of the state of a piece's segments, as it lies together."""
+        rows = self.state_bytes / max(1, self.parameter_bytes)
+        return sum(int(rows * (-(-size // _ROW_OF_STATE) * _ROW_OF_STATE)) for size in self._sizes(piece))
+
+    def _sizes(self, piece: list[Cut]) -> list[int]:
+        return [(stop - start) * self._itemsize(self._in_order[which]) for which, start, stop in piece]
+
+    def _taken_by(self, piece: list[Cut]) -> int:
+        """Most that the step on `piece` makes: on one segment after the other, or on all of them, as the recorded step did."""
+        if len(self._groups) < len(self._in_order):
+            return self.temporary_bytes
+        most = left = 0
+        for (which, *_), size in zip(piece, self._sizes(piece), strict=True):
+            ops, stepped = self._groups[which]
+            share = min(1.0, size / stepped)
+            most = max(most, left + int(share * self._high_of(ops)))
+            left = int(share * self._left_by(ops))
+        return most
+
+    def _left_by(self, ops: Sequence[int]) -> int:
+        """What `ops` have made and leave to those of the next parameter: names in a loop."""
+        deaths, last = self.trace.storages.death_op, max(ops)
+        return self._bytes(s for op in ops for s in self._made_at.get(op, []) if deaths[s] > last)
 
     def _high_of(self, ops: Sequence[int]) -> int:
         """Most bytes of what `ops` make, while they run."""

@@ -22,11 +22,10 @@ from memopt.instrument.stepping.single_parameter_step import (
     not_its_own_step,
     parameters_of,
 )
+from memopt.pieces import ALIGNED, Uncut, cut
 
 ELEMENTWISE = PROVED - {torch.optim.Adafactor}
 """Adafactor's factors are means over rows and columns."""
-ALIGNED = 1024
-"""Elements; slices begin at multiples of it."""
 _TRIED = (0, 2 * ALIGNED, 4 * ALIGNED, 4 * ALIGNED + 907)
 _TRIED_STEPS = 3
 CLOSURE = "the step computes the loss itself, in a closure"
@@ -73,31 +72,21 @@ def pieces_of(
 ) -> list[list[Segment]]:
     """The parameters in pieces of at most `piece_bytes`, in order; a piece has segments of one group and one data type only, and of
     parameters that are alike in what `leaves` tells. What is larger than a piece shares none with another."""
-    pieces: list[list[Segment]] = []
-    left, last = 0, None
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            if not parameter.requires_grad or not parameter.numel():
-                continue
-            most = max(ALIGNED, piece_bytes // parameter.itemsize // ALIGNED * ALIGNED)
-            kind = number, parameter.dtype, parameter.device, leaves(parameter)
-            large = parameter.nbytes > piece_bytes
-            start = 0
-            left = 0 if large else left
-            while start < parameter.numel():
-                if kind != last or left <= 0:
-                    pieces.append([])
-                    left, last = most, kind
-                stop = min(start + max(left, ALIGNED), parameter.numel())
-                if parameter.numel() - stop < ALIGNED:
-                    stop = parameter.numel()
-                pieces[-1].append(
-                    Segment(parameter, number, start, stop, parameter.shape, parameter.stride())
-                )
-                left -= -(-(stop - start) // ALIGNED) * ALIGNED
-                start = stop
-            left = 0 if large else left
-    return pieces
+    parameters = [
+        (number, each)
+        for number, group in enumerate(optimizer.param_groups)
+        for each in group["params"]
+        if each.requires_grad and each.numel()
+    ]
+    uncut = [Uncut(p.numel(), p.itemsize, (number, p.dtype, p.device, leaves(p))) for number, p in parameters]
+    return [
+        [_segment(*parameters[which], start, stop) for which, start, stop in piece]
+        for piece in cut(uncut, piece_bytes)
+    ]
+
+
+def _segment(group: int, parameter: Tensor, start: int, stop: int) -> Segment:
+    return Segment(parameter, group, start, stop, parameter.shape, parameter.stride())
 
 
 def lies_like(tensor: Tensor, parameter: Tensor) -> bool:
