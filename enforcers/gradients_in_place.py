@@ -8,7 +8,7 @@ mode, and not under one, is done in place here as well.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -18,6 +18,9 @@ from memopt.instrument.as_plain import as_plain, run_as_plain
 from memopt.instrument.gradients_in_place import in_place_form, prepare
 from memopt.instrument.ops import PLAIN_TYPES, just_goes_on
 from memopt.instrument.torch_internals import current_node
+
+if TYPE_CHECKING:
+    from memopt.enforcers.guarding.guard import Guard
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)
 
@@ -33,6 +36,8 @@ class GradientsInPlace(modes.Mode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._least_bytes = least_bytes
         self._will_read = will_read
+        self.guard: Guard | None = None
+        """What has stepped aside, and is told of each op."""
         self._filled_next: tuple[int, int] | None = None
         """(storage, node) of what was made last to be filled."""
         self._count = 0
@@ -44,14 +49,20 @@ class GradientsInPlace(modes.Mode):
         """Why it was not done as often as planned."""
         return "somebody else held the others"
 
-    def backward_begins(self, roots: tuple[Tensor, ...]) -> None:
-        """Gradients are not to be differentiated, and ops are not captured."""
+    def backward_begins(self, roots: tuple[Tensor, ...], guard: Guard | None = None) -> None:
+        """Gradients are not to be differentiated, and ops are not captured. A `guard` that is awake steps aside."""
+        if guard is not None and not guard.rests:
+            self.guard = guard
+            guard.aside()
         prepare()
         run_as_plain(roots)
         modes.enter(self)
 
     def backward_ended(self) -> None:
         modes.leave(self)
+        if self.guard is not None:
+            self.guard.back()
+            self.guard = None
 
     def new_iteration(self) -> None:
         self.most_used = max(self.most_used, self._count)
@@ -73,7 +84,11 @@ class GradientsInPlace(modes.Mode):
             return form()
         if self._filled_next is not None and goes_into_first(func, args, kwargs, self._maker_of):
             return in_place(func)(*args, **kwargs)
+        guard = self.guard
+        op = guard.begins(func, args, kwargs) if guard is not None else None
         out = run(*args, **kwargs)
+        if guard is not None and op is not None:
+            guard.ended(op, out)
         self._filled_next = self._made_by_node(out) if is_made_and_filled(func) else None
         return out
 

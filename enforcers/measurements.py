@@ -132,10 +132,11 @@ class Measurements:
         return found
 
     def _how_it_moves(self) -> str:
-        if self._at_the_peak < 1 and self._unlike() > _MORE_AT_THE_START:
+        share = 1 + self._unlike()
+        if share > (1 + 2 * _MORE_AT_THE_START) * max(1.0, self._at_the_peak):
             return (
-                f"the peak was measured in one of {self._at_the_peak:.2f} times as many: what grew there is nothing that is saved, but a buffer "
-                "of backward's or of an op's, whose size follows the data"
+                f"the peak was measured in one of {self._at_the_peak:.2f} times as many, and is {share:.2f} times the predicted one: what grew "
+                "most there is nothing that is saved, but buffers of backward's or of an op's, whose size follows the data"
             )
         return "the peak moves with them, and was predicted for the profiled one"
 
@@ -151,7 +152,7 @@ class Measurements:
     def _unlike(self) -> float:
         """How far the measured peak lies above the predicted one, as a part of it."""
         predicted = self._plan.predicted_peak_bytes
-        return max(self._peaks)[0] / predicted - 1 if predicted else 0.0
+        return max(self._peaks)[0] / predicted - 1 if predicted and self._peaks else 0.0
 
     def outside_bytes(self, whole_run_bytes: int = 0) -> int:
         """About what was held outside the measured iterations at most, where it is clearly more than in them; 0 elsewhere.

@@ -355,7 +355,7 @@ class ApplySession:
         self._engine.backward_begins(roots, another_watches=over is not None)
         self._frames.paused = True
         if over is not None:
-            over.backward_begins(roots)
+            over.backward_begins(roots, self.standby.guard if self.standby is not None else None)
 
     def backward_ended(self) -> None:
         if self._over_gradients is not None:

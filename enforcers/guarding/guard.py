@@ -21,11 +21,13 @@ from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.guarding.live_bytes import Live, bytes_of, would_make
+from memopt.enforcers.guarding.makers import Makers
 from memopt.enforcers.guarding.watched import Saved, Use, Watched
 from memopt.enforcers.guarding.what_is_there import largest, what_is_there
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument import modes
+from memopt.instrument.accumulate import goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
 from memopt.instrument.one_stream import OneStream
@@ -53,6 +55,10 @@ _AHEAD = 2
 """Storages that are asked for next and come back before they are, where there is room."""
 
 
+Op = tuple[str, int, int]
+"""Overload, bytes of its inputs, and what its shapes say that it will make."""
+
+
 class Guard(modes.Mode):
     """The mode and the hooks; a listener of the loop that it is given."""
 
@@ -78,6 +84,7 @@ class Guard(modes.Mode):
         self._hooks = SavedTensorHooks(self.pack, self.unpack)
         self.values: Values | None = None
         """Of a plan beside which it holds the budget: what replays are made of may leave as well."""
+        self._makers = Makers()
         self._capturing = Capturing(device)
         self._streams = OneStream()
         self.active = True
@@ -153,6 +160,14 @@ class Guard(modes.Mode):
             self._live.look_around()
             self._enter()
 
+    def aside(self) -> None:
+        """Another mode tells of ops from here on (`begins`, `ended`), until `back`: two would hold each gradient that one may write over."""
+        modes.leave(self)
+
+    def back(self) -> None:
+        """Watch again, if it did."""
+        self._enter()
+
     def rest(self) -> None:
         """Note saved tensors, and no more, until it is woken; at an iteration boundary."""
         self.rests = True
@@ -180,15 +195,31 @@ class Guard(modes.Mode):
         if kind.is_view:
             return run(*args, **kwargs)
         self._looking = self._looking or is_looking(kind.name)
-        key = kind.name, bytes_of((*args, *kwargs.values()))
-        shown = 0 if key in self._expected else would_make(func, args, kwargs)
-        self._make_room(self._expected.get(key, int(shown * self._beyond.get(kind.name, 1.0))), kind.name)
+        in_backward = self._iterations.in_backward
+        if in_backward and goes_into_first(func, args, kwargs, self._makers.of):
+            return in_place(func)(*args, **kwargs)  # as autograd does where no mode watches
+        key = self.begins(func, args, kwargs)
         out = run(*args, **kwargs)
-        made = self._expected[key] = self._live.made(out)
-        if made > shown > 0:
-            self._beyond[kind.name] = made / shown
-        self._make_room(0, kind.name)
+        self.ended(key, out)
+        if in_backward:
+            self._makers.made(out)
         return out
+
+    def begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+        """An op is about to run: make room for what it will make."""
+        name = kind_of(func).name
+        key = name, bytes_of((*args, *kwargs.values()))
+        shown = 0 if key in self._expected else would_make(func, args, kwargs)
+        self._make_room(self._expected.get(key, int(shown * self._beyond.get(name, 1.0))), name)
+        return (*key, shown)
+
+    def ended(self, op: Op, out: Any) -> None:
+        """It has given `out`."""
+        name, taken, shown = op
+        made = self._expected[name, taken] = self._live.made(out)
+        if made > shown > 0:
+            self._beyond[name] = made / shown
+        self._make_room(0, name)
 
     # --- saved tensors
 
@@ -378,6 +409,7 @@ class Guard(modes.Mode):
             if not saved.living():
                 del self._saved[address]
         self._ahead.clear()
+        self._makers.forget()
         self.over_now_bytes, self._may_collect = 0, self._collects
         self._streams.new_iteration()
         self._enter()
@@ -397,6 +429,7 @@ class Guard(modes.Mode):
             run_as_plain(roots)
 
     def backward_ended(self) -> None:
+        self._makers.forget()
         self._frames.paused = False
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.plan_reader import read_plan
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
 from memopt.enforcers.gradients_in_place import GradientsInPlace
+from memopt.enforcers.guarding.standby import Standby
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.gradients_in_place import in_place, why_not
 from memopt.instrument.gradients_in_place import FORMULAS
@@ -299,3 +301,20 @@ def test_a_gradient_of_the_scripts_own_stays_as_it_is() -> None:
     y.backward(given)
     mode.backward_ended()
     assert given.eq(1).all()
+
+
+@pytest.mark.parametrize("loop", [_language, _shared_weight])
+def test_a_guard_that_is_awake_leaves_them_to_be_written_over(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second mode in backward would hold each gradient."""
+    monkeypatch.setattr("memopt.enforcers.guarding.guard.LEAST_BYTES", 64)
+    monkeypatch.setattr(Standby, "_choose", lambda self: None)
+    plain = seeded(loop, STEPS)
+    for choose in (lambda problem: Decisions(), any_mixture(0)):
+        plan = changed_plan(recorded(loop, tmp_path), choose)
+        woken = msgspec.structs.replace(plan, saved_elements=1)
+        computed, outcome = enforced(loop, woken, tmp_path, STEPS, holds_bytes=1)
+        assert computed == plain, outcome
+        assert outcome.actions.skipped == 0, outcome
+        assert any("nothing was left that could be moved" in note for note in outcome.notes), outcome
