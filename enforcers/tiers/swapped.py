@@ -12,11 +12,11 @@ from torch import UntypedStorage
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier, without_frames
 
 if TYPE_CHECKING:
-    from memopt.enforcers.tiers.feedback import Feedback
+    from memopt.enforcers.tiers.feedback import Feedback, Use
 
 
-class Use(Protocol):
-    """Told of how a storage comes back."""
+class Told(Protocol):
+    """Who is told of how a storage comes back."""
 
     def begins(self) -> None:
         """The copy in is started."""
@@ -41,7 +41,7 @@ class SwappedStorage:
         "waiting",
     )
 
-    def __init__(self, tier: SwapTier[Any], storage: UntypedStorage, use: Use | None = None) -> None:
+    def __init__(self, tier: SwapTier[Any], storage: UntypedStorage, use: Told | None = None) -> None:
         """`use` is told of how it comes back."""
         self._tier, self._use = tier, use
         self._ticket = tier.write_async(storage)

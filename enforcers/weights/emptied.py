@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import UntypedStorage
 
-from memopt.enforcers.tiers.feedback import OnStream
+from memopt.enforcers.tiers.feedback import OnStream, Use
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier
-from memopt.enforcers.tiers.swapped import Use
 from memopt.instrument.memory.allocator_events import note_freed
 
 
