@@ -51,6 +51,7 @@ from memopt.estimators.fake.torch_internals import (
     is_wrapper_type,
     tree_map,
 )
+from memopt.estimators.fake.values.at_most import note_most
 from memopt.estimators.fake.values.choices import Overrides, plain_choices
 from memopt.estimators.fake.values.guess import Guesser
 from memopt.estimators.fake.values.mask_share import note_share
@@ -427,6 +428,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
                 return sparse
             result = _own(func, own, self.shapes.run(func, args, kwargs))
             note_share(func, args, result)
+            note_most(func, args, result)
             note_distinct(func, own, result)
             return result
         if stays_real(func, args, kwargs, tensors, device):

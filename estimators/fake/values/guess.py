@@ -13,6 +13,7 @@ import torch
 from memopt.estimators.fake.kernels.indexing import fills, is_mask
 from memopt.estimators.fake.kernels.moe import EXPERTS
 from memopt.estimators.fake.torch_internals import FakeTensor
+from memopt.estimators.fake.values.at_most import most
 from memopt.estimators.fake.values.mask_share import selected
 from memopt.estimators.fake.values.short_circuit import ABSORBING
 
@@ -106,9 +107,18 @@ class Guesser:
         """How many elements of a mask are taken to be true."""
         number = selected(mask)
         if number is None:
-            return self.most(mask.numel(), "every element of a mask was taken to be selected")
+            return self._not_ruled_out(mask)
         self.note(user_line(), "positions were taken to be spread evenly")
         return number
+
+    def _not_ruled_out(self, mask: torch.Tensor) -> int:
+        """All that nothing known rules out."""
+        number = most(mask)
+        if number is None:
+            return self.most(mask.numel(), "every element of a mask was taken to be selected")
+        return self.most(
+            number, "every element of a mask that is not known to be false was taken to be selected"
+        )
 
     def remark(self, text: str) -> None:
         """Something done differently than the script asked; told once."""

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 _PICKS = {aten.topk.default: 1, aten.argmax.default: None, aten.argmin.default: None, aten.max.dim: 1,
           aten.min.dim: 1, aten.sort.default: 1, aten.multinomial.default: None}  # fmt: skip
 """Ops whose integer result counts positions along a dimension, by which output holds them."""
-_KEEPS = frozenset(
+KEEPS = frozenset(
     (
         aten.view.default, aten._unsafe_view.default, aten.permute.default, aten.transpose.int, aten.t.default,
         aten.select.int, aten.slice.Tensor, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
@@ -25,6 +25,7 @@ _KEEPS = frozenset(
         aten.split.Tensor, aten.unbind.int,
     )
 )  # fmt: skip
+"""Ops whose elements are the first argument's, some or all of them."""
 
 
 _MOVES: dict[Any, Callable[[int, int], int]] = {
@@ -48,7 +49,7 @@ def note_share(func: Any, args: tuple[Any, ...], result: Any) -> None:
         counted = _counted(func, args)
         if counted is not None:
             picked._memopt_range = counted
-    elif func in _KEEPS:
+    elif func in KEEPS:
         for name in ("_memopt_range", "_memopt_share"):
             known = getattr(args[0], name, None)
             if known is not None:
