@@ -170,7 +170,7 @@ def _on_cpu(recording: Recording, spec: DeviceSpec, partial: bool) -> Estimate:
             *_possible(recording),
         ],
         partial=partial,
-        notes=recording.notes,
+        notes=[*_before_training(recording, at), *recording.notes],
         fits_named=Fit(
             name=spec.name,
             memory_bytes=spec.memory_bytes,
@@ -241,6 +241,7 @@ def _on_gpu(
         partial=partial,
         notes=[
             *_unused(recording, outcome.peak_allocated_bytes),
+            *_before_training(recording, at),
             *settings_note,
             *recording.notes,
             *calibration.notes(),
@@ -317,6 +318,20 @@ def _unused(recording: Recording, peak_bytes: int) -> list[str]:
     return [
         f"no parameter was put on the GPU: the model trains on the CPU, unless it is offloaded; {way_out}"
     ]
+
+
+_NEAR = 0.95
+
+
+def _before_training(recording: Recording, at: int) -> list[str]:
+    """What to say where the peak is passed before anything is trained: training itself, which a profile tells of, takes less."""
+    first = next((mark for kind, mark in recording.marks if kind == "step"), None)
+    if first is None or at > first:
+        return []
+    peak, later = recording.peak()[0], recording.peak(after=first)[0]
+    if later > _NEAR * peak:
+        return []
+    return [f"the peak comes before the first optimizer step is done; after it, up to {format_bytes(later)}"]
 
 
 def _possible(recording: Recording) -> list[str]:

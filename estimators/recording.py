@@ -105,13 +105,13 @@ class Recording:
         marks = [(kind, moved[at]) for kind, at in self.marks]
         return replace(self, rows=rows, events=events, marks=marks, possible=[], possible_bytes=0)
 
-    def peak(self, rounding_bytes: int = 1) -> tuple[int, int]:
-        """Most bytes live at once when sizes are rounded up, and after how many events."""
+    def peak(self, rounding_bytes: int = 1, *, after: int = 0) -> tuple[int, int]:
+        """Most bytes live at once when sizes are rounded up, and after how many events; `after` the first so many only."""
         live = most = at = 0
         for position, event in enumerate(self.events):
             size = -(-self.rows[abs(event) - 1].size_bytes // rounding_bytes) * rounding_bytes
             live += size if event > 0 else -size
-            if live > most:
+            if live > most and position >= after:
                 most, at = live, position + 1
         return most, at
 
