@@ -60,7 +60,12 @@ from memopt.estimators.fake.values.shapes import Shapes
 from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording, StorageRow, on_fullest
 from memopt.instrument.identity import NO_STORAGE, parts_of
-from memopt.instrument.torch_internals import TorchDispatchMode, disable_current_modes, is_wrapper
+from memopt.instrument.torch_internals import (
+    DisableTorchFunction,
+    TorchDispatchMode,
+    disable_current_modes,
+    is_wrapper,
+)
 
 Target = Literal["cuda", "cpu"]
 
@@ -417,7 +422,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             self._see_foreign(tensors)
         if fakes:
             own = args
-            if any(t.grad_fn is not None and not isinstance(t, FakeTensor) for t in tensors):
+            if any(map(_needs_stand_in, tensors)):
                 args, kwargs = tree_map(self._stand_in, (args, kwargs))
             func = self.meetings.as_run(func, args, kwargs)
             guess = self.guesser.answer(self, func, args, kwargs)
@@ -432,18 +437,33 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             note_distinct(func, own, result)
             return result
         if stays_real(func, args, kwargs, tensors, device):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is _SCALAR:
+                self.guesser.known(result)
+            return result
         with self.fake_mode:
             return _own(func, args, func(*args, **kwargs))
 
     def _stand_in(self, value: Any) -> Any:
-        """For a real tensor into which a fake one was written: torch makes fakes of leaves only."""
-        if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or value.grad_fn is None:
+        """For a real tensor into which a fake one was written, or of a subclass: torch makes fakes of plain leaves only."""
+        if not isinstance(value, torch.Tensor) or not _needs_stand_in(value):
             return value
+        if value.grad_fn is None:
+            with self.paused(), DisableTorchFunction():
+                return value.as_subclass(torch.Tensor)
         with self.paused(), self.fake_mode:
             return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
 
 
+def _needs_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether torch refuses to make a fake tensor of a real one."""
+    if isinstance(tensor, FakeTensor):
+        return False
+    return tensor.grad_fn is not None or type(tensor) not in _PLAIN
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SCALAR = aten._local_scalar_dense.default
 _PACK = aten._pack_padded_sequence.default
 """Its second result, the batch sizes, lies on the cpu."""
 

@@ -120,7 +120,7 @@ def _settings() -> str:
 
 def _told(error: BaseException) -> tuple[str, str, str]:
     """`(what went wrong, file:line of the script, the traceback if MEMOPT_TRACEBACK asks for it)`."""
-    from memopt.estimators.fake.values.guess import is_users
+    from memopt.estimators.fake.values.lines import is_users
 
     line = ""
     for frame in traceback.extract_tb(error.__traceback__):

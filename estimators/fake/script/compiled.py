@@ -27,7 +27,7 @@ from memopt.estimators.fake.torch_internals import (
     inductor_config,
     reinterpret,
 )
-from memopt.estimators.fake.values.guess import is_users
+from memopt.estimators.fake.values.lines import is_users
 from memopt.instrument.torch_internals import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:

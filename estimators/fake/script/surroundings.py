@@ -22,7 +22,7 @@ from memopt.estimators.fake.torch_internals import (
     set_dtensor_random,
     tensor_meta,
 )
-from memopt.estimators.fake.values.guess import is_users
+from memopt.estimators.fake.values.lines import is_users
 from memopt.instrument.script.on_import import call_after_import
 
 # torch as something to be patched

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +11,18 @@ from memopt.estimators.fake.kernels.indexing import fills, is_mask
 from memopt.estimators.fake.kernels.moe import EXPERTS
 from memopt.estimators.fake.torch_internals import FakeTensor
 from memopt.estimators.fake.values.at_most import most
+from memopt.estimators.fake.values.lines import (
+    LBFGS,
+    LBFGS_HOPES,
+    asking_line,
+    ends,
+    hope_of,
+    is_users,
+    line_in,
+    loop_at,
+    split_line,
+    user_line,
+)
 from memopt.estimators.fake.values.mask_share import selected
 from memopt.estimators.fake.values.short_circuit import ABSORBING
 
@@ -21,14 +30,6 @@ if TYPE_CHECKING:
     from memopt.estimators.fake.asked import Recorder
 
 aten = torch.ops.aten
-_LBFGS = str(sys.modules[torch.optim.LBFGS.__module__].__file__)
-_LBFGS_HOPES = ("if ys >", "if f_new > (f + c1 * t * gtd) or (", "if abs(gtd_new) <=")
-"""Its curvature lets it remember the step; a line search brackets at once and is content with the first point inside."""
-_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parents[2])
-_DISTRIBUTIONS = f"{_TORCH}/distributions"
-_LIBRARIES = (_TORCH, _HERE, "<frozen", "<string>")
-_DISPATCH = (_HERE, f"{_TORCH}/_dynamo", f"{_TORCH}/_compile.py", f"{_TORCH}/utils/_python_dispatch.py")
-"""Frames between an op and whoever called it."""
 FEW = 2
 """What is selected at least: a batch norm cannot do with one."""
 
@@ -48,6 +49,8 @@ class Guesser:
         """Truth values guessed, by `file:line`, latest last."""
         self.remarks: dict[str, None] = {}
         self._losses = 0
+        self._entered: set[tuple[str, int]] = set()
+        """Loops whose condition was known and true the last time."""
 
     def answer(
         self, recorder: Recorder, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -57,27 +60,36 @@ class Guesser:
         return rule(self, recorder, args, kwargs) if rule else None
 
     def truth(self, tensor: torch.Tensor) -> bool:
-        """A guess for a boolean: what the script hopes for (no NaN; assertions hold), what is likely where the script itself
-        asks (some of a mask is true), else False."""
+        """A guess for a boolean: what the script and its libraries hope for (no NaN; assertions hold; steps are accepted), what is
+        likely where the script itself asks (some of a mask is true), else False."""
         where = user_line()
         hint = getattr(tensor, "_memopt_truth", None)
-        if hint is None and (line := _line_in(_LBFGS)):
-            hint = line.startswith(_LBFGS_HOPES)
-        elif hint is None and _line_in(_DISTRIBUTIONS):  # arguments are valid, samples are accepted
-            hint = True
+        if hint is None and (line := line_in(LBFGS)):
+            hint = line.startswith(LBFGS_HOPES)
         elif hint is None:
-            file, number = _split(where)
-            line = linecache.getline(file, number).lstrip()
-            likely = getattr(tensor, "_memopt_likely", False) and _script_asks()
-            if line.startswith("assert"):
-                hint = not line.startswith("assert not ")
-            else:
-                hint = likely and not _ends(file, number, line)
+            asking, own = asking_line(), split_line(where)
+            hint = self._again(asking)
+            if hint is None:
+                hint = next((hope for hope in map(hope_of, (asking, own)) if hope is not None), None)
+            if hint is None:
+                hint = getattr(tensor, "_memopt_likely", False) and is_users(asking[0]) and not ends(*own)
         value = bool(hint) != (where in self.flipped)
         self.branches.pop(where, None)
         self.branches[where] = value
         self.note(where, f"a truth value was taken to be {value}")
         return value
+
+    def known(self, result: Any) -> None:
+        """Remember a loop that goes on since its condition, which was computed, holds."""
+        if isinstance(result, bool) and (where := loop_at(asking_line())):
+            (self._entered.add if result else self._entered.discard)(where)
+
+    def _again(self, where: tuple[str, int]) -> bool | None:
+        """Whether a loop that known values led into goes round once more: an adaptive solver's first step is rarely its only one."""
+        if where not in self._entered:
+            return None
+        self._entered.discard(where)
+        return True
 
     def number(self, tensor: torch.Tensor) -> float | int | complex | bool:
         """A guess for one element."""
@@ -88,7 +100,7 @@ class Guesser:
             return 1 + 0j
         if (told := getattr(tensor, "_memopt_number", None)) is not None:
             return int(told)
-        if _line_in(_LBFGS):  # a loss that stands still would end its inner iterations
+        if line_in(LBFGS):  # a loss that stands still would end its inner iterations
             self._losses += 1
             return 1.0 / self._losses
         return 1.0 if tensor.dtype.is_floating_point else 1
@@ -126,55 +138,6 @@ class Guesser:
 
     def notes(self) -> list[str]:
         return [*self.remarks, *(f"{where}: {what}" if where else what for where, what in self.lines.items())]
-
-
-def user_line() -> str:
-    """`file:line` of the innermost frame that belongs to the script rather than to a library."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""
-
-
-def _line_in(library: str) -> str:
-    """The line of a file or folder of torch's that asks, or nothing."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and not is_users(frame.f_code.co_filename):
-        if frame.f_code.co_filename.startswith(library):
-            return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        frame = frame.f_back
-    return ""
-
-
-def _script_asks() -> bool:
-    """Whether a truth value is asked for by the script itself, not by a library that it calls."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_DISPATCH):
-        frame = frame.f_back
-    return frame is not None and is_users(frame.f_code.co_filename)
-
-
-def _ends(file: str, number: int, line: str) -> bool:
-    """Whether a condition that holds would raise, or go round once more."""
-    then = linecache.getline(file, number + 1).lstrip()
-    return line.startswith("while") or ": raise" in line or then.startswith("raise")
-
-
-def is_users(filename: str) -> bool:
-    """Whether a source file belongs to the script rather than to Python, a library or memopt."""
-    return (
-        "site-packages" not in filename
-        and "/lib/python3" not in filename
-        and not filename.startswith(_LIBRARIES)
-        and not filename.endswith("instrument/script/runner.py")
-    )
-
-
-def _split(where: str) -> tuple[str, int]:
-    name, _, line = where.rpartition(":")
-    return name, int(line or 0)
 
 
 def _item(

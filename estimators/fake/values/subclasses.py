@@ -7,12 +7,13 @@ bitsandbytes' 4-bit parameters are subclasses made of a tensor (`_make_subclass`
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from memopt.estimators.fake.torch_internals import FakeTensor, in_kernel, make_subclass, make_wrapper
-from memopt.instrument.torch_internals import TensorBase
+from memopt.instrument.torch_internals import DisableTorchFunction, TensorBase
 
 if TYPE_CHECKING:
     from memopt.estimators.fake.recorder import FakeRecorder
@@ -24,6 +25,7 @@ _TENSOR: Any = torch.Tensor
 def install(recorder: FakeRecorder) -> None:
     """Patch torch in this process, for good."""
     _subclasses(recorder)
+    _as_subclass()
     _wrappers()
     _data(recorder)
 
@@ -31,7 +33,11 @@ def install(recorder: FakeRecorder) -> None:
 @functools.cache
 def _fake_kind(cls: Any) -> Any:
     """`cls` that is fake: what it defines comes before what fake tensors do."""
-    return type(cls.__name__, (cls, FakeTensor), {"__module__": cls.__module__})
+    made: Any = type(cls.__name__, (cls, FakeTensor), {"__module__": cls.__module__})
+    made.__torch_function__ = inspect.getattr_static(
+        cls, "__torch_function__"
+    )  # torch took it from a class that dispatches
+    return made
 
 
 def _subclasses(recorder: FakeRecorder) -> None:
@@ -50,6 +56,23 @@ def _subclasses(recorder: FakeRecorder) -> None:
         return fake.requires_grad_(require_grad)
 
     make_subclass.put(staticmethod(made))
+
+
+def _as_subclass() -> None:
+    """`tensor.as_subclass(cls)`, by which fastai's images, and what is made of them, are subclasses with a history in autograd."""
+    convert = _TENSOR.as_subclass
+
+    def converted(self: torch.Tensor, cls: Any) -> Any:
+        if not isinstance(self, FakeTensor):
+            return convert(self, cls)
+        with DisableTorchFunction():
+            made: Any = torch.ops.aten.alias(self)
+        made.__class__ = (
+            FakeTensor if cls is torch.Tensor else cls if issubclass(cls, FakeTensor) else _fake_kind(cls)
+        )
+        return made
+
+    _TENSOR.as_subclass = converted
 
 
 _DEVICE_AT = 6

@@ -11,8 +11,8 @@ from memopt.estimators.fake.kernels import sparse
 from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.torch_internals import FakeTensor, module_apply
 from memopt.estimators.fake.values import subclasses
-from memopt.estimators.fake.values.guess import user_line
 from memopt.estimators.fake.values.lazy import is_lazy
+from memopt.estimators.fake.values.lines import user_line
 from memopt.instrument.torch_internals import TensorBase
 
 # torch as something to be patched

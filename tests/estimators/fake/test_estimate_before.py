@@ -7,7 +7,7 @@ from pathlib import Path
 from memopt.estimators.estimate import Estimate, estimate_script
 
 NUMBERS = 1_000_000
-SCRIPT = f"""
+SCRIPT = """
 import torch
 SETUP
 weight = torch.nn.Parameter(torch.ones(1000))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,3 +87,62 @@ def test_products_in_bf16_take_what_onednn_packs(recorder: FakeRecorder) -> None
         measured, _ = _measure([(make, 768)])[0]  # type: ignore[list-item]
     assert packed == [measured]
     assert measured > 0
+
+
+def test_a_loop_that_known_values_led_into_goes_round_once_more(recorder: FakeRecorder) -> None:
+    """An adaptive solver: its time is known until a step's size depends on an error that was never computed."""
+    time, rounds = torch.tensor(0.0), 0
+    while time < 1:
+        time = time + recorder.fake((100, 100)).norm()
+        rounds += 1
+    assert rounds == 2
+
+
+LIBRARY = """
+def step(error, done):
+    assert error < 1, "too large"
+    if not (error < 2):
+        raise ValueError(error)
+    accepted = error < 0.5
+    if accepted:
+        done.append(1)
+    if error > 1:
+        done.append(2)
+    return done
+"""
+
+
+def test_a_librarys_checks_hold_and_its_steps_are_accepted(recorder: FakeRecorder, tmp_path: Path) -> None:
+    path = tmp_path / "site-packages" / "solver.py"
+    path.parent.mkdir()
+    path.write_text(LIBRARY)
+    names: dict[str, Any] = {}
+    exec(compile(LIBRARY, str(path), "exec"), names)
+    done = names["step"](recorder.fake((100, 100)).norm(), [])
+    assert done == [1]
+
+
+PROCESS = """
+class Checked(Normal):
+    @property
+    def batch_shape(self):
+        if (self.loc > 0).any():
+            raise ValueError("failed")
+        return self.loc.shape
+    def expand(self, *args):
+        raise NotImplementedError
+    def _extended_shape(self, sample_shape=()):
+        return self.batch_shape
+"""
+
+
+def test_a_distribution_of_a_library_is_asked_as_that_library(recorder: FakeRecorder, tmp_path: Path) -> None:
+    """What torch's own distributions ask holds, and not what a subclass asks below them (GPyTorch: has Cholesky failed?)."""
+    path = tmp_path / "site-packages" / "process.py"
+    path.parent.mkdir()
+    path.write_text(PROCESS)
+    names: dict[str, Any] = {"Normal": torch.distributions.Normal}
+    exec(compile(PROCESS, str(path), "exec"), names)
+    scale = recorder.fake((100, 100)).abs()
+    drawn = names["Checked"](scale, scale).sample()
+    assert drawn.shape == (100, 100)
