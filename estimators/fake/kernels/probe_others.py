@@ -67,7 +67,8 @@ def ask_any(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     key = (func, *(_key(s) for s in specs), *((k, _key(v)) for k, v in named.items()))
     probe = recorder.probes.add(key, make, rows, cheap)
     probe.workspaces.append(recorder.workspace_later(func.__name__))
-    probe.outputs += recorder.born_now(result)
+    if not _factorises(func):
+        probe.outputs += recorder.born_now(result)
 
 
 @cache
@@ -80,6 +81,12 @@ def _may_hide(func: Any) -> bool:
     if torch.Tag.inplace_view in func.tags or any(r.alias_info is not None for r in schema.returns):
         return False
     return bool(schema.returns)
+
+
+def _factorises(func: Any) -> bool:
+    """Whether `func` is of linear algebra: its outputs have the sizes that fake tensors know, the shorter side's among them, so
+    that they do not follow the rows in a line."""
+    return func._schema.name.startswith(("aten::_linalg", "aten::linalg"))
 
 
 def _has_rows(shape: tuple[int, ...], dtype: torch.dtype, rows: int) -> bool:

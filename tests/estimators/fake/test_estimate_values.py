@@ -48,6 +48,16 @@ for step in range(3):
 """
 """The width of the first step hangs on an error, and the loop goes round as often as it takes: twice."""
 
+LOW_RANK = """
+net = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+optimizer = torch.optim.SGD(net.parameters(), 0.1)
+for step in range(3):
+    net(torch.randn(1024, 128)).square().mean().backward()
+    bases = [torch.linalg.svd(p.grad, full_matrices=False)[2][:8] for p in net.parameters() if p.dim() == 2]
+    optimizer.step(); optimizer.zero_grad()
+"""
+"""GaLore's projections are views of whole factors of gradients, which are as large as the shorter side."""
+
 
 @pytest.fixture
 def script(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -58,7 +68,9 @@ def script(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     return str(path)
 
 
-@pytest.mark.parametrize("script", [SUBCLASS, ADAPTIVE], ids=["subclass", "adaptive"], indirect=True)
+@pytest.mark.parametrize(
+    "script", [SUBCLASS, ADAPTIVE, LOW_RANK], ids=["subclass", "adaptive", "low rank"], indirect=True
+)
 def test_the_cpu_run_needs_what_was_predicted(script: str) -> None:
     predicted = estimate_script([script], device="cpu")
     ran = warm.python([str(TRUTH), script])
