@@ -21,7 +21,7 @@ _CHEAP_BYTES = 16 << 20
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 _HALF = (torch.float16, torch.bfloat16)
 _NEVER = ("aten::convolution", "aten::mkldnn_rnn", "aten::_to_copy", "aten::clone", "aten::embedding_dense_backward",
-          "aten::cat", "aten::stack", "aten::_efficientzerotensor", "aten::multinomial")  # fmt: skip
+          "aten::cat", "aten::stack", "aten::select_backward", "aten::slice_backward", "aten::_efficientzerotensor", "aten::multinomial")  # fmt: skip
 
 
 def ask_any(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -86,7 +86,7 @@ def _may_hide(func: Any) -> bool:
 def _factorises(func: Any) -> bool:
     """Whether `func` is of linear algebra: its outputs have the sizes that fake tensors know, the shorter side's among them, so
     that they do not follow the rows in a line."""
-    return func._schema.name.startswith(("aten::_linalg", "aten::linalg"))
+    return bool(func._schema.name.startswith(("aten::_linalg", "aten::linalg")))
 
 
 def _has_rows(shape: tuple[int, ...], dtype: torch.dtype, rows: int) -> bool:

@@ -5,6 +5,7 @@ It exists so that nothing that the script or torch's fake mode does can hurt the
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -32,6 +33,11 @@ def main() -> None:
     os._exit(0)
 
 
+_OBJECTS = 7_000
+"""New objects between two collections of garbage. A pretended op makes ten times those of a real one: with Python's own 700, garbage
+would be collected ten times as often as in the real run, and a long loop of ops would spend a quarter of its time on it."""
+
+
 def _run(request: Request) -> Result:
     from memopt.estimators.fake.torch_internals import require_estimates
 
@@ -47,6 +53,7 @@ def _run(request: Request) -> Result:
         assert watch is not None
         ending = Ending(recorder, watch, request.steps, further=request.further)
         ended = False
+        gc.set_threshold(_OBJECTS, *gc.get_threshold()[1:])
         try:
             _execute(request)
             ended = True

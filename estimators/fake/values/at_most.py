@@ -30,11 +30,16 @@ _FALSE_FOR: dict[Any, float] = {
 _FAR = 1e9
 """From here on a number stands for infinity; in half precision, which ends before, its largest one does."""
 _SORTS = frozenset((aten.sort.default, aten.sort.stable))
+_TELLING = _ANDS | _FILLS | _MOVES | _SORTS | KEEPS | _FALSE_FOR.keys()
+"""All of these: looked up once an op, since hashing an operator takes a call."""
 
 
 def note_most(func: Any, args: tuple[Any, ...], result: Any) -> None:
     """Remember on the results of `func` what share of them is infinite, or can be true."""
-    if func in _FILLS:
+    if func not in _TELLING:
+        if args and result is args[0]:
+            _forget(result)
+    elif func in _FILLS:
         _note_filled(func, args, result)
     elif func in _ANDS:
         _note_and(args, result)
@@ -42,10 +47,8 @@ def note_most(func: Any, args: tuple[Any, ...], result: Any) -> None:
         value, share = getattr(args[0], "_memopt_infinite", (0.0, 0.0))
         if value == _FALSE_FOR[func]:
             result._memopt_most = 1 - share
-    elif func in KEEPS or func in _SORTS or func in _MOVES:
+    else:
         _keep(func, args, result)
-    elif args and result is args[0]:
-        _forget(result)
 
 
 def most(mask: torch.Tensor) -> int | None:

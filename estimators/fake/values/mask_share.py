@@ -35,10 +35,17 @@ _COMPARES: dict[Any, Callable[[Any, Any], bool]] = {
     aten.gt.Scalar: operator.gt, aten.ge.Scalar: operator.ge, aten.lt.Scalar: operator.lt, aten.le.Scalar: operator.le,
     aten.eq.Scalar: operator.eq, aten.ne.Scalar: operator.ne,
 }  # fmt: skip
+_EQUAL = frozenset((aten.eq.Scalar, aten.eq.Tensor))
+_SCATTERS = frozenset((aten.scatter_.value, aten.scatter.value))
+_ANY = frozenset((aten.any.default, aten.any.dim))
+_TELLING = _PICKS.keys() | KEEPS | _MOVES.keys() | _COMPARES.keys() | _EQUAL | _SCATTERS | _ANY
+"""All of these: looked up once an op, since hashing an operator takes a call."""
 
 
 def note_share(func: Any, args: tuple[Any, ...], result: Any) -> None:
     """Remember on the results of `func` what is known of their range, or of the share of true elements."""
+    if func not in _TELLING:
+        return
     if func in _MOVES or func in _COMPARES:
         _note_number(func, args, result)
     if func is aten.any.default:
@@ -55,7 +62,7 @@ def note_share(func: Any, args: tuple[Any, ...], result: Any) -> None:
             if known is not None:
                 for each in result if isinstance(result, (tuple, list)) else (result,):
                     setattr(each, name, known)
-    elif func in (aten.eq.Scalar, aten.eq.Tensor):
+    elif func in _EQUAL:
         counted = getattr(args[0], "_memopt_range", None)
         if counted:
             result._memopt_share = 1 / counted
@@ -63,7 +70,7 @@ def note_share(func: Any, args: tuple[Any, ...], result: Any) -> None:
         share = getattr(args[0], "_memopt_share", None)
         if share:
             result._memopt_share = min(1.0, share * args[0].shape[args[1]])
-    elif func is aten.scatter_.value or func is aten.scatter.value:  # one_hot
+    elif func in _SCATTERS:  # one_hot
         counted = getattr(args[2], "_memopt_range", None)
         if counted:
             result._memopt_share = 1 / counted

@@ -18,12 +18,27 @@ _CPU = torch.device("cpu")
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.memory_format, torch.layout)
 
 
+_ABSOLUTE = frozenset(
+    (
+        torch.ops.aten.as_strided.default,
+        torch.ops.aten.as_strided_.default,
+        torch.ops.aten.as_strided_scatter.default,
+    )
+)
+"""Ops that say where in the storage a view starts: of all others the result does not depend on where their arguments do."""
+
+
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
+"""Shares memory and does not say so: what it is made of lives no longer."""
+
+
 class _Unknown(Exception):
     """An argument of which more matters than a key can hold."""
 
 
 class _Made(NamedTuple):
-    """One result: its geometry, and whether it is a view of the first argument; no geometry: that argument itself."""
+    """One result: its geometry, and whether it is a view of the first argument, behind whose start its own lies; no geometry: that
+    argument itself."""
 
     geometry: tuple[Any, ...] | None = None
     view: bool = False
@@ -39,7 +54,8 @@ class Shapes:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`func(*args, **kwargs)`."""
         try:
-            key = (func, torch.get_default_dtype(), self._key(args), self._key(tuple(kwargs.items())))
+            start = args[0].storage_offset() if func in _ABSOLUTE else 0
+            key = (func, torch.get_default_dtype(), start, self._key(args), self._key(tuple(kwargs.items())))
         except _Unknown:
             return func(*args, **kwargs)
         if key in self._known:
@@ -73,7 +89,7 @@ class Shapes:
         )
         if not plain:
             raise _Unknown
-        return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
+        return tensor.shape, tensor.stride(), tensor.dtype
 
     def _remade(self, known: tuple[type | None, list[_Made]], args: tuple[Any, ...]) -> Any:
         container, made = known
@@ -87,10 +103,10 @@ class Shapes:
         # `tensor.data` comes here by way of autograd, with a lock of the tensor's held that `as_strided` would ask for again
         with BelowAutograd(), in_kernel(self.mode):
             if made.view:
-                plain = torch.as_strided(args[0], size, stride, offset)
+                plain = torch.as_strided(args[0], size, stride, args[0].storage_offset() + offset)
             else:
                 plain = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        return FakeTensor(self.mode, plain, _CPU)
+        return FakeTensor.__new__(FakeTensor, self.mode, plain, _CPU)
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -121,8 +137,12 @@ def _kind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any,
     storage = result.untyped_storage()
     given = [x for x in _tensors((args, kwargs)) if x.untyped_storage()._cdata == storage._cdata]
     if given:
-        of_first = func.is_view and given[0] is args[0] and result.dtype is args[0].dtype
-        return _Made(_geometry(result), view=True) if of_first else None
+        of_first = (
+            (func.is_view or func is _UNSAFE_VIEW) and given[0] is args[0] and result.dtype is args[0].dtype
+        )
+        size, stride, offset, dtype = _geometry(result)
+        relative = (size, stride, offset - args[0].storage_offset(), dtype)
+        return _Made(relative, view=True) if of_first else None
     if func._schema.is_mutable or result.storage_offset():
         return None
     needed = (

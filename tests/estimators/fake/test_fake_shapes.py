@@ -93,3 +93,42 @@ def test_gradients_flow_through_what_is_remembered() -> None:
             (w[2:] @ w.t()).relu().sum().backward()
             assert w.grad is not None
             assert w.grad.shape == w.shape
+
+
+def test_where_an_argument_starts_is_no_other_question() -> None:
+    """A scan over time multiplies slices: each kind of op is asked once, and views of later slices start later."""
+    with FakeRecorder("cpu") as recorder, torch.no_grad():
+        x, rows = recorder.fake((50, 4, 6)), []
+        recorder.shapes._known.clear()
+        for step in x.unbind(0):
+            rows.append((step.t()[1:] * step[0, 0], step.t()[1:], step.view(24)))
+        assert len(recorder.shapes._known) < 12
+        plain = torch.empty(50, 4, 6)
+        for (made, later, flat), step in zip(rows, plain.unbind(0), strict=True):
+            assert told(made, x) == told(step.t()[1:] * step[0, 0], plain)
+            assert told(later, x) == told(step.t()[1:], plain)
+            assert told(flat, x) == told(step.view(24), plain)
+
+
+def test_a_view_that_says_where_it_starts_does_not_follow_its_argument() -> None:
+    with FakeRecorder("cpu") as recorder, torch.no_grad():
+        x = recorder.fake((50, 6))
+        for row in (x[3], x[7], x[3]):
+            assert row.as_strided((2,), (1,), 5).storage_offset() == 5
+            assert row.as_strided((2,), (1,)).storage_offset() == row.storage_offset()
+
+
+def test_an_unsafe_view_is_remembered() -> None:
+    with FakeRecorder("cpu") as recorder, torch.no_grad():
+        for _ in range(2):
+            x = recorder.fake((4, 6))
+            made = torch.ops.aten._unsafe_view(x, [6, 4])
+            assert told(made, x) == (torch.Size([6, 4]), (4, 1), 0, torch.float32, False, True)
+        assert None not in recorder.shapes._known.values()
+
+
+def test_backward_of_a_scan_asks_no_kernel_for_each_of_its_steps() -> None:
+    with FakeRecorder("cpu") as recorder:
+        x = recorder.parameter((64, 40, 400))
+        sum((x[:, n] * x[:, n : n + 1].sum()).sum() for n in range(40)).backward()
+        assert len(recorder.probes.calls) < 20
