@@ -74,6 +74,8 @@ def stays_real(
     if device == "cuda" and not _runs_on_the_host(func):
         return False
     if tensors:
+        if torch.Tag.inplace_view in func.tags:
+            return True  # a real tensor's geometry changes, whatever its size: torch refuses to on a stand-in
         if device == "cuda" and any(t.is_floating_point() and t.numel() > _FLOATS_REAL for t in tensors):
             return False
         return sum(_bytes(t) for t in tensors) <= _REAL_BYTES

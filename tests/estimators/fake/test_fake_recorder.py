@@ -184,3 +184,14 @@ def test_pinned_memory_is_the_hosts() -> None:
         kept.copy_(there)
         assert recorder.device_of(kept) == "cpu"
         assert recorder.finish().peak()[0] == 4_000_000
+
+
+def test_a_large_real_tensor_changes_its_shape_in_place() -> None:
+    """BigBird's masks on a GPU: of floats, larger than what is computed there, made of small ones that stay real."""
+    with FakeRecorder("cuda") as recorder:
+        with recorder.claiming("cuda"):
+            columns = [torch.ones(80, 1), torch.ones(1, 80)]
+        mask = columns[0] * columns[1]
+        mask.unsqueeze_(1).transpose_(0, 2)
+        assert mask.shape == (80, 1, 80)
+        assert (recorder.fake((80, 3, 80)) * mask).shape == (80, 3, 80)
