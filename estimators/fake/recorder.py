@@ -54,6 +54,7 @@ from memopt.estimators.fake.torch_internals import (
 from memopt.estimators.fake.values.at_most import note_most
 from memopt.estimators.fake.values.choices import Overrides, plain_choices
 from memopt.estimators.fake.values.guess import Guesser
+from memopt.estimators.fake.values.layouts import as_laid_out
 from memopt.estimators.fake.values.mask_share import note_share
 from memopt.estimators.fake.values.real import stays_real
 from memopt.estimators.fake.values.shapes import Shapes
@@ -431,7 +432,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             sparse = sparse_result(self, func, args, kwargs)
             if sparse is not None:
                 return sparse
-            result = _own(func, own, self.shapes.run(func, args, kwargs))
+            result = _own(func, own, as_laid_out(self, func, args, self.shapes.run(func, args, kwargs)))
             note_share(func, args, result)
             note_most(func, args, result)
             note_distinct(func, own, result)
