@@ -14,6 +14,8 @@ import torch
 from memopt.estimators.fake.kernels import flex
 from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.script.compiled import CompiledForward, CompiledFunction, follow
+from memopt.estimators.fake.script.compiling import compiling
+from memopt.estimators.fake.script.compiling import install as asked_compilers
 from memopt.estimators.fake.torch_internals import (
     DTENSOR_DISPATCH,
     FakeStore,
@@ -57,7 +59,8 @@ def _compilers(recorder: FakeRecorder) -> None:
         by_inductor = kwargs.get("backend", "inductor") == "inductor" and not kwargs.get("disable")
         if recorder.target != "cpu" or not by_inductor:
             recorder.fusion.compiles |= by_inductor and recorder.target == "cuda"
-            return eager(model, by_inductor and str(kwargs.get("mode")) in _GRAPHED)
+            made = eager(model, by_inductor and str(kwargs.get("mode")) in _GRAPHED)
+            return made if kwargs.get("disable") else compiling(made)
         if not isinstance(model, torch.nn.Module):
             follow()
             return CompiledFunction(recorder, model)
@@ -85,6 +88,7 @@ def _compilers(recorder: FakeRecorder) -> None:
     def scripted(obj: Any, *args: Any, **kwargs: Any) -> Any:
         return obj
 
+    asked_compilers()
     _TORCH.compile = compiled
     _MODULE.compile = compiled
     _JIT.script = scripted

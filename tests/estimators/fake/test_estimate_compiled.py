@@ -157,3 +157,32 @@ def test_no_compiler_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "script").mkdir()
     estimated_text(tmp_path / "script", FUNCTIONS.format(call="outer(2.0)"))
     assert not told.exists(), told.read_text()
+
+
+ASKS = """
+class Asks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(256, 256)
+    def forward(self, x):
+        y = self.inner(x)
+        if torch.compiler.is_compiling():
+            y = y * y
+        return y.sum()
+asks = COMPILE(Asks(), backend="eager")
+again = copy.deepcopy(asks)
+optimizer = torch.optim.SGD([*asks.parameters(), *again.parameters()], 0.1)
+for _ in range(3):
+    assert not torch.compiler.is_compiling()
+    (asks(torch.randn(512, 256)) + again(torch.randn(512, 256))).backward()
+    optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def test_a_model_that_asks_is_told_that_it_is_compiled(tmp_path: Path) -> None:
+    """Twice a product's two operands, one tensor here: what transformers does with masks and with keys where it is compiled."""
+    path, peaks = tmp_path / "train.py", []
+    for made in ("torch.compile", "(lambda model, backend: model)"):
+        path.write_text("import copy, torch, torch.nn as nn\n" + ASKS.replace("COMPILE", made))
+        peaks.append(estimate_script([str(path)], device="cpu").allocated_bytes)
+    assert peaks[0] - peaks[1] >= 2 * 512 * 256 * 4
