@@ -150,8 +150,9 @@ class Relief:
                     column = away
                     out[away] = problem.simulator.copy_ms(candidate.saved.size_bytes, option, out=True)
                     back[away] = problem.simulator.copy_ms(candidate.saved.size_bytes, option, out=False)
-                    first = min(first, candidate.saved.packed_op + 1)
-                    last = max(last, candidate.saved.first_use)
+                    span = next(s for s in candidate.absences if s.start <= moment < s.stop)
+                    begin = candidate.saved.packed_op + 1 if span == candidate.away else span.start
+                    first, last = min(first, begin), max(last, span.stop)
                 terms[column] = relief / max(1, excess)
         self.program.row(terms, low=1.0)
         if out:

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memopt.advisors.profiles.lower_bound import least_step_ms
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.decision import RECOMPUTE
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import Plan
 from memopt.trace import Trace
-from tests.support.enforced import SWAP, Loop, enforced, plan_of, recorded, seeded, state_digests
+from tests.support.enforced import SWAP, Loop, enforced, plan_of, problem_of, recorded, seeded, state_digests
 
 WIDTH = 512
 WEIGHT_BYTES = 4 * WIDTH * WIDTH
@@ -151,3 +152,15 @@ def test_calls_that_cannot_be_told_apart_have_none_away(tmp_path: Path) -> None:
     trace = recorded(loop, tmp_path)
     assert trace.facts["backward_calls"] == 2
     assert not any(each.is_weight for each in TraceView(trace).saved.values())
+
+
+@pytest.mark.solver
+def test_the_bound_on_the_step_counts_every_call(tmp_path: Path) -> None:
+    """Weights that are away in the last call have all the time until then on their way out, and that after it on their way back."""
+    trace = recorded(trained, tmp_path)
+    _, problem = problem_of(trace)
+    away = {s: SWAP for s, c in problem.candidates.items() if c.saved.is_weight}
+    timeline = problem.run(away)
+    bound = least_step_ms(problem_of(trace, int(1.01 * timeline.peak_bytes) + 1)[1], 5)
+    assert bound is not None
+    assert bound <= timeline.step_ms
