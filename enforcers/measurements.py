@@ -7,7 +7,6 @@ import sys
 from statistics import median
 from typing import TYPE_CHECKING
 
-from memopt.enforcers.guarding.what_is_there import GRADIENTS, freed_by_collecting, grown, what_is_there
 from memopt.instrument.memory.outside import is_clearly_more, was_above_now_bytes
 from memopt.plan import Plan
 from memopt.units import format_bytes
@@ -145,6 +144,8 @@ class Measurements:
             return "tensors in reference cycles, which are there until Python's garbage collector runs; gc.collect() after the step frees them"
         if self._kept:
             return f"the script has kept that since, and no plan accounts for it ({self._kept})"
+        from memopt.enforcers.guarding.what_is_there import GRADIENTS
+
         if self._joined and self._plan.in_backward is not None and self._there.get(GRADIENTS):
             return "gradients of the step before, which the plan's own steps leave none of"
         return "the script has kept that since, and no plan accounts for it"
@@ -268,6 +269,8 @@ class Measurements:
 
     def _look_what_is_there(self, base_bytes: int) -> None:
         """At the first measured iteration, and at those that begin with more: it takes long."""
+        from memopt.enforcers.guarding.what_is_there import grown, what_is_there
+
         if self.frames is None:
             return
         if not self._there:
@@ -285,6 +288,8 @@ class Measurements:
 
     def _look_for_cycles(self, peak_bytes: int, base_bytes: int) -> None:
         """Once, when an iteration that passed the plan's peak is over, and began with more."""
+        from memopt.enforcers.guarding.what_is_there import freed_by_collecting
+
         plan = self._plan
         if (
             self._in_cycles is None
