@@ -249,7 +249,7 @@ class _Writer:
 
     def _departures(self, saved: Saved) -> list[Departure]:
         """Each absence of a storage: what it leaves after, and by when it must be away."""
-        spans = [Absence(saved.gone_after, saved.first_use), *saved.again]
+        spans = saved.absences
         gone = self.away_from.get(saved.storage, [-1] * len(spans))
         found = []
         for span, op in zip(spans, gone, strict=True):

@@ -98,7 +98,7 @@ class Candidate:
     @property
     def absences(self) -> list[slice]:
         """That, and where it need not be there once more: a weight, in each of the iteration's backward calls."""
-        return [self.away, *(slice(each.gone_after + 1, each.first_use) for each in self.saved.again)]
+        return [slice(each.gone_after + 1, each.first_use) for each in self.saved.absences]
 
     def option(self, kind: str) -> Decision | None:
         return next((option for option in self.options if option.kind == kind), None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Absence:
-    """One more absence of a weight; both as in `Saved`."""
+    """When a storage may be away; both as in `Saved`."""
 
     gone_after: int
     first_use: int
@@ -40,3 +40,8 @@ class Saved:
     """Not saved, but a weight that is not read from `gone_after` to `first_use`."""
     again: tuple[Absence, ...] = ()
     """Of a weight: where it may be away once more, for each of the iteration's other backward calls."""
+
+    @property
+    def absences(self) -> tuple[Absence, ...]:
+        """All of them, in order."""
+        return Absence(self.gone_after, self.first_use), *self.again

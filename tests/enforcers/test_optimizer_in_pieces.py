@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
-from memopt.device import Device
 from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.in_pieces import why_not
@@ -24,9 +23,9 @@ from memopt.instrument.stepping.in_pieces import pieces_of, same_bits_in_pieces
 from memopt.outcome import Outcome
 from memopt.pieces import ALIGNED
 from memopt.plan import OPTIMIZER_IN_PIECES, Plan, ScriptAction, Tier
-from memopt.trace import PHASES, Script
+from memopt.trace import PHASES
 from tests.support.disks import Full
-from tests.support.enforced import Loop, enforced, recorded, seeded
+from tests.support.enforced import Loop, enforced, plan_with, recorded, seeded
 from tests.support.loops import LOOPS
 from tests.support.stepping import LOOKS, OPTIMIZERS, everything, saved, stepping
 
@@ -45,21 +44,7 @@ def plan_for(tier: Tier | None, *, parameters: int = 1, piece_bytes: int = PIECE
         piece_bytes=piece_bytes,
         tier=tier,
     )
-    return Plan(
-        memopt="",
-        created="",
-        script=Script(argv=["x"], cwd="."),
-        device=Device(),
-        profile="",
-        strategy="chosen by a test",
-        budget_bytes=1,
-        unplanned_peak_bytes=1,
-        predicted_peak_bytes=1,
-        plain_step_ms=1.0,
-        predicted_step_ms=1.0,
-        actions=[],
-        script_actions=[action],
-    )
+    return plan_with(action)
 
 
 def check(loop: Loop, folder: Path, tier: Tier | None = "disk", *, done: int = 1) -> Outcome:

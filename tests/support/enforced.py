@@ -14,6 +14,7 @@ import torch
 
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import Decisions, Problem, allowed
+from memopt.device import Device
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN, Decision
@@ -24,11 +25,11 @@ from memopt.instrument.loop import Loop as Watched
 from memopt.instrument.script.command import Command
 from memopt.instrument.script.runner import StopScript
 from memopt.outcome import Outcome
-from memopt.plan import Plan
+from memopt.plan import Plan, ScriptAction
 from memopt.profiler import bandwidth
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession
-from memopt.trace import Trace
+from memopt.trace import Script, Trace
 from tests.support.profiled import measured_once
 
 Loop = Callable[[int], list[str]]
@@ -68,6 +69,25 @@ def plan_of(trace: Trace, choose: Callable[[Problem], Decisions]) -> Plan:
     """A plan with the decisions of `choose`, good or bad."""
     adviser, problem = problem_of(trace)
     return adviser.write(problem, choose(problem), "chosen by a test")
+
+
+def plan_with(action: ScriptAction) -> Plan:
+    """A plan that makes one decision about the run, and none about tensors."""
+    return Plan(
+        memopt="",
+        created="",
+        script=Script(argv=["x"], cwd="."),
+        device=Device(),
+        profile="",
+        strategy="chosen by a test",
+        budget_bytes=1,
+        unplanned_peak_bytes=1,
+        predicted_peak_bytes=1,
+        plain_step_ms=1.0,
+        predicted_step_ms=1.0,
+        actions=[],
+        script_actions=[action],
+    )
 
 
 def enforced(

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.plan_reader import read_plan
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
-from memopt.device import Device
 from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.in_pieces import why_not
@@ -22,10 +21,9 @@ from memopt.instrument.memory.meter import living_storages
 from memopt.instrument.stepping.state_between_steps import state_tensors
 from memopt.outcome import Outcome
 from memopt.plan import OPTIMIZER_IN_PIECES, OPTIMIZER_STATE_AWAY, Plan, ScriptAction, Tier, load_plan
-from memopt.trace import Script
 from tests.late.late_session import run_late
 from tests.support.disks import Full
-from tests.support.enforced import Loop, enforced, recorded, seeded
+from tests.support.enforced import Loop, enforced, plan_with, recorded, seeded
 from tests.support.stepping import LOOKS, everything, saved
 
 STEPS = 6
@@ -110,31 +108,17 @@ def training(
 
 
 def plan_for(tier: Tier = "disk") -> Plan:
-    return Plan(
-        memopt="",
-        created="",
-        script=Script(argv=["x"], cwd="."),
-        device=Device(),
-        profile="",
-        strategy="chosen by a test",
-        budget_bytes=1,
-        unplanned_peak_bytes=1,
-        predicted_peak_bytes=1,
-        plain_step_ms=1.0,
-        predicted_step_ms=1.0,
-        actions=[],
-        script_actions=[
-            ScriptAction(
-                kind="optimizer",
-                what=OPTIMIZER_STATE_AWAY,
-                why="",
-                saved_bytes=0,
-                parameters=1,
-                tier=tier,
-                away_bytes=1 << 20,
-                whole_from_bytes=1,
-            )
-        ],
+    return plan_with(
+        ScriptAction(
+            kind="optimizer",
+            what=OPTIMIZER_STATE_AWAY,
+            why="",
+            saved_bytes=0,
+            parameters=1,
+            tier=tier,
+            away_bytes=1 << 20,
+            whole_from_bytes=1,
+        )
     )
 
 
