@@ -145,22 +145,7 @@ class SwapLanes:
         moved = np.where(encoded > 0, encoded, size)
         out_took, in_took = (self._took_ms(moved, on_disk, out=out) for out in (True, False))
         n = self.view.n
-        out_ms = np.empty(len(names))
-        first_out = np.lexsort((storage, packed))
-        out_ms[first_out] = _copied_out(times[np.minimum(packed[first_out] + 1, n - 1)], out_took[first_out])
-        gone = np.searchsorted(times, out_ms)
-        waited_ms = 0.0
-        for wait in self._waits.tolist():
-            late = (packed < wait) & (gone > wait)
-            if late.any():
-                more = float(out_ms[late].max() - times[wait])
-                gone = np.where(late, wait, gone)
-                waited_ms += more
-                times = times.copy()
-                times[wait:] += more
-                after = first_out[packed[first_out] >= wait]
-                out_ms[after] = _copied_out(times[np.minimum(packed[after] + 1, n - 1)], out_took[after])
-                gone[after] = np.searchsorted(times, out_ms[after])
+        times, out_ms, gone, waited_ms = self._out(times, storage, packed, out_took)
         gone = np.maximum(gone_after + 1, gone)
         first_in = np.lexsort((storage, order, use, trigger))
         in_ms, stall_ms = _copied_in(
@@ -178,6 +163,29 @@ class SwapLanes:
             leaves=(gone < np.minimum(trigger, n)).astype(np.int64)[first_in],
             stall_ms=stall_ms + waited_ms,
         )
+
+    def _out(
+        self, times: Floats, storage: Ints, packed: Ints, out_took: Floats
+    ) -> tuple[Floats, Floats, Ints, float]:
+        """(when each op starts, with what it waits; when each copy out ends, and the op before which it has; what is waited for in all)."""
+        n = self.view.n
+        out_ms = np.empty(len(packed))
+        first_out = np.lexsort((storage, packed))
+        out_ms[first_out] = _copied_out(times[np.minimum(packed[first_out] + 1, n - 1)], out_took[first_out])
+        gone = np.searchsorted(times, out_ms)
+        waited_ms = 0.0
+        for wait in self._waits.tolist():
+            late = (packed < wait) & (gone > wait)
+            if late.any():
+                more = float(out_ms[late].max() - times[wait])
+                gone = np.where(late, wait, gone)
+                waited_ms += more
+                times = times.copy()
+                times[wait:] += more
+                after = first_out[packed[first_out] >= wait]
+                out_ms[after] = _copied_out(times[np.minimum(packed[after] + 1, n - 1)], out_took[after])
+                gone[after] = np.searchsorted(times, out_ms[after])
+        return times, out_ms, gone, waited_ms
 
     def intervals(self, swaps: Swaps) -> list[Interval]:
         """All copies, those out first, each lane in its order."""
