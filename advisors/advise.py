@@ -11,9 +11,10 @@ from memopt.advisors.profiles.optimizer_move import plan_jointly, plan_moved_at_
 from memopt.advisors.profiles.plan_writer import write_plan
 from memopt.advisors.profiles.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
 from memopt.advisors.registry import Strategy, find_strategy
-from memopt.advisors.variants import Variants
+from memopt.advisors.variants import Variants, streamed_runs
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.simulator.gradients_in_place import InPlace, in_place
+from memopt.estimators.simulator.weights_streamed import Streamed
 from memopt.plan import Plan
 from memopt.trace import Trace
 from memopt.units import format_bytes
@@ -59,17 +60,21 @@ class Adviser:
     """`trace` is of the run whose backward writes over the gradients that it uses up."""
     _over: list[Adviser] | None = None
     """The one of that run, if there is one, once it was asked for."""
+    _streams: Streamed | None = None
+    """`trace` is of the run whose frozen weights are streamed."""
+    _streamed: list[Adviser] | None = None
+    """Those of such runs, once they were asked for."""
     variants: Variants = field(init=False)
     """The runs that it may become."""
 
     def __post_init__(self) -> None:
-        self.variants = Variants(self.trace, self.allow, self._of)
+        self.variants = Variants(self.trace, self.allow, self._of, self._streams)
 
     def search_for(self, limit_s: float, *, soon: bool = False) -> None:
         """Have each search from here on take so long."""
         self.time_limit_s, self.soon = limit_s, soon
-        for over in self._over or ():
-            over.time_limit_s = limit_s
+        for each in (*(self._over or ()), *(self._streamed or ())):
+            each.search_for(limit_s, soon=soon)
 
     @property
     def unplanned_peak_bytes(self) -> int:
@@ -84,12 +89,29 @@ class Adviser:
         """Of the run whose backward writes over the gradients that it uses up; none where it cannot, and of that run itself."""
         if self._over is None:
             found = in_place(self.trace) if "in-place" in self.allow and self._of is None else None
-            self._over = [Adviser(found[0], self.allow, self.time_limit_s, self.profile, _of=found[1])] if found else []  # fmt: skip
+            self._over = [Adviser(found[0], self.allow, self.time_limit_s, self.profile, _of=found[1], _streams=self._streams)] if found else []  # fmt: skip
         return self._over[0] if self._over else None
 
     @property
+    def streamed(self) -> list[Adviser]:
+        """Of the runs whose frozen weights are streamed, the cheapest first; none of such a run itself."""
+        if self._streamed is None:
+            runs = streamed_runs(self.trace, self.allow) if self._of is None and self._streams is None else []
+            self._streamed = [
+                Adviser(trace, self.allow, self.time_limit_s, self.profile, self.soon, _streams=streams)
+                for trace, streams in runs
+            ]
+        return self._streamed
+
+    @property
     def floor(self) -> Floor:
-        """What no plan can go below, whether the optimizer steps inside backward or not, and whether that writes over gradients or not."""
+        """What no plan can go below, whether the optimizer steps inside backward or not, whether that writes over gradients or not, and
+        whether frozen weights are streamed or not."""
+        return min([self._own_floor, *(each.floor for each in self.streamed)], key=lambda each: each.bytes)
+
+    @property
+    def _own_floor(self) -> Floor:
+        """Where they are not."""
         over = self.in_place
         return (
             min(self.variants.floor, over.floor, key=lambda each: each.bytes) if over else self.variants.floor
@@ -107,8 +129,29 @@ class Adviser:
 
     def decide(self, budget_bytes: int, strategy: str = "auto") -> Decided:
         """The problem, what `strategy` decides, and notes for the reader. Raises `BudgetInfeasible`, which tells the floor too."""
-        problem = self.problem(budget_bytes)
         auto = isinstance(self.strategy(strategy), Auto)
+        streamed = self.streamed if auto else []
+        meet_it = [each for each in streamed if each.floor.bytes <= budget_bytes]
+        if not streamed or (self._own_floor.bytes <= budget_bytes and not meet_it):
+            return self._decide_unstreamed(budget_bytes, strategy)
+        errors: list[BudgetInfeasible] = []
+        near = meet_it or [min(streamed, key=lambda each: each.floor.bytes)]
+        for adviser in [self, *near] if self._own_floor.bytes <= budget_bytes else near:
+            try:
+                found = adviser._decide_unstreamed(budget_bytes, strategy)
+            except BudgetInfeasible as error:
+                errors.append(error)
+            else:
+                is_last = adviser is not self or self.interrupted or self.soon
+                return found if is_last else self._or_faster(found, near[0], strategy)
+            finally:
+                self.interrupted |= adviser.interrupted
+        raise min(errors, key=lambda each: each.min_peak_bytes)
+
+    def _decide_unstreamed(self, budget_bytes: int, strategy: str) -> Decided:
+        """As `decide`, of runs with the frozen weights where they are in `trace`."""
+        auto = isinstance(self.strategy(strategy), Auto)
+        problem = self.problem(budget_bytes)
         over = self.in_place if auto and not problem.is_met_unplanned else None
         if over is None:
             return self._decide(problem, strategy)
@@ -134,7 +177,8 @@ class Adviser:
 
     @staticmethod
     def _or_faster(found: Decided, over: Adviser, strategy: str) -> Decided:
-        """`found`, or what is decided for the run whose backward writes over gradients, where that is faster."""
+        """`found`, or what is decided for the run of `over` (whose backward writes over gradients, or whose frozen weights are streamed), where
+        that is faster."""
         problem, decisions, _ = found
         step_ms = problem.run(decisions).step_ms
         if step_ms <= (1 + _CHEAP) * problem.plain_step_ms:
@@ -168,7 +212,9 @@ class Adviser:
                 try_=error.try_,
                 reached=error.reached,
             ) from None
-        unreached = problem.in_place is None or problem.view.trace.outside_peak_bytes
+        unreached = (
+            problem.in_place is None and problem.streamed is None
+        ) or problem.view.trace.outside_peak_bytes
         if not decisions and problem.instead_of is None and unreached:
             raise BudgetInfeasible(
                 problem.budget_bytes,
@@ -191,7 +237,8 @@ class Adviser:
             return self.problem(plain.unplanned_peak_bytes), {}, (note, self.floor.words)
         problem, decisions = reached.problem.with_budget(smallest), reached.decisions
         note = f"the smallest peak found; {self.floor.words}"
-        run = (self.in_place if problem.in_place is not None else None) or self
+        run = next((each for each in self.streamed if each._streams is problem.streamed), self)
+        run = (run.in_place if problem.in_place is not None else None) or run
         try:
             again, faster = run._search(run.problem(smallest, margin=0.0), run.strategy(strategy), margin=0.0)
         except (BudgetInfeasible, KeyboardInterrupt):

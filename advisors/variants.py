@@ -1,5 +1,5 @@
 """The runs that a recorded run may become before any tensor leaves: its optimizer steps inside backward, or in pieces, or has its
-state in a tier between steps."""
+state in a tier between steps; and its frozen weights are streamed."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from memopt.estimators.simulator.in_pieces import Pieces, in_pieces
 from memopt.estimators.simulator.in_pieces import why_not as why_not_in_pieces
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
+from memopt.estimators.simulator.weights_streamed import Streamed, least_sizes, weights_streamed
 from memopt.plan import Tier
 from memopt.trace import PHASES, Trace
 
@@ -27,7 +28,8 @@ _LINK_SHARE = {"disk": 0.6, "host": 0.9}
 """Share of a measured link rate that plans count on: a copy that is late costs memory as well as time."""
 
 _SHARES_AWAY = (0.3, 0.6, 1.0)
-"""Of all parameters' bytes: the state of the largest that have so much of them may be in a tier between steps."""
+"""Of all parameters' bytes: the state of the largest that have so much of them may be in a tier between steps; and of the bytes of all
+frozen weights: so much may be streamed."""
 
 _Way = tuple[Tier | None, float, bool]
 """Where state is between steps, of how large a share, and whether gradients are there, too."""
@@ -41,6 +43,8 @@ class Variants:
     allow: frozenset[str]
     over: InPlace | None = None
     """`trace` is of the run whose backward writes over the gradients that it uses up."""
+    streamed: Streamed | None = None
+    """`trace` is of the run whose frozen weights are streamed."""
     _in_pieces_views: dict[_Way, tuple[TraceView, Pieces]] = field(default_factory=dict)
 
     @cached_property
@@ -71,6 +75,7 @@ class Variants:
             margin=margin,
             time_limit_s=time_limit_s,
             in_place=self.over,
+            streamed=self.streamed,
         )
 
     def in_backward(self, problem: Problem, *, margin: float = MARGIN) -> Problem | None:
@@ -100,7 +105,7 @@ class Variants:
         if "optimizer" not in self.allow or why_not_in_pieces(self.trace):
             return []
         found: list[Problem] = []
-        tiers = self._state_tiers(problem.device)
+        tiers = tiers_of(problem.device, self.allow)
         ways: list[_Way] = [
             (None, 0.0, False),
             *((tier, share, False) for tier in tiers for share in _SHARES_AWAY),
@@ -150,11 +155,28 @@ class Variants:
         updates = self.trace.updates
         return bool(updates is None or updates.in_pieces or why_gradients_stay(self.trace))
 
-    def _state_tiers(self, device: Device) -> list[Tier]:
-        """Where optimizer state may be between steps."""
-        if device.kind != "cpu" and "swap-host" in self.allow and device.host_in_bytes_per_s > 0:
-            return ["host"]
-        return ["disk"] if "swap-disk" in self.allow and min(device.disk_in_bytes_per_s, device.disk_out_bytes_per_s) > 0 else []  # fmt: skip
+
+def tiers_of(device: Device, allow: frozenset[str]) -> list[Tier]:
+    """Where optimizer state may be between steps, and frozen weights between uses."""
+    if device.kind != "cpu" and "swap-host" in allow and device.host_in_bytes_per_s > 0:
+        return ["host"]
+    return ["disk"] if "swap-disk" in allow and min(device.disk_in_bytes_per_s, device.disk_out_bytes_per_s) > 0 else []  # fmt: skip
+
+
+def streamed_runs(trace: Trace, allow: frozenset[str]) -> list[tuple[Trace, Streamed]]:
+    """The runs in which frozen weights are streamed, the cheapest first: some of them, all, and all without the next one on its way."""
+    device = planning_device(trace.device)
+    found: list[tuple[Trace, Streamed]] = []
+    for tier in tiers_of(device, allow):
+        sizes = least_sizes(trace, _SHARES_AWAY)
+        for least_bytes, ahead in (
+            *((size, True) for size in sizes),
+            *((size, False) for size in sizes[-1:]),
+        ):
+            run = weights_streamed(trace, tier, device, least_bytes, ahead=ahead)
+            if run is not None:
+                found.append(run)
+    return found
 
 
 def _excess(problem: Problem) -> float:

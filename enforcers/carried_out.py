@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.optimizer.planned_steps import PlannedSteps
     from memopt.enforcers.tiers.swapped import Swapper
+    from memopt.enforcers.weights.streamed import StreamedWeights
     from memopt.instrument.saved import SavedTensorHooks
 
 
@@ -79,7 +80,10 @@ _STEPPED = {
 
 
 def decisions_about_the_run(
-    plan: Plan, steps: PlannedSteps | None, in_place: GradientsInPlace | None
+    plan: Plan,
+    steps: PlannedSteps | None,
+    in_place: GradientsInPlace | None,
+    streamed: StreamedWeights | None,
 ) -> list[Decision]:
     """Those that `plan` makes, with what carries them out."""
     in_backward, in_pieces = (steps.in_backward, steps.in_pieces) if steps is not None else (None, None)
@@ -87,6 +91,7 @@ def decisions_about_the_run(
         Decision("parameters were stepped inside backward", plan.in_backward.parameters, in_backward) if plan.in_backward else None,
         Decision(_STEPPED[plan.in_pieces.what], plan.in_pieces.parameters, in_pieces) if plan.in_pieces else None,
         Decision("ops of backward wrote over the gradient that they use up", plan.in_place.ops, in_place) if plan.in_place else None,
+        Decision("frozen weights were streamed", plan.streamed.parameters, streamed) if plan.streamed else None,
     ]  # fmt: skip
     return [each for each in found if each is not None and each.planned > 0]
 

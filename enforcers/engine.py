@@ -60,8 +60,16 @@ class Engine(modes.Mode):
     """The mode and the hooks of one run."""
 
     def __init__(
-        self, tables: Tables, frames: Frames, iterations: Iterations, swapper: Swapper | None, device: str
+        self,
+        tables: Tables,
+        frames: Frames,
+        iterations: Iterations,
+        swapper: Swapper | None,
+        device: str,
+        *,
+        streams: bool = False,
     ) -> None:
+        """`streams`: frozen weights are streamed, too."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._tables = tables
         self._frames = frames
@@ -78,10 +86,12 @@ class Engine(modes.Mode):
         frames.resizes.told = self.values.will_be_resized
         sizes = frozenset(each.size_bytes for each in tables.actions if each.leaves_after is not None)
         self.weights = (
-            WeightsAway(frames, iterations, swapper, self.values, sizes) if swapper and sizes else None
+            WeightsAway(frames, iterations, swapper, self.values, sizes) if sizes or streams else None
         )
         """Where the plan has weights leave."""
-        self.values.whole_first = self.weights.whole if self.weights is not None else None
+        self.watches = not tables.empty or self.weights is not None
+        """Is there anything to be done about tensors?"""
+        self.values.whole_first = self.weights.replayed if self.weights is not None else None
         self.account = Account()
         self._letting_go = LettingGo(tables.actions, self.values, swapper, self._streams, self.account)
         self._unsettled: list[Planned] = []
@@ -105,12 +115,12 @@ class Engine(modes.Mode):
 
     def enter(self) -> None:
         """Watch ops from here on, if there is anything to watch for and the mode is not on already."""
-        if self.active and not self._tables.empty and current_mode() is not self:
+        if self.active and self.watches and current_mode() is not self:
             modes.enter(self)
 
     def leave(self) -> None:
         """Stop watching, unless the script has entered modes of its own since (they stay innermost), or weights are away."""
-        if self.weights is None or not self.weights.away:
+        if self.weights is None or not self.weights.any_away:
             self._leave()
 
     def _leave(self) -> None:
@@ -145,8 +155,8 @@ class Engine(modes.Mode):
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
         iterations = self._iterations
-        if self.weights is not None and self.weights.away:
-            self.weights.before((*args, *kwargs.values()))
+        if self.weights is not None and self.weights.any_away:
+            self.weights.before(func, args, kwargs)
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
             return run(*args, **kwargs)
         if self._regions.compiling or not self._thread.is_here or self.capturing.now():
@@ -314,7 +324,7 @@ class Engine(modes.Mode):
         """The hook: the tensor, made again, read back or decoded. May be called again (`retain_graph`)."""
         tensor = self._unpack(handle)
         if self.weights is not None:
-            self.weights.whole(tensor)
+            self.weights.asked(tensor)
         return tensor
 
     def _unpack(self, handle: Kept | Planned) -> Tensor:

@@ -29,9 +29,11 @@ class GradientsInPlace(modes.Mode):
     """The mode of one run."""
 
     def __init__(
-        self, least_bytes: int, will_read: Callable[[tuple[object, ...]], None] | None = None
+        self,
+        least_bytes: int,
+        will_read: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None,
     ) -> None:
-        """What has fewer than `least_bytes` is left alone. `will_read` is told the operands of each op before it runs: a mode beside this
+        """What has fewer than `least_bytes` is left alone. `will_read` is told each op and its operands before it runs: a mode beside this
         one would hold them, and so every gradient."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._least_bytes = least_bytes
@@ -74,7 +76,7 @@ class GradientsInPlace(modes.Mode):
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._will_read is not None:
-            self._will_read((*args, *kwargs.values()))
+            self._will_read(func, args, kwargs)
         run = as_plain(func)
         if not _PLAIN_TYPES.issuperset(types):
             return run(*args, **kwargs) if just_goes_on(types) else NotImplemented

@@ -53,8 +53,8 @@ class Pinned:
         self.swapped: SwappedStorage | None = None
         self.witness: Tensor | None = None
         """Shares the version counter of what a tier holds, but none of its bytes."""
-        self.whole: Callable[[Tensor], None] | None = None
-        """Told before somebody reads the tensor, where weights may be away."""
+        self.whole: Callable[[Tensor, object], None] | None = None
+        """Told before somebody reads the tensor, and who, where weights may be away."""
         self.place = Place.of(tensor)
 
     @property
@@ -84,11 +84,11 @@ class Pinned:
         if alias is not None:
             let_go_of_bytes(alias)
 
-    def get(self) -> Tensor:
+    def get(self, reader: object = None) -> Tensor:
         """The tensor; decoded, it is the caller's own."""
         if self.tensor is not None:
             if self.whole is not None:
-                self.whole(self.tensor)
+                self.whole(self.tensor, reader)
             return self.tensor
         if self.swapped is not None:
             return self.place.on(self.swapped.get())

@@ -124,7 +124,7 @@ class _Replay:
         written = position in record.written
         if argument.is_changed and not written:
             raise _changed(record, argument)
-        tensor = argument.get()
+        tensor = argument.get(record)
         return _private(tensor) if written and argument.encoded is None else tensor
 
     def _value(self, view: View, *, written: bool) -> Tensor:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.optimizer.planned_steps import PlannedSteps
     from memopt.enforcers.tiers.swapped import Swapper
+    from memopt.enforcers.weights.streamed import StreamedWeights
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import SavedTensorHooks
@@ -107,6 +108,11 @@ class ApplySession:
         """The guard beside the plan, where there is one."""
         return self._engine.standby if self._engine is not None else None
 
+    @property
+    def _streamed(self) -> StreamedWeights | None:
+        weights = self._engine.weights if self._engine is not None else None
+        return weights.streamed if weights is not None else None
+
     # --- life
 
     def install(self) -> None:
@@ -147,14 +153,15 @@ class ApplySession:
         require(WATCH, *([ON_GPU] if self._plan.device.kind == "cuda" else []))
         tables = tables_of(self._plan)
         if loop is None:
-            forms = not tables.empty or self._plan.in_place is not None
+            watches = not tables.empty or self._plan.streamed is not None
+            forms = watches or self._plan.in_place is not None
             optimizers = self._plan.optimizers
-            self._own_loop = Loop.start(self, optimizers=optimizers, calls=not tables.empty, forms=forms)
+            self._own_loop = Loop.start(self, optimizers=optimizers, calls=watches, forms=forms)
         self._limit.begin()
         engine = self._engine_in(self._own_loop or loop, tables)
         self._install_steps()
         sends_gradients = self._steps is not None and self._steps.gradients is not None
-        if not tables.empty or sends_gradients or engine.standby is not None:
+        if engine.watches or sends_gradients or engine.standby is not None:
             from memopt.instrument.saved import SavedTensorHooks
 
             unpack = self._steps.told_of(engine.unpack) if self._steps is not None else engine.unpack
@@ -166,7 +173,7 @@ class ApplySession:
         """What enforces actions on tensors; the mode is on where there is something to watch for."""
         from memopt.enforcers.engine import Engine
         from memopt.enforcers.guarding.standby import standby_of
-        from memopt.enforcers.tiers.planned import swapper_of
+        from memopt.enforcers.tiers.planned import streaming_tier, swapper_of
 
         assert loop is not None
         frames = loop.frames
@@ -174,21 +181,32 @@ class ApplySession:
         frames.without_gradients, self._measurements.frames = self._measurements.without_gradients, frames
         self._swapper = swapper_of(self._plan, tables, self._options.swap_dir)
         frames.named = tables.frames
-        self._engine = engine = Engine(tables, frames, loop.iterations, self._swapper, self._plan.device.kind)
+        streamed = self._plan.streamed
+        self._engine = engine = Engine(
+            tables,
+            frames,
+            loop.iterations,
+            self._swapper,
+            self._plan.device.kind,
+            streams=streamed is not None,
+        )
         if engine.weights is not None:
             engine.weights.install()
+            if streamed is not None:
+                tier = streaming_tier(streamed, self._options.swap_dir)
+                engine.weights.stream(tier, streamed.least_bytes, ahead=streamed.ahead)
         else:
             options = self._options
             engine.standby = standby_of(
                 self._plan, loop, options.swap_dir, options.holds_bytes, engine.values
             )
-        if tables.empty:
+        if not engine.watches:
             return engine
         if self._plan.device.kind == "cpu":
             keep_freed_pages()
         if "@" in tables.frames or (self._own_loop is None and loop.iterations.count):
-            engine.enter()
-        if self._own_loop is not None:
+            self._watch(engine)
+        if self._own_loop is not None or not loop.iterations.count:
             frames.before_training = self._training_begins
         return engine
 
@@ -213,14 +231,24 @@ class ApplySession:
         self._limit.training_begins()
         self._measurements.training_begins()
         if self._engine is not None:
-            self._engine.enter()
+            self._watch(self._engine)
+
+    @staticmethod
+    def _watch(engine: Engine) -> None:
+        engine.enter()
+        if engine.weights is not None:
+            engine.weights.begin()
 
     def _weights_are_back(self) -> None:
         if self._engine is not None and self._engine.weights is not None:
             self._engine.weights.all_back()
 
+    def _all_weights_are_back(self) -> None:
+        if self._engine is not None and self._engine.weights is not None:
+            self._engine.weights.everything_back()
+
     def _before_fork(self) -> None:
-        self._weights_are_back()  # a child could not read them
+        self._all_weights_are_back()  # a child could not read them
         self._measurements.pause()
 
     def _forked(self) -> None:
@@ -255,12 +283,16 @@ class ApplySession:
         for part in (self._hooks, self._steps, self._over_gradients, self._own_loop):
             if part is not None:
                 part.remove()
-        if self._swapper is not None and os.getpid() == self._pid:
-            self._swapper.close()
+        if os.getpid() != self._pid:
+            return
+        streamed = self._streamed
+        for tiers in (self._swapper, streamed.tier if streamed is not None else None):
+            if tiers is not None:
+                tiers.close()
 
     def _outcome(self) -> Outcome:
-        decisions = decisions_about_the_run(self._plan, self._steps, self._over_gradients)
         notes, engine = list(self.notes), self._engine
+        decisions = decisions_about_the_run(self._plan, self._steps, self._over_gradients, self._streamed)
         if engine is not None:
             notes += notes_on_tensors(engine.account, self._swapper, self._done)
             notes += [engine.standby.words] if engine.standby is not None and engine.standby.words else []
@@ -280,7 +312,7 @@ class ApplySession:
 
     def thread_changed(self) -> None:
         """What was begun in the thread that trained before cannot be ended here; the next iteration is enforced again."""
-        self._weights_are_back()
+        self._all_weights_are_back()
         self._measurements.forget_this_iteration()
         self._in_two_threads = True
         if self._frames is not None:

@@ -54,8 +54,8 @@ class Values:
 
         self.kept: Kept | None = None
         """Told of what a replay makes and holds."""
-        self.whole_first: Callable[[Tensor], None] | None = None
-        """Told before a replay reads what is held as it is."""
+        self.whole_first: Callable[[Tensor, object], None] | None = None
+        """Told before a replay reads what is held as it is, and which of its ops does."""
 
     @property
     def holds_sources(self) -> bool:

@@ -31,11 +31,15 @@ OPTIMIZER_STATE_AWAY: Final = "optimizer state away"
 GRADIENTS_IN_PLACE: Final = "gradients in place"
 """As above, about backward: a formula writes what it makes into the gradient that it uses up."""
 
+WEIGHTS_STREAMED: Final = "frozen weights streamed"
+"""As above, about weights that nothing trains: their home is a tier, and each comes for as long as something uses it."""
+
 _ENFORCED: Final = {
     OPTIMIZER_IN_BACKWARD: "optimizer",
     OPTIMIZER_IN_PIECES: "optimizer",
     OPTIMIZER_STATE_AWAY: "optimizer",
     GRADIENTS_IN_PLACE: "backward",
+    WEIGHTS_STREAMED: "weights",
 }
 """`ScriptAction.what` of decisions that can be applied, and their kind."""
 
@@ -132,27 +136,28 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     """One decision about the run as a whole. Those of the kind `allocator`, and those called `optimizer in backward`, `optimizer in pieces`,
-    `optimizer state away` and `gradients in place` can be applied; others are advice."""
+    `optimizer state away`, `gradients in place` and `frozen weights streamed` can be applied; others are advice."""
 
-    kind: Literal["allocator", "optimizer", "model", "backward"]
+    kind: Literal["allocator", "optimizer", "model", "backward", "weights"]
     what: str
     why: str
     saved_bytes: int
     variables: dict[str, str] = {}
     """Environment of the run, of an `allocator` action."""
     parameters: int = 0
-    """Of `optimizer in backward`: how many parameters are stepped there; of `optimizer in pieces`, too, and of `optimizer state away` how many
-    tensors leave."""
+    """Of `optimizer in backward`: how many parameters are stepped there; of `optimizer in pieces`, too, and of `optimizer state away` and
+    `frozen weights streamed` how many tensors leave."""
     cost_ms: float = 0.0
     """Time that it adds to a step."""
     piece_bytes: int = 0
     """Of `optimizer in pieces`: bytes of parameters that are stepped at once."""
     tier: Tier | None = None
-    """Of `optimizer in pieces` and `optimizer state away`: where its state is between steps; none: on the device."""
+    """Of `optimizer in pieces` and `optimizer state away`: where its state is between steps; none: on the device. Of `frozen weights streamed`:
+    where those are."""
     away_bytes: int = 0
-    """Of both: how much of it is there."""
+    """Of the three: how much is there."""
     whole_from_bytes: int = 0
-    """Of both: of optimizers that cannot step in pieces, tensors of state that have so many bytes or more are there; 0: none."""
+    """Of both ways of the optimizer: where it cannot step in pieces, tensors of state that have so many bytes or more are there; 0: none."""
     away: int = 0
     """Of `optimizer in pieces`: the state of so many parameters, the largest of each optimizer; 0: of all."""
     gradient_bytes: int = 0
@@ -160,7 +165,9 @@ class ScriptAction(msgspec.Struct, frozen=True, kw_only=True):
     ops: int = 0
     """Of `gradients in place`: how many ops write into a gradient."""
     least_bytes: int = 0
-    """Of `gradients in place`: what has fewer bytes is left alone."""
+    """Of `gradients in place` and `frozen weights streamed`: what has fewer bytes is left alone."""
+    ahead: bool = False
+    """Of `frozen weights streamed`: while one is used, the next is on its way."""
     cleared_late: bool = False
     """Of `optimizer in backward` and `optimizer in pieces`: the script clears gradients after the next forward has begun, so that what a step asked for goes back to the tier, and so do
     those of the last step before a plan that begins while the script runs."""
@@ -221,6 +228,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The decision to write over gradients that are used up, if it is made."""
         return self._decided(GRADIENTS_IN_PLACE)
 
+    @property
+    def streamed(self) -> ScriptAction | None:
+        """The decision to stream frozen weights, if it is made."""
+        return self._decided(WEIGHTS_STREAMED)
+
     def _decided(self, what: str) -> ScriptAction | None:
         return next((a for a in self.script_actions if a.what == what and a.kind == _ENFORCED[what]), None)
 
@@ -271,6 +283,10 @@ def _inconsistency(plan: Plan) -> str:
             return "it does not tell what of the optimizer's state is to be away, or where"
     elif pieces is not None and not (0 < pieces.piece_bytes < 2**62 and 0 <= pieces.whole_from_bytes < 2**62):
         return f"an optimizer cannot be stepped in pieces of {pieces.piece_bytes} bytes"
+    if plan.streamed is not None and (
+        plan.streamed.tier is None or not 0 < plan.streamed.least_bytes < 2**62
+    ):
+        return "it does not tell which frozen weights are streamed, or from where"
     for each in plan.script_actions:
         for name, value in each.variables.items():
             if name not in ALLOCATOR_VARIABLES or each.kind != "allocator":

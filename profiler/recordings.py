@@ -98,6 +98,8 @@ class Result:
     """Of one moment: storages without ops."""
     more_times_us: list[list[float]] = field(default_factory=list)
     updates: Updates | None = None
+    frozen: list[int] = field(default_factory=list)
+    """Storages of weights that nothing trains."""
 
 
 class Recordings:
@@ -239,6 +241,7 @@ class Recordings:
         # parameters and states that this very iteration made
         there = self.there()
         tell_all(now.recorder.met.know_again, self._frames, there)
+        frozen = _frozen_in(now.recorder, there)
         updates = now.watch_no_more()
         if not self.device:
             self.device = "cuda" if out_of_memory and _uses_cuda() else device_in_use(there.modules)
@@ -250,14 +253,16 @@ class Recordings:
         if now.iteration <= self._wanted.warmup and now.recorder.overflow:
             return
         if now.iteration <= self._wanted.warmup:
-            result = Result(now.recorder, usage, now.iteration, updates=updates)
+            result = Result(now.recorder, usage, now.iteration, updates=updates, frozen=frozen)
             if not whole:
                 self.fragment = result
             elif now.recorder.backward_calls:
                 self.earlier.insert(0, result)
         elif self.result is None:
             times = [] if usage is not None else [now.clock.time_us]
-            self.result = Result(now.recorder, usage, now.iteration, more_times_us=times, updates=updates)
+            self.result = Result(
+                now.recorder, usage, now.iteration, more_times_us=times, updates=updates, frozen=frozen
+            )
         elif same_ops(self.result.recorder, now.recorder):
             self.result.more_times_us.append(now.clock.time_us)
         else:
@@ -303,6 +308,14 @@ class Recordings:
         """Give back where saved tensors were sent."""
         if self._tier is not None:
             self._tier.close()
+
+
+def _frozen_in(recorder: Recorder, there: There) -> list[int]:
+    """Rows of the weights that nothing trains."""
+    from memopt.instrument.memory.frozen_weights import frozen_weights
+
+    rows = {recorder.met.row_of(tensors[0]) for tensors in frozen_weights(there.modules).values()}
+    return sorted(row for row in rows if row >= 0)
 
 
 def _uses_cuda() -> bool:

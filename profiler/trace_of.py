@@ -82,7 +82,7 @@ def trace_of(result: Result, partial: str, recordings: Recordings, run: Run) -> 
         facts=_facts(result, recordings, run),
         partial=partial,
     )
-    return msgspec.structs.replace(trace, updates=result.updates)
+    return msgspec.structs.replace(trace, updates=result.updates, frozen=result.frozen)
 
 
 def _step_ms(result: Result, recorded_ms: float, run: Run) -> float:

@@ -13,7 +13,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Candidate, Decisions, Problem
 from memopt.errors import BadFile
 from memopt.estimators.simulator.decision import Decision
-from memopt.plan import Action, Plan
+from memopt.plan import Action, Plan, ScriptAction
 from memopt.timeline import Timeline
 from memopt.trace import Trace
 
@@ -70,7 +70,7 @@ class ReadPlan:
 
 def read_plan(plan: Plan, trace: Trace) -> ReadPlan:
     """`plan` laid on `trace`. Raises `BadFile` where the plan was not made from this profile."""
-    adviser: Adviser | None = Adviser(trace, DEFAULT_ALLOW)
+    adviser = _adviser(Adviser(trace, DEFAULT_ALLOW), plan.streamed)
     if adviser is not None and plan.in_place is not None:
         adviser = adviser.in_place
     if adviser is None:
@@ -82,6 +82,22 @@ def read_plan(plan: Plan, trace: Trace) -> ReadPlan:
             decisions[action.storage] = _decision(problem, action)
     timeline = problem.simulator.run(decisions, lanes=True)
     return ReadPlan(plan, problem, decisions, timeline)
+
+
+def _adviser(adviser: Adviser, streamed: ScriptAction | None) -> Adviser | None:
+    """Of the run whose frozen weights are where the plan has them."""
+    if streamed is None:
+        return adviser
+    for other in adviser.streamed:
+        problem = other.problem(1)
+        known = problem.streamed
+        if known is not None and (known.tier, known.least_bytes, known.ahead) == (
+            streamed.tier,
+            streamed.least_bytes,
+            streamed.ahead,
+        ):
+            return other
+    raise _another("it has no such frozen weights")
 
 
 def _problem(adviser: Adviser, plan: Plan) -> Problem:

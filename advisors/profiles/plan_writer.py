@@ -24,6 +24,7 @@ from memopt.plan import (
     OPTIMIZER_IN_BACKWARD,
     OPTIMIZER_IN_PIECES,
     OPTIMIZER_STATE_AWAY,
+    WEIGHTS_STREAMED,
     Action,
     Departure,
     OpRef,
@@ -75,7 +76,11 @@ def write_plan(
         saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,
-        script_actions=[*_of_backward(problem, timeline), *_of_the_optimizer(problem, decisions, timeline)],
+        script_actions=[
+            *_of_backward(problem, timeline),
+            *_of_the_optimizer(problem, decisions, timeline),
+            *_of_frozen_weights(problem, timeline),
+        ],
         moments=moments_of(problem, decisions, timeline),
         notes=[*notes, *filter(None, [before_training(trace, problem.unplanned_peak_bytes)])],
     )
@@ -113,6 +118,29 @@ def _of_backward(problem: Problem, timeline: Timeline) -> list[ScriptAction]:
             ops=count,
             least_bytes=over.least_bytes,
             cost_ms=round(over.cost_ms, 4),
+        )
+    ]
+
+
+def _of_frozen_weights(problem: Problem, timeline: Timeline) -> list[ScriptAction]:
+    """What the plan does about weights that nothing trains, as a whole."""
+    streamed = problem.streamed
+    if streamed is None:
+        return []
+    size = format_bytes(streamed.size_bytes)
+    why = f"{size} of weights that nothing trains are in the {streamed.tier} tier; each comes when something uses it"
+    return [
+        ScriptAction(
+            kind="weights",
+            what=WEIGHTS_STREAMED,
+            why=f"{why}, while the one before is used" if streamed.ahead else why,
+            saved_bytes=max(0, min(streamed.size_bytes, problem.unplanned_peak_bytes - timeline.peak_bytes)),
+            parameters=streamed.count,
+            cost_ms=round(streamed.cost_ms, 4),
+            tier=streamed.tier,
+            away_bytes=streamed.size_bytes,
+            least_bytes=streamed.least_bytes,
+            ahead=streamed.ahead,
         )
     ]
 

@@ -17,6 +17,7 @@ from memopt.estimators.simulator.gradients_in_place import InPlace
 from memopt.estimators.simulator.in_pieces import Pieces
 from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
 from memopt.estimators.simulator.trace_view import Ints, Saved, TraceView
+from memopt.estimators.simulator.weights_streamed import Streamed
 from memopt.timeline import Timeline
 
 Decisions = dict[int, Decision]
@@ -120,9 +121,11 @@ class Problem:
         part_of: Problem | None = None,
         pieces: Pieces | None = None,
         in_place: InPlace | None = None,
+        streamed: Streamed | None = None,
     ) -> None:
         """`instead_of`: the problem of the run as it is, where `view` is of one whose optimizer steps inside backward, or in `pieces`.
-        `in_place`: of the run where backward writes into gradients that it uses up, `view` too; as that of `instead_of`.
+        `in_place`: of the run where backward writes into gradients that it uses up, `view` too; as that of `instead_of`. `streamed`: of the
+        run whose frozen weights are streamed, both too.
         `part_of`: the problem of the whole iteration, where `view` is of some of its rounds."""
         if view.trace.partial:
             raise NotPossibleHere(
@@ -136,11 +139,14 @@ class Problem:
         self.plain = simulator.run({})
         self.instead_of, self.pieces = instead_of, pieces
         self.in_place: InPlace | None = in_place if instead_of is None else instead_of.in_place
+        self.streamed: Streamed | None = streamed if instead_of is None else instead_of.streamed
         self.unplanned_peak_bytes: int = max(self.plain.peak_bytes, view.trace.peak_bytes)
         if instead_of is not None:
             self.unplanned_peak_bytes = instead_of.unplanned_peak_bytes
         elif in_place is not None:
             self.unplanned_peak_bytes = max(self.unplanned_peak_bytes, in_place.plain_peak_bytes)
+        if streamed is not None:
+            self.unplanned_peak_bytes = max(self.unplanned_peak_bytes, streamed.plain_peak_bytes)
         self.target_bytes = min(
             int(budget_bytes * (1 - margin)), int(self.unplanned_peak_bytes * (1 - LEAST_GAIN))
         )
@@ -156,12 +162,13 @@ class Problem:
     @property
     def plain_step_ms(self) -> float:
         """A step of the run as it is."""
-        return self.in_place.plain_step_ms if self.in_place else (self.instead_of or self).view.trace.step_ms
+        changed = self.streamed or self.in_place
+        return changed.plain_step_ms if changed else (self.instead_of or self).view.trace.step_ms
 
     @property
     def is_of_another_run(self) -> bool:
-        """Is it of a run that is changed before any tensor is: another step of the optimizer, another backward?"""
-        return self.instead_of is not None or self.in_place is not None
+        """Is it of a run that is changed before any tensor is: another step of the optimizer, another backward, weights elsewhere?"""
+        return any(each is not None for each in (self.instead_of, self.in_place, self.streamed))
 
     @property
     def is_met_unplanned(self) -> bool:

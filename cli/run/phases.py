@@ -210,7 +210,7 @@ class Phases:
         assert first is not None
         assert apply is not None
         better = planning.better_than(first)
-        if better is None or first.in_backward or first.in_pieces:
+        if better is None or first.in_backward or first.in_pieces or first.streamed:
             return
         outcome = apply.finished()
         if outcome is not None:

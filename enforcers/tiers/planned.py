@@ -27,6 +27,11 @@ def swapper_of(plan: Plan, tables: Tables, swap_dir: Path) -> Swapper | None:
     return Swapper(tiers, wanted, Feedback(plan, tables) if plan.moments else None)
 
 
+def streaming_tier(streamed: ScriptAction, swap_dir: Path) -> PerDevice:
+    """The home of frozen weights that are streamed."""
+    return disk_tier(swap_dir) if streamed.tier == "disk" else host_tier(streamed.away_bytes)
+
+
 def state_tier(pieces: ScriptAction, swap_dir: Path) -> PerDevice | None:
     """Where optimizer state is between steps; it stays open until the process ends, for whoever reads it then."""
     if pieces.tier is None:

@@ -16,23 +16,27 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from memopt.enforcers.tiers.per_device import PerDevice
 from memopt.enforcers.tiers.swap import SwapFailed, without_frames
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
 from memopt.enforcers.weights.emptied import EmptiedStorage
 from memopt.enforcers.weights.readers import ByteReads
+from memopt.enforcers.weights.streamed import StreamedWeights
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.live_objects import living
-from memopt.instrument.ops import is_lent, is_plain, is_shared, tensors_in
+from memopt.instrument.memory.frozen_weights import tensors_of
+from memopt.instrument.ops import is_lent, is_plain, is_shared, kind_of, tensors_in
 from memopt.instrument.saved import Kept
-from memopt.instrument.script.other_threads import threads_of_the_script
+from memopt.instrument.script.other_threads import is_ours, threads_of_the_script
 from memopt.instrument.stepping.single_parameter_step import several_processes
 from memopt.instrument.torch_internals import DisableTorchDispatch, storage_use_count
 
@@ -44,11 +48,18 @@ class WeightsAway:
     """The weights of one run that are away now."""
 
     def __init__(
-        self, frames: Frames, iterations: Iterations, swapper: Swapper, values: Values, sizes: frozenset[int]
+        self,
+        frames: Frames,
+        iterations: Iterations,
+        swapper: Swapper | None,
+        values: Values,
+        sizes: frozenset[int],
     ) -> None:
-        """`sizes`: bytes of those that are to leave."""
+        """`sizes`: bytes of those that are to leave between forward and backward."""
         self._sizes = sizes
         self._frames, self._iterations, self._swapper, self._values = frames, iterations, swapper, values
+        self.streamed: StreamedWeights | None = None
+        """Those that are away whenever nothing uses them."""
         self.away: dict[int, EmptiedStorage] = {}
         """By address."""
         self.leaving: list[EmptiedStorage] = []
@@ -63,7 +74,7 @@ class WeightsAway:
         self._stopped = ""
         self._lock = threading.RLock()
         self._rewrites: Callable[[Tensor], None] | None = None
-        self._reads = ByteReads(self.whole, self.away)
+        self._reads = ByteReads(self._looked_at, lambda: self.any_away)
         self._start = threading.Thread.start
 
     def install(self) -> None:
@@ -72,7 +83,8 @@ class WeightsAway:
 
         @functools.wraps(start)
         def all_back_first(thread: threading.Thread) -> None:
-            self.all_back()
+            if not is_ours(thread):
+                self.everything_back()
             start(thread)
 
         threading.Thread.start = all_back_first  # type: ignore[assignment, method-assign]
@@ -87,19 +99,26 @@ class WeightsAway:
         threading.Thread.start = self._start  # type: ignore[method-assign]
         self._frames.entered = self._frames.regions.compiles = None
 
+    def begin(self) -> None:
+        """Training begins, or goes on under the plan: what is streamed leaves."""
+        if self.streamed is not None and not self._stopped:
+            self.streamed.send_all()
+
     def _compiles(self) -> None:
         self.stop("torch.compile has compiled a region, which reads weights unseen")
 
     def _launched(self, tensor: Tensor) -> None:
         """A Triton kernel of the script's is given `tensor`."""
-        self.whole(tensor)
+        self._looked_at(tensor)
         if self._rewrites is not None:
             self._rewrites(tensor)
 
     def stop(self, why: str) -> None:
         with self._lock:
             self._stopped = self._stopped or why
-            self.all_back()
+            self.everything_back()
+            if self.streamed is not None:
+                self.streamed.stop(why)
 
     # --- away
 
@@ -127,7 +146,6 @@ class WeightsAway:
         address = storage._cdata
         if address in self.away:
             return ""
-        saved = self._saved.get(address, [])
         owned = self._owners(address)
         if not all(map(is_plain, owned)):
             return "it is no plain tensor"
@@ -136,13 +154,14 @@ class WeightsAway:
         if is_lent(storage) or is_shared(storage):
             return "its bytes are shared, or lent by numpy or a file"
         held = {id(each): each for each in (*owned, *tensors) if each.untyped_storage()._cdata == address}
-        held |= {id(each.tensor): each.tensor for known in saved if (each := known()) is not None}
+        held |= {id(each): each for each in self._saved_of(address)}
         if storage_use_count(address) > len(held) + self._values.pins_of(storage) + 1:  # one is who asks
             return "something else holds it"
-        use = self._swapper.use_of(action, size_bytes) if not again else None
-        tier = self._swapper.tier_of(action)
-        if tier is None:
-            return self._swapper.reason
+        swapper = self._swapper
+        tier = swapper.tier_of(action) if swapper is not None else None
+        if swapper is None or tier is None:
+            return swapper.reason if swapper is not None else "there is no place to swap to"
+        use = swapper.use_of(action, size_bytes) if not again else None
         try:
             emptied = EmptiedStorage(tier, storage, use, noted=address in self._filled)
         except SwapFailed as error:
@@ -150,7 +169,7 @@ class WeightsAway:
             return error.what
         self.away[address] = emptied
         self.leaving.append(emptied)
-        self._swapper.joins(action, emptied)
+        swapper.joins(action, emptied)
         return ""
 
     def _weight_among(self, tensors: list[Tensor], size_bytes: int) -> UntypedStorage | None:
@@ -176,7 +195,7 @@ class WeightsAway:
         self._owned.clear()
         seen: set[int] = set()
         for module in living(nn.Module)[0]:
-            for each in (*_of(module, "_parameters"), *_of(module, "_buffers")):
+            for each in tensors_of(module):
                 if id(each) not in seen and is_plain(each):
                     seen.add(id(each))
                     self._owned.setdefault(each.untyped_storage()._cdata, []).append(ref(each))
@@ -184,8 +203,24 @@ class WeightsAway:
     def was_saved(self, handle: Kept) -> None:
         """Autograd holds `handle` for backward."""
         storage = handle.tensor.untyped_storage()
-        if storage.nbytes() in self._sizes:
+        streamed = self.streamed is not None and storage._cdata in self.streamed.streams
+        if streamed or storage.nbytes() in self._sizes:
             self._saved.setdefault(storage._cdata, []).append(ref(handle))
+
+    def _saved_of(self, address: int) -> list[Tensor]:
+        return [each.tensor for known in self._saved.get(address, ()) if (each := known()) is not None]
+
+    def stream(self, tier: PerDevice, least_bytes: int, *, ahead: bool) -> None:
+        """Have frozen weights of `least_bytes` or more away whenever nothing uses them."""
+        self.streamed = StreamedWeights(
+            self._frames,
+            self._iterations,
+            tier,
+            least_bytes,
+            ahead=ahead,
+            pins_of=lambda tensor: self._values.pins_of(tensor.untyped_storage()),
+            saved_of=self._saved_of,
+        )
 
     def settle(self) -> None:
         """Let go of what has safely been copied out."""
@@ -194,13 +229,43 @@ class WeightsAway:
 
     # --- back
 
-    def before(self, arguments: Iterable[object]) -> None:
-        """An op is about to run on these."""
-        for tensor in tensors_in(arguments):
-            self.whole(tensor)
+    @property
+    def any_away(self) -> bool:
+        """Has to be seen who reads weights?"""
+        return bool(self.away or (self.streamed is not None and self.streamed.streams))
 
-    def whole(self, tensor: Tensor) -> None:
-        """Somebody is about to read `tensor`, or has it handed out."""
+    def before(self, func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+        """An op is about to run on these."""
+        tensors = [each for each in tensors_in((*args, *kwargs.values())) if is_plain(each)]
+        streamed = self.streamed
+        if streamed is not None and streamed.streams:
+            addresses = [each.untyped_storage()._cdata for each in tensors]
+            streamed.op_begins(addresses)
+            if not streamed.streams.keys().isdisjoint(addresses):
+                streamed.written(_written(func, args, kwargs))
+        if self.away:
+            for tensor in tensors:
+                self._whole(tensor)
+
+    def asked(self, tensor: Tensor) -> None:
+        """Backward asks for what it has saved."""
+        if self.streamed is not None and is_plain(tensor):
+            self.streamed.asked(tensor)
+        self._whole(tensor)
+
+    def replayed(self, tensor: Tensor, reader: object) -> None:
+        """An op of forward, `reader`, runs again and reads it."""
+        if self.streamed is not None and is_plain(tensor):
+            self.streamed.replayed(tensor, reader)
+        self._whole(tensor)
+
+    def _looked_at(self, tensor: Tensor) -> None:
+        """Somebody reads it as no mode sees, or has it handed out."""
+        if self.streamed is not None and is_plain(tensor):
+            self.streamed.looked_at(tensor)
+        self._whole(tensor)
+
+    def _whole(self, tensor: Tensor) -> None:
         if not self.away or not is_plain(tensor):
             return
         address = tensor.untyped_storage()._cdata
@@ -224,8 +289,16 @@ class WeightsAway:
         ):  # elsewhere each stream has to wait by itself
             del self.away[address]
 
+    def everything_back(self) -> None:
+        """As `all_back`, the streamed ones too, until the next iteration."""
+        self.all_back()
+        if self.streamed is not None:
+            self.streamed.all_back()
+
     def all_back(self) -> None:
-        """Nobody has to ask from here on, on whichever stream."""
+        """Nobody has to ask for those that leave between forward and backward, on whichever stream."""
+        if self.streamed is not None:
+            self.streamed.all_go()
         if not self.away:
             return
         guard = DisableTorchDispatch()
@@ -246,6 +319,8 @@ class WeightsAway:
         self.all_back()
         self._filled.clear()
         self._saved.clear()
+        if self.streamed is not None and not self._stopped:
+            self.streamed.new_iteration()
 
     def _entered(self, module: nn.Module) -> None:
         """A module is called, in any thread: it may read its weights as no mode sees."""
@@ -253,11 +328,16 @@ class WeightsAway:
             if not self._stopped:
                 self.stop("another thread calls modules")
             return
+        if self.streamed is not None:
+            self.streamed.entered(module)
         if self.away:
-            for each in (*_of(module, "_parameters"), *_of(module, "_buffers")):
-                self.whole(each)
+            for each in tensors_of(module):
+                self._whole(each)
 
 
-def _of(module: nn.Module, name: str) -> list[Tensor]:
-    """Its own parameters or buffers, past whatever it makes of attributes."""
-    return [each for each in vars(module).get(name, {}).values() if isinstance(each, Tensor)]
+def _written(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[int]:
+    """Addresses of the storages that an op writes to."""
+    kind = kind_of(func)
+    places = zip(kind.writes, kind.write_names, strict=True)
+    given = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
+    return [each.untyped_storage()._cdata for each in tensors_in(given) if is_plain(each)]

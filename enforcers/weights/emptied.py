@@ -98,6 +98,20 @@ class EmptiedStorage:
         elif coming is not None:
             coming.result()
 
+    def leave_again(self, *, noted: bool) -> bool:
+        """Let go of the bytes once more, without a copy: the tier has them still, for whoever says that nothing has written to them since.
+        False where they never left. `noted`: as above."""
+        with self._lock:
+            if not self._gone:
+                return False
+            if self._coming is not None:
+                self.finish()
+                self._coming = None
+                if not noted:
+                    note_freed(self.storage.nbytes())
+                _resize(self.storage, 0)
+            return True
+
     def finish(self) -> None:
         """The bytes are there for every stream."""
         self.get()

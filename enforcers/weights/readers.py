@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ _NAMES = ("untyped_storage", "data_ptr", "numpy", "tolist", "__dlpack__", "__rep
 class ByteReads:
     """Between `install` and `remove`, tells of every such look at a tensor, from any thread, before it happens."""
 
-    def __init__(self, told: Callable[[Tensor], None], while_any: Sized) -> None:
-        """`told` only while `while_any` has something in it."""
-        self._told, self._any = told, while_any
+    def __init__(self, told: Callable[[Tensor], None], wanted: Callable[[], bool]) -> None:
+        """`told` only while it is `wanted`."""
+        self._told, self._wanted = told, wanted
         self._own: dict[str, Any] = {}
 
     def install(self) -> None:
@@ -40,11 +40,11 @@ class ByteReads:
         self._own.clear()
 
     def _telling(self, original: Any) -> Any:
-        told, pending, asks_where = self._told, self._any, original.__name__ == "untyped_storage"
+        told, wanted, asks_where = self._told, self._wanted, original.__name__ == "untyped_storage"
 
         @functools.wraps(original)
         def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if pending and not (asks_where and sys._getframe(1).f_code.co_filename.startswith(_OURS)):
+            if wanted() and not (asks_where and sys._getframe(1).f_code.co_filename.startswith(_OURS)):
                 told(tensor)
             return original(tensor, *args, **kwargs)
 

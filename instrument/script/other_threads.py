@@ -24,6 +24,12 @@ def threads_of_the_script() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each is not here and _runs_code_of_the_script(each)]
 
 
+def is_ours(thread: threading.Thread) -> bool:
+    """Does it run memopt's code, and nothing else?"""
+    code = _code_of(getattr(thread, "_target", None) or type(thread).run)
+    return code is not None and code.co_filename.startswith(tuple(_OURS))
+
+
 def _runs_code_of_the_script(thread: threading.Thread) -> bool:
     if isinstance(thread, threading._DummyThread):  # C++ made it
         return False

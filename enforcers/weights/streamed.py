@@ -1,0 +1,355 @@
+"""Frozen weights streamed: their home is a tier, and each is on the device while something uses it.
+
+A weight comes when the module that owns it is called, when an op reads it, or when backward asks for it; it goes when something else
+computes: another module call in forward, another node in backward. The tier's copy stays, so that going again takes no copy, unless
+something has written to the weight. With `ahead` the next one, in the order of the iteration before, is on its way meanwhile.
+
+ZeRO-Infinity (Rajbhandari et al., SC 2021, section 5) has the parameters of large models elsewhere so; FlexGen (Sheng et al., ICML 2023)
+those of inference. Here that is for weights which nothing trains. Who reads them unforeseen is seen as `away` says, at any time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from weakref import ref
+
+from torch import Tensor, nn
+
+from memopt.enforcers.tiers.per_device import PerDevice
+from memopt.enforcers.tiers.swap import SwapFailed, without_frames
+from memopt.enforcers.weights.emptied import EmptiedStorage
+from memopt.instrument.frames import Frames
+from memopt.instrument.iterations import Iterations
+from memopt.instrument.live_objects import living
+from memopt.instrument.memory.frozen_weights import frozen_weights, tensors_of
+from memopt.instrument.ops import is_lent
+from memopt.instrument.script.other_threads import threads_of_the_script
+from memopt.instrument.stepping.single_parameter_step import several_processes
+from memopt.instrument.torch_internals import DisableTorchDispatch, current_node, storage_use_count
+
+Context = tuple[object, ...]
+"""What a weight is on the device for: `("call", name)` of a module, `("node", number)` of backward, ..."""
+_AHEAD: Context = ("ahead",)
+"""It comes before anything has asked for it."""
+_HELD: Context = ("held",)
+"""Something beside its owners holds it: it stays until the iteration ends, or backward."""
+_MOST_LOOKS = 4
+"""How often it is looked for new modules: as iterations begin."""
+
+
+class _Stream:
+    """One weight."""
+
+    __slots__ = ("content", "context", "is_here", "is_written", "owners")
+
+    def __init__(self, owners: list[ref[Tensor]], content: EmptiedStorage) -> None:
+        self.owners, self.content = owners, content
+        self.is_here = False
+        """It has been asked for, or is on its way."""
+        self.is_written = False
+        """Since the tier got its copy."""
+        self.context = _AHEAD
+
+
+class StreamedWeights:
+    """Those of one run."""
+
+    def __init__(
+        self,
+        frames: Frames,
+        iterations: Iterations,
+        tier: PerDevice,
+        least_bytes: int,
+        *,
+        ahead: bool,
+        pins_of: Callable[[Tensor], int],
+        saved_of: Callable[[int], list[Tensor]],
+    ) -> None:
+        """`least_bytes`: smaller ones stay. `pins_of`: how many aliases of a weight records hold; `saved_of`: what autograd holds of a
+        storage, by its address."""
+        self._frames, self._iterations, self.tier = frames, iterations, tier
+        self._least_bytes, self._ahead = least_bytes, ahead
+        self._pins_of, self._saved_of = pins_of, saved_of
+        self.streams: dict[int, _Stream] = {}
+        """By the address of the storage."""
+        self._here: dict[int, _Stream] = {}
+        self._filled: set[int] = set()
+        """Got new memory in this iteration, whose profile sees it end."""
+        self._before: list[int] = []
+        """In which order they were asked for in the iteration before."""
+        self._now: list[int] = []
+        self._place = 0
+        """In that order."""
+        self._next: int | None = None
+        self._looks = 0
+        self._rests = True
+        self._lock = threading.RLock()
+        self.most_used = 0
+        """Most weights that were streamed at once."""
+        self.why_not_all = "not all of them were found"
+
+    # --- leaving
+
+    def send_all(self) -> None:
+        """All that may be streamed from here on leave: between iterations, or before training begins."""
+        why = _why_not_now()
+        if why:
+            self.why_not_all = why
+            return
+        self._rests = False
+        self._looks += 1
+        guard = DisableTorchDispatch()
+        try:
+            with self._lock:
+                for address, tensors in frozen_weights(living(nn.Module)[0]).items():
+                    if address not in self.streams and not self._send(address, tensors):
+                        break
+                self.tier.collect()
+        finally:
+            del guard
+        self.most_used = max(self.most_used, len(self.streams))
+
+    def _send(self, address: int, tensors: list[Tensor]) -> bool:
+        """A weight's first copy out, or its next one after all were back; False where no other can leave either."""
+        storage = tensors[0].untyped_storage()
+        if storage.nbytes() < self._least_bytes:
+            return True
+        if self._held_by_others(address, tensors):
+            self.why_not_all = "something beside its module holds a weight"
+            return True
+        try:
+            content = EmptiedStorage(self.tier, storage, None, noted=address in self._filled)
+            content.wait_until_away()
+        except SwapFailed as error:
+            without_frames(error)
+            self.why_not_all = error.what
+            return False
+        self.streams[address] = _Stream([*map(ref, tensors)], content)
+        return True
+
+    def _held_by_others(self, address: int, owners: list[Tensor]) -> bool:
+        """Beside its owners, autograd, records, and whoever asks."""
+        held = {id(each): each for each in (*owners, *self._saved_of(address))}
+        return bool(storage_use_count(address) > len(held) + self._pins_of(owners[0]) + 1)
+
+    def _go(self, address: int) -> None:
+        """Nothing uses it any more."""
+        stream = self.streams[address]
+        owners = [each for known in stream.owners if (each := known()) is not None]
+        if not owners or any(each.requires_grad for each in owners) or is_lent(stream.content.storage):
+            stream.content.finish()
+            self._forget(address)
+            return
+        if self._held_by_others(address, owners):
+            stream.context = _HELD
+            return
+        noted = address in self._filled
+        if stream.is_written or not stream.content.leave_again(noted=noted):
+            self._copy_again(address, stream, noted=noted)
+        if address in self.streams:
+            stream.is_here, stream.is_written = False, False
+            self._here.pop(address, None)
+
+    def _copy_again(self, address: int, stream: _Stream, *, noted: bool) -> None:
+        stream.content.finish()
+        try:
+            stream.content = EmptiedStorage(self.tier, stream.content.storage, None, noted=noted)
+            stream.content.wait_until_away()
+        except SwapFailed as error:
+            without_frames(error)
+            self.why_not_all = error.what
+            self._forget(address)
+
+    def _forget(self, address: int) -> None:
+        del self.streams[address]
+        self._here.pop(address, None)
+
+    def others_go(self, context: Context, but: Iterable[int] = ()) -> None:
+        """What is here for something else than `context` goes, `but` for some, and for the next one."""
+        for address, stream in list(self._here.items()):
+            if stream.context in (context, _HELD) or address in but:
+                continue
+            if not (self._ahead and address == self._next):
+                self._go(address)
+
+    def all_go(self) -> None:
+        """Nothing computes that could use one."""
+        if self._here:
+            guard = DisableTorchDispatch()
+            try:
+                with self._lock:
+                    self._next = None
+                    for address in list(self._here):
+                        self._go(address)
+            finally:
+                del guard
+
+    # --- coming
+
+    def context(self) -> Context:
+        """What computes now."""
+        if self._iterations.in_backward:
+            node = current_node()
+            return ("node", node._sequence_nr() if node is not None else -1)
+        return ("call", self._frames.current.key)
+
+    def op_begins(self, addresses: list[int]) -> None:
+        """An op is about to run that reads the storages at `addresses`, streamed or not."""
+        asked = [each for each in addresses if each in self.streams]
+        if not (asked or self._here):
+            return
+        context = self.context()
+        guard = DisableTorchDispatch()
+        try:
+            with self._lock:
+                if not self._frames.paused:
+                    self._adopt(context)
+                self.others_go(self._in_call(context), but=asked)
+                for address in asked:
+                    self._ask(address, context)
+        finally:
+            del guard
+
+    def _adopt(self, context: Context) -> None:
+        """What has come for a module call that had not begun is for that."""
+        for stream in self._here.values():
+            if stream.context[0] == "entered" and stream.context[1:] != context:
+                stream.context = context
+
+    def _in_call(self, context: Context) -> Context:
+        """In backward no frame tells of the module calls of a recomputation: what one has brought is for as long as its node computes."""
+        if any(stream.context == ("entered", *context) for stream in self._here.values()):
+            for stream in self._here.values():
+                if stream.context == context:
+                    stream.context = ("entered", *context)
+            return ("entered", *context)
+        return context
+
+    def asked(self, tensor: Tensor) -> None:
+        """Backward asks for what it has saved."""
+        address = tensor.untyped_storage()._cdata
+        if address in self.streams:
+            self.op_begins([address])
+
+    def entered(self, module: nn.Module) -> None:
+        """A module is called: its own weights are there, for kernels that no mode sees."""
+        own = [a for each in tensors_of(module) if (a := each.untyped_storage()._cdata) in self.streams]
+        if not own:
+            return
+        context = self.context()
+        guard = DisableTorchDispatch()
+        try:
+            with self._lock:
+                self.others_go(context, but=own)
+                for address in own:
+                    self._ask(address, ("entered", *context))
+        finally:
+            del guard
+
+    def replayed(self, tensor: Tensor, reader: object) -> None:
+        """An op of forward, `reader`, runs again and reads it."""
+        self._come(tensor, ("replay", id(reader)))
+
+    def looked_at(self, tensor: Tensor) -> None:
+        """Somebody gets hold of its bytes, and may write to them."""
+        stream = self._come(tensor, ("look",))
+        if stream is not None:
+            stream.is_written = True
+
+    def _come(self, tensor: Tensor, context: Context) -> _Stream | None:
+        address = tensor.untyped_storage()._cdata
+        stream = self.streams.get(address)
+        if stream is not None:
+            guard = DisableTorchDispatch()
+            try:
+                with self._lock:
+                    self.others_go(context, but=(address,))
+                    self._ask(address, context)
+            finally:
+                del guard
+        return stream
+
+    def written(self, addresses: Iterable[int]) -> None:
+        """An op is about to write to these."""
+        for address in addresses:
+            stream = self.streams.get(address)
+            if stream is not None:
+                stream.is_written = True
+
+    def _ask(self, address: int, context: Context) -> None:
+        stream = self.streams.get(address)
+        if stream is None:
+            return
+        stream.content.get()
+        is_new = not stream.is_here or stream.context != context
+        if stream.content.was_filled:
+            self._filled.add(address)
+        stream.is_here, stream.context = True, context
+        self._here[address] = stream
+        if is_new:
+            self._goes_on(address)
+
+    def _goes_on(self, address: int) -> None:
+        """It is asked for: what comes next is on its way."""
+        self._now.append(address)
+        order = self._before
+        places = (*range(self._place, len(order)), *range(min(self._place, len(order))))
+        at = next((place for place in places if order[place] == address), None)
+        if at is None:
+            return
+        self._place = at + 1
+        self._next = order[at + 1] if at + 1 < len(order) else None
+        coming = self.streams.get(self._next) if self._next is not None and self._ahead else None
+        if coming is not None and not coming.is_here:
+            coming.content.prefetch()
+            coming.is_here, coming.context = True, _AHEAD
+            self._here[self._next] = coming  # type: ignore[index]
+            if coming.content.was_filled:
+                self._filled.add(self._next)  # type: ignore[arg-type]
+
+    # --- the run
+
+    def new_iteration(self) -> None:
+        """Another begins: the order of this one is known."""
+        self.all_go()
+        if self._now:
+            self._before = self._now
+        self._now, self._place, self._next = [], 0, None
+        self._filled.clear()
+        with self._lock:
+            for address in [
+                a for a, s in self.streams.items() if not any(known() is not None for known in s.owners)
+            ]:
+                self._forget(address)
+        if self._rests or self._looks < _MOST_LOOKS:
+            self.send_all()
+
+    def stop(self, why: str) -> None:
+        """None leaves any more."""
+        self.why_not_all = why
+
+    def all_back(self) -> None:
+        """Nobody has to ask from here on; until the next iteration."""
+        if not self.streams:
+            return
+        self._rests = True
+        guard = DisableTorchDispatch()
+        try:
+            with self._lock:
+                for stream in self.streams.values():
+                    stream.content.finish()
+                self._filled.update(self.streams)
+                self.streams.clear()
+                self._here.clear()
+                self._next = None
+        finally:
+            del guard
+
+
+def _why_not_now() -> str:
+    if several_processes():
+        return "processes that train together may exchange weights"
+    if threads_of_the_script():
+        return "another thread of the script's may read weights unseen"
+    return ""

@@ -1,0 +1,52 @@
+"""Frozen weights: what nothing trains, as LoRA's base, a teacher or the network of a perceptual loss.
+
+One rule for the profile, which tells which there are, and for the run, which streams them: parameters and buffers of modules without
+modules below them (a linear layer, a convolution, an embedding), so that whoever reads one past torch's dispatcher is inside a call of
+the module that owns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+from memopt.instrument.ops import is_lent, is_plain, is_shared
+
+LEAST_BYTES = 1 << 20
+"""Smaller ones are not worth a copy."""
+
+
+def frozen_weights(modules: Iterable[nn.Module]) -> dict[int, list[Tensor]]:
+    """Address of a storage (`_cdata`) -> the parameters and buffers of `modules` that lie in it, where none of them is trained."""
+    found: dict[int, dict[int, Tensor]] = {}
+    others: set[int] = set()
+    for module in modules:
+        for each in tensors_of(module):
+            if not is_plain(each):
+                continue
+            address = each.untyped_storage()._cdata
+            if each.requires_grad or not is_leaf(module):
+                others.add(address)
+            found.setdefault(address, {})[id(each)] = each
+    return {
+        address: [*tensors.values()]
+        for address, tensors in found.items()
+        if address not in others and _may_leave(next(iter(tensors.values())))
+    }
+
+
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """Its own parameters and buffers, past whatever it makes of attributes."""
+    tables = (vars(module).get(name, {}) for name in ("_parameters", "_buffers"))
+    return [each for table in tables for each in table.values() if isinstance(each, Tensor)]
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Has it no modules below it?"""
+    return not any(each is not None for each in vars(module).get("_modules", {}).values())
+
+
+def _may_leave(tensor: Tensor) -> bool:
+    storage = tensor.untyped_storage()
+    return storage.nbytes() >= LEAST_BYTES and not is_lent(storage) and not is_shared(storage)
