@@ -56,6 +56,9 @@ class Adviser:
     """A first plan: where one meets the budget, no other run is searched for a cheaper one."""
     interrupted: bool = False
     """Did Ctrl-C end a search?"""
+    recorded: Adviser | None = None
+    """Of the iteration as it was recorded, where `trace` is of one that saves `grown` times as much."""
+    grown: float = 1.0
     _of: InPlace | None = None
     """`trace` is of the run whose backward writes over the gradients that it uses up."""
     _over: list[Adviser] | None = None

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,6 +36,8 @@ _FIRST_S_AN_OP: Final = 1e-4
 """Nor less than this for each op: what has no time for one rule finds nothing."""
 _LONGER: Final = 4
 """Times as long is searched for the first plan where none was found that meets the budget."""
+_LEAST_GROWN: Final = 1.1
+"""Below it no smaller growth is tried."""
 _LONG_S: Final = 5.0
 """A search that would go on after this, by the wall, is left for later where there is a plan that does something, be it above the budget:
 the script waits ten seconds at most."""
@@ -82,8 +85,10 @@ class Background:
         deny: tuple[str, ...] = (),
         time_limit_s: float | None = None,
         waits: bool = False,
+        grown: float = 1.0,
     ) -> None:
-        """Plan for the profile `trace` and write the plan to `output`, and where the script `waits`, a first one soon.
+        """Plan for the profile `trace` and write the plan to `output`, and where the script `waits`, a first one soon; where that meets the
+        budget, for an iteration that saves `grown` times as much.
 
         Raises `OSError` where the process that was started is gone and no other can be."""
         self._output = output
@@ -98,6 +103,7 @@ class Background:
             "deny": deny,
             "time_limit_s": time_limit_s,
             "waits": waits,
+            "grown": grown,
         }
         words = json.dumps(order).encode()
         if not self._send(words):
@@ -188,8 +194,11 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     least, most = _FIRST_S
     least = max(least, _FIRST_S_AN_OP * trace.op_count)
     first_s = min(limit_s, most, max(least, trace.step_ms / 1000)) if order["waits"] else limit_s
-    adviser, budget, began = _adviser(trace, order), order["budget"], time.monotonic()
-    first = _search(adviser, budget, first_s, soon=first_s < limit_s)
+    recorded, budget, began = _adviser(trace, order), order["budget"], time.monotonic()
+    for adviser in _largest_first(recorded, float(order.get("grown", 1.0))):
+        first = _search(adviser, budget, first_s, soon=first_s < limit_s)
+        if not first.over_bytes:
+            break
     can_be_met = first.over_bytes and first_s < limit_s and adviser.floor.bytes <= first.budget_bytes
     while first_s < limit_s and first.over_bytes and (can_be_met or not _does_something(first)):
         next_s = min(limit_s, _LONGER * first_s)
@@ -218,6 +227,18 @@ def _search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False
 
     adviser.search_for(limit_s, soon=soon)
     return best_effort(adviser, budget)
+
+
+def _largest_first(recorded: Adviser, grown: float) -> Iterator[Adviser]:
+    """Of iterations that save `grown` times as much as the recorded one, of smaller ones, and of that itself."""
+    from memopt.advisors.advise import Adviser
+    from memopt.estimators.elsewhere.trace_grown import grown as as_grown
+
+    while grown > 1.0:
+        trace = as_grown(recorded.trace, grown)
+        yield Adviser(trace, recorded.allow, profile=recorded.profile, recorded=recorded, grown=grown)
+        grown = 1 + (grown - 1) / 2 if grown > _LEAST_GROWN else 1.0
+    yield recorded
 
 
 def _adviser(trace: Trace, order: dict[str, Any]) -> Adviser:

@@ -19,9 +19,10 @@ _WIDER = 1.05
 
 
 def best_effort(adviser: Adviser, budget: str) -> Plan:
-    """The plan for `budget` (`16GB`, `60%` of the unplanned peak). Where it cannot be met, the plan of the smallest peak found, with a
+    """The plan for `budget` (`16GB`, `60%` of the unplanned peak, as recorded). Where it cannot be met, the plan of the smallest peak found, with a
     note that begins with `NOT_MET`; its `budget_bytes` are those that were asked for."""
-    asked = parse_budget(budget, adviser.trace, unplanned_bytes=adviser.unplanned_peak_bytes)
+    meant = adviser.recorded or adviser
+    asked = parse_budget(budget, meant.trace, unplanned_bytes=meant.unplanned_peak_bytes)
     budget_bytes = wanted_bytes = asked.tensors_bytes
     blocked: BudgetInfeasible | None = None
     for tried in range(_TRIES):
@@ -35,10 +36,23 @@ def best_effort(adviser: Adviser, budget: str) -> Plan:
             break
     else:
         plan = adviser.plan(adviser.unplanned_peak_bytes)
-    plan = asked.noted(plan)
+    plan = _of_larger_ones(asked.noted(plan), adviser)
     if blocked is None:
         return plan
     peak = format_bytes(plan.predicted_peak_bytes)
     note = f"{NOT_MET}the smallest peak found is {peak}; {'; '.join(blocked.blockers)}"
     notes = [note, *(each for each in plan.notes if not each.startswith("nothing to do"))]
     return msgspec.structs.replace(plan, budget_bytes=budget_bytes, notes=notes)
+
+
+def _of_larger_ones(plan: Plan, adviser: Adviser) -> Plan:
+    """Where it allows for iterations larger than the recorded one, what that takes is told without it."""
+    recorded = adviser.recorded
+    if recorded is None:
+        return plan
+    return msgspec.structs.replace(
+        plan,
+        grown=adviser.grown,
+        unplanned_peak_bytes=recorded.unplanned_peak_bytes,
+        base_bytes=recorded.trace.base_bytes,
+    )

@@ -100,6 +100,11 @@ class Measurements:
         return len(self._others)
 
     @property
+    def most_saved(self) -> float:
+        """How many times as many elements as the profiled iteration the largest one saved."""
+        return max([1.0, *self._others])
+
+    @property
     def process_peak_bytes(self) -> int:
         return self._resident_bytes or _resident_peak_bytes()
 
@@ -137,7 +142,10 @@ class Measurements:
                 f"the peak was measured in one of {self._at_the_peak:.2f} times as many, and is {share:.2f} times the predicted one: what grew "
                 "most there is nothing that is saved, but buffers of backward's or of an op's, whose size follows the data"
             )
-        return "the peak moves with them, and was predicted for the profiled one"
+        which = (
+            "the profiled one" if self._plan.grown <= 1 else f"one of {self._plan.grown:.2f} times as many"
+        )
+        return f"the peak moves with them, and was predicted for {which}"
 
     def _why_more(self) -> str:
         if self._in_cycles:

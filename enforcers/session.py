@@ -104,6 +104,11 @@ class ApplySession:
         return self._iterations.count if self._iterations is not None else 0
 
     @property
+    def most_saved(self) -> float:
+        """How many times as many elements as the profiled iteration the largest one saved."""
+        return self._measurements.most_saved
+
+    @property
     def standby(self) -> Standby | None:
         """The guard beside the plan, where there is one."""
         return self._engine.standby if self._engine is not None else None

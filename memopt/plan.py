@@ -205,6 +205,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How many tensors autograd saved in the profiled iteration; 0 when not known."""
     saved_elements: int = 0
     """Their elements together: an iteration that saves others is another one than was planned for."""
+    grown: float = 1.0
+    """It was made for an iteration that saves so many times as much as the profiled one, since iterations differ in size."""
     host_bytes: int = 0
     """Most bytes that the actions have in the host's memory at once; 0 when not known."""
     actions: list[Action]
@@ -267,6 +269,8 @@ def _inconsistency(plan: Plan) -> str:
     numbers.append(plan.host_bytes)
     if min(numbers) < 0 or max(numbers) >= 2**62:
         return "a number of bytes is negative or beyond any memory"
+    if not 1 <= plan.grown < 1e6:
+        return "an iteration cannot grow by such a factor"
     if not all(0 <= time < 1e12 for time in (plan.plain_step_ms, plan.predicted_step_ms)):
         return "a time is negative, not finite, or longer than eleven days"
     if not plan.script.argv or not plan.script.argv[0]:

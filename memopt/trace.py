@@ -55,6 +55,9 @@ CACHE_EMPTIED = "cache emptied at "
 BEFORE_TRAINING = "held_before_training_bytes"
 """A fact's name: what was on the device at most before the first forward, where something could be told of it."""
 
+MAY_GROW = "may_grow_percent"
+"""A fact's name: iterations of the same ops saved other sizes, so that one may come that saves so many percent of the recorded one."""
+
 IN_A_LIST = " (in a list)"
 """End of the name of a tensor with a graph that a list held when the iteration began."""
 

@@ -6,15 +6,16 @@ import hashlib
 import os
 import platform
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, prod
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from memopt.device import Device
+from memopt.growth import may_grow
 from memopt.instrument.script.command import Command, find_source
 from memopt.instrument.script.other_threads import threads_of_the_script
-from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, Script, Trace
+from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, MAY_GROW, Script, Trace
 
 if TYPE_CHECKING:
     from memopt.instrument.iterations import Iterations
@@ -107,6 +108,24 @@ def _facts(result: Result, recordings: Recordings, run: Run) -> dict[str, int]:
         "other_threads": len(threads_of_the_script()),
         **{f"{CACHE_EMPTIED}{line}": count for line, count in recorder.cache_emptied.items()},
         **({BEFORE_TRAINING: before} if (before := recordings.before_training_bytes) else {}),
+        **({MAY_GROW: percent} if (percent := _may_grow_percent(result, recordings)) > 100 else {}),
         "iterations_seen": run.iterations_seen,
         "boundary_is_backward": int(iterations is not None and iterations.boundary == "backward"),
     }
+
+
+def _may_grow_percent(result: Result, recordings: Recordings) -> int:
+    """As those before it tell that ran the same ops."""
+    from memopt.profiler.recordings import same_ops
+
+    saved, weights = _saved_elements(result)
+    others = [each for each in recordings.earlier if same_ops(each.recorder, result.recorder)]
+    return round(100 * may_grow(saved, [_saved_elements(each)[0] for each in others], weights))
+
+
+def _saved_elements(result: Result) -> tuple[int, int]:
+    """Elements that autograd saved, but for those of weights; and these."""
+    recorder, found = result.recorder, [0, 0]
+    for slot in recorder.slots:
+        found[recorder.storages[slot.storage].category in ("parameter", "buffer")] += prod(slot.shape)
+    return found[0], found[1]

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from memopt.instrument.script.command import Command
 
 FOLDER = ".memopt"
+_MOST_GROWTH = 8.0
+"""No plan allows for iterations that save more, as against the recorded one."""
 _README = "# What `memopt run` found out about the runs that were started here. Safe to delete.\n*\n"
 
 
@@ -54,6 +56,22 @@ class Cache:
             return load_plan(self.plan_path)
         except MemoptError:
             return None
+
+    @property
+    def _growth_path(self) -> Path:
+        return self.folder / f"{self._stem}.growth"
+
+    def growth(self) -> float:
+        """How many times as much as the recorded iteration one of the runs before saved, where that passed the budget; 1.0 elsewhere."""
+        try:
+            return min(max(1.0, float(self._growth_path.read_text(encoding="utf-8"))), _MOST_GROWTH)
+        except (OSError, ValueError):
+            return 1.0
+
+    def keep_growth(self, factor: float) -> None:
+        """For the next run's plan."""
+        with contextlib.suppress(OSError, MemoptError):
+            write_atomic(self._growth_path, f"{max(factor, self.growth()):.3f}\n".encode())
 
     def forget(self) -> None:
         """The plan did not do what it said: the next run records again."""

@@ -142,10 +142,12 @@ class _Run:
         course = self._phases.finished()
         if course is None:
             return
-        from memopt.cli.run.words import did_what_it_said, last_words
+        from memopt.cli.run.words import did_what_it_said, last_words, was_surprised
 
         if course.plan is not None and not did_what_it_said(course):
             self._cache.forget()
+        if was_surprised(course):
+            self._cache.keep_growth(course.most_saved)
         self._cache.close(in_use=course.still_planning)
         self._write(course)
         if not self._quiet:

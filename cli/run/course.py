@@ -65,6 +65,8 @@ class Course:
     """Those that have watched, one after the other."""
     online: bool = False
     budget_bytes: int | None = None
+    most_saved: float = 1.0
+    """How many times as many elements as the recorded iteration the largest one under the plan saved."""
 
     @property
     def plain_ms(self) -> float | None:

@@ -185,7 +185,10 @@ class Phases:
         waits = self._is_near() or trace.peak_bytes > _MAY_GROW * course.budget_bytes
         self._tell(f"recorded iteration {trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script {'waits' if waits else 'goes on'}")  # fmt: skip
         background = self._background or Background()
-        self._planning = Planning(background, trace, budget, self._wishes, self._cache, waits=waits)
+        saved_before = [each for guard in course.guards for each in guard.saved_before]
+        self._planning = Planning(
+            background, trace, budget, self._wishes, self._cache, waits=waits, saved_before=saved_before
+        )
         if not waits:
             return
         found = self._planning.has_news(_MOST_WAIT_S)
@@ -259,6 +262,7 @@ class Phases:
         self._end_watch()
         if self._apply is not None:
             course.outcome = self._with_first_peak(self._apply.finished())
+            course.most_saved = self._apply.most_saved
         elif self._profile is not None and self._trace is None:
             self._profile.finished(problem or "the script ended while it was recorded")
             failure = self._profile.failure

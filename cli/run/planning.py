@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -10,9 +13,11 @@ from memopt.advisors.background import Background
 from memopt.cli.run.cache import Cache
 from memopt.cli.run.course import Wishes
 from memopt.errors import MemoptError
+from memopt.growth import may_grow
 from memopt.plan import Plan
-from memopt.trace import Trace
+from memopt.trace import CATEGORIES, MAY_GROW, Trace
 
+_WEIGHTS = frozenset(CATEGORIES.index(name) for name in ("parameter", "buffer"))
 _WORTH_IT = 0.01
 """Share of the step by which a plan has to be better to take over while the script goes on."""
 
@@ -21,9 +26,18 @@ class Planning:
     """One search. Ask for a plan when it has news; the last one may have been it."""
 
     def __init__(
-        self, background: Background, trace: Trace, budget: str, wishes: Wishes, cache: Cache, *, waits: bool
+        self,
+        background: Background,
+        trace: Trace,
+        budget: str,
+        wishes: Wishes,
+        cache: Cache,
+        *,
+        waits: bool,
+        saved_before: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """The script `waits` for the first plan, or goes on until it is found."""
+        """The script `waits` for the first plan, or goes on until it is found. `saved_before`: how many tensors, and elements, autograd saved in
+        iterations before the recorded one."""
         trace.save(cache.trace_path)
         self._cache = cache
         self._began = time.perf_counter()
@@ -36,6 +50,7 @@ class Planning:
             deny=wishes.deny,
             time_limit_s=wishes.time_limit_s,
             waits=waits,
+            grown=max(trace.facts.get(MAY_GROW, 100) / 100, _may_grow(trace, saved_before), cache.growth()),
         )
 
     @property
@@ -69,3 +84,13 @@ class Planning:
             return None
         enough = msgspec.structs.replace(first, predicted_step_ms=(1 - _WORTH_IT) * first.predicted_step_ms)
         return better if better.is_better_than(enough) else None
+
+
+def _may_grow(trace: Trace, saved_before: Sequence[tuple[int, int]]) -> float:
+    """As the iterations tell that saved as many tensors."""
+    slots, kinds = trace.slots, trace.storages.category
+    sizes = [math.prod(slots.shape.row(slot)) for slot in range(len(slots.storage))]
+    of_weights = [kinds[storage] in _WEIGHTS for storage in slots.storage]
+    weights = sum(itertools.compress(sizes, of_weights))
+    others = [elements - weights for tensors, elements in saved_before if tensors == len(sizes)]
+    return may_grow(sum(sizes) - weights, others, weights)

@@ -40,7 +40,17 @@ def last_words(course: Course) -> list[str]:
     if plan is None or outcome is None:
         return [_not_enforced(course)]
     lines = [_held(plan, outcome), _beside(plan, outcome), _cost(course, plan, outcome)]
-    return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in outcome.notes[:_MOST_NOTES])]
+    notes = [*outcome.notes[:_MOST_NOTES], *_grown(course)]
+    return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in notes)]
+
+
+def was_surprised(course: Course) -> bool:
+    """Did it not do what it said, where iterations came that saved more than was allowed for?"""
+    return course.plan is not None and not did_what_it_said(course) and course.most_saved > course.plan.grown
+
+
+def _grown(course: Course) -> list[str]:
+    return ["the next run of this command plans for the largest of them from the beginning"] if was_surprised(course) else []  # fmt: skip
 
 
 def _before_the_plan(course: Course) -> list[str]:

@@ -51,6 +51,7 @@ _LEAST_SHARE = 256
 """Of the budget, this part."""
 _PAGE_BYTES = 4096
 _FAR_MORE = 1.25
+_MOST_BEFORE = 16
 _AHEAD = 2
 """Storages that are asked for next and come back before they are, where there is room."""
 
@@ -93,6 +94,9 @@ class Guard(modes.Mode):
         """No tensor has been saved yet."""
         self._looking = False
         """An op has run whose backward formula looks whether a mode is on."""
+        self._saved_now = 0, 0
+        self.saved_before: list[tuple[int, int]] = []
+        """For each of the first iterations how many tensors autograd saved, and their elements."""
         self.moved = 0
         """Storages that have left."""
         self.moved_bytes = 0
@@ -229,6 +233,7 @@ class Guard(modes.Mode):
             return Kept(tensor)
         if not self._is_watched(tensor) or not is_plain(tensor) or self._capturing.why_keep():
             return Kept(tensor)
+        self._saved_now = self._saved_now[0] + 1, self._saved_now[1] + tensor.numel()
         if self._waits:  # a script without modules
             self._training_begins()
             self._looking = True  # this op may be one, and is not seen
@@ -409,6 +414,9 @@ class Guard(modes.Mode):
             if not saved.living():
                 del self._saved[address]
         self._ahead.clear()
+        if len(self.saved_before) < _MOST_BEFORE:
+            self.saved_before.append(self._saved_now)
+        self._saved_now = 0, 0
         self._makers.forget()
         self.over_now_bytes, self._may_collect = 0, self._collects
         self._streams.new_iteration()

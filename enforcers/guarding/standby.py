@@ -30,7 +30,7 @@ class Standby:
 
     def __init__(self, guard: Guard, plan: Plan) -> None:
         self.guard = guard
-        self._most_elements = int(MORE * plan.saved_elements)
+        self._most_elements = int(MORE * plan.grown * plan.saved_elements)
         self._most_bytes = int(_PASSED * max(guard.budget_bytes, plan.predicted_peak_bytes))
         self._awake = 0
         """Iterations for which it stays so, this one included."""

@@ -124,15 +124,30 @@ def computed_from_inputs(trace: Trace) -> list[bool]:
     return derived
 
 
+def sized_by_inputs(trace: Trace) -> list[bool]:
+    """Per storage: is it made in the iteration, from its inputs, and of no parameter's shape?"""
+    derived = computed_from_inputs(trace)
+    shapes, fixed = _shapes(trace)
+    return [
+        derived[storage]
+        and trace.storages.birth_op[storage] >= 0
+        and not (shape is not None and _bare(shape) in fixed and _may_be_weight_gradient(trace, storage))
+        for storage, shape in enumerate(shapes)
+    ]
+
+
+def _shapes(trace: Trace) -> tuple[list[tuple[int, ...] | None], set[tuple[int, ...]]]:
+    """Shape of each storage, where its label tells one; and those of parameters, gradients and state, without dimensions of 1."""
+    shapes = [label_shape(trace.storage_label(s)) for s in range(trace.storage_count)]
+    kinds = trace.storages.category
+    fixed = {_bare(s) for s, kind in zip(shapes, kinds, strict=True) if s and kind in _FIXED}
+    return shapes, fixed
+
+
 def grows(trace: Trace, batch: int) -> list[bool]:
     """Per storage: does its size follow the batch size?"""
     derived = computed_from_inputs(trace)
-    shapes = [label_shape(trace.storage_label(s)) for s in range(trace.storage_count)]
-    fixed = {
-        _bare(shape)
-        for shape, kind in zip(shapes, trace.storages.category, strict=True)
-        if shape and kind in _FIXED
-    }
+    shapes, fixed = _shapes(trace)
     found = []
     for storage, shape in enumerate(shapes):
         is_input = trace.storages.category[storage] == _INPUT
@@ -171,11 +186,15 @@ def _may_be_weight_gradient(trace: Trace, storage: int) -> bool:
 
 def scaled(trace: Trace, amounts: Amounts, batch: int, new_batch: int) -> Amounts:
     """`amounts` with everything that follows the batch size at `new_batch` instead of `batch`."""
-    follows = grows(trace, batch)
+    return scaled_by(trace, amounts, grows(trace, batch), batch, new_batch)
+
+
+def scaled_by(trace: Trace, amounts: Amounts, follows: list[bool], old: int, new: int) -> Amounts:
+    """`amounts` with `new` bytes for each `old` ones of the storages of which `follows` says so, and of the workspaces beside them."""
     storage_of, ops = trace.values.storage, trace.ops
 
     def to(size_bytes: int) -> int:
-        return -(-size_bytes * new_batch // batch)
+        return -(-size_bytes * new // old)
 
     def workspace(op: int, size_bytes: int) -> int:
         """Workspaces are mostly copies of operands: as much of one grows as of them. Far larger ones are tensors that went

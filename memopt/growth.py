@@ -1,0 +1,19 @@
+"""How much more than the recorded iteration another one may save, where iterations of a script differ in size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MOST_MORE = 1.35
+"""Times the largest iteration seen so far that a plan allows for."""
+
+
+def may_grow(saved: int, others: Sequence[int], weights: int) -> float:
+    """Times as many elements as the recorded iteration the largest one may save: more than the largest seen by as much again as they
+    differ, but for far outliers. `saved`: elements that autograd saved in the recorded iteration, weights left out; `others`: in others
+    of the same ops; `weights`: elements of those, which are saved in all of them. 1.0 where all saved as much."""
+    known = [each for each in others if each > 0]
+    if saved <= 0 or all(each == saved for each in known):
+        return 1.0
+    low, high = min(*known, saved), max(*known, saved)
+    return max(1.0, (weights + high * min(high / low, _MOST_MORE)) / (weights + saved))

@@ -1,0 +1,79 @@
+"""`memopt run` on scripts whose iterations differ in size: the plan allows for larger ones than the recorded, and a run learns from the one
+before."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_run import memopt, outcome_of, plain
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from torch.nn import functional as F
+torch.manual_seed(0)
+lengths = [int(each) for each in sys.argv[1:]]
+layers = [nn.TransformerEncoderLayer(128, 4, 512, batch_first=True) for _ in range(2)]
+model = nn.Sequential(nn.Embedding(500, 128), *layers, nn.Linear(128, 500))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+for step in range(12):
+    tokens = torch.randint(0, 500, (4, lengths[min(step, len(lengths) - 1)]))
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item().hex(), flush=True)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path
+
+
+def run(folder: Path, *lengths: str, budget: str, told: str = "") -> tuple[str, float]:
+    """What it printed, and the factor that its plan allowed for; `told`: what memopt said, too."""
+    args = (
+        "run",
+        "--budget",
+        budget,
+        "--time-limit",
+        "1",
+        "--outcome",
+        "o.json",
+        "--force",
+        "train.py",
+        *lengths,
+    )
+    ran = memopt(folder, *args)
+    assert ran.returncode == 0, ran.stderr
+    assert told in ran.stderr
+    plans = [*(folder / ".memopt").glob("*.plan.json")]
+    return ran.stdout, json.loads(plans[0].read_text())["grown"] if plans else 0.0
+
+
+def test_a_plan_allows_for_longer_texts_where_the_first_ones_differ(folder: Path) -> None:
+    lengths = ("48", "64", "80", "96", "96")
+    printed, grown = run(folder, *lengths, budget="14MiB")
+    assert printed == plain(folder, *lengths).stdout
+    outcome = outcome_of(folder)
+    assert grown > 1.1
+    assert outcome["outcome"]["other_steps"] > 0
+    assert outcome["outcome"]["measured_peak_bytes"] <= outcome["outcome"]["budget_bytes"]
+
+
+def test_a_run_that_was_surprised_tells_the_next_one(folder: Path) -> None:
+    lengths = ("64",) * 5 + ("100",) * 7
+    first, _ = run(
+        folder, *lengths, budget="14MiB", told="the next run of this command plans for the largest"
+    )
+    (growth,) = (folder / ".memopt").glob("*.growth")
+    assert float(growth.read_text()) > 1.2
+    second, grown = run(folder, *lengths, budget="14MiB")
+    assert first == second == plain(folder, *lengths).stdout
+    assert grown == pytest.approx(float(growth.read_text()))

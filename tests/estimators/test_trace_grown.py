@@ -1,0 +1,75 @@
+"""A recorded iteration as a larger one would be: against the larger one as recorded."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from memopt.advisors.advise import Adviser
+from memopt.advisors.profiles.problem import allowed
+from memopt.enforcers.verify.digests import digest
+from memopt.estimators.elsewhere.trace_grown import grown
+from memopt.trace import MAY_GROW, Trace
+from tests.support.enforced import enforced, recorded, seeded
+
+WIDTH, WORDS = 128, 500
+
+
+def texts(steps: int, lengths: tuple[int, ...]) -> list[str]:
+    """A text of another length in each step."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
+    model = nn.Sequential(nn.Embedding(WORDS, WIDTH), layer, nn.Linear(WIDTH, WORDS))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    found = []
+    for step in range(steps):
+        tokens = torch.randint(0, WORDS, (4, lengths[step % len(lengths)]))
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(digest(loss))
+    return found
+
+
+def of(folder: Path, *lengths: int) -> Trace:
+    return recorded(functools.partial(texts, lengths=lengths), folder)
+
+
+def elements(trace: Trace) -> int:
+    shapes = (trace.slots.shape.row(slot) for slot in range(len(trace.slots.node)))
+    return sum(torch.Size(shape).numel() for shape in shapes)
+
+
+@pytest.mark.parametrize("longer", [80, 128])
+def test_it_takes_what_the_larger_one_takes(tmp_path: Path, longer: int) -> None:
+    short, long = of(tmp_path, 64), of(tmp_path, longer)
+    made = grown(short, elements(long) / elements(short))
+    assert made.peak_bytes == pytest.approx(long.peak_bytes, rel=0.02)
+    assert made.base_bytes == pytest.approx(long.base_bytes, rel=0.01)
+    for op in range(0, short.op_count, 7):
+        assert made.ops.live_bytes[op] == pytest.approx(long.ops.live_bytes[op], rel=0.1)
+    assert grown(short, 1.0) is short
+
+
+def test_a_plan_for_it_holds_the_larger_one(tmp_path: Path) -> None:
+    short, long = of(tmp_path, 64), of(tmp_path, 80)
+    made = grown(short, elements(long) / elements(short))
+    budget = int(0.7 * long.peak_bytes)
+    plan = Adviser(made, allowed((), ()), time_limit_s=2.0).plan(budget)
+    assert plan.actions
+    loop = functools.partial(texts, lengths=(80,))
+    computed, outcome = enforced(loop, plan, tmp_path, 4, measure=True)
+    assert computed == seeded(loop, 4)
+    assert outcome.measured_peak_bytes is not None
+    assert outcome.measured_peak_bytes <= budget
+
+
+def test_a_profile_tells_that_iterations_differ_in_size(tmp_path: Path) -> None:
+    assert MAY_GROW not in of(tmp_path, 64).facts
+    assert of(tmp_path, 32, 48, 64).facts[MAY_GROW] > 110
+    assert of(tmp_path, 32, 80, 64).facts[MAY_GROW] > 115
