@@ -1,1 +1,1 @@
-"""Weights that leave the device between forward and backward."""
+"""Weights that leave the device: between forward and backward (`away.py`), or, frozen, whenever nothing uses them (`streamed.py`)."""
