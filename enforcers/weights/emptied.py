@@ -105,7 +105,7 @@ class EmptiedStorage:
             if not self._gone:
                 return False
             if self._coming is not None:
-                self.finish()
+                self._coming.result()  # its memory may be somebody else's at once, on this stream
                 self._coming = None
                 if not noted:
                     note_freed(self.storage.nbytes())
