@@ -172,7 +172,7 @@ class ApplySession:
             unpack = self._steps.told_of(engine.unpack) if self._steps is not None else engine.unpack
             self._hooks = SavedTensorHooks(engine.pack, unpack)
             self._hooks.install()
-        call_around_fork(self._before_fork, self._measurements.go_on, self._forked)
+        call_around_fork(self._before_fork, self._after_fork, self._forked)
 
     def _engine_in(self, loop: Loop | None, tables: Tables) -> Engine:
         """What enforces actions on tensors; the mode is on where there is something to watch for."""
@@ -255,6 +255,12 @@ class ApplySession:
     def _before_fork(self) -> None:
         self._all_weights_are_back()  # a child could not read them
         self._measurements.pause()
+
+    def _after_fork(self) -> None:
+        streamed, engine = self._streamed, self._engine
+        if streamed is not None and streamed.most_used and engine is not None and engine.weights is not None:
+            engine.weights.begin()
+        self._measurements.go_on()
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us is not ours to steer."""
