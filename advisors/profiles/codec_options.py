@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from memopt.codecs.meta import ITEM_BYTES, TensorMeta, whole_storage
+from memopt.codecs.of_readers import is_proven_on
 from memopt.codecs.row import Codec, Params
 from memopt.codecs.table import CODECS
 from memopt.device import Device
@@ -75,8 +76,8 @@ def _planned(part: _Part) -> Need:
 def slot_need(view: TraceView, slot: int) -> Need:
     """What backward reads of `slot`; sizes of the node's other saved tensors count among the node's attributes."""
     slots, strings = view.trace.slots, view.trace.strings
-    node = strings[slots.node[slot]]
-    if not node:
+    node, torch_version = strings[slots.node[slot]], view.trace.script.torch
+    if not node or (torch_version and not is_proven_on(torch_version)):
         return VALUES
     attributes = view.slot_attributes(slot)
     for other in siblings(view, slot):

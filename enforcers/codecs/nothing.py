@@ -1,7 +1,6 @@
 """Values that backward never reads cost nothing: only the shape is held.
 
-The stand-in has the right size, strides, offset and dtype. On a CPU, with the torch version on which it was proven, its storage
-has 0 bytes. Elsewhere, where a kernel touches the memory without using it (`stand_in="real"`), and for strides that kernels
+The stand-in has the right size, strides, offset and dtype. On a CPU its storage has 0 bytes. Elsewhere, where a kernel touches the memory without using it (`stand_in="real"`), and for strides that kernels
 first copy into a row of their own, it is real memory that lives only while the reader runs: that costs bytes, never a crash.
 """
 
@@ -16,9 +15,6 @@ from memopt.enforcers.codecs.encoded import Encoded, is_plain, meta_of, new_cell
 
 name = "nothing"
 
-_PROVEN_ON = ("2.10.", "2.11.", "2.12.", "2.13.")
-"""Releases with which every row of `slot_needs.SLOT_NEEDS` has run its real backward on 0 bytes (`tests/enforcers/test_codecs.py`)."""
-
 
 def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None:
     if not is_plain(tensor):
@@ -28,10 +24,6 @@ def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None
 
 def decode(encoded: Encoded) -> torch.Tensor:
     stand_in, cells = new_cells(encoded.meta)
-    if (
-        cells.numel()
-        and is_empty_stand_in(encoded.meta, encoded.params)
-        and torch.__version__.startswith(_PROVEN_ON)
-    ):
+    if cells.numel() and is_empty_stand_in(encoded.meta, encoded.params):
         stand_in.untyped_storage().resize_(0)
     return stand_in

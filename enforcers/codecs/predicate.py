@@ -73,9 +73,23 @@ def _number(params: Mapping[str, object], key: str) -> float | int | None:
     return value if isinstance(value, int | float) else None
 
 
+def _counts_bounds() -> bool:
+    """Does `clamp` pass the gradient of what lies at a bound? It has no kernel of its own that could be asked; up to torch 2.13 it does."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(1, device="cpu", dtype=torch.float32, requires_grad=True)
+        (gradient,) = torch.autograd.grad(
+            x.clamp(max=1.0), x, torch.ones(1, device="cpu", dtype=torch.float32)
+        )
+    return bool(gradient.item())
+
+
+_BOUNDS_COUNT = _counts_bounds()
+
+
 def _inside(x: torch.Tensor, low: float | int | None, high: float | int | None) -> torch.Tensor:
-    inside = torch.ones_like(x, dtype=torch.bool) if low is None else x >= low
-    return inside if high is None else inside.logical_and_(x <= high)
+    above, below = (torch.ge, torch.le) if _BOUNDS_COUNT else (torch.gt, torch.lt)
+    inside = torch.ones_like(x, dtype=torch.bool) if low is None else above(x, low)
+    return inside if high is None else inside.logical_and_(below(x, high))
 
 
 def _yes_and_no(ask: Ask, params: Mapping[str, object], like: torch.Tensor) -> Answers | None:

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from memopt.codecs.of_readers import is_proven_on
 from memopt.estimators.simulator.slot_needs import SLOT_NEEDS
 from memopt.plan import SlotRef
 
@@ -72,7 +74,9 @@ def hold(ref: SlotRef, call: Call | None) -> bool:
 
 @cache
 def _is_proven(node: str, slot: str, consumer: str, need: str) -> bool:
-    """Does the table say so of this slot, and is `node` what autograd makes of op `consumer`? A plan may have been edited."""
+    """Does the table say so of this slot, with this torch, and is `node` what autograd makes of op `consumer`? A plan may have been edited."""
+    if not is_proven_on(torch.__version__):
+        return False
     operator = consumer.split(".")[1].removesuffix("_forward") if consumer.count(".") else ""
     is_its_node = node.lower().rpartition("backward")[0] == operator.replace("_", "").lower()
     return is_its_node and any(row.kind == need for row in SLOT_NEEDS.get(f"{node}.{slot}", ()))

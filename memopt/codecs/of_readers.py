@@ -7,6 +7,15 @@ import math
 from memopt.codecs.meta import CHUNK_CELLS, TensorMeta, bitmap_bytes, chunk_cells
 from memopt.codecs.row import Codec, Params, Passes
 
+_PROVEN_ON = ("2.10.", "2.11.", "2.12.", "2.13.", "2.14.")
+"""Releases of torch with which every row of `estimators.simulator.slot_needs.SLOT_NEEDS` gave plain's bits (`tests/enforcers/test_codecs.py`)."""
+
+
+def is_proven_on(torch_version: str) -> bool:
+    """Is it known what backward reads in that release? A formula may change: that of `clamp` has another answer at its bounds from 2.14 on."""
+    return torch_version.startswith(_PROVEN_ON)
+
+
 # --- nothing
 
 

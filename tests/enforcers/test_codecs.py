@@ -19,8 +19,9 @@ from torch.autograd.profiler import profile
 
 from memopt.codecs.meta import CHUNK_CELLS, bitmap_bytes, whole_storage
 from memopt.codecs.table import CODECS
-from memopt.enforcers.codecs import bits
+from memopt.enforcers.codecs import bits, premises
 from memopt.enforcers.codecs.encoded import bits_of, cells_of, flat_storage, is_plain, meta_of
+from memopt.enforcers.codecs.premises import Call, TensorFacts
 from memopt.enforcers.codecs.table import bytes_beyond, decode, encode, encode_for
 from memopt.estimators.simulator.slot_needs import (
     SLOT_NEEDS,
@@ -30,6 +31,7 @@ from memopt.estimators.simulator.slot_needs import (
     weakest_common_codec,
 )
 from memopt.instrument.nodes import attributes_of
+from memopt.plan import SlotRef
 from memopt.value_facts import ValueFacts
 
 NAN, INF = math.nan, math.inf
@@ -701,7 +703,37 @@ def test_a_predicate_answers_as_the_original(layout, dtype):
     assert torch.equal(given <= 0, x <= 0)
     given = stored_again("predicate", x, test="clamp", min=-0.1, max=0.1)
     assert given is not None
-    assert torch.equal((given >= -0.1) & (given <= 0.1), (x >= -0.1) & (x <= 0.1))
+    assert torch.equal(_passed_by_clamp(given), _passed_by_clamp(x))
+
+
+def _passed_by_clamp(x, low=-0.1, high=0.1):
+    """Where `clamp` passes a gradient: at its bounds up to torch 2.13, and not from 2.14 on."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(x.clamp(low, high), x, torch.ones_like(x))[0].bool()
+
+
+@pytest.mark.parametrize(("low", "high"), [(-1.0, 1.0), (-1.0, None), (None, 1.0), (0.5, 0.5)])
+def test_values_at_the_bounds_of_clamp_are_answered_as_this_torch_does(low, high):
+    x = torch.tensor([-2.0, -1.0, -0.5, 0.5, 1.0, 2.0])
+    bounds = {name: bound for name, bound in (("min", low), ("max", high)) if bound is not None}
+    given = stored_again("predicate", x, test="clamp", **bounds)
+    if given is not None:
+        assert torch.equal(_passed_by_clamp(given, low, high), _passed_by_clamp(x, low, high))
+
+
+def test_with_a_torch_that_nobody_has_looked_at_backward_keeps_all_values(monkeypatch):
+    call = Call("aten.relu.default", {"self": TensorFacts((4,), requires_grad=True)})
+    ref = SlotRef(module="M#0", ordinal=0, node="ReluBackward0", slot="result", dtype="float32", dims=1, consumer=call.name, is_output=True, need="predicate", params={"test": "relu"})  # fmt: skip
+    for version, holds in (
+        ("2.13.0", True),
+        ("2.14.1+cu130", True),
+        ("2.15.0", False),
+        ("2.15.0a0+git", False),
+    ):
+        premises._is_proven.cache_clear()
+        monkeypatch.setattr(torch, "__version__", version)
+        assert premises.hold(ref, call) is holds
+    premises._is_proven.cache_clear()
 
 
 def test_predicates_that_could_lose_something_are_declined():
