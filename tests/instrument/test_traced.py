@@ -9,7 +9,7 @@ from torch import nn
 from memopt.instrument.frames import Frames
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
 def test_training_does_not_begin_while_torch_jit_traces() -> None:
     """What looks at a ScriptModule's tensors meanwhile becomes part of the trace: torch's tracer then ended the process."""
     begun: list[int] = []

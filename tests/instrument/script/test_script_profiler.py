@@ -125,7 +125,7 @@ def test_a_block_that_ends_is_noted_in_no_profile_of_the_scripts() -> None:
     assert not any(name.startswith("memopt") for name in names)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit.*:FutureWarning")
 def test_torch_jit_can_still_script_a_scope() -> None:
     script_profiler.watch()
 
