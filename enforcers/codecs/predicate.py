@@ -9,6 +9,7 @@ for that would wait for the device.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -73,17 +74,9 @@ def _number(params: Mapping[str, object], key: str) -> float | int | None:
     return value if isinstance(value, int | float) else None
 
 
-def _counts_bounds() -> bool:
-    """Does `clamp` pass the gradient of what lies at a bound? It has no kernel of its own that could be asked; up to torch 2.13 it does."""
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.ones(1, device="cpu", dtype=torch.float32, requires_grad=True)
-        (gradient,) = torch.autograd.grad(
-            x.clamp(max=1.0), x, torch.ones(1, device="cpu", dtype=torch.float32)
-        )
-    return bool(gradient.item())
-
-
-_BOUNDS_COUNT = _counts_bounds()
+_BOUNDS_COUNT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 14)
+"""Does `clamp` pass the gradient of what lies at a bound? It has no kernel of its own that could be asked. No release is taken on trust
+(`is_proven_on`)."""
 
 
 def _inside(x: torch.Tensor, low: float | int | None, high: float | int | None) -> torch.Tensor:
