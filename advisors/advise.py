@@ -132,24 +132,38 @@ class Adviser:
 
     def decide(self, budget_bytes: int, strategy: str = "auto") -> Decided:
         """The problem, what `strategy` decides, and notes for the reader. Raises `BudgetInfeasible`, which tells the floor too."""
-        auto = isinstance(self.strategy(strategy), Auto)
-        streamed = self.streamed if auto else []
-        meet_it = [each for each in streamed if each.floor.bytes <= budget_bytes]
-        if not streamed or (self._own_floor.bytes <= budget_bytes and not meet_it):
+        streamed = self.streamed if isinstance(self.strategy(strategy), Auto) else []
+        if not streamed:
             return self._decide_unstreamed(budget_bytes, strategy)
-        errors: list[BudgetInfeasible] = []
-        near = meet_it or [min(streamed, key=lambda each: each.floor.bytes)]
-        for adviser in [self, *near] if self._own_floor.bytes <= budget_bytes else near:
+        error: BudgetInfeasible | None = None
+        own_bytes = self._own_floor.bytes
+        if own_bytes <= budget_bytes or all(own_bytes <= each.floor.bytes for each in streamed):
             try:
-                found = adviser._decide_unstreamed(budget_bytes, strategy)
-            except BudgetInfeasible as error:
-                errors.append(error)
+                found = self._decide_unstreamed(budget_bytes, strategy)
+            except BudgetInfeasible as unmet:
+                error = unmet
             else:
-                is_last = adviser is not self or self.interrupted or self.soon
-                return found if is_last else self._or_faster(found, near[0], strategy)
+                searches_on = not (self.interrupted or self.soon or _is_cheap(found))
+                other = next(
+                    (each for each in streamed if searches_on and each.floor.bytes <= budget_bytes), None
+                )
+                return found if other is None else self._or_faster(found, other, strategy)
+        return self._decide_streamed(budget_bytes, strategy, error)
+
+    def _decide_streamed(self, budget_bytes: int, strategy: str, error: BudgetInfeasible | None) -> Decided:
+        """As `decide`, of the runs whose frozen weights are streamed, the cheapest that meets the budget; `error`: of the run as it is."""
+        nearest = min(self.streamed, key=lambda each: each.floor.bytes)
+        for adviser in self.streamed:
+            if adviser.floor.bytes > budget_bytes and adviser is not nearest:
+                continue
+            try:
+                return adviser._decide_unstreamed(budget_bytes, strategy)
+            except BudgetInfeasible as unmet:
+                error = unmet if error is None or unmet.min_peak_bytes < error.min_peak_bytes else error
             finally:
                 self.interrupted |= adviser.interrupted
-        raise min(errors, key=lambda each: each.min_peak_bytes)
+        assert error is not None
+        raise error
 
     def _decide_unstreamed(self, budget_bytes: int, strategy: str) -> Decided:
         """As `decide`, of runs with the frozen weights where they are in `trace`."""
@@ -182,10 +196,10 @@ class Adviser:
     def _or_faster(found: Decided, over: Adviser, strategy: str) -> Decided:
         """`found`, or what is decided for the run of `over` (whose backward writes over gradients, or whose frozen weights are streamed), where
         that is faster."""
+        if _is_cheap(found):
+            return found
         problem, decisions, _ = found
         step_ms = problem.run(decisions).step_ms
-        if step_ms <= (1 + _CHEAP) * problem.plain_step_ms:
-            return found
         limit_s, over.time_limit_s = over.time_limit_s, _SHARE_FOR_IN_PLACE * over.time_limit_s
         try:
             other = over._decide(over.problem(problem.budget_bytes), strategy)
@@ -296,6 +310,11 @@ class Adviser:
         """The strategy called `name`, with this adviser's time limit. Raises `UsageError`."""
         found = find_strategy(name)
         return Auto(self.time_limit_s) if found.name == "auto" else found
+
+
+def _is_cheap(found: Decided) -> bool:
+    problem, decisions, _ = found
+    return problem.run(decisions).step_ms <= (1 + _CHEAP) * problem.plain_step_ms
 
 
 def _with_floor(blockers: tuple[str, ...], floor: str) -> tuple[str, ...]:
