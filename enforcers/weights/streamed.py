@@ -41,7 +41,7 @@ _MOST_LOOKS = 4
 class _Stream:
     """One weight."""
 
-    __slots__ = ("content", "context", "is_here", "is_written", "owners")
+    __slots__ = ("content", "context", "is_here", "is_looked_at", "is_written", "owners")
 
     def __init__(self, owners: list[ref[Tensor]], content: EmptiedStorage) -> None:
         self.owners, self.content = owners, content
@@ -49,6 +49,8 @@ class _Stream:
         """It has been asked for, or is on its way."""
         self.is_written = False
         """Since the tier got its copy."""
+        self.is_looked_at = False
+        """Its bytes may have been handed out, since it went last. Who has nothing but a tensor reads it by an op, which is seen."""
         self.context = _AHEAD
 
 
@@ -82,6 +84,10 @@ class StreamedWeights:
         self._place = 0
         """In that order."""
         self._next: int | None = None
+        self._calls = 0
+        """Of modules with such weights in backward, over the run."""
+        self._recomputed: Context = ()
+        """The last one of these: its node, and its number."""
         self._looks = 0
         self._rests = True
         self._lock = threading.RLock()
@@ -141,14 +147,14 @@ class StreamedWeights:
             stream.content.finish()
             self._forget(address)
             return
-        if self._held_by_others(address, owners):
+        if stream.is_looked_at and self._held_by_others(address, owners):
             stream.context = _HELD
             return
         noted = address in self._filled
         if stream.is_written or not stream.content.leave_again(noted=noted):
             self._copy_again(address, stream, noted=noted)
         if address in self.streams:
-            stream.is_here, stream.is_written = False, False
+            stream.is_here = stream.is_written = stream.is_looked_at = False
             self._here.pop(address, None)
 
     def _copy_again(self, address: int, stream: _Stream, *, noted: bool) -> None:
@@ -199,13 +205,13 @@ class StreamedWeights:
         asked = [each for each in addresses if each in self.streams]
         if not (asked or self._here):
             return
-        context = self.context()
+        context = self._in_call(self.context())
         guard = DisableTorchDispatch()
         try:
             with self._lock:
                 if not self._frames.paused:
                     self._adopt(context)
-                self.others_go(self._in_call(context), but=asked)
+                self.others_go(context, but=asked)
                 for address in asked:
                     self._ask(address, context)
         finally:
@@ -218,13 +224,8 @@ class StreamedWeights:
                 stream.context = context
 
     def _in_call(self, context: Context) -> Context:
-        """In backward no frame tells of the module calls of a recomputation: what one has brought is for as long as its node computes."""
-        if any(stream.context == ("entered", *context) for stream in self._here.values()):
-            for stream in self._here.values():
-                if stream.context == context:
-                    stream.context = ("entered", *context)
-            return ("entered", *context)
-        return context
+        """In backward no frame tells of the module calls of a recomputation: one lasts until the next begins, or its node has ended."""
+        return self._recomputed if self._recomputed[:-1] == context else context
 
     def asked(self, tensor: Tensor) -> None:
         """Backward asks for what it has saved."""
@@ -238,12 +239,15 @@ class StreamedWeights:
         if not own:
             return
         context = self.context()
+        if self._iterations.in_backward:
+            self._calls += 1
+            context = self._recomputed = (*context, self._calls)
         guard = DisableTorchDispatch()
         try:
             with self._lock:
                 self.others_go(context, but=own)
                 for address in own:
-                    self._ask(address, ("entered", *context))
+                    self._ask(address, context if self._iterations.in_backward else ("entered", *context))
         finally:
             del guard
 
@@ -255,7 +259,7 @@ class StreamedWeights:
         """Somebody gets hold of its bytes, and may write to them."""
         stream = self._come(tensor, ("look",))
         if stream is not None:
-            stream.is_written = True
+            stream.is_written = stream.is_looked_at = True
 
     def _come(self, tensor: Tensor, context: Context) -> _Stream | None:
         address = tensor.untyped_storage()._cdata
