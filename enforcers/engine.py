@@ -20,6 +20,7 @@ from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.carried_out import Account
 from memopt.enforcers.codecs.premises import Call, describe_call
 from memopt.enforcers.flat_call import CallForm, flatten_call
+from memopt.enforcers.guarding.makers import Makers
 from memopt.enforcers.guarding.standby import Standby
 from memopt.enforcers.handles import Planned, Trigger
 from memopt.enforcers.letting_go import LettingGo
@@ -29,6 +30,7 @@ from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
 from memopt.enforcers.weights.away import WeightsAway
 from memopt.instrument import modes
+from memopt.instrument.accumulate import goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, run_as_plain
 from memopt.instrument.deep_graphs import DEEP, make_room
 from memopt.instrument.frames import Frame, Frames
@@ -89,6 +91,7 @@ class Engine(modes.Mode):
             WeightsAway(frames, iterations, swapper, self.values, sizes) if sizes or streams else None
         )
         """Where the plan has weights leave."""
+        self._makers = Makers()
         self.watches = not tables.empty or self.weights is not None
         """Is there anything to be done about tensors?"""
         self.values.whole_first = self.weights.replayed if self.weights is not None else None
@@ -140,6 +143,7 @@ class Engine(modes.Mode):
             self._leave()
         else:
             self.leave()
+        self._makers.forget()
         awake = self.standby is not None and not self.standby.guard.rests
         if awake or modes.is_on(self):
             run_as_plain(roots)
@@ -157,6 +161,8 @@ class Engine(modes.Mode):
         iterations = self._iterations
         if self.weights is not None and self.weights.any_away:
             self.weights.before(func, args, kwargs)
+        if iterations.in_backward and _PLAIN_TYPES.issuperset(types):
+            return self._in_backward(func, run, args, kwargs)
         if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
             return run(*args, **kwargs)
         if self._regions.compiling or not self._thread.is_here or self.capturing.now():
@@ -186,6 +192,13 @@ class Engine(modes.Mode):
             self._copied(func, kind, args, kwargs, out)
         if op is not None and self.weights is not None:
             self._let_weights_leave(self.weights, frame, op, (*args, *kwargs.values()))
+        return out
+
+    def _in_backward(self, func: Any, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if goes_into_first(func, args, kwargs, self._makers.of):
+            return in_place(func)(*args, **kwargs)  # as autograd does where no mode watches
+        out = run(*args, **kwargs)
+        self._makers.made(out)
         return out
 
     def _let_weights_leave(
@@ -386,6 +399,7 @@ class Engine(modes.Mode):
     def new_iteration(self) -> None:
         """Forget what ended with the iteration."""
         self.account.done.clear()
+        self._makers.forget()
         self._letting_go.new_iteration()
         self._streams.new_iteration()
         self.saved_tensors = self.saved_elements = 0

@@ -29,6 +29,8 @@ class CompiledRegions:
         self.depth = 0
         self.compiling = False
         """The compiler is running its own ops, on tensors without bytes."""
+        self.has_compiled = False
+        """Something was, in this process: its kernels run from now on."""
         self.compiles: Callable[[], None] | None = None
         """Told when something is compiled."""
         self.will_rewrite: Callable[[Tensor], None] | None = None
@@ -55,6 +57,7 @@ class CompiledRegions:
     def _patch(self) -> None:
         original = call_compiler.get()
         if isinstance(original, Gone):
+            self.has_compiled = True
             self.depth += 1  # nothing tells of regions any more, so every op may be in one
             log.warning(
                 "torch %s does not tell what torch.compile runs: %s are off", torch.__version__, COMPILED
@@ -64,7 +67,7 @@ class CompiledRegions:
 
         @functools.wraps(original)
         def call_user_compiler(*args: Any, **kwargs: Any) -> Any:
-            self.compiling = True
+            self.compiling = self.has_compiled = True
             if self.compiles is not None:
                 self.compiles()
             try:

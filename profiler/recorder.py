@@ -232,6 +232,11 @@ class Recorder(modes.Mode):
         forward_op = self._node_ops.get(number, -1)
         return (module, -1) if forward_op < 0 else (self.ops[forward_op].module, forward_op)
 
+    @property
+    def runs_compiled(self) -> bool:
+        """Are there kernels of torch.compile's, which no mode sees?"""
+        return self._regions.has_compiled
+
     def _maker_of(self, tensor: Tensor) -> int | None:
         number = self.met.row_of(tensor)
         return self._node_at.get(self.values[self.storages[number].value][1]) if number >= 0 else None

@@ -105,6 +105,7 @@ def _facts(result: Result, recordings: Recordings, run: Run) -> dict[str, int]:
         "keep_graph": recorder.keep_graph,
         "create_graph": recorder.create_graph,
         "grad_calls": recorder.grad_calls,
+        **({"compiled": 1} if recorder.runs_compiled else {}),
         "other_threads": len(threads_of_the_script()),
         **{f"{CACHE_EMPTIED}{line}": count for line, count in recorder.cache_emptied.items()},
         **({BEFORE_TRAINING: before} if (before := recordings.before_training_bytes) else {}),

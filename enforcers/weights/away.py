@@ -101,6 +101,8 @@ class WeightsAway:
 
     def begin(self) -> None:
         """Training begins, or goes on under the plan: what is streamed leaves."""
+        if self._frames.regions.has_compiled:
+            self._compiles()
         if self.streamed is not None and not self._stopped:
             self.streamed.send_all()
 
@@ -138,7 +140,7 @@ class WeightsAway:
             return "processes that train together may exchange weights"
         if threads_of_the_script():
             return "another thread of the script's may read weights unseen"
-        if self._frames.regions.depth:
+        if self._frames.regions.has_compiled:
             return "a compiled region reads weights unseen"
         storage = self._weight_among(tensors, size_bytes)
         if storage is None:

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
+from concurrent.futures import Future
 from typing import Any
 
+import torch
 from torch import UntypedStorage
 
 from memopt.enforcers.tiers.feedback import OnStream, Use
 from memopt.enforcers.tiers.swap import Pending, SwapFailed, SwapTier
 from memopt.instrument.memory.allocator_events import note_freed
+
+_ARRIVED: Future[None] = Future()
+_ARRIVED.set_result(None)
+
+
+class _Holder:
+    __slots__ = ("storage",)
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.storage = storage
+
+
+@functools.cache
+def _references() -> int:
+    """To the storage of a tensor that nobody has but a holder who counts them: torch keeps one of its own from some version on."""
+    tensor = torch.empty(0, device="cpu")
+    holder = _Holder(tensor.untyped_storage())
+    return sys.getrefcount(holder.storage)
 
 
 class EmptiedStorage:
@@ -117,6 +139,17 @@ class EmptiedStorage:
         self.get()
         if isinstance(self._coming, OnStream):
             self._coming.finish()
+
+    @property
+    def is_held(self) -> bool:
+        """Has somebody else the storage itself? Of that there is one object, whoever asked for it, and torch counts it once."""
+        with self._lock:
+            if self._coming is not None and self._use is None:
+                self.finish()
+                self._coming = _ARRIVED  # a copy in holds where it goes to
+            if sys.getrefcount(self.storage) > _references():
+                self._tier.collect()  # as a tier does, until it has seen that the copy is over
+            return sys.getrefcount(self.storage) > _references()
 
     @property
     def was_filled(self) -> bool:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable
 from weakref import ref
 
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 
 from memopt.enforcers.tiers.per_device import PerDevice
 from memopt.enforcers.tiers.swap import SwapFailed, without_frames
@@ -22,8 +22,8 @@ from memopt.enforcers.weights.emptied import EmptiedStorage
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.live_objects import living
-from memopt.instrument.memory.frozen_weights import frozen_weights, tensors_of
-from memopt.instrument.ops import is_lent
+from memopt.instrument.memory.frozen_weights import frozen_weights, owners_of, tensors_of
+from memopt.instrument.ops import is_lent, is_shared
 from memopt.instrument.script.other_threads import threads_of_the_script
 from memopt.instrument.stepping.single_parameter_step import several_processes
 from memopt.instrument.torch_internals import DisableTorchDispatch, current_node, storage_use_count
@@ -41,15 +41,32 @@ _MOST_LOOKS = 4
 class _Stream:
     """One weight."""
 
-    __slots__ = ("content", "context", "is_here", "is_written", "owners")
+    __slots__ = ("_modules", "content", "context", "is_handed_out", "is_here", "is_written")
 
-    def __init__(self, owners: list[ref[Tensor]], content: EmptiedStorage) -> None:
-        self.owners, self.content = owners, content
+    def __init__(self, modules: list[nn.Module], content: EmptiedStorage) -> None:
+        self.content = content
+        self._modules = [
+            *map(ref, modules)
+        ]  # a tensor with a weak reference could not be swapped with another
         self.is_here = False
         """It has been asked for, or is on its way."""
         self.is_written = False
         """Since the tier got its copy."""
+        self.is_handed_out = False
+        """Somebody may have its bytes, and not only a tensor, whose reads are seen."""
         self.context = _AHEAD
+
+    def owners(self) -> list[Tensor]:
+        """The parameters and buffers that lie in it still."""
+        address = self.content.storage._cdata
+        found = [
+            each
+            for known in self._modules
+            if (module := known()) is not None
+            for each in tensors_of(module)
+            if each.untyped_storage()._cdata == address
+        ]
+        return [*{id(each): each for each in found}.values()]
 
 
 class StreamedWeights:
@@ -82,6 +99,10 @@ class StreamedWeights:
         self._place = 0
         """In that order."""
         self._next: int | None = None
+        self._calls = 0
+        """Of modules with such weights in backward, over the run."""
+        self._recomputed: Context = ()
+        """The last one of these: its node, and its number."""
         self._looks = 0
         self._rests = True
         self._lock = threading.RLock()
@@ -102,15 +123,17 @@ class StreamedWeights:
         guard = DisableTorchDispatch()
         try:
             with self._lock:
-                for address, tensors in frozen_weights(living(nn.Module)[0]).items():
-                    if address not in self.streams and not self._send(address, tensors):
+                modules = living(nn.Module)[0]
+                owners = owners_of(modules)
+                for address, tensors in frozen_weights(modules).items():
+                    if address not in self.streams and not self._send(address, tensors, owners[address]):
                         break
                 self.tier.collect()
         finally:
             del guard
         self.most_used = max(self.most_used, len(self.streams))
 
-    def _send(self, address: int, tensors: list[Tensor]) -> bool:
+    def _send(self, address: int, tensors: list[Tensor], owners: list[nn.Module]) -> bool:
         """A weight's first copy out, or its next one after all were back; False where no other can leave either."""
         storage = tensors[0].untyped_storage()
         if storage.nbytes() < self._least_bytes:
@@ -125,7 +148,7 @@ class StreamedWeights:
             without_frames(error)
             self.why_not_all = error.what
             return False
-        self.streams[address] = _Stream([*map(ref, tensors)], content)
+        self.streams[address] = _Stream(owners, content)
         return True
 
     def _held_by_others(self, address: int, owners: list[Tensor]) -> bool:
@@ -136,19 +159,20 @@ class StreamedWeights:
     def _go(self, address: int) -> None:
         """Nothing uses it any more."""
         stream = self.streams[address]
-        owners = [each for known in stream.owners if (each := known()) is not None]
-        if not owners or any(each.requires_grad for each in owners) or is_lent(stream.content.storage):
+        owners = stream.owners()
+        if not owners or any(each.requires_grad for each in owners) or _is_others(stream.content.storage):
             stream.content.finish()
             self._forget(address)
             return
-        if self._held_by_others(address, owners):
-            stream.context = _HELD
+        unseen = stream.is_handed_out or not self._iterations.in_backward  # where recomputations hold tensors
+        if stream.content.is_held or (unseen and self._held_by_others(address, owners)):
+            stream.context, stream.is_handed_out, stream.is_written = _HELD, True, True
             return
         noted = address in self._filled
         if stream.is_written or not stream.content.leave_again(noted=noted):
             self._copy_again(address, stream, noted=noted)
         if address in self.streams:
-            stream.is_here, stream.is_written = False, False
+            stream.is_here = stream.is_written = stream.is_handed_out = False
             self._here.pop(address, None)
 
     def _copy_again(self, address: int, stream: _Stream, *, noted: bool) -> None:
@@ -199,13 +223,13 @@ class StreamedWeights:
         asked = [each for each in addresses if each in self.streams]
         if not (asked or self._here):
             return
-        context = self.context()
+        context = self._in_call(self.context())
         guard = DisableTorchDispatch()
         try:
             with self._lock:
                 if not self._frames.paused:
                     self._adopt(context)
-                self.others_go(self._in_call(context), but=asked)
+                self.others_go(context, but=asked)
                 for address in asked:
                     self._ask(address, context)
         finally:
@@ -218,13 +242,8 @@ class StreamedWeights:
                 stream.context = context
 
     def _in_call(self, context: Context) -> Context:
-        """In backward no frame tells of the module calls of a recomputation: what one has brought is for as long as its node computes."""
-        if any(stream.context == ("entered", *context) for stream in self._here.values()):
-            for stream in self._here.values():
-                if stream.context == context:
-                    stream.context = ("entered", *context)
-            return ("entered", *context)
-        return context
+        """In backward no frame tells of the module calls of a recomputation: one lasts until the next begins, or its node has ended."""
+        return self._recomputed if self._recomputed[:-1] == context else context
 
     def asked(self, tensor: Tensor) -> None:
         """Backward asks for what it has saved."""
@@ -238,12 +257,15 @@ class StreamedWeights:
         if not own:
             return
         context = self.context()
+        if self._iterations.in_backward:
+            self._calls += 1
+            context = self._recomputed = (*context, self._calls)
         guard = DisableTorchDispatch()
         try:
             with self._lock:
                 self.others_go(context, but=own)
                 for address in own:
-                    self._ask(address, ("entered", *context))
+                    self._ask(address, context if self._iterations.in_backward else ("entered", *context))
         finally:
             del guard
 
@@ -255,7 +277,7 @@ class StreamedWeights:
         """Somebody gets hold of its bytes, and may write to them."""
         stream = self._come(tensor, ("look",))
         if stream is not None:
-            stream.is_written = True
+            stream.is_written = stream.is_handed_out = True
 
     def _come(self, tensor: Tensor, context: Context) -> _Stream | None:
         address = tensor.untyped_storage()._cdata
@@ -318,9 +340,7 @@ class StreamedWeights:
         self._now, self._place, self._next = [], 0, None
         self._filled.clear()
         with self._lock:
-            for address in [
-                a for a, s in self.streams.items() if not any(known() is not None for known in s.owners)
-            ]:
+            for address in [address for address, stream in self.streams.items() if not stream.owners()]:
                 self._forget(address)
         if self._rests or self._looks < _MOST_LOOKS:
             self.send_all()
@@ -345,6 +365,11 @@ class StreamedWeights:
                 self._next = None
         finally:
             del guard
+
+
+def _is_others(storage: UntypedStorage) -> bool:
+    """Has it been lent since, or shared with other processes?"""
+    return is_lent(storage) or is_shared(storage)
 
 
 def _why_not_now() -> str:

@@ -24,7 +24,7 @@ TENSOR_MS = 0.05
 """Per copy: looked up, emptied and filled."""
 MODE_MS = 0.009
 """Per op: who reads weights is seen op by op, in the step and wherever else."""
-_REASONS_TO_STAY = ("create_graph", "grad_calls", "other_threads")
+_REASONS_TO_STAY = ("create_graph", "grad_calls", "other_threads", "compiled")
 _BACKWARD = PHASES.index("backward")
 
 

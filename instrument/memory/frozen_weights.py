@@ -36,6 +36,16 @@ def frozen_weights(modules: Iterable[nn.Module]) -> dict[int, list[Tensor]]:
     }
 
 
+def owners_of(modules: Iterable[nn.Module]) -> dict[int, list[nn.Module]]:
+    """Address of a storage -> those of `modules` that have parameters or buffers in it."""
+    found: dict[int, dict[int, nn.Module]] = {}
+    for module in modules:
+        for each in tensors_of(module):
+            if is_plain(each):
+                found.setdefault(each.untyped_storage()._cdata, {})[id(module)] = module
+    return {address: [*owners.values()] for address, owners in found.items()}
+
+
 def tensors_of(module: nn.Module) -> list[Tensor]:
     """Its own parameters and buffers, past whatever it makes of attributes."""
     tables = (vars(module).get(name, {}) for name in ("_parameters", "_buffers"))
