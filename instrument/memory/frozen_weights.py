@@ -18,7 +18,8 @@ LEAST_BYTES = 1 << 20
 
 
 def frozen_weights(modules: Iterable[nn.Module]) -> dict[int, list[Tensor]]:
-    """Address of a storage (`_cdata`) -> the parameters and buffers of `modules` that lie in it, where none of them is trained."""
+    """Address of a storage (`_cdata`) -> the parameters and buffers of `modules` that lie in it, where none of them is trained: one that
+    has a gradient is, if not just now (a discriminator while its generator steps)."""
     found: dict[int, dict[int, Tensor]] = {}
     others: set[int] = set()
     for module in modules:
@@ -26,7 +27,7 @@ def frozen_weights(modules: Iterable[nn.Module]) -> dict[int, list[Tensor]]:
             if not is_plain(each):
                 continue
             address = each.untyped_storage()._cdata
-            if each.requires_grad or not is_leaf(module):
+            if each.requires_grad or each.grad is not None or not is_leaf(module):
                 others.add(address)
             found.setdefault(address, {})[id(each)] = each
     return {

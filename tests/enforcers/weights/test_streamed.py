@@ -228,6 +228,35 @@ def test_what_is_trained_later_is_not_streamed_any_more(tmp_path: Path, sessions
     assert computed == seeded(thawed, 7)
 
 
+def adversarial(steps: int) -> list[str]:
+    """A discriminator that is frozen while its generator steps, and a network that always is."""
+    layers = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+    generator, discriminator, seen_by = next(layers), next(layers), nn.Sequential(*layers)
+    seen_by.requires_grad_(False)
+    both = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (discriminator, generator)]
+    found = []
+    for _ in range(steps):
+        for player, optimizer in zip((discriminator, generator), both, strict=True):
+            discriminator.requires_grad_(player is discriminator)
+            loss = discriminator(seen_by(generator(torch.randn(64, WIDTH)))).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(digest(loss))
+    return found + state_digests(generator, discriminator, seen_by)
+
+
+def test_what_is_frozen_for_a_while_stays(tmp_path: Path, sessions: list[WeightsAway]) -> None:
+    trace = recorded(adversarial, tmp_path)
+    assert len(trace.frozen) == 2
+    computed, _ = enforced(adversarial, streaming(trace), tmp_path, 5)
+    streamed = sessions[0].streamed
+    assert streamed is not None
+    assert streamed.most_used == 2
+    sessions.clear()
+    assert computed == seeded(adversarial, 5)
+
+
 def replaced(steps: int) -> list[str]:
     """The base gets other bytes: `data` is set, a module is replaced, weights are loaded, one is cast and back."""
     model = nn.Sequential(*[LoRA() for _ in range(LAYERS)])
