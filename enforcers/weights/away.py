@@ -15,6 +15,7 @@ thread of the script's runs, all stay.
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -40,6 +41,10 @@ from memopt.instrument.script.other_threads import is_ours, threads_of_the_scrip
 from memopt.instrument.stepping.single_parameter_step import several_processes
 from memopt.instrument.torch_internals import DisableTorchDispatch, storage_use_count
 
+_DETACH = torch.ops.aten.detach.default
+_STATE_DICT = nn.Module._save_to_state_dict.__code__
+_NEAR = 6
+"""So many frames above an op that a `state_dict()` computes is that function."""
 _MOST_LOOKS = 6
 """How often it is looked for modules anew."""
 
@@ -240,7 +245,7 @@ class WeightsAway:
         """An op is about to run on these."""
         tensors = [each for each in tensors_in((*args, *kwargs.values())) if is_plain(each)]
         streamed = self.streamed
-        if streamed is not None and streamed.streams:
+        if streamed is not None and streamed.streams and not (func is _DETACH and _makes_a_state_dict()):
             addresses = [each.untyped_storage()._cdata for each in tensors]
             streamed.op_begins(addresses)
             if not streamed.streams.keys().isdisjoint(addresses):
@@ -335,6 +340,17 @@ class WeightsAway:
         if self.away:
             for each in tensors_of(module):
                 self._whole(each)
+
+
+def _makes_a_state_dict() -> bool:
+    """It detaches every weight, and reads none: not all of them need come for it."""
+    frame = sys._getframe(1)
+    for _ in range(_NEAR):
+        above = frame.f_back
+        if above is None or above.f_code is _STATE_DICT:
+            return above is not None
+        frame = above
+    return False
 
 
 def _written(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> list[int]:
