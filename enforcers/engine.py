@@ -28,7 +28,7 @@ from memopt.enforcers.lookup import AtUse, PlannedSlot, Tables
 from memopt.enforcers.records import Record, record_op
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
-from memopt.enforcers.weights.away import WeightsAway
+from memopt.enforcers.weights.watched import WatchedWeights
 from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, run_as_plain
@@ -88,7 +88,7 @@ class Engine(modes.Mode):
         frames.resizes.told = self.values.will_be_resized
         sizes = frozenset(each.size_bytes for each in tables.actions if each.leaves_after is not None)
         self.weights = (
-            WeightsAway(frames, iterations, swapper, self.values, sizes) if sizes or streams else None
+            WatchedWeights(frames, iterations, swapper, self.values, sizes) if sizes or streams else None
         )
         """Where the plan has weights leave."""
         self._makers = Makers()
@@ -202,10 +202,9 @@ class Engine(modes.Mode):
         return out
 
     def _let_weights_leave(
-        self, weights: WeightsAway, frame: Frame, op: tuple[str, int], arguments: tuple[Any, ...]
+        self, weights: WatchedWeights, frame: Frame, op: tuple[str, int], arguments: tuple[Any, ...]
     ) -> None:
-        if weights.leaving:
-            weights.settle()
+        weights.settle()
         leaving = self._tables.leaves.get(frame.key)
         for action in leaving.get(op, ()) if leaving is not None and not frame.diverged else ():
             planned = self.actions[action]
@@ -345,7 +344,7 @@ class Engine(modes.Mode):
             return handle.get()
         if self._swapper is not None and self.active:
             self._swapper.collect()
-            if self.weights is not None and self.weights.leaving:
+            if self.weights is not None:
                 self.weights.settle()
         if isinstance(handle, Kept):
             if isinstance(handle, Trigger):

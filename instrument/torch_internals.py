@@ -238,6 +238,9 @@ current_node = _watch("torch._C._current_autograd_node", "which node of backward
 autograd_engine = _watch(
     "torch.autograd.Variable._execution_engine", "how are references counted while it works?"
 )
+save_to_state_dict = _watch(
+    "torch.nn.Module._save_to_state_dict", "who detaches weights makes a `state_dict()`, and reads none"
+)
 jit_traces = _watch("torch._C._is_tracing", "does torch.jit trace what this thread runs?")
 current_graph_task = _watch("torch._C._current_graph_task_id", "is this thread inside backward?")
 

@@ -11,6 +11,7 @@ those of inference. Here that is for weights which nothing trains. Who reads the
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from weakref import ref
 
@@ -34,6 +35,8 @@ _AHEAD: Context = ("ahead",)
 """It comes before anything has asked for it."""
 _HELD: Context = ("held",)
 """Something beside its owners holds it: it stays until the iteration ends, or backward."""
+_MOST_ASKED = 1 << 16
+"""Of an iteration with a long evaluation in it only the first are known in the next."""
 _MOST_LOOKS = 4
 """How often it is looked for new modules: as iterations begin."""
 
@@ -95,6 +98,8 @@ class StreamedWeights:
         """Got new memory in this iteration, whose profile sees it end."""
         self._before: list[int] = []
         """In which order they were asked for in the iteration before."""
+        self._places: dict[int, list[int]] = {}
+        """Where each stands there."""
         self._now: list[int] = []
         self._place = 0
         """In that order."""
@@ -314,12 +319,13 @@ class StreamedWeights:
 
     def _goes_on(self, address: int) -> None:
         """It is asked for: what comes next is on its way."""
-        self._now.append(address)
-        order = self._before
-        places = (*range(self._place, len(order)), *range(min(self._place, len(order))))
-        at = next((place for place in places if order[place] == address), None)
-        if at is None:
+        if len(self._now) < _MOST_ASKED:
+            self._now.append(address)
+        order, places = self._before, self._places.get(address)
+        if places is None:
             return
+        later = bisect_left(places, self._place)
+        at = places[later if later < len(places) else 0]
         self._place = at + 1
         self._next = order[at + 1] if at + 1 < len(order) else None
         coming = self.streams.get(self._next) if self._next is not None and self._ahead else None
@@ -336,7 +342,9 @@ class StreamedWeights:
         """Another begins: the order of this one is known."""
         self.all_go()
         if self._now:
-            self._before = self._now
+            self._before, self._places = self._now, {}
+            for place, address in enumerate(self._now):
+                self._places.setdefault(address, []).append(place)
         self._now, self._place, self._next = [], 0, None
         self._filled.clear()
         with self._lock:

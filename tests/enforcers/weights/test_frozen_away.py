@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.enforcers.verify.digests import digest
-from memopt.enforcers.weights.away import WeightsAway
+from memopt.enforcers.weights.watched import WatchedWeights
 from memopt.estimators.simulator.decision import Decision
 from memopt.outcome import Outcome
 from memopt.plan import Plan
@@ -207,7 +207,7 @@ LOOKS: dict[str, Look] = {
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_whoever_looks_while_they_are_away_finds_them(
-    plan: Plan, tmp_path: Path, look: Look, sessions: list[WeightsAway]
+    plan: Plan, tmp_path: Path, look: Look, sessions: list[WatchedWeights]
 ) -> None:
     away: list[int] = []
 

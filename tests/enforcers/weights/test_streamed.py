@@ -21,8 +21,8 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.plan_reader import read_plan
 from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.enforcers.verify.digests import digest
-from memopt.enforcers.weights.away import WeightsAway
 from memopt.enforcers.weights.emptied import EmptiedStorage
+from memopt.enforcers.weights.watched import WatchedWeights
 from memopt.outcome import Outcome
 from memopt.plan import Plan, load_plan
 from memopt.trace import Trace, load_trace
@@ -155,7 +155,7 @@ def test_a_profile_keeps_which_they_are(trace: Trace, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_whoever_looks_before_backward_and_between_iterations_finds_them(
-    plan: Plan, tmp_path: Path, look: Look, sessions: list[WeightsAway]
+    plan: Plan, tmp_path: Path, look: Look, sessions: list[WatchedWeights]
 ) -> None:
     counted = _counted(look, sessions)
     loop = functools.partial(lora, in_forward=counted, in_between=counted)
@@ -166,7 +166,9 @@ def test_whoever_looks_before_backward_and_between_iterations_finds_them(
     assert computed == seeded(loop, 3)
 
 
-def test_a_dict_of_its_state_needs_no_bytes(plan: Plan, tmp_path: Path, sessions: list[WeightsAway]) -> None:
+def test_a_dict_of_its_state_needs_no_bytes(
+    plan: Plan, tmp_path: Path, sessions: list[WatchedWeights]
+) -> None:
     states: list[dict[str, Tensor]] = []
 
     def saves_the_adapter(model: nn.Module) -> str:
@@ -186,7 +188,7 @@ def test_a_dict_of_its_state_needs_no_bytes(plan: Plan, tmp_path: Path, sessions
 _away: list[int] = []
 
 
-def _counted(look: Look, sessions: list[WeightsAway]) -> Look:
+def _counted(look: Look, sessions: list[WatchedWeights]) -> Look:
     def looking(model: nn.Module) -> str:
         streamed = sessions[-1].streamed if sessions else None
         empty = [s for s in streamed.streams.values() if not s.is_here] if streamed is not None else []
@@ -227,7 +229,9 @@ def thawed(steps: int) -> list[str]:
     return found + state_digests(model)
 
 
-def test_what_is_trained_later_is_not_streamed_any_more(tmp_path: Path, sessions: list[WeightsAway]) -> None:
+def test_what_is_trained_later_is_not_streamed_any_more(
+    tmp_path: Path, sessions: list[WatchedWeights]
+) -> None:
     plan = streaming(recorded(thawed, tmp_path, warmup=1))
     assert plan.streamed is not None
     computed, _ = enforced(thawed, plan, tmp_path, 7)
@@ -254,7 +258,7 @@ def adversarial(steps: int) -> list[str]:
     return found + state_digests(generator, discriminator, seen_by)
 
 
-def test_what_is_frozen_for_a_while_stays(tmp_path: Path, sessions: list[WeightsAway]) -> None:
+def test_what_is_frozen_for_a_while_stays(tmp_path: Path, sessions: list[WatchedWeights]) -> None:
     trace = recorded(adversarial, tmp_path)
     assert len(trace.frozen) == 2
     computed, _ = enforced(adversarial, streaming(trace), tmp_path, 5)

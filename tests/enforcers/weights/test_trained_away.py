@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.verify.digests import digest
-from memopt.enforcers.weights.away import WeightsAway
+from memopt.enforcers.weights.watched import WatchedWeights
 from memopt.plan import GRADIENTS_IN_PLACE, Plan, ScriptAction
 from memopt.trace import Trace
 from tests.enforcers.optimizer.test_gradients_elsewhere import plan as pieces_plan
@@ -131,7 +131,7 @@ def test_an_evaluation_without_gradients_sends_nothing_away(plan: Plan, tmp_path
 
 
 def test_a_thread_that_reads_weights_past_their_modules_has_them(
-    plan: Plan, tmp_path: Path, sessions: list[WeightsAway]
+    plan: Plan, tmp_path: Path, sessions: list[WatchedWeights]
 ) -> None:
     """It is started while they are away, and reads them to the end by plain ops, which no mode sees."""
     ended, found = threading.Event(), [0.0]
