@@ -390,7 +390,7 @@ def test_the_first_iterations_are_held_as_well(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     free = memopt(tmp_path, "run", "--online", "--budget", "1GB", "--outcome", "free.json", "train.py", "12")
     budget = int(0.7 * outcome_of(tmp_path, "free.json")["guards"][0]["most_bytes"])
-    done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "900")  # fmt: skip
+    done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "300")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:12] == free.stdout.splitlines()
     course = outcome_of(tmp_path, "run.json")
@@ -405,7 +405,7 @@ def test_a_plan_that_is_long_in_coming_is_awaited_under_the_guard(tmp_path: Path
     free = memopt(tmp_path, "run", "--online", "--budget", "1GB", "--outcome", "free.json", "train.py", "12")
     budget = int(0.7 * outcome_of(tmp_path, "free.json")["guards"][0]["most_bytes"])
     impatient = "import runpy; from memopt.cli.run import phases; phases._MOST_WAIT_S = 0.0; runpy.run_module('memopt', run_name='__main__')"
-    done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "900", program=("-c", impatient))  # fmt: skip
+    done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "600", program=("-c", impatient))  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:12] == free.stdout.splitlines()
     course = outcome_of(tmp_path, "run.json")
