@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from memopt.trace import CATEGORIES, Trace
+
+_WEIGHTS = frozenset(CATEGORIES.index(name) for name in ("parameter", "buffer"))
 _MOST_MORE = 1.35
 """Times the largest iteration seen so far that a plan allows for."""
+
+
+def saved_elements(trace: Trace) -> tuple[int, int]:
+    """Elements that autograd saved, but for those of weights; and these."""
+    slots, kinds, found = trace.slots, trace.storages.category, [0, 0]
+    for slot, storage in enumerate(slots.storage):
+        found[kinds[storage] in _WEIGHTS] += math.prod(slots.shape.row(slot))
+    return found[0], found[1]
 
 
 def may_grow(saved: int, others: Sequence[int], weights: int) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
@@ -18,6 +17,7 @@ from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.in_pieces import Pieces
 from memopt.estimators.simulator.saved import Absence, Saved
 from memopt.estimators.simulator.slot_needs import VALUES, Need, Value
+from memopt.growth import saved_elements
 from memopt.instrument.memory.outside import before_training
 from memopt.plan import (
     GRADIENTS_IN_PLACE,
@@ -73,7 +73,7 @@ def write_plan(
         optimizers=trace.facts.get("in_first_round", 0),
         base_bytes=trace.base_bytes,
         saved_tensors=len(trace.slots.node),
-        saved_elements=sum(math.prod(trace.slots.shape.row(slot)) for slot in range(len(trace.slots.node))),
+        saved_elements=sum(saved_elements(trace)),
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,
         script_actions=[

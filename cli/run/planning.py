@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
 from collections.abc import Sequence
 
@@ -13,11 +11,10 @@ from memopt.advisors.background import Background
 from memopt.cli.run.cache import Cache
 from memopt.cli.run.course import Wishes
 from memopt.errors import MemoptError
-from memopt.growth import may_grow
+from memopt.growth import may_grow, saved_elements
 from memopt.plan import Plan
-from memopt.trace import CATEGORIES, MAY_GROW, Trace
+from memopt.trace import MAY_GROW, Trace
 
-_WEIGHTS = frozenset(CATEGORIES.index(name) for name in ("parameter", "buffer"))
 _WORTH_IT = 0.01
 """Share of the step by which a plan has to be better to take over while the script goes on."""
 
@@ -88,9 +85,7 @@ class Planning:
 
 def _may_grow(trace: Trace, saved_before: Sequence[tuple[int, int]]) -> float:
     """As the iterations tell that saved as many tensors."""
-    slots, kinds = trace.slots, trace.storages.category
-    sizes = [math.prod(slots.shape.row(slot)) for slot in range(len(slots.storage))]
-    of_weights = [kinds[storage] in _WEIGHTS for storage in slots.storage]
-    weights = sum(itertools.compress(sizes, of_weights))
-    others = [elements - weights for tensors, elements in saved_before if tensors == len(sizes)]
-    return may_grow(sum(sizes) - weights, others, weights)
+    saved, weights = saved_elements(trace)
+    count = len(trace.slots.storage)
+    others = [elements - weights for tensors, elements in saved_before if tensors == count]
+    return may_grow(saved, others, weights)

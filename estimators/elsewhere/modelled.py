@@ -13,7 +13,7 @@ from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.elsewhere.device import on_cuda
 from memopt.estimators.elsewhere.op_shapes import op_call
 from memopt.estimators.elsewhere.op_time import op_time_ms
-from memopt.estimators.elsewhere.recording import Amounts, amounts_of, held_bytes
+from memopt.estimators.elsewhere.recording import amounts_of, with_amounts
 from memopt.estimators.hidden.calibrated import calibration_of
 from memopt.trace import PHASES, Trace
 
@@ -37,7 +37,9 @@ def model_for_device(trace: Trace, spec: DeviceSpec) -> Trace:
             "only GPUs are modelled", why="a CPU is this machine", try_="memopt advise without --device"
         )
     moved = (
-        trace if trace.device.kind == spec.kind else _moved(trace, on_cuda(trace, amounts_of(trace), spec))
+        trace
+        if trace.device.kind == spec.kind
+        else with_amounts(trace, on_cuda(trace, amounts_of(trace), spec))
     )
     times = [_time_us(trace, op, spec) for op in range(trace.op_count)]
     context = calibration_of(spec).hidden.process().size_bytes
@@ -64,20 +66,3 @@ def _time_us(trace: Trace, op: int, spec: DeviceSpec) -> float:
         floor = spec.launch_us / 1000
         milliseconds = max(milliseconds - floor, 0.0) + floor / _ONE_BY_ONE if milliseconds else 0.0
     return round(milliseconds * 1000, 2)
-
-
-def _moved(trace: Trace, amounts: Amounts) -> Trace:
-    """The trace with the bytes of `amounts`: storages as recorded, hidden memory of the other device."""
-    held, born = held_bytes(trace, amounts.storage_bytes)
-    live = [at + more for at, more in zip(held, amounts.unseen_bytes, strict=True)]
-    extra = [new + work for new, work in zip(born, amounts.workspace_bytes, strict=True)]
-    first = sum(s for s, b in zip(amounts.storage_bytes, trace.storages.birth_op, strict=True) if b < 0)
-    base = first + amounts.before_bytes
-    return msgspec.structs.replace(
-        trace,
-        ops=msgspec.structs.replace(
-            trace.ops, live_bytes=live, extra_bytes=extra, workspace_bytes=list(amounts.workspace_bytes)
-        ),
-        base_bytes=base,
-        peak_bytes=max([base, *(at + more for at, more in zip(live, extra, strict=True))]),
-    )

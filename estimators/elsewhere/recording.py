@@ -10,6 +10,8 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import accumulate
 
+import msgspec
+
 from memopt.estimators.recording import Recording, StorageRow
 from memopt.trace import CATEGORIES, PHASES, Trace
 
@@ -66,6 +68,24 @@ def made_by_no_op(trace: Trace) -> list[bool]:
         if producer >= 0 and producer == trace.storages.birth_op[storage]:
             found[storage] = False
     return found
+
+
+def with_amounts(trace: Trace, amounts: Amounts) -> Trace:
+    """`trace` with the bytes of `amounts`: of its storages, its ops, its base and its peak."""
+    held, born = held_bytes(trace, amounts.storage_bytes)
+    live = [at + more for at, more in zip(held, amounts.unseen_bytes, strict=True)]
+    extra = [new + work for new, work in zip(born, amounts.workspace_bytes, strict=True)]
+    first = sum(s for s, b in zip(amounts.storage_bytes, trace.storages.birth_op, strict=True) if b < 0)
+    base = first + amounts.before_bytes
+    return msgspec.structs.replace(
+        trace,
+        ops=msgspec.structs.replace(
+            trace.ops, live_bytes=live, extra_bytes=extra, workspace_bytes=list(amounts.workspace_bytes)
+        ),
+        storages=msgspec.structs.replace(trace.storages, size_bytes=amounts.storage_bytes),
+        base_bytes=base,
+        peak_bytes=max([base, *(at + more for at, more in zip(live, extra, strict=True))]),
+    )
 
 
 def held_bytes(trace: Trace, sizes: list[int]) -> tuple[list[int], list[int]]:

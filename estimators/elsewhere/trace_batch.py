@@ -10,7 +10,7 @@ import msgspec
 
 from memopt.errors import MemoptError
 from memopt.estimators.elsewhere.batch import grows, scaled
-from memopt.estimators.elsewhere.recording import amounts_of, held_bytes
+from memopt.estimators.elsewhere.recording import amounts_of, with_amounts
 from memopt.estimators.elsewhere.retrace import argv_at
 from memopt.trace import Csr, Script, Slots, Trace
 
@@ -21,27 +21,14 @@ def trace_at_batch(trace: Trace, batch: int, new_batch: int, flag: str | None = 
         return trace
     follows = grows(trace, batch)
     amounts = scaled(trace, amounts_of(trace), batch, new_batch)
-    held, born = held_bytes(trace, amounts.storage_bytes)
-    live = [at + more for at, more in zip(held, amounts.unseen_bytes, strict=True)]
-    extra = [new + work for new, work in zip(born, amounts.workspace_bytes, strict=True)]
-    first = sum(s for s, b in zip(amounts.storage_bytes, trace.storages.birth_op, strict=True) if b < 0)
-    base = first + amounts.before_bytes
+    changed = with_amounts(trace, amounts)
     times = [_time_us(trace, op, follows, new_batch / batch) for op in range(trace.op_count)]
     total = sum(trace.ops.time_us)
     return msgspec.structs.replace(
-        trace,
+        changed,
         script=_script(trace, batch, new_batch, flag),
-        ops=msgspec.structs.replace(
-            trace.ops,
-            time_us=times,
-            live_bytes=live,
-            extra_bytes=extra,
-            workspace_bytes=list(amounts.workspace_bytes),
-        ),
-        storages=msgspec.structs.replace(trace.storages, size_bytes=amounts.storage_bytes),
+        ops=msgspec.structs.replace(changed.ops, time_us=times),
         slots=_slots(trace, follows, batch, new_batch),
-        base_bytes=base,
-        peak_bytes=max([base, *(at + more for at, more in zip(live, extra, strict=True))]),
         step_ms=trace.step_ms * (sum(times) / total if total else new_batch / batch),
         notes=[
             *trace.notes,
