@@ -7,8 +7,9 @@ device does, and the bits are its own.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -49,16 +50,16 @@ def state_away(trace: Trace, tier: Tier, device: Device, share: float = 1.0) -> 
         return None
     sizes = trace.storages.size_bytes
     by_size = sorted(spans, key=lambda storage: -sizes[storage])
-    wanted, had = share * sum(sizes[each] for each in spans), 0
-    least = sizes[by_size[-1]]
-    for storage in by_size:
-        had += sizes[storage]
-        if had >= wanted:
-            least = sizes[storage]
-            break
+    least = least_of_the_largest([sizes[each] for each in by_size], share)
     gone = {storage: spans[storage] for storage in by_size if sizes[storage] >= least}
     total = sum(sizes[each] for each in gone)
     return _changed(trace, gone, _copies_ms(trace, gone, device, tier)), Away(least, len(gone), total)
+
+
+def least_of_the_largest(sizes: Sequence[int], share: float) -> int:
+    """The least of the largest that together have `share` of all. `sizes`: the largest first, one at least."""
+    wanted, so_far = share * sum(sizes), itertools.accumulate(sizes)
+    return next((size for size, had in zip(sizes, so_far, strict=True) if had >= wanted), sizes[-1])
 
 
 def _spans(trace: Trace) -> dict[int, list[range]]:

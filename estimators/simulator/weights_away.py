@@ -15,7 +15,8 @@ from memopt.trace import CATEGORIES, PHASES, Trace
 LEAST_BYTES = 1 << 20
 """Smaller weights stay."""
 _WEIGHTS = frozenset(CATEGORIES.index(name) for name in ("parameter", "buffer"))
-_REASONS_TO_STAY = ("create_graph", "grad_calls", "other_threads")
+REASONS_TO_STAY = ("create_graph", "grad_calls", "other_threads", "compiled")
+"""Facts with which the run lets no weight leave, streamed or not."""
 _BACKWARD = PHASES.index("backward")
 _BEFORE_BACKWARD = frozenset(PHASES.index(name) for name in ("forward", "other"))
 
@@ -26,7 +27,7 @@ def weights_away(
     """Storage -> when it may be away, in the terms of a saved tensor; it is there for good from its last use on. `value_times`, `reads`: as
     `TraceView` has them."""
     facts = trace.facts
-    if any(map(facts.get, _REASONS_TO_STAY)):
+    if any(map(facts.get, REASONS_TO_STAY)):
         return {}
     large = [storage for storage in range(trace.storage_count) if _is_large_weight(trace, storage)]
     calls = _backward_calls(trace) if large else []

@@ -17,6 +17,8 @@ import msgspec
 
 from memopt.device import Device
 from memopt.estimators.simulator.staging import staging_ms
+from memopt.estimators.simulator.state_away import least_of_the_largest
+from memopt.estimators.simulator.weights_away import REASONS_TO_STAY
 from memopt.plan import Tier
 from memopt.trace import PHASES, Trace
 
@@ -24,7 +26,6 @@ TENSOR_MS = 0.05
 """Per copy: looked up, emptied and filled."""
 MODE_MS = 0.009
 """Per op: who reads weights is seen op by op, in the step and wherever else."""
-_REASONS_TO_STAY = ("create_graph", "grad_calls", "other_threads", "compiled")
 _BACKWARD = PHASES.index("backward")
 
 
@@ -53,7 +54,7 @@ class _Use:
 
 def streamable(trace: Trace) -> list[int]:
     """Storages of the frozen weights that may be streamed."""
-    if trace.partial or any(map(trace.facts.get, _REASONS_TO_STAY)):
+    if trace.partial or any(map(trace.facts.get, REASONS_TO_STAY)):
         return []
     storages, n = trace.storages, trace.op_count
     written = {trace.values.storage[value] for value in trace.ops.writes.items}
@@ -67,15 +68,7 @@ def streamable(trace: Trace) -> list[int]:
 def least_sizes(trace: Trace, shares: Iterable[float]) -> list[int]:
     """For each of `shares`, of all bytes that may be streamed: the least size of the largest weights that have so much. Each once."""
     sizes = sorted((trace.storages.size_bytes[each] for each in streamable(trace)), reverse=True)
-    found: dict[int, None] = {}
-    for share in shares:
-        had = 0
-        for size in sizes:
-            had += size
-            if had >= share * sum(sizes):
-                found[size] = None
-                break
-    return [*found]
+    return list(dict.fromkeys(least_of_the_largest(sizes, share) for share in shares)) if sizes else []
 
 
 def weights_streamed(
