@@ -143,10 +143,9 @@ class Adviser:
             except BudgetInfeasible as unmet:
                 error = unmet
             else:
-                searches_on = not (self.interrupted or self.soon or _is_cheap(found))
-                other = next(
-                    (each for each in streamed if searches_on and each.floor.bytes <= budget_bytes), None
-                )
+                if self._is_enough(found):
+                    return found
+                other = next((each for each in streamed if each.floor.bytes <= budget_bytes), None)
                 return found if other is None else self._or_faster(found, other, strategy)
         return self._decide_streamed(budget_bytes, strategy, error)
 
@@ -190,14 +189,18 @@ class Adviser:
                 return over._decide(over.problem(budget_bytes), strategy)
             except BudgetInfeasible as other:
                 raise min(other, error, key=lambda each: each.min_peak_bytes) from None
-        return found if self.interrupted or self.soon else self._or_faster(found, over, strategy)
+        return found if self._is_enough(found) else self._or_faster(found, over, strategy)
+
+    def _is_enough(self, found: Decided) -> bool:
+        """Is another run not worth a search?"""
+        problem, decisions, _ = found
+        cheap_ms = (1 + _CHEAP) * problem.plain_step_ms
+        return self.interrupted or self.soon or problem.run(decisions).step_ms <= cheap_ms
 
     @staticmethod
     def _or_faster(found: Decided, over: Adviser, strategy: str) -> Decided:
         """`found`, or what is decided for the run of `over` (whose backward writes over gradients, or whose frozen weights are streamed), where
         that is faster."""
-        if _is_cheap(found):
-            return found
         problem, decisions, _ = found
         step_ms = problem.run(decisions).step_ms
         limit_s, over.time_limit_s = over.time_limit_s, _SHARE_FOR_IN_PLACE * over.time_limit_s
@@ -310,11 +313,6 @@ class Adviser:
         """The strategy called `name`, with this adviser's time limit. Raises `UsageError`."""
         found = find_strategy(name)
         return Auto(self.time_limit_s) if found.name == "auto" else found
-
-
-def _is_cheap(found: Decided) -> bool:
-    problem, decisions, _ = found
-    return problem.run(decisions).step_ms <= (1 + _CHEAP) * problem.plain_step_ms
 
 
 def _with_floor(blockers: tuple[str, ...], floor: str) -> tuple[str, ...]:

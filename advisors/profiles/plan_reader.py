@@ -89,8 +89,7 @@ def _adviser(adviser: Adviser, streamed: ScriptAction | None) -> Adviser | None:
     if streamed is None:
         return adviser
     for other in adviser.streamed:
-        problem = other.problem(1)
-        known = problem.streamed
+        known = other.variants.streamed
         if known is not None and (known.tier, known.least_bytes, known.ahead) == (
             streamed.tier,
             streamed.least_bytes,
