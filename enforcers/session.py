@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.optimizer.planned_steps import PlannedSteps
     from memopt.enforcers.tiers.swapped import Swapper
     from memopt.enforcers.weights.streamed import StreamedWeights
+    from memopt.enforcers.weights.watched import WatchedWeights
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import SavedTensorHooks
@@ -114,9 +115,13 @@ class ApplySession:
         return self._engine.standby if self._engine is not None else None
 
     @property
+    def _weights(self) -> WatchedWeights | None:
+        """Where the plan has weights leave."""
+        return self._engine.weights if self._engine is not None else None
+
+    @property
     def _streamed(self) -> StreamedWeights | None:
-        weights = self._engine.weights if self._engine is not None else None
-        return weights.streamed if weights is not None else None
+        return self._weights.streamed if self._weights is not None else None
 
     # --- life
 
@@ -178,7 +183,7 @@ class ApplySession:
         """What enforces actions on tensors; the mode is on where there is something to watch for."""
         from memopt.enforcers.engine import Engine
         from memopt.enforcers.guarding.standby import standby_of
-        from memopt.enforcers.tiers.planned import streaming_tier, swapper_of
+        from memopt.enforcers.tiers.planned import home_tier, swapper_of
 
         assert loop is not None
         frames = loop.frames
@@ -197,8 +202,8 @@ class ApplySession:
         )
         if engine.weights is not None:
             engine.weights.install()
-            if streamed is not None:
-                tier = streaming_tier(streamed, self._options.swap_dir)
+            tier = home_tier(streamed, self._options.swap_dir) if streamed is not None else None
+            if streamed is not None and tier is not None:
                 engine.weights.stream(tier, streamed.least_bytes, ahead=streamed.ahead)
         else:
             options = self._options
@@ -221,8 +226,7 @@ class ApplySession:
         if self._plan.in_place is not None:
             from memopt.enforcers.gradients_in_place import GradientsInPlace
 
-            weights = self._engine.weights if self._engine is not None else None
-            will_read = weights.before if weights is not None else None
+            will_read = self._weights.before if self._weights is not None else None
             self._over_gradients = GradientsInPlace(self._plan.in_place.least_bytes, will_read)
         if self._plan.in_backward is not None or self._plan.in_pieces is not None:
             from memopt.enforcers.optimizer.planned_steps import PlannedSteps
@@ -245,21 +249,20 @@ class ApplySession:
             engine.weights.begin()
 
     def _weights_are_back(self) -> None:
-        if self._engine is not None and self._engine.weights is not None:
-            self._engine.weights.all_back()
+        if self._weights is not None:
+            self._weights.all_back()
 
     def _all_weights_are_back(self) -> None:
-        if self._engine is not None and self._engine.weights is not None:
-            self._engine.weights.everything_back()
+        if self._weights is not None:
+            self._weights.everything_back()
 
     def _before_fork(self) -> None:
         self._all_weights_are_back()  # a child could not read them
         self._measurements.pause()
 
     def _after_fork(self) -> None:
-        streamed, engine = self._streamed, self._engine
-        if streamed is not None and streamed.most_used and engine is not None and engine.weights is not None:
-            engine.weights.begin()
+        if self._weights is not None and self._streamed is not None and self._streamed.most_used:
+            self._weights.begin()
         self._measurements.go_on()
 
     def _forked(self) -> None:
@@ -287,8 +290,8 @@ class ApplySession:
         """Leave the script to itself; in a forked child, too."""
         if self._engine is not None:
             self._engine.stop()
-            if self._engine.weights is not None:
-                self._engine.weights.remove()
+        if self._weights is not None:
+            self._weights.remove()
         if self._frames is not None:
             self._frames.named = self._frames.before_training = self._frames.without_gradients = None
         for part in (self._hooks, self._steps, self._over_gradients, self._own_loop):

@@ -1,7 +1,8 @@
 """Values that backward never reads cost nothing: only the shape is held.
 
-The stand-in has the right size, strides, offset and dtype. On a CPU its storage has 0 bytes. Elsewhere, where a kernel touches the memory without using it (`stand_in="real"`), and for strides that kernels
-first copy into a row of their own, it is real memory that lives only while the reader runs: that costs bytes, never a crash.
+The stand-in has the right size, strides, offset and dtype. On a CPU its storage has 0 bytes. Elsewhere, where a kernel touches the memory
+without using it (`stand_in="real"`), and for strides that kernels first copy into a row of their own, it is real memory that lives only
+while the reader runs: that costs bytes, never a crash.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ for that would wait for the device.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -74,7 +73,7 @@ def _number(params: Mapping[str, object], key: str) -> float | int | None:
     return value if isinstance(value, int | float) else None
 
 
-_BOUNDS_COUNT = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < (2, 14)
+_BOUNDS_COUNT = torch.__version__ < "2.14.dev0"
 """Does `clamp` pass the gradient of what lies at a bound? It has no kernel of its own that could be asked. No release is taken on trust
 (`is_proven_on`)."""
 

@@ -12,7 +12,7 @@ from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
 from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
 from memopt.enforcers.tiers.per_device import PerDevice, offload_tier
-from memopt.enforcers.tiers.planned import state_tier
+from memopt.enforcers.tiers.planned import home_tier
 from memopt.instrument.iterations import Iterations
 from memopt.plan import Plan, ScriptAction
 
@@ -49,7 +49,7 @@ class PlannedSteps:
             self._step_in_pieces(plan.in_pieces, iterations, swap_dir)
 
     def _step_in_pieces(self, pieces: ScriptAction, iterations: Iterations, swap_dir: Path) -> None:
-        tier, self._cleared_late = state_tier(pieces, swap_dir), pieces.cleared_late
+        tier, self._cleared_late = home_tier(pieces, swap_dir), pieces.cleared_late
         if tier is not None and pieces.gradient_bytes:
             self.gradients = GradientsElsewhere(tier)
             self.gradients.install()

@@ -27,15 +27,13 @@ def swapper_of(plan: Plan, tables: Tables, swap_dir: Path) -> Swapper | None:
     return Swapper(tiers, wanted, Feedback(plan, tables) if plan.moments else None)
 
 
-def streaming_tier(streamed: ScriptAction, swap_dir: Path) -> PerDevice:
-    """The home of frozen weights that are streamed."""
-    return disk_tier(swap_dir) if streamed.tier == "disk" else host_tier(streamed.away_bytes)
-
-
-def state_tier(pieces: ScriptAction, swap_dir: Path) -> PerDevice | None:
-    """Where optimizer state is between steps; it stays open until the process ends, for whoever reads it then."""
-    if pieces.tier is None:
+def home_tier(decision: ScriptAction, swap_dir: Path) -> PerDevice | None:
+    """Where optimizer state is between steps, or the home of streamed weights; none where that is the device. It stays open for whoever
+    reads what is there."""
+    if decision.tier is None:
         return None
     return (
-        disk_tier(swap_dir) if pieces.tier == "disk" else host_tier(pieces.away_bytes + pieces.gradient_bytes)
+        disk_tier(swap_dir)
+        if decision.tier == "disk"
+        else host_tier(decision.away_bytes + decision.gradient_bytes)
     )

@@ -183,5 +183,5 @@ class WeightsAway:
             del guard
 
     def new_iteration(self) -> None:
-        self.all_back()
+        """All are back."""
         self._filled.clear()

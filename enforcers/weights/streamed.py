@@ -44,15 +44,13 @@ _MOST_LOOKS = 4
 class _Stream:
     """One weight."""
 
-    __slots__ = ("_modules", "content", "context", "is_handed_out", "is_here", "is_written")
+    __slots__ = ("_modules", "content", "context", "is_handed_out", "is_written")
 
     def __init__(self, modules: list[nn.Module], content: EmptiedStorage) -> None:
         self.content = content
         self._modules = [
             *map(ref, modules)
         ]  # a tensor with a weak reference could not be swapped with another
-        self.is_here = False
-        """It has been asked for, or is on its way."""
         self.is_written = False
         """Since the tier got its copy."""
         self.is_handed_out = False
@@ -93,7 +91,8 @@ class StreamedWeights:
         self._pins_of, self._saved_of = pins_of, saved_of
         self.streams: dict[int, _Stream] = {}
         """By the address of the storage."""
-        self._here: dict[int, _Stream] = {}
+        self.here: dict[int, _Stream] = {}
+        """Those of them that have been asked for, or are on their way."""
         self._filled: set[int] = set()
         """Got new memory in this iteration, whose profile sees it end."""
         self._before: list[int] = []
@@ -177,8 +176,8 @@ class StreamedWeights:
         if stream.is_written or not stream.content.leave_again(noted=noted):
             self._copy_again(address, stream, noted=noted)
         if address in self.streams:
-            stream.is_here = stream.is_written = stream.is_handed_out = False
-            self._here.pop(address, None)
+            stream.is_written = stream.is_handed_out = False
+            self.here.pop(address, None)
 
     def _copy_again(self, address: int, stream: _Stream, *, noted: bool) -> None:
         stream.content.finish()
@@ -192,11 +191,11 @@ class StreamedWeights:
 
     def _forget(self, address: int) -> None:
         del self.streams[address]
-        self._here.pop(address, None)
+        self.here.pop(address, None)
 
     def others_go(self, context: Context, but: Iterable[int] = ()) -> None:
         """What is here for something else than `context` goes, `but` for some, and for the next one."""
-        for address, stream in list(self._here.items()):
+        for address, stream in list(self.here.items()):
             if stream.context in (context, _HELD) or address in but:
                 continue
             if not (self._ahead and address == self._next):
@@ -204,12 +203,12 @@ class StreamedWeights:
 
     def all_go(self) -> None:
         """Nothing computes that could use one."""
-        if self._here:
+        if self.here:
             guard = DisableTorchDispatch()
             try:
                 with self._lock:
                     self._next = None
-                    for address in list(self._here):
+                    for address in list(self.here):
                         self._go(address)
             finally:
                 del guard
@@ -226,7 +225,7 @@ class StreamedWeights:
     def op_begins(self, addresses: list[int]) -> None:
         """An op is about to run that reads the storages at `addresses`, streamed or not."""
         asked = [each for each in addresses if each in self.streams]
-        if not (asked or self._here):
+        if not (asked or self.here):
             return
         context = self._in_call(self.context())
         guard = DisableTorchDispatch()
@@ -242,7 +241,7 @@ class StreamedWeights:
 
     def _adopt(self, context: Context) -> None:
         """What has come for a module call that had not begun is for that."""
-        for stream in self._here.values():
+        for stream in self.here.values():
             if stream.context[0] == "entered" and stream.context[1:] != context:
                 stream.context = context
 
@@ -309,11 +308,11 @@ class StreamedWeights:
         if stream is None:
             return
         stream.content.get()
-        is_new = not stream.is_here or stream.context != context
+        is_new = address not in self.here or stream.context != context
         if stream.content.was_filled:
             self._filled.add(address)
-        stream.is_here, stream.context = True, context
-        self._here[address] = stream
+        stream.context = context
+        self.here[address] = stream
         if is_new:
             self._goes_on(address)
 
@@ -328,13 +327,19 @@ class StreamedWeights:
         at = places[later if later < len(places) else 0]
         self._place = at + 1
         self._next = order[at + 1] if at + 1 < len(order) else None
-        coming = self.streams.get(self._next) if self._next is not None and self._ahead else None
-        if coming is not None and not coming.is_here:
-            coming.content.prefetch()
-            coming.is_here, coming.context = True, _AHEAD
-            self._here[self._next] = coming  # type: ignore[index]
-            if coming.content.was_filled:
-                self._filled.add(self._next)  # type: ignore[arg-type]
+        if self._ahead and self._next is not None and self._next not in self.here:
+            self._start(self._next)
+
+    def _start(self, address: int) -> None:
+        """It comes ahead of whoever asks."""
+        coming = self.streams.get(address)
+        if coming is None:
+            return
+        coming.content.prefetch()
+        coming.context = _AHEAD
+        self.here[address] = coming
+        if coming.content.was_filled:
+            self._filled.add(address)
 
     # --- the run
 
@@ -369,7 +374,7 @@ class StreamedWeights:
                     stream.content.finish()
                 self._filled.update(self.streams)
                 self.streams.clear()
-                self._here.clear()
+                self.here.clear()
                 self._next = None
         finally:
             del guard

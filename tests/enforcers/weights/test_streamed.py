@@ -191,7 +191,7 @@ _away: list[int] = []
 def _counted(look: Look, sessions: list[WatchedWeights]) -> Look:
     def looking(model: nn.Module) -> str:
         streamed = sessions[-1].streamed if sessions else None
-        empty = [s for s in streamed.streams.values() if not s.is_here] if streamed is not None else []
+        empty = streamed.streams.keys() - streamed.here.keys() if streamed is not None else ()
         _away.append(len(empty))
         return look(model)
 
