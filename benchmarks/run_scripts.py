@@ -1,13 +1,16 @@
 """Training scripts of many kinds in one file, for `benchmarks/run.py`: `python -m benchmarks.run_scripts KIND OPTIMIZER SIZE STEPS`.
 
-Each prints its losses to the last bit, and at the end a digest of parameters, buffers and optimizer state.
+Each prints its losses to the last bit, and at the end a digest of parameters, buffers and optimizer state. Where there is a GPU it trains
+there, on larger batches, by torch's deterministic algorithms.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +23,9 @@ Made = tuple[nn.Module, Loss]
 
 SIZES = {"small": 1, "large": 8}
 """Times as large a batch."""
+
+_ON_A_GPU = 8
+"""Times as large again, or weights and workspaces would be nearly all that is there."""
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3),
@@ -224,7 +230,7 @@ def _gan(optimizer: str, batch: int, steps: int) -> Iterator[str]:
         made.backward()
         makes.step()
         yield f"{judged.item().hex()} {made.item().hex()}"
-    yield _digest([make, other], [makes, judges])
+    yield digest([make, other], [makes, judges])
 
 
 def _usual(kind: str, optimizer: str, batch: int, steps: int) -> Iterator[str]:
@@ -238,25 +244,37 @@ def _usual(kind: str, optimizer: str, batch: int, steps: int) -> Iterator[str]:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         stepped.step()
         yield loss.item().hex()
-    yield _digest([model], [stepped])
+    yield digest([model], [stepped])
 
 
-def _digest(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> str:
+def digest(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> str:
+    """Of parameters, buffers and optimizer state, to the last bit."""
     found = hashlib.sha256()
     tensors = [value for model in models for value in model.state_dict().values()]
     for optimizer in optimizers:
         for inner in optimizer.state_dict()["state"].values():
             tensors += [value for value in inner.values() if isinstance(value, Tensor)]
     for tensor in tensors:
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
+
+
+def repeatable() -> None:
+    """Deterministic algorithms on a GPU, where cuBLAS and cuDNN's recurrent layers have them with small workspaces only."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    warnings.simplefilter("ignore")
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def main() -> None:
     """Train as `sys.argv` says."""
     kind, optimizer, size, steps = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
-    torch.manual_seed(0)
     batch = 2 * SIZES[size]
+    if torch.cuda.is_available():
+        repeatable()
+        torch.set_default_device("cuda")
+        batch *= _ON_A_GPU
+    torch.manual_seed(0)
     lines = _gan(optimizer, batch, steps) if kind == "gan" else _usual(kind, optimizer, batch, steps)
     for line in lines:
         print(line, flush=True)

@@ -1,6 +1,7 @@
 """Half an hour on a GPU, used well: jobs with time limits, most valuable first, one line of JSON each.
 
     python -m benchmarks.gpu.campaign correctness --out DIR         does everything work there, with the same bits?
+    python -m benchmarks.gpu.campaign runs --out DIR                `memopt run`: the same output, within the budget?
     python -m benchmarks.gpu.campaign headline --out DIR            memopt beside its peers: peak and step time
     python -m benchmarks.gpu.campaign workspaces --out DIR          what cuDNN and the driver take
     python -m benchmarks.gpu.campaign --list

@@ -305,20 +305,22 @@ def out_of_memory() -> Found:
         _, err, code = execute([*MEMOPT, "profile", "-o", "died.profile.json.gz", "train.py"], folder, may_fail=True)  # fmt: skip
         found["profile"] = [code, err[-900:]]
         out, err, code = execute([*MEMOPT, "show", "died.profile.json.gz"], folder, may_fail=True)
-        found["show"] = [code, out[:1500], err[-300:]]
+        found["show"] = [code, out[:300], err[-300:]]
         _, err, code = execute([*MEMOPT, "profile", "--offload", "-o", "run.profile.json.gz", "train.py"], folder, may_fail=True)  # fmt: skip
         found["offload"] = [code, err[-900:]]
         _, err, code = execute([*MEMOPT, "advise", "run.profile.json.gz", "--budget", budget, "-o", "plan.json"], folder, may_fail=True)  # fmt: skip
         found["advise"] = [code, err[-900:]]
         out, err, code = execute([*MEMOPT, "apply", "plan.json"], folder, may_fail=True)
         found["apply"] = [code, out, err[-900:]]
+        out, err, code = execute([*MEMOPT, "run", "--budget", "60%" if dry() else budget, "train.py"], folder, may_fail=True)  # fmt: skip
+        found["run"] = [code, out, err[-900:]]
     if found["apply"][0] != 0:
         found["failed"] = "the run under the plan did not end well"
     return found
 
 
 def _jobs() -> list[Job]:
-    from benchmarks.gpu import headline, replays, workspaces
+    from benchmarks.gpu import headline, replays, runs, workspaces
 
     part = "correctness"
     return [
@@ -331,6 +333,7 @@ def _jobs() -> list[Job]:
         Job(part, "cudnn attention", 60, replays.attention, words=replays.attention_words),
         *(Job(part, f"plans {name}", 400, partial(plans, name), words=plan_words) for name in SMALL),
         Job(part, "links", 60, links, timed=True),
+        *(Job("runs", name, 200, run, words=runs.words) for name, run in runs.runs()),
         Job("workspaces", "convolutions", 200, workspaces.convolutions),
         Job("workspaces", "stages", 60, workspaces.stages, timed=True),
         *(

@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.gpu.configurations import OPTIMIZERS, PRECISIONS, STEPS, task
+from benchmarks.run_scripts import digest, repeatable
 
 _AUTOCAST = {"amp-bf16": torch.bfloat16, "amp-fp16": torch.float16}
 
@@ -32,7 +33,10 @@ def main(argv: list[str] | None = None) -> None:
         "--peer", choices=("checkpoint", "save_on_cpu"), help="what people do by hand instead"
     )
     parser.add_argument("--tell", action="store_true", help="end with a line of JSON: losses, times, peaks")
+    parser.add_argument("--digest", action="store_true", help="repeatable kernels; end with a digest of all weights and states")  # fmt: skip
     args = parser.parse_args(argv)
+    if args.digest:
+        repeatable()
     torch.manual_seed(0)
     work = task(args.model, tiny=args.tiny)
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
@@ -62,6 +66,8 @@ def main(argv: list[str] | None = None) -> None:
         print(step, loss.item(), flush=True)
         times.append((time.perf_counter() - begin) * 1e3)
         losses.append(loss.item().hex())
+    if args.digest:
+        print(digest([model], [optimizer]), flush=True)
     if args.tell:
         print(json.dumps({"losses": losses, "step_ms": times} | _peaks(args.device)), flush=True)
 
