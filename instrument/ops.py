@@ -42,7 +42,7 @@ _NOT_REPLAYABLE = {
     "aten::index_add", "aten::index_add_", "aten::scatter_add", "aten::scatter_add_", "aten::index_put_",
     "aten::_index_put_impl_", "aten::put_", "aten::bincount", "aten::histc", "aten::scatter_reduce", "aten::scatter_reduce_",
     "aten::_to_copy.cross_device", "aten::_cudnn_rnn", "aten::_thnn_fused_lstm_cell", "aten::lstsq",
-    "aten::linalg_lstsq", "aten::linalg_pinv", "aten::_trilinear", "aten::_scaled_dot_product_cudnn_attention", "aten::_cudnn_attention_forward", "aten::equal", "aten::is_same_size",
+    "aten::linalg_lstsq", "aten::linalg_pinv", "aten::_trilinear", "aten::_cudnn_attention_forward", "aten::equal", "aten::is_same_size",
 }  # fmt: skip
 """Ops whose result depends on more than their inputs' values, that need not give the same bits twice, or that move memory."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from memopt.device import Device
-from memopt.instrument.memory.cuda_statistics import process_bytes
+from memopt.instrument.memory.cuda_statistics import beside_allocator_bytes
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def measure_device(kind: str, swap_dir: Path) -> Device:
         kind=kind,
         name=torch.cuda.get_device_name(index) if kind == "cuda" else kind,
         memory_bytes=torch.cuda.get_device_properties(index).total_memory if kind == "cuda" else 0,
-        context_bytes=_context_bytes(index) if kind == "cuda" else 0,
+        context_bytes=beside_allocator_bytes() if kind == "cuda" else 0,
         host_out_bytes_per_s=host_out,
         host_in_bytes_per_s=host_in,
         disk_out_bytes_per_s=out,
@@ -139,11 +139,6 @@ def _best_s(copy: Callable[[], object], device: torch.device) -> float:
             torch.accelerator.synchronize(device)
         best = min(best, time.perf_counter() - begin)
     return best
-
-
-def _context_bytes(index: int) -> int:
-    """What the driver counts for this process above what the caching allocator reserved."""
-    return max(0, process_bytes(index) - torch.cuda.memory_reserved(index))
 
 
 def _cpu_name() -> str:

@@ -103,8 +103,15 @@ class ProfileSession:
         self._begin(self._own_loop)
 
     def begin_in(self, loop: Loop) -> None:
-        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
+        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported.
+
+        What does not fit is recorded, its saved tensors away, from the first iteration on that follows."""
         self._begin(loop)
+        recordings = self._recordings
+        if self._wanted.offload is not None and loop.iterations.count and recordings is not None:
+            self._frames.before_training = None
+            with recordings.between():
+                self._guard(lambda: recordings.begin(iteration=1))
 
     def _begin(self, loop: Loop) -> None:
         from memopt.instrument.saved import SavedTensorHooks

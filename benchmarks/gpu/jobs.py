@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -209,14 +210,18 @@ def plans(name: str) -> Found:
         if code:
             found["profile"] = f"exit {code}: {err[-500:]}"
         printed = execute([sys.executable, *script_of(name)], folder)[0] if dry() else ""
-        for kind in KINDS:
-            try:
-                found[kind] = _one_plan(kind, folder, printed)
-            except RuntimeError as error:
-                found[kind] = {"error": str(error)[-1500:]}
+        with ThreadPoolExecutor(1 if dry() else len(KINDS)) as pool:
+            found |= dict(zip(KINDS, pool.map(partial(_may_fail, folder=folder, printed=printed), KINDS), strict=True))  # fmt: skip
         if any("error" in each or each.get("verify") != "identical" for each in found.values() if isinstance(each, dict)):  # fmt: skip
             found["failed"] = "see the kinds"
     return found
+
+
+def _may_fail(kind: str, folder: str, printed: str) -> Found:
+    try:
+        return _one_plan(kind, folder, printed)
+    except RuntimeError as error:
+        return {"error": str(error)[-1500:]}
 
 
 def _one_plan(kind: str, folder: str, printed: str) -> Found:
@@ -297,7 +302,7 @@ for step in range(4):
 def out_of_memory() -> Found:
     """The README's first case: a script that dies, its profile, `--offload`, a plan, and the run that does not die."""
     found: Found = {"left out": "a CPU's memory does not run out: the script ends well"} if dry() else {}
-    budget = "min" if dry() else "900MB"
+    budget = "min" if dry() else "1.9GB"
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "train.py").write_text(OOM_SCRIPT)
         out, err, code = execute([sys.executable, "train.py"], folder, may_fail=True)

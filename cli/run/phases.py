@@ -109,7 +109,8 @@ class Phases:
         assert self.course.budget_bytes is not None
         trace = self._trace
         device = self._wishes.device or (trace.device.kind if trace is not None else likely_device())
-        guard = Guard(self._loop, offload_tier(self._wishes.swap_dir), device, self.course.budget_bytes)
+        tier, whole = offload_tier(self._wishes.swap_dir), not self.course.budget.strip().endswith("%")
+        guard = Guard(self._loop, tier, device, self.course.budget_bytes, whole=whole)
         self.course.guards.append(guard)
         self._session = guard
         guard.begin(waits=waits)
@@ -183,7 +184,7 @@ class Phases:
         budget = know_budget(course, trace)
         assert course.budget_bytes is not None
         waits = self._is_near() or trace.peak_bytes > _MAY_GROW * course.budget_bytes
-        self._tell(f"recorded iteration {trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script {'waits' if waits else 'goes on'}")  # fmt: skip
+        self._tell(f"recorded iteration {self._base + trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script {'waits' if waits else 'goes on'}")  # fmt: skip
         background = self._background or Background()
         saved_before = [each for guard in course.guards for each in guard.saved_before]
         self._planning = Planning(

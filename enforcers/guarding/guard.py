@@ -30,6 +30,7 @@ from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
+from memopt.instrument.memory.cuda_statistics import beside_allocator_bytes
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
@@ -64,13 +65,22 @@ class Guard(modes.Mode):
     """The mode and the hooks; a listener of the loop that it is given."""
 
     def __init__(
-        self, loop: Loop, tier: SwapTier[Any], device: str, budget_bytes: int, *, rests: bool = False
+        self,
+        loop: Loop,
+        tier: SwapTier[Any],
+        device: str,
+        budget_bytes: int,
+        *,
+        rests: bool = False,
+        whole: bool = False,
     ) -> None:
-        """`rests`: until it is woken saved tensors are noted, and nothing is counted or moved."""
+        """`rests`: until it is woken saved tensors are noted, and nothing is counted or moved. `whole`: the budget is for all that the
+        process has on its GPU, the context and kernels too."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._frames, self._iterations, self._tier = loop.frames, loop.iterations, tier
         self._thread, self._regions = loop.frames.thread, loop.frames.regions
         self._device, self.budget_bytes = device, budget_bytes
+        self._whole_bytes = budget_bytes if whole and device == "cuda" else 0
         self._least_bytes = min(LEAST_BYTES, max(_PAGE_BYTES, budget_bytes // _LEAST_SHARE))
         self._is_watched: Callable[[Tensor], bool] = attrgetter(f"is_{device}")
         self._live = Live(device) if rests else Live(device).look_around()
@@ -136,6 +146,7 @@ class Guard(modes.Mode):
         """Watch from here on, or, if it `waits`, from the first forward that trains: until then there is nothing to move, and preparation
         runs at its own speed."""
         self._waits = waits
+        self._leave_room_for_the_context()
         if waits:
             self._frames.before_training = self._training_begins
         self._hooks.install()
@@ -184,8 +195,14 @@ class Guard(modes.Mode):
     def _training_begins(self) -> None:
         if self._waits:
             self._waits = False
+            self._leave_room_for_the_context()
             self._live.look_around()
             self._enter()
+
+    def _leave_room_for_the_context(self) -> None:
+        """Kernels are loaded as they are first called, so the rest changes in the first iterations."""
+        if self._whole_bytes:
+            self.budget_bytes = max(1, self._whole_bytes - beside_allocator_bytes())
 
     # --- ops
 
@@ -410,6 +427,7 @@ class Guard(modes.Mode):
 
     def new_iteration(self) -> None:
         """What ended with the one before is forgotten; graphs that live on stay known."""
+        self._leave_room_for_the_context()
         for address, saved in list(self._saved.items()):
             if not saved.living():
                 del self._saved[address]

@@ -88,6 +88,14 @@ def statistics_of(index: int) -> PeakStatistics:
     return PeakStatistics(index)
 
 
+def beside_allocator_bytes() -> int:
+    """What this process has on the current CUDA device that the caching allocator has not: the context and kernels. 0 where nobody knows."""
+    if not torch.cuda.is_initialized():
+        return 0
+    index = torch.cuda.current_device()
+    return max(0, process_bytes(index) - torch.cuda.memory_reserved(index))
+
+
 def process_bytes(index: int) -> int:
     """What the driver counts for this process on CUDA device `index`, its context included; 0 where it does not say.
 

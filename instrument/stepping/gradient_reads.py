@@ -48,6 +48,12 @@ def give_back(tensor: Tensor, gradient: Tensor) -> None:
     _GRAD.__set__(tensor, gradient)
 
 
+class _Told(property):
+    """A property in the place of the C base class's `grad`: torch (2.11's dynamo, as it is imported) asks whose such an attribute is."""
+
+    __objclass__ = Tensor
+
+
 class Reader(Protocol):
     """Who is told."""
 
@@ -88,7 +94,7 @@ class GradientReads:
             reader.set(tensor)
             _GRAD.__delete__(tensor)
 
-        torch.Tensor.grad = property(read, write, delete)  # type: ignore[assignment]
+        torch.Tensor.grad = _Told(read, write, delete)  # type: ignore[assignment]
         self._watch_zero_grad(
             torch.optim.Optimizer, lambda o: [p for g in o.param_groups for p in g["params"]]
         )

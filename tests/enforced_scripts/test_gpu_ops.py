@@ -80,7 +80,7 @@ NONDETERMINISTIC = (
     "_index_put_impl_.default", "scatter.src", "scatter_.src", "scatter_add.default", "scatter_add_.default", "scatter_reduce.two",
     "scatter_reduce_.two", "index_add.default", "index_reduce.default", "index_reduce_.default", "max_unpool2d.default",
     "max_unpool3d.default", "put.default", "put_.default", "index_copy.default", "histc.default", "bincount.default",
-    "_scaled_dot_product_cudnn_attention.default", "_cudnn_attention_forward.default",
+    "_cudnn_attention_forward.default",
 )  # fmt: skip
 """Forwards that torch's `use_deterministic_algorithms` names, and one of which nobody has compared the bits."""
 
