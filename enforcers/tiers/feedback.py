@@ -8,6 +8,7 @@ the bytes would pass the budget, by the plan's own prediction, raised by as much
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -25,6 +26,10 @@ _MARGIN = 0.005
 _ON_DEMAND = -1
 
 
+HowLong = Callable[[], float | None]
+"""Tells how long a stream waited for a copy, in milliseconds; None as long as it has not come so far."""
+
+
 @runtime_checkable
 class OnStream(Protocol):
     """Bytes on their way that a stream waits for, and not the host."""
@@ -34,8 +39,8 @@ class OnStream(Protocol):
     def finish(self) -> None:
         """Let the host wait, too."""
 
-    def waited_ms(self) -> float | None:
-        """How long; None as long as it has not come so far."""
+    def how_long(self) -> HowLong:
+        """What tells it, without holding what has been copied."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,8 +55,8 @@ class Use:
     waited_ms: float = 0.0
     is_later: bool = False
     """It is asked for after the moment `used` and not at it: a weight, by an op that reads it or when backward is over."""
-    arrival: Pending | None = None
-    """Where the host does not wait itself: it knows how long its stream did."""
+    how_long: HowLong | None = None
+    """Where the host does not wait itself. It is asked when the iteration is over: the copy's own bytes are long gone by then."""
 
     def begins(self) -> None:
         """The copy in is started."""
@@ -65,18 +70,19 @@ class Use:
         began = time.perf_counter()
         arrival.result()
         if self.used is None:
-            self.used, self.arrival = self.feedback.now, arrival
+            self.used = self.feedback.now
+            self.how_long = arrival.how_long() if isinstance(arrival, OnStream) else None
             self.waited_ms = 1000 * (time.perf_counter() - began)
             self.feedback.waited_ms += self.waited_ms
 
     def know(self) -> bool:
         """Is it known how long was waited?"""
-        if isinstance(self.arrival, OnStream):
-            found = self.arrival.waited_ms()
+        if self.how_long is not None:
+            found = self.how_long()
             if found is None:
                 return False
             self.waited_ms = found
-        self.arrival = None
+        self.how_long = None
         return True
 
 

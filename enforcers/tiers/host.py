@@ -20,6 +20,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from memopt.enforcers.tiers.accelerator import Accelerator, Event, Users, most_bytes, row_of
@@ -28,6 +29,8 @@ from memopt.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from memopt.enforcers.tiers.feedback import HowLong
 
 BLOCK_BYTES = 512
 GROW_BYTES = 256 << 20
@@ -183,9 +186,13 @@ class Arrival:
         """Let the host wait: the bytes are there for every stream."""
         self.copy.event.synchronize()
 
-    def waited_ms(self) -> float | None:
-        """How long the stream waited; None as long as it has not come so far."""
-        return None if self.asked is None else self.accelerator.elapsed_ms(*self.asked)
+    def how_long(self) -> HowLong:
+        """Of what the first stream waited, to be asked later; it holds none of the bytes."""
+        return partial(_elapsed_ms, self.accelerator, self.asked)
+
+
+def _elapsed_ms(accelerator: Accelerator, asked: tuple[Event, Event] | None) -> float | None:
+    return None if asked is None else accelerator.elapsed_ms(*asked)
 
 
 class HostStore:
