@@ -109,7 +109,7 @@ class ProfileSession:
         self._begin(loop)
         recordings = self._recordings
         if self._wanted.offload is not None and loop.iterations.count and recordings is not None:
-            self._frames.before_training = None
+            loop.frames.before_training = None
             with recordings.between():
                 self._guard(lambda: recordings.begin(iteration=1))
 

@@ -92,7 +92,7 @@ def beside_allocator_bytes() -> int:
     """What this process has on the current CUDA device that the caching allocator has not: the context and kernels. 0 where nobody knows."""
     if not torch.cuda.is_initialized():
         return 0
-    index = torch.cuda.current_device()
+    index = torch.accelerator.current_device_index()
     return max(0, process_bytes(index) - torch.cuda.memory_reserved(index))
 
 

@@ -298,3 +298,28 @@ def test_a_budget_is_told_to_be_passed_where_it_was_and_by_how_much(peak_bytes: 
 
     plan = SimpleNamespace(budget_bytes=1_288_586, unplanned_peak_bytes=2_147_644, predicted_peak_bytes=1_409_660, actions=[1], script_actions=[], notes=[f"{NOT_MET}the smallest peak found is 1.34 MiB"])  # fmt: skip
     assert _held(plan, SimpleNamespace(measured_peak_bytes=peak_bytes)) == words  # type: ignore[arg-type]
+
+
+NEAR = """
+import torch
+from memopt.instrument.memory.meter import living_storages
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[m for _ in range(8) for m in (torch.nn.Linear(256, 256), torch.nn.GELU())])
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(3):
+    loss = model(torch.randn(4096, 256)).square().mean()
+    print(sum(storage.nbytes() for storage in living_storages("cpu")), flush=True)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_iteration_before_the_recorded_one_keeps_its_saved_tensors_away_too(tmp_path):
+    """A script that the guard had got through its first iteration ran out of memory in the second."""
+    (tmp_path / "train.py").write_text(NEAR)
+    plain = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, env=ENV, capture_output=True, text=True, check=True)  # fmt: skip
+    held = memopt(tmp_path, "run", "--budget", "30MB", "train.py")
+    before, now = ([int(line) for line in each.stdout.split()] for each in (plain, held))
+    assert min(before) > 2 * 30e6
+    assert max(now) < 1.2 * 30e6, held.stderr

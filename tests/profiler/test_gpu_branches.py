@@ -49,7 +49,8 @@ def test_a_gpu_is_described_by_what_the_driver_and_the_copies_say(
     monkeypatch.setattr(bandwidth, "measure_disk", lambda folder: (1e9, 2e9))
     monkeypatch.setattr(bandwidth, "_host_rates", lambda device: asked.append(device) or (50e9, 55e9))
     monkeypatch.setattr(bandwidth, "_copy_rate", lambda device: asked.append(device) or 1.5e12)
-    monkeypatch.setattr(bandwidth, "process_bytes", lambda index: 4 * GIB if index == 1 else 0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda_statistics, "process_bytes", lambda index: 4 * GIB if index == 1 else 0)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     device = bandwidth.measure_device("cuda", tmp_path)
     assert (device.name, device.memory_bytes, device.context_bytes) == ("Played 9000", 80 * GIB, GIB)
@@ -62,8 +63,9 @@ def test_a_gpu_is_described_by_what_the_driver_and_the_copies_say(
 def test_a_driver_that_counts_less_than_the_allocator_leaves_no_context_below_zero(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bandwidth, "process_bytes", lambda index: 0)
-    assert bandwidth._context_bytes(1) == 0
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda_statistics, "process_bytes", lambda index: 0)
+    assert cuda_statistics.beside_allocator_bytes() == 0
 
 
 def test_where_memory_has_run_out_a_smaller_copy_is_measured(gpu: SimpleNamespace) -> None:

@@ -7,6 +7,7 @@ import signal
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -489,3 +490,19 @@ def test_a_script_without_modules_is_held_from_its_first_saved_tensor_on(tmp_pat
     computed, guard = guarded(loop, tmp_path, 12 << 20)
     assert computed == seeded(loop, STEPS)
     assert guard.moved > 0
+
+
+def test_a_budget_for_the_whole_process_leaves_room_for_the_context(tmp_path, monkeypatch):
+    """16 GB as nvidia-smi counts them; kernels are loaded as they are called, so it is looked at again."""
+    beside = [0, 600, 750]
+    monkeypatch.setattr("memopt.enforcers.guarding.guard.beside_allocator_bytes", lambda: beside.pop(0))
+    loop = Loop(Frames(), Iterations(SimpleNamespace()), PlainForms())
+    whole = Guard(loop, disk_tier(tmp_path), "cuda", 10_000, whole=True)
+    seen = []
+    for _ in range(3):
+        whole._leave_room_for_the_context()
+        seen.append(whole.budget_bytes)
+    assert seen == [10_000, 9_400, 9_250]
+    share = Guard(loop, disk_tier(tmp_path), "cuda", 10_000)
+    share._leave_room_for_the_context()
+    assert share.budget_bytes == 10_000
