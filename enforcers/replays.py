@@ -143,9 +143,21 @@ class _Replay:
 
 
 def _draw_again(record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the op of `record` with the random numbers that it drew in forward."""
+    """Run the op of `record` with the random numbers that it drew in forward.
+
+    A CUDA generator changes hands by `graphsafe_set_state`: `set_state` lets cuDNN's next recurrent layer seed its dropout anew
+    (`no_reset_rnn_state_` in torch's CUDAGeneratorImpl.cpp), so the iterations that follow would draw other numbers.
+    """
     assert record.rng is not None
     generator, state = record.rng
+    if generator.device.type == "cuda":
+        present, then = generator.graphsafe_get_state(), generator.clone_state()
+        then.set_state(state)
+        generator.graphsafe_set_state(then)
+        try:
+            return record.func(*args, **kwargs)
+        finally:
+            generator.graphsafe_set_state(present)
     now = generator.get_state()
     generator.set_state(state)
     try:

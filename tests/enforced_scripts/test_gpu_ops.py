@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.enforcers import engine
+from memopt.enforcers import engine, replays
 from memopt.enforcers.records import generator_state
 from memopt.instrument.ops import kind_of, same_bits_again
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded, state_digests
@@ -133,3 +134,43 @@ def test_convolutions_are_not_replayed_where_each_thread_chooses_its_own_engine(
 def test_running_statistics_that_sync_batch_norm_updates_are_known():
     for name in ("batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"):
         assert kind_of(getattr(torch.ops.aten, name).default).statistics == (3, 4, None)
+
+
+class _CudaGenerator:
+    """As `CUDAGeneratorImpl.cpp`: to set the state by value lets cuDNN's next recurrent layer seed its dropout anew."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers, self.seeds_dropout_anew = numbers, False
+
+    def set_state(self, state: list[int]) -> None:
+        self.numbers[:] = state
+        self.seeds_dropout_anew = True
+
+    def clone_state(self) -> _CudaGenerator:
+        return _CudaGenerator(list(self.numbers))
+
+    def graphsafe_get_state(self) -> _CudaGenerator:
+        return _CudaGenerator(self.numbers)
+
+    def graphsafe_set_state(self, other: _CudaGenerator) -> None:
+        self.numbers = other.numbers
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_random_numbers_are_drawn_again_without_a_trace_in_cudnns_dropout(fails):
+    """An LSTM with dropout beside a dropout that was recomputed trained otherwise from the second iteration on (H100, H200)."""
+    generator, drawn = _CudaGenerator([7, 8, 9]), []
+
+    def draw():
+        drawn.append(generator.numbers.pop(0))
+        if fails:
+            raise RuntimeError("out of memory")
+
+    record = SimpleNamespace(rng=(generator, [1, 2]), func=draw)
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        replays._draw_again(record, (), {})
+    assert drawn == [1]
+    assert generator.numbers == [7, 8, 9]
+    assert not generator.seeds_dropout_anew
