@@ -288,7 +288,8 @@ def _thrice(mode: _Again, name: str, work: Callable[[], Any], *, tuned: bool) ->
 
 
 def attention() -> dict[str, Any]:
-    """cuDNN's attention, which `instrument/ops.py` denies until this job has shown equal bits: by dtype, head size, length and dropout."""
+    """cuDNN's attention by dtype, head size, length and dropout. Without dropout its seed and offset (outputs 6 and 7), which nobody reads
+    then, are whatever lay there."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     device = _device()
