@@ -9,7 +9,8 @@ tier holds it for somebody who will still ask: it is brought back then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -221,6 +222,29 @@ def generator_state(args: list[Any]) -> tuple[Any, Tensor]:
         else:
             generator = torch.default_generator
     return generator, generator.get_state()
+
+
+@contextmanager
+def rewound(generator: Any, state: Tensor) -> Iterator[None]:
+    """`generator` gives in here what it gave from `state` on, and goes on afterwards as if nothing had been drawn.
+
+    A CUDA generator changes hands by `graphsafe_set_state`: `set_state` lets cuDNN's next recurrent layer seed its dropout anew
+    (`no_reset_rnn_state_` in torch's CUDAGeneratorImpl.cpp), so the iterations that follow would draw other numbers.
+    """
+    if generator.device.type == "cuda":
+        put, now, then = (
+            generator.graphsafe_set_state,
+            generator.graphsafe_get_state(),
+            generator.clone_state(),
+        )
+        then.set_state(state)
+    else:
+        put, now, then = generator.set_state, generator.get_state(), state
+    put(then)
+    try:
+        yield
+    finally:
+        put(now)
 
 
 def _written_positions(kind: OpKind, form: CallForm, count: int) -> frozenset[int]:

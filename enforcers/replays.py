@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.kernel_settings import SETTINGS
-from memopt.enforcers.records import Pinned, Record, Value, View, output_tensors
+from memopt.enforcers.records import Pinned, Record, Value, View, output_tensors, rewound
 from memopt.instrument.saved import Place
 from memopt.instrument.torch_internals import BelowAutograd, DisableAutocast, disable_current_modes
 
@@ -143,27 +143,10 @@ class _Replay:
 
 
 def _draw_again(record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the op of `record` with the random numbers that it drew in forward.
-
-    A CUDA generator changes hands by `graphsafe_set_state`: `set_state` lets cuDNN's next recurrent layer seed its dropout anew
-    (`no_reset_rnn_state_` in torch's CUDAGeneratorImpl.cpp), so the iterations that follow would draw other numbers.
-    """
+    """Run the op of `record` with the random numbers that it drew in forward."""
     assert record.rng is not None
-    generator, state = record.rng
-    if generator.device.type == "cuda":
-        present, then = generator.graphsafe_get_state(), generator.clone_state()
-        then.set_state(state)
-        generator.graphsafe_set_state(then)
-        try:
-            return record.func(*args, **kwargs)
-        finally:
-            generator.graphsafe_set_state(present)
-    now = generator.get_state()
-    generator.set_state(state)
-    try:
+    with rewound(*record.rng):
         return record.func(*args, **kwargs)
-    finally:
-        generator.set_state(now)
 
 
 def _private(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memopt.enforcers.records import generator_state
+from memopt.enforcers.records import generator_state, rewound
 from memopt.instrument.ops import is_plain, kind_of
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -98,15 +99,8 @@ class _Again(TorchDispatchMode):
 
         def work() -> None:
             args, kwargs = _copied(*given)
-            now = rng[0].get_state() if rng else None
-            if rng:
-                rng[0].set_state(rng[1])
-            try:
-                with torch.set_grad_enabled(grad):
-                    result.extend(_digest(func(*args, **kwargs)))
-            finally:
-                if rng:
-                    rng[0].set_state(now)
+            with rewound(*rng) if rng else nullcontext(), torch.set_grad_enabled(grad):
+                result.extend(_digest(func(*args, **kwargs)))
 
         if way == "in autograd's thread":
             _InAutogradsThread.work = work

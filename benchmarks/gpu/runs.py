@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from memopt.trace import load_trace
+from memopt.units import parse_bytes
 
 RUNS = (
     ("gpt2 4 bf16 adamw", "50%"),
@@ -38,15 +39,15 @@ def runs() -> Iterator[tuple[str, Callable[[], Found]]]:
     yield "run guarded", partial(guarded, "language adamw large", "60%")
 
 
-def _script(words: str, steps: int = 12) -> list[str]:
+def _script(words: str) -> list[str]:
     from benchmarks.gpu.jobs import dry, script_of
     from benchmarks.run_scripts import KINDS
 
     kind, *rest = words.split()
     if kind in (*KINDS, "gan"):
         rest = [rest[0], "small" if dry() else rest[1]]
-        return ["-m", "benchmarks.run_scripts", kind, *rest, str(steps)]
-    return [*script_of(words, steps=steps), "--digest"]
+        return ["-m", "benchmarks.run_scripts", kind, *rest, "12"]
+    return [*script_of(words), "--digest"]
 
 
 def run(words: str, budget: str) -> Found:
@@ -73,9 +74,8 @@ def guarded(words: str, budget: str) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         plain = _plain(script, folder)
         execute([*MEMOPT, "profile", "-q", "-o", "run.profile.json.gz", *script], folder)
-        execute([*MEMOPT, "advise", "run.profile.json.gz", "--budget", "100%", "-o", "plan.json"], folder)
-        peak = json.loads((Path(folder) / "plan.json").read_text())["unplanned_peak_bytes"]
-        limit = str(int(peak * float(budget.rstrip("%")) / 100))
+        peak = load_trace(Path(folder) / "run.profile.json.gz").peak_bytes
+        limit = str(parse_bytes(budget, of_bytes=peak))
         out, err, code = execute([*MEMOPT, "run", "--online", "--budget", limit, "--outcome", "o.json", *script], folder, may_fail=True)  # fmt: skip
         told = Path(folder) / "o.json"
         found: Found = {"exit": code, "same": out == plain, "plain": peak, "budget": limit, "words": err.splitlines()[-6:]}  # fmt: skip
@@ -86,11 +86,9 @@ def guarded(words: str, budget: str) -> Found:
 
 
 def _plain(script: list[str], folder: str) -> str:
-    from benchmarks.gpu.jobs import ROOT
+    from benchmarks.gpu.jobs import execute
 
-    env = os.environ | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    done = subprocess.run([sys.executable, *script], cwd=folder, env=env, capture_output=True, text=True, check=False)  # fmt: skip
-    return done.stdout
+    return execute([sys.executable, *script], folder, may_fail=True)[0]
 
 
 def words(found: Found) -> str:
