@@ -64,9 +64,16 @@ def _row(job: str, case: str, found: dict[str, Any]) -> dict[str, Any]:
     return {
         "job": job,
         "case": case,
-        "plain_bytes": _first(found.get("plain_bytes"), outcome.get("unplanned_peak_bytes")),
-        "predicted_bytes": _first(found.get("predicted_bytes"), outcome.get("predicted_peak_bytes")),
-        "peak_bytes": _first(found.get("allocated"), found.get("measured_bytes"), outcome.get("measured_peak_bytes")),
+        "plain_bytes": _first(found.get("plain_bytes"), found.get("plain"), outcome.get("unplanned_peak_bytes")),
+        "predicted_bytes": _first(
+            found.get("predicted_bytes"), found.get("predicted"), outcome.get("predicted_peak_bytes")
+        ),
+        "peak_bytes": _first(
+            found.get("allocated"),
+            found.get("measured_bytes"),
+            found.get("measured"),
+            outcome.get("measured_peak_bytes"),
+        ),
         "reserved_bytes": _first(found.get("reserved")),
         "step_ms": _first(step),
         "result": _result(found),
@@ -91,6 +98,7 @@ def _result(found: dict[str, Any]) -> str:
         return f"verified: {' '.join(found['verify'].split())}"
     if found.get("exit") not in (None, 0):
         return f"exit code {found['exit']}"
-    if "same_losses" in found:
-        return "same losses" if found["same_losses"] else "other losses"
+    for name, what in (("same_losses", "losses"), ("same", "output")):
+        if name in found:
+            return f"{'same' if found[name] else 'other'} {what}"
     return f"{found['seconds']} s" if _is_number(found.get("seconds")) else ""

@@ -26,6 +26,7 @@ LINES = [
         "50%": {"allocated": 2000, "step_ms": [11.0, 13.0, 90.0], "outcome": {"predicted_peak_bytes": 1900}},
         "30%": {"refused": "Traceback\n  File x\nmemopt: budget cannot be met"},
     },
+    {"job": "run mlp", "plain": 3000, "predicted": 1200, "measured": 1300, "budget": 1500, "same": True},
     {"job": "=evil</script>", "failed": "<img src=x>"},
 ]
 CURVE = {
@@ -58,11 +59,13 @@ def folder(tmp_path: Path) -> Path:
 def test_a_row_a_case(folder: Path) -> None:
     frame = benchmarks.table(read_inputs([folder / "bench.jsonl"]).benchmarks[0][1])
     assert frame[["job", "case"]].to_numpy().tolist() == [
-        ["tier host", ""], ["headline gpt2", "plain"], ["headline gpt2", "50%"], ["headline gpt2", "30%"], ["=evil</script>", ""],
+        ["tier host", ""], ["headline gpt2", "plain"], ["headline gpt2", "50%"], ["headline gpt2", "30%"], ["run mlp", ""],
+        ["=evil</script>", ""],
     ]  # fmt: skip
     assert frame.loc[2, ["predicted_bytes", "peak_bytes", "step_ms"]].tolist() == [1900, 2000, 13]
+    assert frame.loc[4, ["plain_bytes", "predicted_bytes", "peak_bytes"]].tolist() == [3000, 1200, 1300]
     assert frame.result.tolist() == [
-        "1.5 s", "same losses", "", "memopt: budget cannot be met", "<img src=x>",
+        "1.5 s", "same losses", "", "memopt: budget cannot be met", "same output", "<img src=x>",
     ]  # fmt: skip
 
 
@@ -73,7 +76,7 @@ def test_what_a_campaign_on_a_gpu_wrote_is_shown() -> None:
         frame = benchmarks.table(inputs.benchmarks[0][1])
         assert set(frame.job) == {job["job"] for job in jobs}
         assert frame.peak_bytes.notna().sum() > 3
-        assert tradeoff.of_benchmark(frame) is not None
+        assert (tradeoff.of_benchmark(frame) is not None) == frame.step_ms.notna().any()
         assert page(inputs, [path.name]).startswith("<!doctype html>")
 
 
