@@ -24,7 +24,7 @@ from memopt.enforcers.guarding.makers import Makers
 from memopt.enforcers.guarding.standby import Standby
 from memopt.enforcers.handles import Planned, Trigger
 from memopt.enforcers.letting_go import LettingGo
-from memopt.enforcers.lookup import AtUse, PlannedSlot, Tables
+from memopt.enforcers.lookup import NOTHING, AtUse, InCall, PlannedSlot, Tables
 from memopt.enforcers.records import Record, record_op
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
@@ -158,41 +158,50 @@ class Engine(modes.Mode):
 
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = as_plain(func)
-        iterations = self._iterations
-        if self.weights is not None and self.weights.any_away:
-            self.weights.before(func, args, kwargs)
-        if iterations.in_backward and _PLAIN_TYPES.issuperset(types):
-            return self._in_backward(func, run, args, kwargs)
-        if not self.active or iterations.in_backward or (iterations.in_step and not torch.is_grad_enabled()):
+        iterations, weights = self._iterations, self.weights
+        if weights is not None and weights.any_away:
+            weights.before(func, args, kwargs)
+        plain = not types or _PLAIN_TYPES.issuperset(types)
+        if iterations.in_backward:
+            return self._in_backward(func, run, args, kwargs) if plain else run(*args, **kwargs)
+        if not self.active or (iterations.in_step and not torch.is_grad_enabled()):
             return run(*args, **kwargs)
         if self._regions.compiling or not self._thread.is_here or self.capturing.now():
             return run(*args, **kwargs)
-        if not _PLAIN_TYPES.issuperset(types):
+        if not plain:
             return run(*args, **kwargs) if just_goes_on(types) else NotImplemented
         kind = kind_of(func)
         if kind.is_view:
             return run(*args, **kwargs)
         if self._swapper is not None:
             self._swapper.collect()
-        tables, frame = self._tables, self._frames.current
-        planned, clones = tables.ops.get(frame.key), tables.clones.get(frame.key)
-        readers = tables.readers.get(frame.key)
-        op = recorded = None
-        if planned is not None or clones is not None or self.weights is not None:
-            op = (kind.name, frame.next_op(kind.name))
-            recorded = planned is not None and not frame.diverged and op in planned and not self._is_idle
-        self._called = (
-            describe_call(kind.name, func, args, kwargs) if readers and kind.name in readers else None
-        )
-        if recorded or self._unsettled or kind.writes or kind.statistics is not None:
-            out = self._watch(func, run, kind, args, kwargs, bool(recorded))
+        frame = self._frames.current
+        to_do = self._to_do_in(frame)
+        op = None
+        recorded = copies = False
+        if to_do is not NOTHING or weights is not None:
+            name = kind.name
+            op = (name, frame.next_op(name))
+            recorded = op in to_do.ops and not frame.diverged and not self._is_idle
+            copies = op in to_do.clones and name == CLONE
+            self._called = describe_call(name, func, args, kwargs) if name in to_do.readers else None
+        elif self._called is not None:
+            self._called = None
+        if recorded or self._unsettled or kind.changes:
+            out = self._watch(func, run, kind, args, kwargs, recorded)
         else:
             out = run(*args, **kwargs)
-        if clones is not None and kind.name == CLONE and op in clones:
+        if copies:
             self._copied(func, kind, args, kwargs, out)
-        if op is not None and self.weights is not None:
-            self._let_weights_leave(self.weights, frame, op, (*args, *kwargs.values()))
+        if op is not None and weights is not None:
+            self._let_weights_leave(weights, frame, op, (*args, *kwargs.values()))
         return out
+
+    def _to_do_in(self, frame: Frame) -> InCall:
+        found: InCall = frame.to_do
+        if found is None:
+            found = frame.to_do = self._tables.of(frame.key)
+        return found
 
     def _in_backward(self, func: Any, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if goes_into_first(func, args, kwargs, self._makers.of):
@@ -205,8 +214,7 @@ class Engine(modes.Mode):
         self, weights: WatchedWeights, frame: Frame, op: tuple[str, int], arguments: tuple[Any, ...]
     ) -> None:
         weights.settle()
-        leaving = self._tables.leaves.get(frame.key)
-        for action in leaving.get(op, ()) if leaving is not None and not frame.diverged else ():
+        for action in self._to_do_in(frame).leaves.get(op, ()) if not frame.diverged else ():
             planned = self.actions[action]
             first = planned.leaves_after
             again = first is None or (first.module, first.name, first.ordinal) != (frame.key, *op)
@@ -287,21 +295,25 @@ class Engine(modes.Mode):
             return Kept(tensor)
         self.saved_tensors += 1
         self.saved_elements += tensor.numel()
-        if self.standby is not None:
-            self.standby.saved(self.saved_elements)
+        standby = self.standby
+        if standby is not None:
+            standby.saved(self.saved_elements)
         frame = self._frames.current
         ordinal = frame.packs
-        frame.packs += 1
+        frame.packs = ordinal + 1
+        to_do = self._to_do_in(frame)
+        if to_do is NOTHING:
+            return Kept(tensor) if standby is None else standby.guard.pack(tensor)
         keep = self.capturing.why_keep()
-        if self._swapper is not None and not keep:
-            due = self._tables.due.get(frame.key)
-            if due is not None and ordinal in due:
-                self._swapper.wait_until_away(due[ordinal])
-        slots = self._tables.slots.get(frame.key)
-        slot = slots.get(ordinal) if slots is not None else None
+        due = to_do.due.get(ordinal)
+        if due is not None and self._swapper is not None and not keep:
+            self._swapper.wait_until_away(due)
+        slot = to_do.slots.get(ordinal)
         if slot is None or frame.diverged or self._is_idle:
-            brings = self._tables.at_use.get(frame.key, {}).get(ordinal)
-            return self._kept(tensor) if brings is None else Trigger(tensor, brings)
+            brings = to_do.at_use.get(ordinal)
+            if brings is not None:
+                return Trigger(tensor, brings)
+            return Kept(tensor) if standby is None else standby.guard.pack(tensor)
         keep = keep or self._streams.why_keep(tensor.device)
         if keep:
             self.account.decline(slot.action, keep)
@@ -324,9 +336,6 @@ class Engine(modes.Mode):
     def _is_idle(self) -> bool:
         """Has the guard beside the plan this iteration for itself?"""
         return self.standby is not None and self.standby.alone
-
-    def _kept(self, tensor: Tensor) -> Kept:
-        return Kept(tensor) if self.standby is None else self.standby.guard.pack(tensor)
 
     @staticmethod
     def _fits(tensor: Tensor, slot: PlannedSlot) -> bool:
@@ -351,7 +360,7 @@ class Engine(modes.Mode):
                 self._bring_about(handle.brings)
             return handle.get() if self.standby is None else self.standby.guard.unpack(handle)
         ref = handle.slot.ref
-        self._bring_about(self._tables.at_use.get(ref.module, {}).get(ref.ordinal))
+        self._bring_about(self._tables.of(ref.module).at_use.get(ref.ordinal))
         if handle.witness is not None:
             check_version(handle.witness, handle.version, handle, shape=handle.place.size)
         if handle.tensor is not None:

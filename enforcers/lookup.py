@@ -33,70 +33,80 @@ class AtUse:
     """Among the moments that starts may be moved to; -1: it is none."""
 
 
-@dataclass(slots=True)
-class Tables:
-    """Lookups by module call and ordinal. Module calls that the plan does not name are absent."""
+@dataclass(slots=True, eq=False)
+class InCall:
+    """What the plan has to be done in one module call. Ops are named by their overloads, and by how many of that name come before."""
 
-    actions: list[Action]
-    slots: dict[str, dict[int, PlannedSlot]] = field(default_factory=lambda: defaultdict(dict))
-    ops: dict[str, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
-    """Ops to record: overload names, and how many of that name come before."""
-    clones: dict[str, set[tuple[str, int]]] = field(default_factory=lambda: defaultdict(set))
-    """Clones from whose results what they cloned is made again."""
-    at_use: dict[str, dict[int, AtUse]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(AtUse))
-    )
+    slots: dict[int, PlannedSlot] = field(default_factory=dict)
+    """By the ordinals of saved tensors."""
+    ops: set[tuple[str, int]] = field(default_factory=set)
+    """To record."""
+    clones: set[tuple[str, int]] = field(default_factory=set)
+    """From whose results what they cloned is made again."""
+    at_use: dict[int, AtUse] = field(default_factory=dict)
     """What the unpack of a slot brings about."""
-
-    due: dict[str, dict[int, list[int]]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(list))
-    )
+    due: dict[int, list[int]] = field(default_factory=dict)
     """Slots at whose packing copies out must be done, as action indices."""
-
-    leaves: dict[str, dict[tuple[str, int], list[int]]] = field(default_factory=lambda: defaultdict(dict))
+    leaves: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     """Ops after which weights leave, as action indices."""
-
-    readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    readers: set[str] = field(default_factory=set)
     """Overloads whose own outputs are compressed: their calls have to be looked at."""
 
-    @property
-    def frames(self) -> frozenset[str]:
-        """Module calls in which there is something to do."""
-        return frozenset().union(
-            self.slots, self.ops, self.clones, self.at_use, self.due, self.readers, self.leaves
-        )
+    def moment(self, ordinal: int) -> AtUse:
+        """What the unpack of that slot brings about, to be added to."""
+        return self.at_use.setdefault(ordinal, AtUse())
+
+
+NOTHING = InCall()
+"""In module calls that the plan does not name."""
+
+
+@dataclass(slots=True)
+class Tables:
+    """Lookups by module call."""
+
+    actions: list[Action]
+    calls: dict[str, InCall] = field(default_factory=lambda: defaultdict(InCall))
+    """Those in which there is something to do."""
+
+    def of(self, call: str) -> InCall:
+        """What there is to do in the module call of this name."""
+        return self.calls.get(call, NOTHING)
 
     @property
     def empty(self) -> bool:
-        return not self.slots and not self.leaves
+        return not any(each.slots or each.leaves for each in self.calls.values())
 
 
 def tables_of(plan: Plan) -> Tables:
     """The lookups of `plan`; `keep` actions need none."""
     tables = Tables(actions=[action for action in plan.actions if action.kind != "keep"])
+    calls = tables.calls
     for number, action in enumerate(tables.actions):
         for ref in action.slots:
-            tables.slots[ref.module][ref.ordinal] = PlannedSlot(ref, number, action.kind, action.codec)
+            here = calls[ref.module]
+            here.slots[ref.ordinal] = PlannedSlot(ref, number, action.kind, action.codec)
             if ref.is_output and ref.need != "values":
-                tables.readers[ref.module].add(ref.consumer)
+                here.readers.add(ref.consumer)
         for op in action.records:
-            tables.ops[op.module].add((op.name, op.ordinal))
+            calls[op.module].ops.add((op.name, op.ordinal))
         for op in action.copied_back:
-            tables.clones[op.module].add((op.name, op.ordinal))
+            calls[op.module].clones.add((op.name, op.ordinal))
         if action.leaves_after is not None:
             for op in (action.leaves_after, *(each.after for each in action.leaves_again)):
-                tables.leaves[op.module].setdefault((op.name, op.ordinal), []).append(number)
+                calls[op.module].leaves.setdefault((op.name, op.ordinal), []).append(number)
         waits = [(action.away_by, action.away_at_use)]
         waits += [(each.away_by, each.away_at_use) for each in action.leaves_again]
         for at, in_backward in waits:
             if at is not None:
-                due = tables.at_use[at.module][at.ordinal].due if in_backward else tables.due[at.module][at.ordinal]  # fmt: skip
+                here = calls[at.module]
+                due = here.moment(at.ordinal).due if in_backward else here.due.setdefault(at.ordinal, [])
                 due.append(number)
         if action.prefetch is not None:
-            at_use = tables.at_use[action.prefetch.module][action.prefetch.ordinal]
+            at_use = calls[action.prefetch.module].moment(action.prefetch.ordinal)
             (at_use.prefetch if action.kind == "swap" else at_use.make).append(number)
-    for moments in tables.at_use.values():
-        for moment in moments.values():
+    for here in calls.values():
+        for moment in here.at_use.values():
             for ahead in (moment.prefetch, moment.make):
                 ahead.sort(key=lambda number: tables.actions[number].turn)
     return tables

@@ -190,7 +190,7 @@ class ApplySession:
         self._frames, self._iterations = frames, loop.iterations
         frames.without_gradients, self._measurements.frames = self._measurements.without_gradients, frames
         self._swapper = swapper_of(self._plan, tables, self._options.swap_dir)
-        frames.named = tables.frames
+        frames.named = frozenset(tables.calls)
         streamed = self._plan.streamed
         self._engine = engine = Engine(
             tables,
@@ -214,7 +214,7 @@ class ApplySession:
             return engine
         if self._plan.device.kind == "cpu":
             keep_freed_pages()
-        if "@" in tables.frames or (self._own_loop is None and loop.iterations.count):
+        if "@" in tables.calls or (self._own_loop is None and loop.iterations.count):
             self._watch(engine)
         if self._own_loop is not None or not loop.iterations.count:
             frames.before_training = self._training_begins

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ _MOST_CHARACTERS = MOST_CHARACTERS // 2
 class Frame:
     """One module call: its name, and how many packs it has run itself, and how many ops by their overloads' names."""
 
-    __slots__ = ("diverged", "key", "ops", "outermost", "packs", "path")
+    __slots__ = ("diverged", "key", "ops", "outermost", "packs", "path", "to_do")
 
     def __init__(self, key: str, path: str = "", outermost: str = "") -> None:
         self.key = key
@@ -46,6 +47,8 @@ class Frame:
         self.ops: dict[str, int] = {}
         self.packs = 0
         self.diverged = False
+        self.to_do: Any = None
+        """What an enforcer has to do in this call, once it has looked that up."""
 
     def next_op(self, name: str) -> int:
         """How many ops of this name came before. One more of another name, in some steps only, shifts nothing."""

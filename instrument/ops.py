@@ -83,6 +83,8 @@ class OpKind:
     replayable: bool
     statistics: tuple[int, int, int | None] | None
     """Running statistics that it updates though its schema does not say so."""
+    changes: bool
+    """Does it write arguments in place, told or untold?"""
     may_differ: bool
     """Its bits may differ when it runs again, on some devices or under some settings: `same_bits_again` says."""
 
@@ -110,6 +112,7 @@ def kind_of(func: OpOverload) -> OpKind:
         and torch.Tag.dynamic_output_shape not in func.tags
         and bool(schema.returns),
         statistics=_RUNNING_STATISTICS.get(packet),
+        changes=bool(writes) or packet in _RUNNING_STATISTICS,
         may_differ=packet in _OTHER_BITS_ON_A_GPU or packet in _SCANS or packet in _TUNED,
     )
 

@@ -101,7 +101,7 @@ class Feedback:
         """`tables`: those of `plan`, whose `at_use` is what this moves the starts in."""
         self._at: list[AtUse] = []
         for number, moment in enumerate(plan.moments):
-            self._at.append(tables.at_use[moment.module][moment.ordinal])
+            self._at.append(tables.calls[moment.module].moment(moment.ordinal))
             self._at[-1].number = number
         self._rooms = [moment.room_bytes for moment in plan.moments]
         self._planned_ms = None if plan.device.kind == "cpu" else [each.at_ms for each in plan.moments]
