@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 from memopt.instrument.torch_internals import (
     TorchDispatchMode,
     current_mode,
     current_modes,
+    pop_mode,
     pop_mode_temporarily,
+    push_mode,
     set_compiler,
 )
 
@@ -21,7 +23,18 @@ class Mode(TorchDispatchMode):
 
     Torch sees to the second by `torch._disable_dynamo`, which imports all of torch's compiler, seconds of it, at the first op, and
     costs each op a microsecond or two. Here only its innermost part is called, which is there without that import.
+
+    Torch also notes in flags of the whole process that modes are on, and at the end of each puts back what they were at its beginning:
+    wrong where modes, or threads with modes, end in another order than they began. torch.compile asks them, and gives up where they
+    stay set. They are about modes under which it compiles nothing, and these are none.
     """
+
+    def __enter__(self) -> Self:
+        push_mode(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pop_mode()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

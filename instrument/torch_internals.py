@@ -162,6 +162,8 @@ current_modes = _watch(_D + "_get_current_dispatch_mode_stack", "all of them, to
 pop_mode_temporarily = _watch(
     _D + "_pop_mode_temporarily", "puts the script's modes aside while ours goes in"
 )
+push_mode = _watch(_D + "_push_mode", "enters a mode of memopt's in this thread alone")
+pop_mode = _watch(_D + "_pop_mode", "ends it")
 set_compiler = _watch(
     "torch._C._dynamo.eval_frame.set_eval_frame", "torch.compile compiles nothing of memopt's modes"
 )

@@ -239,7 +239,7 @@ def _large(mode: _Again, device: str, dtype: torch.dtype) -> None:
         "attention full": lambda: F.scaled_dot_product_attention(r(4, 8, n, 64), r(4, 8, n, 64), r(4, 8, n, 64)),
         "attention 128": lambda: F.scaled_dot_product_attention(r(2, 8, n, 128), r(2, 8, n, 128), r(2, 8, n, 128), is_causal=True),
         "attention masked": lambda: F.scaled_dot_product_attention(r(4, 8, n, 64), r(4, 8, n, 64), r(4, 8, n, 64), attn_mask=r(1, 1, n, n)),
-        "lstm": lambda: _lstm(r(*((2, 6) if device == "cpu" else (16, 50)), 64)),
+        "lstm": lambda: _lstm(r(*((2, 2) if device == "cpu" else (16, 50)), 64)),
         "conv tuned": lambda: F.conv2d(r(16, 64, 56, 56), r(64, 64, 3, 3), padding=1),
         "conv tuned 7": lambda: F.conv2d(r(16, 3, 224, 224), r(64, 3, 7, 7), stride=2, padding=3),
         "conv tuned 1": lambda: F.conv2d(r(16, 256, 56, 56), r(64, 256, 1, 1)),

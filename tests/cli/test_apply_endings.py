@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +12,7 @@ import pytest
 
 from tests.cli.test_apply_cli import ROOT, memopt
 from tests.cli.test_apply_cli import folder as folder  # its plan
+from tests.support import warm
 
 SCRIPTS = ROOT / "tests" / "scripts"
 
@@ -143,14 +140,10 @@ def test_a_swap_file_that_cannot_grow_is_told_and_what_should_go_there_is_kept(f
             action.update(kind="swap", tier="disk")
 
     edited(folder, "swap.json", swap_all)
-    limited = subprocess.run(
-        [sys.executable, "-m", "memopt", "apply", "swap.json", "--outcome", "swap.out"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16)),
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))"
+    then = "from memopt.cli.main import main; main()"
+    limited = warm.python(
+        ["-c", f"{limit}; {then}", "apply", "swap.json", "--outcome", "swap.out"], cwd=folder
     )
     assert limited.returncode == 0
     assert limited.stdout == memopt(folder, "apply", "plan.json", "-q").stdout

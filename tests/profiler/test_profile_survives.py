@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
+from tests.support import warm
 
 SCRIPT = """
 import gc, sys
@@ -36,11 +31,5 @@ print(len(peaks), min(peaks) > 2048 * 64 * 4)
 
 
 def test_profiles_inside_optimizer_hooks_do_not_crash_a_later_garbage_collection() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=120,
-    )
+    done = warm.python(["-c", SCRIPT])
     assert (done.returncode, done.stdout) == (0, "6 True\n"), done.stderr

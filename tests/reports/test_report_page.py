@@ -279,7 +279,7 @@ def test_light_and_dark_change_by_a_button_and_follow_the_system(files: Path, br
 
 def test_what_is_seen_can_be_taken_along(files: Path, browser: Any, tmp_path: Path) -> None:
     trace = load_trace(files / "gpt.profile.json.gz")
-    with opened(browser, html(files, "gpt.profile.json.gz"), accept_downloads=True) as found:
+    with opened(browser, html(files, "gpt.profile.json.gz")) as found:
         for form in ("csv", "json"):
             with found.page.expect_download() as download:
                 found.page.click(f"[data-do={form}]")

@@ -28,7 +28,7 @@ from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.loop import Loop
 from memopt.instrument.torch_internals import current_mode
-from tests.cli.test_run import memopt, outcome_of, plain
+from tests.cli.test_run import PLANNED, memopt, outcome_of, plain
 from tests.enforcers.test_optimizer_in_pieces import plan_for
 from tests.support.enforced import Loop as TrainingLoop
 from tests.support.enforced import seeded
@@ -354,25 +354,36 @@ def test_a_graph_that_is_kept_is_asked_twice(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import sys, torch
+import os, sys, torch
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(8)])
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+late = 0
 for step in range(int(sys.argv[1])):
     loss = model(torch.randn(600 + 97 * (step % 7), 64)).square().mean()
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
     print(step, loss.item().hex())
+    late += os.path.exists(os.environ.get("WAIT_FOR", ""))
+    if late == 20:
+        break
 """
 
 
-def test_a_run_without_a_plan(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def free(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
+    """What twelve steps print under a budget that needs nothing, and the most that they take."""
+    folder = tmp_path_factory.mktemp("free")
+    (folder / "train.py").write_text(SCRIPT)
+    done = memopt(folder, "run", "--online", "--budget", "1GB", "--outcome", "free.json", "train.py", "12")
+    return done.stdout, outcome_of(folder, "free.json")["guards"][0]["most_bytes"]
+
+
+def test_a_run_without_a_plan(tmp_path: Path, free: tuple[str, int]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    wanted = plain(tmp_path, "12").stdout
-    free = memopt(tmp_path, "run", "--online", "--budget", "1GB", "--outcome", "free.json", "train.py", "12")
-    assert free.stdout == wanted
-    most = outcome_of(tmp_path, "free.json")["guards"][0]["most_bytes"]
+    wanted, most = free
+    assert wanted == plain(tmp_path, "12").stdout
     held = memopt(tmp_path, "run", "--online", "--budget", str(int(0.6 * most)), "--outcome", "held.json", "train.py", "12")  # fmt: skip
     assert (held.returncode, held.stdout) == (0, wanted), held.stderr
     assert held.stderr.splitlines()[-3].startswith("memopt: held: live bytes reached ")
@@ -386,29 +397,29 @@ def test_a_run_without_a_plan(tmp_path: Path) -> None:
     assert not list((tmp_path / ".memopt").glob("*.plan.json"))
 
 
-def test_the_first_iterations_are_held_as_well(tmp_path: Path) -> None:
+def test_the_first_iterations_are_held_as_well(tmp_path: Path, free: tuple[str, int]) -> None:
     """Before there is a plan the guard holds the budget while nothing is known; then the script waits for a first plan."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    free = memopt(tmp_path, "run", "--online", "--budget", "1GB", "--outcome", "free.json", "train.py", "12")
-    budget = int(0.7 * outcome_of(tmp_path, "free.json")["guards"][0]["most_bytes"])
-    done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "300")  # fmt: skip
+    budget = int(0.7 * free[1])
+    done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "9999", until=PLANNED)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:12] == free.stdout.splitlines()
+    assert done.stdout.splitlines()[:12] == free[0].splitlines()
     course = outcome_of(tmp_path, "run.json")
     assert course["enforced_after"] is not None, done.stderr
     assert course["waited_ms"] > 0
     assert course["guards"][0]["most_bytes"] <= budget, course["guards"]
 
 
-def test_a_plan_that_is_long_in_coming_is_awaited_under_the_guard(tmp_path: Path) -> None:
+def test_a_plan_that_is_long_in_coming_is_awaited_under_the_guard(
+    tmp_path: Path, free: tuple[str, int]
+) -> None:
     """The script waits for a while only, then goes on guarded until the plan is there."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    free = memopt(tmp_path, "run", "--online", "--budget", "1GB", "--outcome", "free.json", "train.py", "12")
-    budget = int(0.7 * outcome_of(tmp_path, "free.json")["guards"][0]["most_bytes"])
+    budget = int(0.7 * free[1])
     impatient = "import runpy; from memopt.cli.run import phases; phases._MOST_WAIT_S = 0.0; runpy.run_module('memopt', run_name='__main__')"
-    done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "600", program=("-c", impatient))  # fmt: skip
+    done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "9999", program=("-c", impatient), until=PLANNED)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[:12] == free.stdout.splitlines()
+    assert done.stdout.splitlines()[:12] == free[0].splitlines()
     course = outcome_of(tmp_path, "run.json")
     assert course["enforced_after"] is not None, done.stderr
     assert len(course["guards"]) == 2, "one while nothing is known, one while the plan is made"

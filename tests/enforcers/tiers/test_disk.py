@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -23,8 +24,8 @@ from memopt.enforcers.tiers import swap_file, swap_places
 from memopt.enforcers.tiers.disk import PIECE_BYTES, DiskStore
 from memopt.enforcers.tiers.swap import FreeSpace, SwapFailed
 from memopt.errors import NotPossibleHere
+from tests.support import warm
 
-ROOT = Path(__file__).resolve().parents[3]
 PAGE = swap_file.PAGE_BYTES
 
 
@@ -355,7 +356,7 @@ def test_o_direct_refused_at_the_first_write_goes_through_the_cache(store, monke
 
 
 def test_a_real_limit_on_file_sizes(tmp_path):
-    done = run(
+    said = run(
         """
         import resource, sys, torch
         from memopt.enforcers.tiers.disk import DiskStore
@@ -371,7 +372,7 @@ def test_a_real_limit_on_file_sizes(tmp_path):
         """,
         tmp_path,
     )
-    assert done.stdout.split() == ["True", "True"], done.stderr
+    assert said == "True True\n"
 
 
 def test_a_memory_file_system_is_told(tmp_path):
@@ -403,16 +404,11 @@ def test_after_close_there_is_nothing(tmp_path):
 # ------------------------------------------------------------------ names, processes, leftovers
 
 
-def run(script: str, *arguments: object, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=check,
-    )
+def run(script: str, *arguments: object, status: int = 0) -> str:
+    """What `script` wrote; it ends with `status`."""
+    done = warm.python(["-c", textwrap.dedent(script), *map(str, arguments)], timeout=60)
+    assert done.returncode == status, done.stderr
+    return done.stdout
 
 
 @pytest.mark.parametrize("unnamed", [True, False])
@@ -436,7 +432,7 @@ def test_kill_9_leaves_nothing(tmp_path):
         store.wait(store.write_async(torch.ones(1 << 20).untyped_storage()))
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    assert run(script, tmp_path, check=False).returncode == -9
+    run(script, tmp_path, status=-signal.SIGKILL)
     assert os.listdir(tmp_path) == []
 
 
@@ -515,7 +511,7 @@ def test_a_child_that_outlives_the_parent_does_not_keep_the_space(tmp_path):
             os._exit(0)
         os.wait()
     """
-    assert run(script, tmp_path).stdout == "closed\n"
+    assert run(script, tmp_path) == "closed\n"
 
 
 # ------------------------------------------------------------------ room and speed

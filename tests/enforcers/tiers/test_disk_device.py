@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from memopt.enforcers.tiers.disk import PIECE_BYTES, DiskStore
 from memopt.enforcers.tiers.swap import SwapFailed
@@ -94,8 +94,12 @@ class LateDevice:
 
     @contextlib.contextmanager
     def on(self, stream: SideStream) -> Iterator[None]:
-        with stream:
+        """For this thread alone: `with stream` sets flags of the process, which workers that end in another order leave set for good."""
+        _push_mode(stream)
+        try:
             yield
+        finally:
+            _pop_mode()
 
     def uses(self, storage: torch.UntypedStorage, stream: ComputeStream) -> None:
         self.used.append((storage.data_ptr(), stream))
