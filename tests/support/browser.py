@@ -7,7 +7,6 @@ blank page that stays), and have one address.
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import tempfile
 import time
@@ -20,7 +19,8 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ONE_PROCESS = ("--disable-site-isolation-trials", "--renderer-process-limit=1")
-ADDRESS = Path(tempfile.gettempdir(), f"memopt-{os.getpid()}.html")
+FOLDER = tempfile.TemporaryDirectory(prefix="memopt-page-")
+ADDRESS = Path(FOLDER.name, "page.html")
 WIDE = {"width": 1280, "height": 900}
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here: apt-get install chromium")
 
