@@ -3,7 +3,7 @@
 Marks are set here, where code tells them: `script` on a test that starts a process (a script under memopt, the child of a fake run), by
 what its function, its fixtures and the tests' helpers that they call name; `solver` on one that asks HiGHS; `loop` on one that trains under
 memopt in this process, which takes seconds. A test that hides it better bears the mark itself. `make quick` leaves them out, and `slow`;
-there, a test that starts a process all the same fails.
+a test of those that remain fails where it starts a process.
 """
 
 import functools
@@ -85,8 +85,8 @@ def _names_in(code: CodeType) -> set[str]:
 
 @pytest.fixture(autouse=True)
 def _no_process_unmarked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tests that start processes are left out, none may."""
-    if "not script" in request.config.option.markexpr and request.node.get_closest_marker("script") is None:
+    """A test that `make quick` runs may start none."""
+    if not any(request.node.get_closest_marker(mark) for mark in ("script", "loop", "solver", "slow")):
         monkeypatch.setattr(subprocess.Popen, "__init__", _refuse)
         monkeypatch.setattr(os, "fork", _refuse)
 

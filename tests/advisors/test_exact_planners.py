@@ -81,6 +81,7 @@ def random_net(rows: list[tuple[int, int, int, bool, bool]]) -> list[Layer]:
     return layers
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(nets, st.floats(0.25, 0.98), st.sampled_from([RECOMPUTE_ONLY, DEFAULT_ALLOW]))
 def test_no_plan_undercuts_the_bound_or_the_floor(

@@ -80,6 +80,7 @@ def test_replays_say_which_ops_they_had_no_time_for(monkeypatch):
     assert found["left out"] == f"{found['infos_left']} of {found['infos_left']} ops: 0 s were up"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:index_reduce", "ignore:Default grid_sample")
 def test_large_samples_run_in_half_precision_on_a_cpu():
     """Images of a GPU's size had taken more than the whole job's time there."""

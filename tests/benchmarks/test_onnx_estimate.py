@@ -70,6 +70,7 @@ def script_peak(model: str, target: Target, optimizer: str = "adamw") -> int:
     return script_peak_bytes(SMALL[model], optimizer, target, steps=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opset", OPSETS)
 @pytest.mark.parametrize("model", MODELS)
 def test_within_two_percent_of_the_script(tmp_path: Path, model: str, opset: int) -> None:

@@ -28,6 +28,7 @@ def _budget_put_back() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
 @pytest.mark.usefixtures("_budget_put_back")
 def test_compiled_with_eager_kernels_learns_the_same_with_batch_norm() -> None:

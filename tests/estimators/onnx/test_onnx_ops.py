@@ -134,6 +134,7 @@ _EXACT = {
 """Operators of shape arithmetic: their integers are computed with."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fake", [False, True], ids=["known", "fake"])
 def test_conformance(fake: bool) -> None:
     results = {case.name: outcome(case, fake=fake) for case in cases()}

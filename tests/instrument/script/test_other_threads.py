@@ -65,6 +65,7 @@ def test_pools_run_what_they_are_given(done: threading.Event) -> None:
         done.set()
 
 
+@pytest.mark.script
 def test_threads_of_libraries_are_none() -> None:
     before = set(threads_of_the_script())
     listener = QueueListener(queue.Queue())
