@@ -50,7 +50,7 @@ from memopt.instrument.ops import (
     updated_statistics,
 )
 from memopt.instrument.saved import Kept, check_version
-from memopt.instrument.torch_internals import current_mode
+from memopt.instrument.torch_internals import current_mode, storage_of
 from memopt.plan import Action
 
 log = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class Engine(modes.Mode):
             record = self._record(func, kind, flat, form)
         if kind.statistics is not None:
             for statistics in updated_statistics(kind, args):
-                self.values.source_changes(statistics.untyped_storage()._cdata, but=record)
+                self.values.source_changes(storage_of(statistics)._cdata, but=record)
         written = self.values.about_to_write(kind, args, kwargs, record) if kind.writes else ()
         out = run(*args, **kwargs)
         self.values.overwritten(written)
@@ -275,7 +275,7 @@ class Engine(modes.Mode):
         """A clone has run from whose result the plan makes again what was cloned."""
         if self._regions.depth or self._frames.current.diverged or not copies_bytes(kind.name, args[0], out):
             return
-        if self.values.value_in(args[0], args[0].untyped_storage()) is None:
+        if self.values.value_in(args[0], storage_of(args[0])) is None:
             flat, form = flatten_call((out, *args[1:]), kwargs)
             self.values.remember_source(record_op(func, kind, flat, form, self.values.freeze), args[0])
 
@@ -321,7 +321,7 @@ class Engine(modes.Mode):
         if not self._fits(tensor, slot):
             self._diverged(frame)
             return Kept(tensor)
-        if is_lent(tensor.untyped_storage()):
+        if is_lent(storage_of(tensor)):
             self.account.decline(slot.action, "its bytes are numpy's or a file's, which may change unseen")
             return Kept(tensor)
         handle = Planned(tensor, slot)

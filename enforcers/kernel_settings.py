@@ -40,13 +40,17 @@ class KernelSettings:
         former = [(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)] if cuda else []
         """What `cuBLAS` compares with its own precision: it sets the precisions too, and so is written before them."""
         pairs = plain + KERNEL_SETTINGS + (CUDA_SETTINGS + former if cuda else [])
-        self._pairs = [*map(_readable, pairs), *map(_precision, _PRECISIONS + _CUDA_PRECISIONS * cuda)]
-        self._reads = [read for read, _ in self._pairs]
+        precisions = [*map(_precision, _PRECISIONS + _CUDA_PRECISIONS * cuda)]
+        self._pairs = [*map(_readable, pairs), *precisions]
+        self._reads = [read for read, _ in (*pairs, *precisions)]
         self._last: Settings = ()
 
     def now(self) -> Settings:
         """The settings of this moment; the same object for as long as they stay."""
-        found = tuple([read() for read in self._reads])
+        try:  # read for each op that is recorded
+            found = tuple([read() for read in self._reads])
+        except RuntimeError:
+            found = tuple([read() for read, _ in self._pairs])
         if found != self._last:
             self._last = found
         return self._last

@@ -26,7 +26,7 @@ from memopt.enforcers.values import Values
 from memopt.estimators.simulator.slot_needs import Need
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.saved import let_go_of_bytes
-from memopt.instrument.torch_internals import DisableTorchDispatch
+from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of
 from memopt.plan import Action
 
 _OWN_NODE = re.compile(r"Backward\d+$")
@@ -86,7 +86,7 @@ class LettingGo:
             self._compress(handle, tensor)
 
     def _drop_for_replay(self, handle: Planned, tensor: Tensor) -> None:
-        value = self._values.value_in(tensor, tensor.untyped_storage())
+        value = self._values.value_in(tensor, storage_of(tensor))
         if value is None:
             self._account.decline(handle.slot.action, "the op that made it was not seen")
             return
@@ -101,7 +101,7 @@ class LettingGo:
         if self._swapper is None:
             self._account.decline(handle.slot.action, "there is no place to swap to")
             return
-        content = self._swapper.swap_out(handle.slot.action, tensor.untyped_storage())
+        content = self._swapper.swap_out(handle.slot.action, storage_of(tensor))
         if content is None:
             self._account.decline(handle.slot.action, self._swapper.reason)
             return
@@ -122,7 +122,7 @@ class LettingGo:
 
     def _encode_storage(self, slot: PlannedSlot, tensor: Tensor) -> Encoded | None:
         """One encoded form for all views of a storage, and for the replays that read it."""
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         encoded = self._values.encoded_form(storage, tensor._version)
         if encoded is None and is_of_values(slot.codec):
             row, params = flat_storage(tensor), slot.ref.params
@@ -176,4 +176,4 @@ class LettingGo:
             return tensor
         assert isinstance(content, Encoded)
         whole = decode(content)
-        return whole if handle.slot.ref.need != "values" else handle.on(whole.untyped_storage())
+        return whole if handle.slot.ref.need != "values" else handle.on(storage_of(whole))

@@ -24,11 +24,7 @@ from memopt.enforcers.kernel_settings import SETTINGS
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.ops import OpKind
 from memopt.instrument.saved import Place, let_go_of_bytes
-from memopt.instrument.torch_internals import (
-    DispatchKey,
-    ExcludeKey,
-    tree_leaves,
-)
+from memopt.instrument.torch_internals import DispatchKey, ExcludeKey, storage_of, tree_leaves
 
 _KEEPS_VERSION = DispatchKey.ADInplaceOrView
 _NONE: frozenset[int] = frozenset()
@@ -65,13 +61,13 @@ class Pinned:
         return seen is not None and seen._version != self.version
 
     def holds(self, storage: UntypedStorage) -> bool:
-        return self.tensor is not None and self.tensor.untyped_storage()._cdata == storage._cdata
+        return self.tensor is not None and storage_of(self.tensor)._cdata == storage._cdata
 
     @property
     def address(self) -> int | None:
         """Of the storage that it reads, while that is there; None where a codec or a tier has the bytes alone."""
         alive = self.swapped.source() if self.swapped is not None else None
-        storage = self.tensor.untyped_storage() if self.tensor is not None else alive
+        storage = storage_of(self.tensor) if self.tensor is not None else alive
         found: int | None = storage._cdata if storage is not None else None
         return found
 

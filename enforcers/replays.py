@@ -15,7 +15,12 @@ from torch import Tensor, UntypedStorage
 from memopt.enforcers.kernel_settings import SETTINGS
 from memopt.enforcers.records import Pinned, Record, Value, View, output_tensors, rewound
 from memopt.instrument.saved import Place
-from memopt.instrument.torch_internals import BelowAutograd, DisableAutocast, disable_current_modes
+from memopt.instrument.torch_internals import (
+    BelowAutograd,
+    DisableAutocast,
+    disable_current_modes,
+    storage_of,
+)
 
 
 class CannotReplay(RuntimeError):
@@ -88,7 +93,7 @@ class _Replay:
                 SETTINGS.switch(settings)
             self._run(record)
         made = self._made.get(id(self._target))
-        found = made.untyped_storage() if made is not None else self._target.there()
+        found = storage_of(made) if made is not None else self._target.there()
         assert found is not None
         return found
 
@@ -110,7 +115,7 @@ class _Replay:
 
     def _keep(self, value: Value, tensor: Tensor) -> None:
         if value.waiting > 0 and value.there() is None and (value is self._target or not value.again):
-            value.cached = tensor.untyped_storage()
+            value.cached = storage_of(tensor)
             if self._kept is not None:
                 self._kept(value.cached)
         if self._reads.get(id(value), 0) > 0:
@@ -134,7 +139,7 @@ class _Replay:
         if mine is not None and view.place.is_of(mine):
             tensor = mine
         else:
-            storage = mine.untyped_storage() if mine is not None else value.there()
+            storage = storage_of(mine) if mine is not None else value.there()
             assert storage is not None
             tensor = view.place.on(storage)
         if written and (mine is None or left or value.cached is not None):
@@ -151,7 +156,7 @@ def _draw_again(record: Record, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _private(tensor: Tensor) -> Tensor:
     """The same view on a copy of the whole storage."""
-    return Place.of(tensor).on(tensor.untyped_storage().clone())
+    return Place.of(tensor).on(storage_of(tensor).clone())
 
 
 def _changed(record: Record, argument: Pinned) -> CannotReplay:

@@ -19,6 +19,7 @@ from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, tensors_in, version_of
 from memopt.instrument.saved import Place
 from memopt.instrument.script.training_thread import TrainingThread
+from memopt.instrument.torch_internals import storage_of
 
 
 class _Address(weakref.ref[UntypedStorage]):
@@ -64,7 +65,7 @@ class Values:
 
     def freeze(self, tensor: Tensor) -> View | Pinned:
         """What a record holds of an argument, a strided one: a view of a value that can be made again, or the tensor itself."""
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         value = self.value_in(tensor, storage)
         if value is not None:
             return View(value, Place.of(tensor))
@@ -101,7 +102,7 @@ class Values:
 
         Until it has left, the copy is the storage itself, so that records still count as standing on it when it is written.
         """
-        storage, version = tensor.untyped_storage(), version_of(tensor)
+        storage, version = storage_of(tensor), version_of(tensor)
         self._swapped[storage._cdata] = (weakref.ref(storage), version, weakref.ref(swapped))
         value = self.value_in(tensor, storage)
         if value is not None:
@@ -140,14 +141,14 @@ class Values:
         for position in record.written:
             argument = record.args[position]
             if isinstance(argument, View):
-                storage = flat[position].untyped_storage()
+                storage = storage_of(flat[position])
                 self._new_value(record, -1 - position, storage, version_of(flat[position]) + 1)
         taken = {  # storages that are not new
-            t.untyped_storage()._cdata for t in flat if isinstance(t, Tensor) and t.layout is torch.strided
+            storage_of(t)._cdata for t in flat if isinstance(t, Tensor) and t.layout is torch.strided
         }
         for place, tensor in enumerate(output_tensors(out)):
             if isinstance(tensor, Tensor) and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
+                storage = storage_of(tensor)
                 if storage._cdata not in taken:
                     taken.add(storage._cdata)
                     self._new_value(record, place, storage, version_of(tensor))
@@ -155,7 +156,7 @@ class Values:
 
     def remember_source(self, record: Record, source: Tensor) -> None:
         """`record`, a copy of a copy, makes `source` again, as it is now."""
-        self._new_value(record, 0, source.untyped_storage(), version_of(source))
+        self._new_value(record, 0, storage_of(source), version_of(source))
         self._pin(record)
 
     def _pin(self, record: Record) -> None:
@@ -189,7 +190,7 @@ class Values:
             given = args[position] if position < len(args) else kwargs.get(name)
             for tensor in tensors_in((given,)):
                 if tensor.layout is torch.strided and type(tensor) in PLAIN_TYPES:
-                    storages.append(tensor.untyped_storage())
+                    storages.append(storage_of(tensor))
         for storage in storages:
             self.source_changes(storage._cdata, but=record)
         return storages
@@ -215,12 +216,12 @@ class Values:
     def will_be_rewritten(self, tensor: Tensor) -> None:
         """A kernel that nobody sees into gets `tensor` and may write it: what needs its present bytes is made now."""
         if is_plain(tensor):
-            self.source_changes(tensor.untyped_storage()._cdata)
+            self.source_changes(storage_of(tensor)._cdata)
 
     def rewritten_unseen(self, tensor: Tensor) -> None:
         """A kernel that nobody sees into has changed `tensor`: what was recorded made another value."""
         if is_plain(tensor):
-            self.overwritten([tensor.untyped_storage()])
+            self.overwritten([storage_of(tensor)])
 
     def pins_of(self, storage: UntypedStorage) -> int:
         """How many aliases of `storage` the records hold."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from memopt.instrument.ops import fills_its_memory
-from memopt.instrument.torch_internals import current_node, storage_use_count
+from memopt.instrument.torch_internals import current_node, storage_of, storage_use_count
 
 aten = torch.ops.aten
 _ADD = aten.add.Tensor
@@ -81,7 +81,7 @@ _HOLDERS = 4
 
 def _only_holder(tensor: torch.Tensor) -> bool:
     """Two input buffers may hold one gradient (`AddBackward` gives both the same), and a view its base."""
-    storage = tensor.untyped_storage()
+    storage = storage_of(tensor)
     count = getattr(tensor, "_use_count", None)
     return count is not None and count() <= _HOLDERS and storage_use_count(storage._cdata) <= 2
 

@@ -220,6 +220,9 @@ tree_map_only = _watch("torch.utils._pytree.tree_map_only", "an op's arguments w
 
 # --- tensors and storages
 TensorBase = _watch("torch._C.TensorBase", "properties of a tensor (`grad`, `device`) as torch has them")
+storage_of = _watch(
+    "torch._C.TensorBase.untyped_storage", "a tensor's bytes, asked for past what tells of whoever reads them"
+)
 storage_use_count = _watch("torch._C._storage_Use_Count", "is anybody else holding these bytes?")
 conjugated = _watch("torch._conj", "a saved conjugate view is made again")
 negated = _watch("torch._neg_view", "a saved negative view is made again")

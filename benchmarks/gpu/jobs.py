@@ -327,7 +327,7 @@ def out_of_memory() -> Found:
 
 
 def _jobs() -> list[Job]:
-    from benchmarks.gpu import headline, replays, runs, workspaces
+    from benchmarks.gpu import headline, recurrent_dropout, replays, runs, steps, workspaces
 
     part = "correctness"
     return [
@@ -340,7 +340,9 @@ def _jobs() -> list[Job]:
         Job(part, "cudnn attention", 60, replays.attention, words=replays.attention_words),
         *(Job(part, f"plans {name}", 400, partial(plans, name), words=plan_words) for name in SMALL),
         Job(part, "links", 60, links, timed=True),
+        *(Job(part, f"recurrent dropout {name}", 120, check) for name, check in recurrent_dropout.checks()),
         *(Job("runs", name, 200, run, words=runs.words) for name, run in runs.runs()),
+        *(Job("steps", name, 200, run, True, steps.words) for name, run in steps.runs()),
         Job("workspaces", "convolutions", 200, workspaces.convolutions),
         Job("workspaces", "stages", 60, workspaces.stages, timed=True),
         *(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.gpu import look
 from benchmarks.gpu.configurations import OPTIMIZERS, PRECISIONS, STEPS, task
 from benchmarks.run_scripts import digest, repeatable
 
@@ -34,6 +35,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--tell", action="store_true", help="end with a line of JSON: losses, times, peaks")
     parser.add_argument("--digest", action="store_true", help="repeatable kernels; end with a digest of all weights and states")  # fmt: skip
+    parser.add_argument("--look", choices=look.LOOKS, help="where the time of a few steps goes: a line of JSON as well")  # fmt: skip
     args = parser.parse_args(argv)
     if args.digest:
         repeatable()
@@ -53,7 +55,10 @@ def main(argv: list[str] | None = None) -> None:
         return part.to(args.device, dtype) if part.is_floating_point() else part.to(args.device)
 
     losses, times = [], []
+    looker = look.LOOKS[args.look]() if args.look else None
     for step in range(args.steps):
+        if looker is not None and step == look.STEPS.start:
+            looker.begin()
         batch = tuple(placed(part) for part in work.batch(args.batch))
         begin = time.perf_counter()
         offload = save_on_cpu(pin_memory=True) if args.peer == "save_on_cpu" else contextlib.nullcontext()
@@ -66,6 +71,8 @@ def main(argv: list[str] | None = None) -> None:
         print(step, loss.item(), flush=True)
         times.append((time.perf_counter() - begin) * 1e3)
         losses.append(loss.item().hex())
+        if looker is not None and step == look.STEPS.stop - 1:
+            print(json.dumps(looker.end()), flush=True)
     if args.digest:
         print(digest([model], [optimizer]), flush=True)
     if args.tell:

@@ -35,10 +35,7 @@ from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
 from memopt.instrument.script.forks import call_around_fork
-from memopt.instrument.torch_internals import (
-    DisableTorchDispatch,
-    storage_use_count,
-)
+from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of, storage_use_count
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -256,7 +253,7 @@ class Guard(modes.Mode):
             self._looking = True  # this op may be one, and is not seen
         if self._streams.why_keep(tensor.device):
             return Kept(tensor)
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         if (
             storage.nbytes() < self._least_bytes
             or is_lent(storage)
@@ -297,7 +294,7 @@ class Guard(modes.Mode):
             return restore()
         self._make_room(math.prod(place.size) * place.dtype.itemsize, "a saved tensor")
         tensor = restore()
-        self.held_again(tensor.untyped_storage())
+        self.held_again(storage_of(tensor))
         return tensor
 
     def held_again(self, storage: UntypedStorage) -> None:
@@ -391,14 +388,14 @@ class Guard(modes.Mode):
         if saved.away is not None or self._tier.failure is not None:
             return None
         kept = {id(each.tensor): each for each in handles}
-        pins = self.values.pins_of(handles[0].tensor.untyped_storage()) if self.values is not None else 0
+        pins = self.values.pins_of(storage_of(handles[0].tensor)) if self.values is not None else 0
         if storage_use_count(saved.address) > len(kept) + pins + 1:  # one is who asks
             return None
         if self._streams.why_keep(handles[0].tensor.device):
             return None
         try:
             use = Use(self._live) if self._device == "cpu" else None
-            content = SwappedStorage(self._tier, handles[0].tensor.untyped_storage(), use)
+            content = SwappedStorage(self._tier, storage_of(handles[0].tensor), use)
         except SwapFailed as error:
             without_frames(error)
             return None

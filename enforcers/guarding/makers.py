@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, UntypedStorage
 
 from memopt.instrument.ops import is_plain, tensors_in
-from memopt.instrument.torch_internals import current_node
+from memopt.instrument.torch_internals import current_node, storage_of
 
 
 class Makers:
@@ -22,14 +22,15 @@ class Makers:
         node = current_node()
         if node is None:
             return
+        number = node._sequence_nr()
         for tensor in tensors_in((out,)):
             if is_plain(tensor):
-                storage = tensor.untyped_storage()
-                self._made[storage._cdata] = weakref.ref(storage), node._sequence_nr()
+                storage = storage_of(tensor)
+                self._made[storage._cdata] = weakref.ref(storage), number
 
     def of(self, tensor: Tensor) -> int | None:
         """The number of the node that made it; None where it is not known."""
-        storage = tensor.untyped_storage()
+        storage = storage_of(tensor)
         known = self._made.get(storage._cdata)
         return known[1] if known is not None and known[0]() is storage else None
 

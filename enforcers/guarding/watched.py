@@ -11,7 +11,7 @@ from memopt.enforcers.guarding.live_bytes import Live
 from memopt.enforcers.tiers.swap import Pending
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.saved import Kept, Place, check_version, let_go_of_bytes
-from memopt.instrument.torch_internals import storage_use_count
+from memopt.instrument.torch_internals import storage_of, storage_use_count
 
 
 class Watched(Kept):
@@ -24,7 +24,7 @@ class Watched(Kept):
         self.place = Place.of(tensor)
         self.away: SwappedStorage | None = None
         self.served = False
-        self.size_bytes = tensor.untyped_storage().nbytes()
+        self.size_bytes = storage_of(tensor).nbytes()
 
     def leave(self, away: SwappedStorage) -> None:
         """Its bytes are in `away` from here on."""

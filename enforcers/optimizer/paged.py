@@ -291,4 +291,4 @@ class PagedOptimizer:
             if whole is None:
                 whole = inner[name] = segment.empty_whole(row.dtype, row.device)
             segment.of(whole).copy_(row)
-        piece.bundle, piece.entries = None, []
+        piece.bundle, piece.last, piece.entries = None, None, []

@@ -25,6 +25,8 @@ class Piece:
     bundle: UntypedStorage | None = None
     """Its state while it is on the device."""
     ticket: Any = None
+    last: Any = None
+    """Its ticket of the step before: pinned memory that it takes again, where another place would have to be pinned first."""
     coming: Pending | None = None
 
     @property
@@ -66,7 +68,7 @@ class Pager:
             return
         held = self._tier.take_back(piece.ticket)
         if held is not None:
-            piece.bundle, piece.ticket = held, None
+            piece.bundle, piece.last, piece.ticket = held, piece.ticket, None
             return
         piece.bundle = UntypedStorage(piece.ticket.nbytes, device=piece.ticket.device)
         piece.coming = self._tier.read_async(piece.ticket, piece.bundle)
@@ -75,18 +77,18 @@ class Pager:
         """Wait until it is here."""
         if piece.coming is not None:
             piece.coming.result()
-            piece.coming = piece.ticket = None
+            piece.last, piece.coming, piece.ticket = piece.ticket, None, None
 
     def leave(self, piece: Piece) -> None:
         """Start to send it away."""
         if self._tier is None or piece.bundle is None:
             return
         try:
-            piece.ticket = self._tier.write_async(piece.bundle)
+            piece.ticket = self._tier.write_async(piece.bundle, piece.last)
         except SwapFailed as error:
             without_frames(error)
             return
-        piece.bundle = None
+        piece.bundle = piece.last = None
 
     def gone(self, piece: Piece) -> None:
         """Wait until the copy is safe; where it cannot be made, the state stays here."""

@@ -129,8 +129,9 @@ class DiskStore:
             return ""
         return f"{self.folder} is itself memory (tmpfs): what was swapped there freed nothing; try another --swap-dir, on a disk"
 
-    def write_async(self, storage: torch.UntypedStorage) -> Ticket:
-        """Start to move `storage` to the file; the ticket drops it when that is done. It must not be written to meanwhile."""
+    def write_async(self, storage: torch.UntypedStorage, over: Ticket | None = None) -> Ticket:
+        """Start to move `storage` to the file; the ticket drops it when that is done. It must not be written to meanwhile.
+        The place of `over` is free once that ticket is gone."""
         self.collect()
         if self.failure is not None:
             raise self.failure.again()

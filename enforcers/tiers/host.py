@@ -9,8 +9,8 @@ Rules (each broken once by somebody, with silently wrong gradients or no overlap
 * the compute stream is taken *before* the side stream is entered; inside, "current" would be the side stream itself;
 * nothing is pinned on the fly: the plan knows the bytes, so the arena is made once; growing is the exception, and counted.
 
-Every block of pinned memory stays with its ticket until the last copy out of it has ended, so a place is never written while it is
-read. What has run on a GPU: docs/status.md.
+Every block of pinned memory stays with its ticket until the last copy out of it has ended, or is written by a copy that waits for
+that one, so a place is never written while it is read. What has run on a GPU: docs/status.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-from memopt.enforcers.tiers.accelerator import Accelerator, Event, Users, most_bytes, row_of
+from memopt.enforcers.tiers.accelerator import Accelerator, Event, Stream, Users, most_bytes, row_of
 from memopt.enforcers.tiers.swap import FreeSpace, SwapFailed
 from memopt.units import format_bytes
 
@@ -132,20 +132,32 @@ def _room(nbytes: int) -> int:
     return max(1, -(-nbytes // BLOCK_BYTES)) * BLOCK_BYTES
 
 
+class _Pinned:
+    """A place in the arena, free again when the last ticket that has it is gone."""
+
+    __slots__ = ("__weakref__", "read", "row")
+
+    def __init__(self, arena: PinnedArena, nbytes: int) -> None:
+        segment, offset, self.row = arena.take(nbytes)
+        self.read: Event | None = None
+        """The last copy out of it."""
+        weakref.finalize(self, arena.give, segment, offset, nbytes).atexit = False
+
+
 class HostTicket:
-    """Bytes that were given to the host tier. Their place is free again when the ticket is gone."""
+    """Bytes that were given to the host tier."""
 
-    __slots__ = ("__weakref__", "copied", "device", "nbytes", "offset", "row", "source", "taken")
+    __slots__ = ("copied", "device", "nbytes", "place", "source", "taken")
 
-    def __init__(self, storage: torch.UntypedStorage, arena: PinnedArena) -> None:
+    def __init__(self, storage: torch.UntypedStorage, arena: PinnedArena, over: HostTicket | None) -> None:
         self.nbytes = storage.nbytes()
         self.device = storage.device
         self.source: torch.UntypedStorage | None = storage
         """Until the copy has ended, whoever else has it."""
         self.taken = False
-        segment, self.offset, self.row = arena.take(self.nbytes)
+        fits = over is not None and over.nbytes == self.nbytes
+        self.place: _Pinned = over.place if over is not None and fits else _Pinned(arena, self.nbytes)
         self.copied: Event | None = None
-        weakref.finalize(self, arena.give, segment, self.offset, self.nbytes).atexit = False
 
 
 @dataclass(slots=True, eq=False)
@@ -164,6 +176,8 @@ class Arrival:
     copy: _InFlight
     target: torch.UntypedStorage = field(repr=False)
     accelerator: Accelerator = field(repr=False)
+    made_on: Stream = field(repr=False)
+    """The stream whose memory the target is."""
     is_timed: bool = False
     """Is somebody going to ask how long the first stream waited?"""
     asked: tuple[Event, Event] | None = field(default=None, repr=False)
@@ -177,7 +191,8 @@ class Arrival:
             stream.wait_event(self.copy.event)
             if before is not None:
                 self.asked = before, self.accelerator.timed(stream)
-            self.accelerator.uses(self.target, stream)
+            if stream != self.made_on:
+                self.accelerator.uses(self.target, stream)
         self.copy.target = (
             None  # whose memory it is now comes after the copy, however far the host runs ahead
         )
@@ -189,6 +204,14 @@ class Arrival:
     def how_long(self) -> HowLong:
         """Of what the first stream waited, to be asked later; it holds none of the bytes."""
         return partial(_elapsed_ms, self.accelerator, self.asked)
+
+
+def _has_ended(copies: deque[_InFlight]) -> bool:
+    """The first of them; asked without the lock."""
+    try:
+        return copies[0].event.query()
+    except IndexError:
+        return False
 
 
 def _elapsed_ms(accelerator: Accelerator, asked: tuple[Event, Event] | None) -> float | None:
@@ -225,19 +248,22 @@ class HostStore:
     def frees_nothing(self) -> str:
         return ""
 
-    def write_async(self, storage: torch.UntypedStorage) -> HostTicket:
-        """Start to copy `storage` out, after what this thread has queued so far. It must not be written to meanwhile."""
+    def write_async(self, storage: torch.UntypedStorage, over: HostTicket | None = None) -> HostTicket:
+        """Start to copy `storage` out, after what this thread has queued so far. It must not be written to meanwhile.
+        `over`: what lies there is asked for no more; its place is written over, as soon as the last copy out of it has ended."""
         with self._lock, self._accelerator.here():
             self._collect()
             try:
-                ticket = HostTicket(storage, self._arena)
+                ticket = HostTicket(storage, self._arena, over)
             except SwapFailed as error:
                 self.failure = self.failure or error.again()
                 raise
             ready = self._users.current().record_event()
             with self._accelerator.on(self._out):
                 self._out.wait_event(ready)
-                ticket.row.copy_(row_of(storage), non_blocking=True)
+                if ticket.place.read is not None:
+                    self._out.wait_event(ticket.place.read)
+                ticket.place.row.copy_(row_of(storage), non_blocking=True)
                 ticket.copied = self._out.record_event()
             self._leaving.append(_InFlight(ticket.copied, ticket))
             self.written_bytes += ticket.nbytes
@@ -260,16 +286,17 @@ class HostStore:
             self._collect()
             if ticket.taken or ticket.copied is None:
                 raise ValueError("this ticket was taken back")
-            ready = self._users.current().record_event()
+            made_on = self._users.current()
+            ready = made_on.record_event()
             with self._accelerator.on(self._in):
                 self._in.wait_event(ready)
                 self._in.wait_event(ticket.copied)
-                row_of(into)[:nbytes].copy_(ticket.row[begin : begin + nbytes], non_blocking=True)
-                event = self._in.record_event()
+                row_of(into)[:nbytes].copy_(ticket.place.row[begin : begin + nbytes], non_blocking=True)
+                event = ticket.place.read = self._in.record_event()
             copy = _InFlight(event, ticket, into)
             self._coming.append(copy)
             self.read_bytes += nbytes
-            return Arrival(copy, into, self._accelerator)
+            return Arrival(copy, into, self._accelerator, made_on)
 
     def wait(self, ticket: HostTicket) -> None:
         """Let this thread's stream wait for the copy, and drop the storage now: what follows in the stream may reuse its memory."""
@@ -280,7 +307,9 @@ class HostStore:
             self._collect()
 
     def collect(self) -> int:
-        """Drop the storages whose copies have ended; their bytes. Never blocks."""
+        """Drop the storages whose copies have ended; their bytes. Never blocks. Asked after each op: it does little where none has."""
+        if not _has_ended(self._leaving) and not _has_ended(self._coming):
+            return 0
         with self._lock, self._accelerator.here():
             return self._collect()
 

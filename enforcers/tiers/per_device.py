@@ -44,9 +44,10 @@ class PerDevice:
         """Why what was moved there has freed nothing; empty where it has."""
         return next((why for store in self.stores if (why := store.frees_nothing)), "")
 
-    def write_async(self, storage: torch.UntypedStorage) -> Any:
+    def write_async(self, storage: torch.UntypedStorage, over: Any = None) -> Any:
         """As the device's own store; raises `SwapFailed` where that could not be opened."""
-        return self._store(storage.device).write_async(storage)
+        store = self._store(storage.device)
+        return store.write_async(storage, over) if over is not None else store.write_async(storage)
 
     def read_async(self, ticket: Any, into: torch.UntypedStorage) -> Pending:
         return self._stores[ticket.device].read_async(ticket, into)
@@ -61,7 +62,8 @@ class PerDevice:
         return self._stores[ticket.device].take_back(ticket)
 
     def collect(self) -> int:
-        return sum(store.collect() for store in self.stores)
+        stores = self._stores
+        return sum([store.collect() for store in list(stores.values())]) if stores else 0
 
     def close(self) -> None:
         for store in self.stores:

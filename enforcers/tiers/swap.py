@@ -53,8 +53,9 @@ class SwapTier(Protocol[AnyTicket]):
     def frees_nothing(self) -> str:
         """Why what was moved there has freed nothing; empty where it has."""
 
-    def write_async(self, storage: torch.UntypedStorage, /) -> AnyTicket:
-        """Start to take `storage` away. The ticket holds it until the copy is safe and `collect` comes by. Do not write to it."""
+    def write_async(self, storage: torch.UntypedStorage, over: AnyTicket | None = None, /) -> AnyTicket:
+        """Start to take `storage` away. The ticket holds it until the copy is safe and `collect` comes by. Do not write to it.
+        `over`: a ticket whose bytes nobody will ask for again; the new ones may take their place."""
 
     def read_async(self, ticket: AnyTicket, into: torch.UntypedStorage, /) -> Pending:
         """Start to fill `into` with the bytes of `ticket`; as often as wanted."""

@@ -28,7 +28,7 @@ from memopt.instrument.memory.frozen_weights import tensors_of
 from memopt.instrument.ops import is_lent, is_plain, is_shared, tensors_in
 from memopt.instrument.script.other_threads import threads_of_the_script
 from memopt.instrument.stepping.single_parameter_step import several_processes
-from memopt.instrument.torch_internals import DisableTorchDispatch, storage_use_count
+from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of, storage_use_count
 
 _MOST_LOOKS = 6
 """How often it is looked for modules anew."""
@@ -88,7 +88,7 @@ class WeightsAway:
             return "no gradients are recorded"
         if is_lent(storage) or is_shared(storage):
             return "its bytes are shared, or lent by numpy or a file"
-        held = {id(each): each for each in (*owned, *tensors) if each.untyped_storage()._cdata == address}
+        held = {id(each): each for each in (*owned, *tensors) if storage_of(each)._cdata == address}
         held |= {id(each): each for each in self._saved_of(address)}
         if storage_use_count(address) > len(held) + self._values.pins_of(storage) + 1:  # one is who asks
             return "something else holds it"
@@ -111,7 +111,7 @@ class WeightsAway:
         for _ in range(2):
             found = {}
             for each in tensors:
-                storage = each.untyped_storage() if is_plain(each) else None
+                storage = storage_of(each) if is_plain(each) else None
                 if storage is not None and storage.nbytes() == size_bytes and self._owners(storage._cdata):
                     found[storage._cdata] = storage
             if found or self._looks >= _MOST_LOOKS:
@@ -122,7 +122,7 @@ class WeightsAway:
     def _owners(self, address: int) -> list[Tensor]:
         """Parameters and buffers that lie there still."""
         known = (each() for each in self._owned.get(address, ()))
-        return [each for each in known if each is not None and each.untyped_storage()._cdata == address]
+        return [each for each in known if each is not None and storage_of(each)._cdata == address]
 
     def _look(self) -> None:
         self._looks += 1
@@ -132,7 +132,7 @@ class WeightsAway:
             for each in tensors_of(module):
                 if id(each) not in seen and is_plain(each):
                     seen.add(id(each))
-                    self._owned.setdefault(each.untyped_storage()._cdata, []).append(ref(each))
+                    self._owned.setdefault(storage_of(each)._cdata, []).append(ref(each))
 
     def settle(self) -> None:
         """Let go of what has safely been copied out."""
@@ -143,7 +143,7 @@ class WeightsAway:
         """Somebody is about to read `tensor`, or has it handed out."""
         if not self.away or not is_plain(tensor):
             return
-        address = tensor.untyped_storage()._cdata
+        address = storage_of(tensor)._cdata
         if address in self.away:
             guard = DisableTorchDispatch()
             try:

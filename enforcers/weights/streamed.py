@@ -27,7 +27,12 @@ from memopt.instrument.memory.frozen_weights import frozen_weights, owners_of, t
 from memopt.instrument.ops import is_lent, is_shared
 from memopt.instrument.script.other_threads import threads_of_the_script
 from memopt.instrument.stepping.single_parameter_step import several_processes
-from memopt.instrument.torch_internals import DisableTorchDispatch, current_node, storage_use_count
+from memopt.instrument.torch_internals import (
+    DisableTorchDispatch,
+    current_node,
+    storage_of,
+    storage_use_count,
+)
 
 Context = tuple[object, ...]
 """What a weight is on the device for: `("call", name)` of a module, `("node", number)` of backward, ..."""
@@ -65,7 +70,7 @@ class _Stream:
             for known in self._modules
             if (module := known()) is not None
             for each in tensors_of(module)
-            if each.untyped_storage()._cdata == address
+            if storage_of(each)._cdata == address
         ]
         return [*{id(each): each for each in found}.values()]
 
@@ -139,7 +144,7 @@ class StreamedWeights:
 
     def _send(self, address: int, tensors: list[Tensor], owners: list[nn.Module]) -> bool:
         """A weight's first copy out, or its next one after all were back; False where no other can leave either."""
-        storage = tensors[0].untyped_storage()
+        storage = storage_of(tensors[0])
         if storage.nbytes() < self._least_bytes:
             return True
         if self._held_by_others(address, tensors):
@@ -251,13 +256,13 @@ class StreamedWeights:
 
     def asked(self, tensor: Tensor) -> None:
         """Backward asks for what it has saved."""
-        address = tensor.untyped_storage()._cdata
+        address = storage_of(tensor)._cdata
         if address in self.streams:
             self.op_begins([address])
 
     def entered(self, module: nn.Module) -> None:
         """A module is called: its own weights are there, for kernels that no mode sees."""
-        own = [a for each in tensors_of(module) if (a := each.untyped_storage()._cdata) in self.streams]
+        own = [a for each in tensors_of(module) if (a := storage_of(each)._cdata) in self.streams]
         if not own:
             return
         context = self.context()
@@ -284,7 +289,7 @@ class StreamedWeights:
             stream.is_written = stream.is_handed_out = True
 
     def _come(self, tensor: Tensor, context: Context) -> _Stream | None:
-        address = tensor.untyped_storage()._cdata
+        address = storage_of(tensor)._cdata
         stream = self.streams.get(address)
         if stream is not None:
             guard = DisableTorchDispatch()

@@ -30,7 +30,7 @@ from memopt.instrument.memory.frozen_weights import tensors_of
 from memopt.instrument.ops import is_plain, kind_of, tensors_in
 from memopt.instrument.saved import Kept
 from memopt.instrument.script.other_threads import is_ours
-from memopt.instrument.torch_internals import save_to_state_dict
+from memopt.instrument.torch_internals import save_to_state_dict, storage_of
 
 _DETACH = torch.ops.aten.detach.default
 _STATE_DICT = getattr(save_to_state_dict, "__code__", None)
@@ -123,7 +123,7 @@ class WatchedWeights:
 
     def was_saved(self, handle: Kept) -> None:
         """Autograd holds `handle` for backward."""
-        storage = handle.tensor.untyped_storage()
+        storage = storage_of(handle.tensor)
         streamed = self.streamed is not None and storage._cdata in self.streamed.streams
         if streamed or storage.nbytes() in self._sizes:
             self._saved.setdefault(storage._cdata, []).append(ref(handle))
@@ -139,7 +139,7 @@ class WatchedWeights:
             tier,
             least_bytes,
             ahead=ahead,
-            pins_of=lambda tensor: self._values.pins_of(tensor.untyped_storage()),
+            pins_of=lambda tensor: self._values.pins_of(storage_of(tensor)),
             saved_of=self._saved_of,
         )
 
@@ -157,16 +157,17 @@ class WatchedWeights:
 
     def before(self, func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """An op is about to run on these."""
-        tensors = [each for each in tensors_in((*args, *kwargs.values())) if is_plain(each)]
+        given = (*args, *kwargs.values()) if kwargs else args
+        at = {storage_of(each)._cdata: each for each in tensors_in(given) if is_plain(each)}
         streamed = self.streamed
         if streamed is not None and streamed.streams and not (func is _DETACH and _makes_a_state_dict()):
-            addresses = [each.untyped_storage()._cdata for each in tensors]
-            streamed.op_begins(addresses)
-            if not streamed.streams.keys().isdisjoint(addresses):
+            streamed.op_begins(list(at))
+            if not streamed.streams.keys().isdisjoint(at):
                 streamed.written(_written(func, args, kwargs))
-        if self.away:
-            for tensor in tensors:
-                self._whole(tensor)
+        away = self.away
+        if away and not away.keys().isdisjoint(at):
+            for each in at.values():
+                self._whole(each)
 
     def asked(self, tensor: Tensor) -> None:
         """Backward asks for what it has saved."""
@@ -240,4 +241,4 @@ def _written(func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) 
     kind = kind_of(func)
     places = zip(kind.writes, kind.write_names, strict=True)
     given = [args[at] if at < len(args) else kwargs.get(name) for at, name in places]
-    return [each.untyped_storage()._cdata for each in tensors_in(given) if is_plain(each)]
+    return [storage_of(each)._cdata for each in tensors_in(given) if is_plain(each)]
