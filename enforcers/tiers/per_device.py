@@ -46,8 +46,7 @@ class PerDevice:
 
     def write_async(self, storage: torch.UntypedStorage, over: Any = None) -> Any:
         """As the device's own store; raises `SwapFailed` where that could not be opened."""
-        store = self._store(storage.device)
-        return store.write_async(storage, over) if over is not None else store.write_async(storage)
+        return self._store(storage.device).write_async(storage, over)
 
     def read_async(self, ticket: Any, into: torch.UntypedStorage) -> Pending:
         return self._stores[ticket.device].read_async(ticket, into)

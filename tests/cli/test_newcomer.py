@@ -111,10 +111,11 @@ def test_a_lint_of_a_librarys_line_names_it_and_the_argument_that_changes_it(tmp
     text = TRAIN.replace(layers, "torch.nn.Linear(64, 64), Attention()").replace(
         "randn(512,", "randn(8, 128,"
     )
-    found_in = f"import sys; sys.path.append({str(library.parent)!r}); "
+    found_in = f"import sys; sys.path.insert(0, {str(library.parent)!r}); "
     script = f"{found_in}from transformers.modeling_it import Attention\n{text}"
     (tmp_path / "train.py").write_text(script)
-    assert memopt(tmp_path, "profile", "-o", "p.json.gz", "train.py", "6").returncode == 0
+    profiled = memopt(tmp_path, "profile", "-o", "p.json.gz", "train.py", "6")
+    assert profiled.returncode == 0, profiled.stderr
     told = memopt(tmp_path, "show", "p.json.gz", COLUMNS="80")
     found = " ".join((told.stdout + told.stderr).split())
     assert "attention-without-sdpa" in found

@@ -15,8 +15,8 @@ class Full(DiskStore):
 
     left = 5
 
-    def write_async(self, storage: torch.UntypedStorage) -> Any:
+    def write_async(self, storage: torch.UntypedStorage, over: Any = None) -> Any:
         self.left -= 1
         if self.left < 0:
             self.failure = self.failure or SwapFailed("the disk is full")
-        return super().write_async(storage)
+        return super().write_async(storage, over)

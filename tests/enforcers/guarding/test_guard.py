@@ -255,10 +255,10 @@ def test_what_cannot_be_moved_is_told(tmp_path: Path) -> None:
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(DiskStore):
-        def write_async(self, storage: torch.UntypedStorage) -> Any:
+        def write_async(self, storage: torch.UntypedStorage, over: Any = None) -> Any:
             if self.written_bytes > 500_000:
                 self.failure = self.failure or SwapFailed("the disk is full")
-            return super().write_async(storage)
+            return super().write_async(storage, over)
 
     monkeypatch.setattr("memopt.enforcers.tiers.disk.DiskStore", Full)
     computed, guard = guarded(layers(), tmp_path, 2_000_000)

@@ -35,7 +35,7 @@ class Store:
         self.device = device
         self.calls: list[str] = []
 
-    def write_async(self, storage: torch.UntypedStorage) -> Ticket:
+    def write_async(self, storage: torch.UntypedStorage, over: Any = None) -> Ticket:
         assert storage.device == self.device
         self.calls.append("write")
         return Ticket(storage)
