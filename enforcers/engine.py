@@ -50,7 +50,7 @@ from memopt.instrument.ops import (
     updated_statistics,
 )
 from memopt.instrument.saved import Kept, check_version
-from memopt.instrument.torch_internals import current_mode, storage_of
+from memopt.instrument.torch_internals import current_mode, push_function_mode, storage_of
 from memopt.plan import Action
 
 log = logging.getLogger(__name__)
@@ -139,20 +139,30 @@ class Engine(modes.Mode):
     def backward_begins(self, roots: tuple[Tensor, ...], *, another_watches: bool) -> None:
         """Stop watching, unless weights are away of which no other mode tells that they are read; where the mode stays on, formulas below
         `roots` that look for one find none of memopt's."""
-        if another_watches:
+        weights = self.weights
+        if another_watches or weights is None or not weights.any_away:
             self._leave()
-        else:
-            self.leave()
+        elif current_mode() is self and weights.reads_are_pythons(roots):
+            self._leave()
+            weights.python_reads.begin()
         self._makers.forget()
         awake = self.standby is not None and not self.standby.guard.rests
         if awake or modes.is_on(self):
             run_as_plain(roots)
+
+    def backward_ended(self) -> None:
+        """Watch every op again."""
+        if self.weights is not None:
+            self.weights.python_reads.end()
+        self.enter()
 
     def stop(self) -> None:
         """Enforce nothing from here on; what has been taken away is still given back when it is asked for."""
         self.active = False
         self._unsettled.clear()
         modes.leave(self)
+        if self.weights is not None:
+            self.weights.python_reads.end()
         if self.standby is not None:
             self.standby.guard.end()
 
@@ -343,9 +353,16 @@ class Engine(modes.Mode):
 
     def unpack(self, handle: Kept | Planned) -> Tensor:
         """The hook: the tensor, made again, read back or decoded. May be called again (`retain_graph`)."""
-        tensor = self._unpack(handle)
-        if self.weights is not None:
-            self.weights.asked(tensor)
+        weights = self.weights
+        if weights is None:
+            return self._unpack(handle)
+        rests = weights.python_reads.rest()
+        try:
+            tensor = self._unpack(handle)
+            weights.asked(tensor)
+        finally:
+            if rests:
+                push_function_mode(weights.python_reads)
         return tensor
 
     def _unpack(self, handle: Kept | Planned) -> Tensor:

@@ -412,7 +412,7 @@ class ApplySession:
         if self._engine is None or self._frames is None:
             return
         self._frames.paused = False
-        self._engine.enter()
+        self._engine.backward_ended()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._weights_are_back()

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from memopt.instrument.deep_graphs import DEEP, make_room
+from memopt.instrument.nodes import nodes_below
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.torch_internals import (
     DisableTorchDispatch,
@@ -83,7 +84,7 @@ LOOKING = {
     "LinalgDetBackward": "aten._linalg_det.",
 }
 """Nodes whose formula looks whether a mode is on, by the beginning of their names, and their ops."""
-_LOOKING_OPS = tuple(LOOKING.values())
+_LOOKING_NODES, _LOOKING_OPS = tuple(LOOKING), tuple(LOOKING.values())
 
 
 def is_looking(name: str) -> bool:
@@ -93,17 +94,11 @@ def is_looking(name: str) -> bool:
 
 def run_as_plain(roots: Iterable[Tensor]) -> None:
     """No mode is on while a node of `LOOKING` below `roots` runs; what it does is not seen then. Looks at all nodes below."""
-    waiting = [root.grad_fn for root in roots]
-    seen: set[Any] = {None}
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [each for each, _ in node.next_functions]
-        if node.name().startswith(tuple(LOOKING)):
+    below = nodes_below(roots)
+    for node in below:
+        if type(node).__name__.startswith(_LOOKING_NODES):
             _without_modes(node)
-    if len(seen) > DEEP:
+    if len(below) > DEEP:
         make_room()
 
 

@@ -164,6 +164,15 @@ pop_mode_temporarily = _watch(
 )
 push_mode = _watch(_D + "_push_mode", "enters a mode of memopt's in this thread alone")
 pop_mode = _watch(_D + "_pop_mode", "ends it")
+push_function_mode = _watch(
+    "torch._C._push_on_torch_function_stack",
+    "sees what Python code calls in backward, and autograd's own ops not",
+)
+pop_function_mode = _watch("torch._C._pop_torch_function_stack", "ends it")
+function_modes = _watch(
+    "torch._C._len_torch_function_stack", "are there such modes, of the script's or ours?"
+)
+function_mode_at = _watch("torch._C._get_function_stack_at", "which is the innermost?")
 set_compiler = _watch(
     "torch._C._dynamo.eval_frame.set_eval_frame", "torch.compile compiles nothing of memopt's modes"
 )

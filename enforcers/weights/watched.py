@@ -1,6 +1,7 @@
 """The weights of a run that may be away, and whoever reads them: everybody finds them whole.
 
-Autograd's own reads come through the saved-tensor hooks, every other op through the engine's mode, which stays on while anything is away;
+Autograd's own reads come through the saved-tensor hooks, every other op through the engine's mode, which stays on while anything is away,
+or in backward, where only Python code can read, through `python_reads`;
 a look past the dispatcher (`data_ptr()`, `numpy()`, pickling, copying) through `readers`; a module that is called, in whichever thread,
 through its call. All are back before a thread starts.
 """
@@ -22,11 +23,13 @@ from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
 from memopt.enforcers.weights.away import WeightsAway
 from memopt.enforcers.weights.emptied import EmptiedStorage
+from memopt.enforcers.weights.python_reads import PythonReads
 from memopt.enforcers.weights.readers import ByteReads
 from memopt.enforcers.weights.streamed import StreamedWeights
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.memory.frozen_weights import tensors_of
+from memopt.instrument.nodes import nodes_below, saves_by_hooks_alone
 from memopt.instrument.ops import is_plain, kind_of, tensors_in
 from memopt.instrument.saved import Kept
 from memopt.instrument.script.other_threads import is_ours
@@ -61,6 +64,8 @@ class WatchedWeights:
         self._lock = threading.RLock()
         self._rewrites: Callable[[Tensor], None] | None = None
         self._reads = ByteReads(self._looked_at, lambda: self.any_away)
+        self.python_reads = PythonReads(self.before, lambda: self.any_away)
+        """Watches backward, where autograd's own ops need not be seen."""
         self._start = threading.Thread.start
 
     def install(self) -> None:
@@ -107,6 +112,14 @@ class WatchedWeights:
             self.everything_back()
             if self.streamed is not None:
                 self.streamed.stop(why)
+
+    # --- backward
+
+    def reads_are_pythons(self, roots: Iterable[Tensor]) -> bool:
+        """May backward from `roots` be left to `python_reads`? Streamed weights are sent for by the ops that come before them."""
+        if self.streamed is not None and self.streamed.streams:
+            return False
+        return all(map(saves_by_hooks_alone, {type(node) for node in nodes_below(roots)}))
 
     # --- away
 

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.verify.digests import digest
@@ -120,6 +121,64 @@ def test_whoever_looks_while_they_are_away_finds_them(plan: Plan, tmp_path: Path
     loop = functools.partial(trained, in_forward=look)
     computed, _ = enforced(loop, plan, tmp_path, 3)
     assert computed == seeded(loop, 3)
+
+
+def hooked(steps: int, *, told: Callable[[], object] = lambda: None) -> list[str]:
+    """Hooks on tensors, nodes and parameters read weights of other layers while backward runs, past every module."""
+    model = nn.Sequential(*[Layer() for _ in range(LAYERS)])
+    weights = [layer.base.weight for layer in model]
+    optimizer = sgd(model.parameters())
+    found: list[str] = []
+
+    def add(gradient: Tensor, weight: Tensor) -> Tensor:
+        told()
+        found.append(digest(weight.detach()))
+        return gradient + weight.mean() * gradient.norm()
+
+    def add_in_place(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.add_(weights[0].sum() * 1e-3)
+
+    for _ in range(steps):
+        x = torch.randn(512, WIDTH)
+        for each, weight in zip(model, weights, strict=True):
+            x = each(x)
+            x.register_hook(lambda gradient, weight=weight: add(gradient, weight))
+            x.grad_fn.register_prehook(lambda gradients, weight=weight: (add(gradients[0], weight),))
+        after = weights[2].register_post_accumulate_grad_hook(add_in_place)
+        loss = x.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        after.remove()
+        found += [digest(loss), *state_digests(model)]
+    return found
+
+
+def test_hooks_that_read_weights_in_backward_find_them_and_nothing_else_is_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(recorded(hooked, tmp_path), all_away)
+    watched = []
+    before = WatchedWeights.before
+
+    def counted(self: WatchedWeights, func: Any, *given: Any) -> None:
+        watched.append(str(func))
+        before(self, func, *given)
+
+    monkeypatch.setattr(WatchedWeights, "before", counted)
+    watching = []
+
+    def told() -> None:
+        watching.append(any("python_reads" in type(m).__module__ for m in _get_current_function_mode_stack()))
+
+    computed, outcome = enforced(functools.partial(hooked, told=told), plan, tmp_path, 4)
+    assert computed == seeded(hooked, 4)
+    assert outcome.actions.done >= LAYERS - 1, outcome.notes
+    assert any(watching)
+    assert "aten.mean.default" in watched  # the hook's
+    assert "aten.tanh_backward.default" not in watched  # autograd's
+    assert not _get_current_function_mode_stack()
 
 
 def test_an_evaluation_without_gradients_sends_nothing_away(plan: Plan, tmp_path: Path) -> None:
