@@ -206,12 +206,13 @@ class Arrival:
         return partial(_elapsed_ms, self.accelerator, self.asked)
 
 
-def _has_ended(copies: deque[_InFlight]) -> bool:
-    """The first of them; asked without the lock."""
+def _first_ended(copies: deque[_InFlight]) -> _InFlight | None:
+    """The first of them, if it has; asked without the lock."""
     try:
-        return copies[0].event.query()
+        first = copies[0]
     except IndexError:
-        return False
+        return None
+    return first if first.event.query() else None
 
 
 def _elapsed_ms(accelerator: Accelerator, asked: tuple[Event, Event] | None) -> float | None:
@@ -308,21 +309,32 @@ class HostStore:
 
     def collect(self) -> int:
         """Drop the storages whose copies have ended; their bytes. Never blocks. Asked after each op: it does little where none has."""
-        if not _has_ended(self._leaving) and not _has_ended(self._coming):
-            return 0
-        with self._lock, self._accelerator.here():
-            return self._collect()
-
-    def _collect(self) -> int:
         dropped_bytes = 0
-        while self._leaving and self._leaving[0].event.query():
+        if (ended := _first_ended(self._leaving)) is not None:
+            with self._lock, self._accelerator.here():
+                dropped_bytes = self._collect_leaving(ended)
+        if (ended := _first_ended(self._coming)) is not None:
+            with self._lock, self._accelerator.here():
+                self._collect_coming(ended)
+        return dropped_bytes
+
+    def _collect(self) -> None:
+        self._collect_leaving()
+        self._collect_coming()
+
+    def _collect_leaving(self, ended: _InFlight | None = None) -> int:
+        """`ended`: has been asked already."""
+        dropped_bytes = 0
+        while self._leaving and (self._leaving[0] is ended or self._leaving[0].event.query()):
             ticket = self._leaving.popleft().ticket
             if ticket.source is not None:
                 dropped_bytes += 0 if ticket.taken else ticket.nbytes
             self._let_go(ticket)
-        while self._coming and self._coming[0].event.query():
-            self._coming.popleft()
         return dropped_bytes
+
+    def _collect_coming(self, ended: _InFlight | None = None) -> None:
+        while self._coming and (self._coming[0] is ended or self._coming[0].event.query()):
+            self._coming.popleft()
 
     def _let_go(self, ticket: HostTicket) -> None:
         if ticket.source is not None and not ticket.taken:

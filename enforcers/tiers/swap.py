@@ -89,7 +89,9 @@ class FreeSpace:
         return sum(self._lengths.values())
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of a free stretch of `nbytes`, or None."""
+        """The offset of a free stretch of `nbytes`, or None; nothing has a place anywhere."""
+        if not nbytes:
+            return 0
         for start in self._starts:
             length = self._lengths[start]
             if length >= nbytes:
@@ -113,6 +115,8 @@ class FreeSpace:
 
     def give(self, start: int, nbytes: int) -> None:
         """Release a stretch."""
+        if not nbytes:
+            return
         place = bisect.bisect_left(self._starts, start)
         if place < len(self._starts) and self._starts[place] == start + nbytes:
             nbytes += self._cut(self._starts[place])

@@ -528,6 +528,15 @@ class Allotment:
         return set(range(self.size)) - {b for start, n in self.taken.items() for b in range(start, start + n)}
 
 
+def test_nothing_has_its_place_anywhere_and_takes_none():
+    space = FreeSpace(4)
+    nowhere = space.take(0)
+    taken = space.take(4)
+    space.give(nowhere, 0)
+    space.give(taken, 4)
+    assert (space.take(4), space.take(1), space.take(0)) == (0, None, 0)
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["take", "give", "grow"]), st.integers(1, 9)), max_size=40))
 def test_free_space_against_brute_force(steps):
