@@ -116,7 +116,7 @@ def test_nothing_needs_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["medium_512_training", "medium_512_inference", "bcrafton_h0c0e8a7"])
-def test_within_two_percent_on_recorded_runs_in_two_seconds(name: str) -> None:
+def test_within_two_percent_on_recorded_runs_in_little_time(name: str) -> None:
     events = load_allocator_trace(DATA / f"{name}.json.gz").from_empty()
     born: dict[int, tuple[int, int]] = {}
     rows: list[tuple[int, int, int]] = []
@@ -131,8 +131,10 @@ def test_within_two_percent_on_recorded_runs_in_two_seconds(name: str) -> None:
     rows += [(start, len(events) - start, held) for start, held in born.values()]
     birth, death, sizes = columns(rows)
     started = time.process_time()
+    sum(number * number for number in range(3_000_000))  # 0.2 s
+    a_while, started = time.process_time() - started, time.process_time()
     plan = plan_offsets(birth, death, sizes)
-    assert time.process_time() - started < 2
+    assert time.process_time() - started < 20 * a_while
     assert 0 <= plan.overhead < 0.02
     rounded = -(-sizes // 512) * 512
     assert plan.lower_bound_bytes == largest_live_bytes(birth, death, rounded)
