@@ -29,7 +29,7 @@ def calibrate(output: Path, force: bool, swap_dir: Path | None, as_json: bool) -
     if kind == "cuda":
         refuse_overwrite(output, force=force)
     rows = _rows(output) if kind == "cuda" else None  # before anything else touches the GPU
-    from memopt.profiler.bandwidth import measure_device
+    from memopt.profiler.timing.bandwidth import measure_device
 
     device = measure_device(kind, swap_folder(swap_dir))
     if as_json:

@@ -119,19 +119,28 @@ class Frames:
         """True while backward runs: a module called then is a recomputation of somebody else's."""
 
     def install(self) -> None:
-        self._handles = [
-            module_hooks.register_module_forward_pre_hook(unless_compiling(self._enter)),
-            module_hooks.register_module_forward_hook(unless_compiling(self._leave), always_call=True),
-        ]
+        self.watch_calls()
         self._count_hooks = ask_for_module_hooks(self._has_hooks_of_others)
         self.regions.install()
         self.resizes.install()
         keep_out_of_compiler()
 
-    def remove(self) -> None:
+    def watch_calls(self) -> None:
+        """Of modules, from here on."""
+        self._handles = [
+            module_hooks.register_module_forward_pre_hook(unless_compiling(self._enter)),
+            module_hooks.register_module_forward_hook(unless_compiling(self._leave), always_call=True),
+        ]
+
+    def forget_calls(self) -> None:
+        """Watch them no more; those that are open are forgotten."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._stack.clear()
+
+    def remove(self) -> None:
+        self.forget_calls()
         if self._count_hooks is not None:
             ask_for_module_hooks(self._count_hooks)
         self.regions.remove()

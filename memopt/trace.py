@@ -229,6 +229,19 @@ class Slots(msgspec.Struct, frozen=True, kw_only=True):
         return 0 <= self.consumer[slot] < self.packed_before[slot]
 
 
+class Watching(msgspec.Struct, frozen=True):
+    """What it costs to watch an iteration as a plan's is, where nothing is done: measured beside plain iterations."""
+
+    ops: int
+    """Of forward, that it watched."""
+    tensors: int
+    """Saved ones."""
+    cost_ms: float
+    """May be negative, where the difference is less than the noise."""
+    error_ms: float
+    """Standard error of that."""
+
+
 class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """One iteration: ops, values, storages, saved slots and the device they ran on."""
 
@@ -246,6 +259,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """Which iteration it is, from 1."""
     step_ms: float
     """A plain iteration, without recording: median of those seen."""
+    watching: Watching | None = None
+    """None where that was not measured."""
     peak_bytes: int
     base_bytes: int
     """On the device when the iteration began."""
@@ -288,6 +303,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
 
     def storage_label(self, storage: int) -> str:
         return self.strings[self.storages.label[storage]]
+
+
+def forward_ops(trace: Trace) -> int:
+    """How many."""
+    return trace.ops.phase.count(PHASES.index("forward"))
 
 
 def load_trace(path: Path) -> Trace:
@@ -420,6 +440,8 @@ def _bad_numbers(trace: Trace) -> str:
         if column and not (min(column) >= 0 and max(column) < _MOST):
             return f"{name} holds {min(column)}, which no memory has"
     times = [*ops.time_us, trace.step_ms]
+    if trace.watching is not None:
+        times += [abs(trace.watching.cost_ms), trace.watching.error_ms]
     if not all(0 <= time < 1e12 for time in times):
         return "a time is negative, not finite, or longer than eleven days"
     return ""

@@ -8,9 +8,9 @@ from statistics import median
 from memopt.device import Device
 from memopt.profiler.bytes_held import bytes_per_op
 from memopt.profiler.categories import categories
-from memopt.profiler.clock import Usage
 from memopt.profiler.recorder import Recorder
 from memopt.profiler.rows import BACKWARD, OpRow, StorageRow
+from memopt.profiler.timing.clock import Usage
 from memopt.trace import (
     CATEGORIES,
     COPIES,

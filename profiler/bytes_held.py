@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from memopt.profiler.clock import Usage
 from memopt.profiler.recorder import Recorder
+from memopt.profiler.timing.clock import Usage
 
 
 def bytes_per_op(recorder: Recorder, usage: Usage | None, base_bytes: int) -> tuple[list[int], list[int]]:

@@ -42,9 +42,9 @@ from memopt.instrument.torch_internals import (
     sequence_nr,
     storage_use_count,
 )
-from memopt.profiler.clock import OpClock
 from memopt.profiler.rows import BACKWARD, FORWARD, OPTIMIZER, OTHER, OpRow, SlotRow
 from memopt.profiler.storages import StorageRows, describe
+from memopt.profiler.timing.clock import OpClock
 from memopt.profiler.value_facts import facts_of
 
 _PLAIN_TYPES = frozenset(PLAIN_TYPES)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.profiler.cache_calls import CacheCalls
-    from memopt.profiler.clock import OpClock, Usage
     from memopt.profiler.known import There
     from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.recorder import Recorder
+    from memopt.profiler.timing.clock import OpClock, Usage
     from memopt.profiler.updates import UpdateWatch
     from memopt.updates import Updates
 
@@ -222,7 +222,7 @@ class Recordings:
         return recorder
 
     def _clock(self, *, with_bytes: bool) -> OpClock:
-        from memopt.profiler.clock import CpuClock, CudaClock, TimeOnly
+        from memopt.profiler.timing.clock import CpuClock, CudaClock, TimeOnly
 
         if self.device == "cuda" and (with_bytes or self.result is not None):
             import torch
@@ -279,9 +279,9 @@ class Recordings:
 
     def snapshot(self) -> Result:
         """What is on the device now, as a recording without ops."""
-        from memopt.profiler.clock import TimeOnly
         from memopt.profiler.known import device_in_use, tell_all
         from memopt.profiler.recorder import Recorder
+        from memopt.profiler.timing.clock import TimeOnly
 
         there = self.there()
         self.device = self._wanted.device or device_in_use(there.modules)

@@ -16,7 +16,6 @@ from memopt.instrument.script.command import Command
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.script.runner import StopScript, stop_script
 from memopt.profiler.ending import TOO_FEW_ITERATIONS, in_words, is_out_of_memory, made_only
-from memopt.profiler.plain_steps import PlainSteps
 from memopt.profiler.recordings import (
     Recording,
     Recordings,
@@ -24,8 +23,9 @@ from memopt.profiler.recordings import (
     Wanted,
     has_peers,
 )
+from memopt.profiler.timing.plain_steps import PlainSteps
 from memopt.profiler.trace_of import Run, describe_script, trace_of
-from memopt.trace import Trace
+from memopt.trace import Trace, forward_ops
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import Kept, SavedTensorHooks
+    from memopt.profiler.timing.watched_iteration import WatchedIteration
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +62,9 @@ class ProfileSession:
         self._iterations: Iterations | None = None
         self._recordings: Recordings | None = None
         self._hooks: SavedTensorHooks | None = None
+        self._watched: WatchedIteration | None = None
+        """The iteration under way is one, between plain ones."""
+        self._may_watch = True
         self._own_loop: Loop | None = None
         """None where frames and iterations are another's to remove."""
         self._done = False
@@ -85,6 +89,7 @@ class ProfileSession:
     def leave_child(self) -> None:
         """What watched the parent watches nothing in its child."""
         self._done = True
+        self._watch_no_longer(for_good=True)
         if self._recordings is not None and self._recordings.dropped is not None:
             from memopt.instrument import modes
 
@@ -163,6 +168,7 @@ class ProfileSession:
 
     def _forked(self) -> None:
         """A DataLoader worker forked from us records nothing."""
+        self._watch_no_longer(for_good=True)
         if self._recordings is not None:
             self._recordings.drop()
         self._done = True
@@ -177,6 +183,7 @@ class ProfileSession:
             return None
         if not self._over:
             self._over = True
+            self._watch_no_longer(for_good=True)
             self._guard(lambda: self._wind_up(problem, out_of_memory))
             self._watch_no_more()
             if self._own_loop is not None:
@@ -266,6 +273,7 @@ class ProfileSession:
         assert self._frames is not None
         if self._recordings is not None:
             self._guard(self._recordings.drop)
+        self._watch_no_longer(for_good=True)
         self._frames.thread_changed()
         if self._hooks is not None:
             self._guard(self._hooks.thread_changed)
@@ -277,6 +285,7 @@ class ProfileSession:
         now = self._now
         if now is not None:
             modes.leave(now.recorder)
+        self._watch_no_longer(for_good=True)
         if self._hooks is not None:
             self._hooks.leave_thread()
 
@@ -288,8 +297,13 @@ class ProfileSession:
             assert recordings is not None
             with recordings.between(), no_collections():
                 self._guard(lambda: self._next(count, milliseconds))
+        elif not self._timed and self._watched is not None:
+            self._watch_no_longer()
+            self._plain.add_watched(milliseconds)
         elif not self._timed:
             self._plain.add(milliseconds, waited_for=True)
+            if self.trace is not None and self._worth_timing():
+                self._watch_another()
         if self._done and not self._timed and self.trace is not None and not self._worth_timing():
             self._guard(self._time)
         over = self._timed or self.failure is not None
@@ -325,6 +339,23 @@ class ProfileSession:
         """Shall the script go on, to be timed? Several processes must stop at the same iteration, or one waits for ever."""
         return self._wanted.offload is None and not has_peers() and not self._plain.enough
 
+    def _watch_another(self) -> None:
+        """The next iteration is watched as under a plan; the loop must be our own."""
+        if not (self._may_watch and self._own_loop is not None and self._plain.worth_watching):
+            return
+        from memopt.profiler.timing.watched_iteration import WatchedIteration
+
+        watched = WatchedIteration(self._own_loop.frames)
+        self._may_watch = watched.begin()
+        self._watched = watched if self._may_watch else None
+
+    def _watch_no_longer(self, *, for_good: bool = False) -> None:
+        """`for_good`: what was begun in another thread, or above a child, is not begun again."""
+        self._may_watch &= not for_good
+        if self._watched is not None:
+            self._watched.end()
+            self._watched = None
+
     def _time(self) -> None:
         """What was published gets the time of all iterations that have been timed since."""
         if not self._timed:
@@ -332,13 +363,11 @@ class ProfileSession:
             assert self.trace is not None
             assert self._recordings is not None
             step_ms = self._plain.step_ms(self._recordings.recorded_ms)
-            if (
-                self._plain.timed
-                and step_ms
-                and step_ms != self.trace.step_ms
-                and self._wanted.offload is None
-            ):
-                self._publish(msgspec.structs.replace(self.trace, step_ms=step_ms))
+            if self._plain.timed and step_ms and self._wanted.offload is None:
+                trace = self.trace
+                watching = self._plain.watching(forward_ops(trace), len(trace.slots.node))
+                if (step_ms, watching) != (trace.step_ms, trace.watching):
+                    self._publish(msgspec.structs.replace(trace, step_ms=step_ms, watching=watching))
 
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
@@ -350,10 +379,14 @@ class ProfileSession:
         now = self._now
         if now is not None:
             self._guard(lambda: now.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph))
+        if self._watched is not None:
+            self._watched.backward_begins()
 
     def backward_ended(self) -> None:
         assert self._frames is not None
         self._frames.paused = False
+        if self._watched is not None:
+            self._watched.backward_ended()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._run.optimizers.add(id(optimizer))

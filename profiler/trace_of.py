@@ -19,8 +19,8 @@ from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, MAY_GROW, Script, Trace
 
 if TYPE_CHECKING:
     from memopt.instrument.iterations import Iterations
-    from memopt.profiler.plain_steps import PlainSteps
     from memopt.profiler.recordings import Recordings, Result, Wanted
+    from memopt.profiler.timing.plain_steps import PlainSteps
 
 
 @dataclass(slots=True)
@@ -62,8 +62,8 @@ def trace_of(result: Result, partial: str, recordings: Recordings, run: Run) -> 
     """`partial`: why it is not of a whole iteration; empty where it is."""
     import torch
 
-    from memopt.profiler.bandwidth import measure_device
     from memopt.profiler.build import build_trace
+    from memopt.profiler.timing.bandwidth import measure_device
 
     recorder, kind = result.recorder, recordings.device or "cpu"
     try:

@@ -43,7 +43,7 @@ def graph_plans(problem: Problem, until: float) -> Iterator[Decisions]:
     Without a tier to copy to, the first that fits is the last: what the search adds to it is worth more than another."""
     if until - now() < max(_LEAST_S, _BUILD_S * problem.view.n):
         return
-    bridge = Bridge(problem.view.trace, REPLAY_MS)
+    bridge = Bridge(problem.view.trace, REPLAY_MS * problem.view.pace)
     graphs: dict[bool, Graph] = {}
     for at, (pinned, share) in enumerate(_VARIANTS):
         if pinned not in graphs:

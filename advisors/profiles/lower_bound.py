@@ -20,7 +20,6 @@ from memopt.advisors.program import Program, Solved
 from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.chains import find_chain, is_intact
 from memopt.estimators.simulator.decision import Decision
-from memopt.estimators.simulator.timeline import REPLAY_MS
 from memopt.estimators.simulator.trace_view import Ints
 
 _MOST_MOMENTS = 90
@@ -117,7 +116,7 @@ class Relief:
         alone = candidate.chain.ops if self.alone and candidate.chain is not None else None
         for op in alone or always_rerun(self.problem, candidate):
             if op not in self.rerun:
-                self.rerun[op] = self.program.column(float(self.problem.view.op_ms[op]) + REPLAY_MS)
+                self.rerun[op] = self.program.column(self.problem.view.replay_ms[op])
             self.program.row({self.rerun[op]: 1.0, column: -1.0}, low=0.0)
 
     def _moments(self, excess: Ints) -> Ints:
@@ -200,9 +199,5 @@ def least_step_ms(problem: Problem, seconds: float) -> float | None:
 
 
 def watching_ms(problem: Problem) -> float:
-    """What any action at all adds to a step, besides its own cost: as the simulator has it for one of them."""
-    one = next(({c.storage: c.options[0]} for c in problem.candidates.values()), None)
-    if one is None:
-        return 0.0
-    timeline = problem.run(one)
-    return timeline.step_ms - problem.view.trace.step_ms - timeline.replay_ms - timeline.stall_ms
+    """What any action at all adds to a step, besides its own cost."""
+    return problem.simulator.watching_ms if problem.candidates else 0.0

@@ -15,7 +15,7 @@ from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_EARLY, Decision
 from memopt.estimators.simulator.gradients_in_place import InPlace
 from memopt.estimators.simulator.in_pieces import Pieces
-from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
+from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import Ints, Saved, TraceView
 from memopt.estimators.simulator.weights_streamed import Streamed
 from memopt.timeline import Timeline
@@ -381,7 +381,7 @@ class Problem:
 
     def replay_ms(self, chain: Chain) -> float:
         """What running the ops of `chain` again takes."""
-        return float(sum(self.view.op_ms[op] + REPLAY_MS for op in chain.ops))
+        return sum(self.view.replay_ms[op] for op in chain.ops)
 
     def free_ms(self, saved: Saved, option: Decision) -> float:
         """Capuchin's free time: what is left of the span between the uses after both copies; negative when exposed."""

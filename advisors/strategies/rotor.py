@@ -28,7 +28,6 @@ from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.advisors.registry import RECOMPUTES, REPLAYABLE, strategy
 from memopt.advisors.strategies.sublinear import Order
 from memopt.estimators.simulator.decision import RECOMPUTE
-from memopt.estimators.simulator.timeline import REPLAY_MS
 from memopt.estimators.simulator.trace_view import Floats, Ints
 
 _MOST_STAGES = 80
@@ -156,7 +155,7 @@ class Stages:
         self.enters_bytes = [sum(int(size[s]) for s in crossing) for crossing in self.crossing][: len(ends)]
         made = [-1, *(order.made[end] for end in ends)]
         self.again_ms = [
-            float(sum(view.op_ms[op] + REPLAY_MS for op in range(a + 1, b + 1) if view.replayable[op]))
+            sum(view.replay_ms[op] for op in range(a + 1, b + 1) if view.replayable[op])
             for a, b in pairwise(made)
         ]
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from memopt.estimators.simulator.costs import pace_of
 from memopt.trace import IN_PLACE, PHASES, Trace
 
 MODE_MS = 0.015
@@ -52,10 +53,10 @@ def in_place(trace: Trace) -> tuple[Trace, InPlace] | None:
     """The changed trace, and what was changed; None where nothing can be."""
     if why_not(trace):
         return None
-    ops = trace.ops
+    ops, pace = trace.ops, pace_of(trace)
     least_bytes = int(trace.peak_bytes * _LEAST)
     time_us = [
-        time + 1000 * MODE_MS * (phase == _BACKWARD)
+        time + 1000 * pace * MODE_MS * (phase == _BACKWARD)
         for time, phase in zip(ops.time_us, ops.phase, strict=True)
     ]
     extra, workspace = [*ops.extra_bytes], [*ops.workspace_bytes]
@@ -65,7 +66,7 @@ def in_place(trace: Trace) -> tuple[Trace, InPlace] | None:
         if size >= max(1, least_bytes):
             extra[op] = max(0, extra[op] - size)
             workspace[op] = min(workspace[op], extra[op])
-            time_us[op] += 1000 * LOOK_MS
+            time_us[op] += 1000 * pace * LOOK_MS
             made.append((op, size))
     if not made:
         return None

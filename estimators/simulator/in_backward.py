@@ -17,6 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from memopt.errors import NotPossibleHere
+from memopt.estimators.simulator.costs import pace_of
 from memopt.trace import CATEGORIES, PHASES, Csr, Ops, Trace
 from memopt.updates import Updates
 
@@ -277,7 +278,7 @@ class _Moved:
             ),
             base_bytes=base,
             peak_bytes=max([base, old.outside_peak_bytes, *high]),
-            step_ms=old.step_ms + STEP_MS * len(self.updates),
+            step_ms=old.step_ms + STEP_MS * pace_of(old) * len(self.updates),
             updates=None,
         )
 

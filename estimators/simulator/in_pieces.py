@@ -17,6 +17,7 @@ import msgspec
 
 from memopt.device import Device
 from memopt.errors import NotPossibleHere
+from memopt.estimators.simulator.costs import pace_of
 from memopt.estimators.simulator.in_backward import groups_of
 from memopt.estimators.simulator.state_away import Away, state_away, storages_of, whole_steps
 from memopt.estimators.simulator.timeline import staging_ms
@@ -332,7 +333,8 @@ def _of(trace: Trace, ops: Iterable[int], category: int) -> set[int]:
 
 
 def _calls_ms(step: _Step) -> float:
-    return SEGMENT_MS * (len(step.parameters) + step.count) + PIECE_MS * step.count
+    usual_ms = SEGMENT_MS * (len(step.parameters) + step.count) + PIECE_MS * step.count
+    return pace_of(step.trace) * usual_ms
 
 
 def _paging_ms(step: _Step, tier: Tier, device: Device, away_bytes: int) -> float:

@@ -15,8 +15,6 @@ from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.sums import on_grid
 from memopt.estimators.simulator.trace_view import Saved, TraceView
 
-REPLAY_MS = 0.05
-"""Per replayed op, on top of the op itself: remembering it in forward and calling it again."""
 AWAY, ASKED, AGAIN, MADE, THERE, CODED, COPIED = (1 << bit for bit in range(7))
 """How a storage stands: it leaves the device; it is to be made again; `Decision.again`; it was made; that one is still there; a codec
 holds its values (which one: the bits above `_WIDTH`); a tier does."""
@@ -96,7 +94,7 @@ class Replays:
         self._size: list[int] = view.size.tolist()
         self._extra: list[int] = view.extra.tolist()
         self._death: list[int] = view.death.tolist()
-        self._op_ms = [on_grid(float(ms) + REPLAY_MS) for ms in view.op_ms]
+        self._op_ms = [on_grid(ms) for ms in view.replay_ms]
         self._asked_until: dict[int, tuple[int, int]] = {}
         self._codecs: list[Decision] = []
         self._number_of: dict[Decision, int] = {}

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from memopt.device import Device
+from memopt.estimators.simulator.costs import pace_of
 from memopt.plan import Tier
 from memopt.trace import Trace
 from memopt.updates import Step
@@ -100,10 +101,11 @@ def storages_of(trace: Trace, ops: Iterable[int]) -> set[int]:
 def _copies_ms(trace: Trace, gone: dict[int, list[range]], device: Device, tier: Tier) -> dict[int, float]:
     """First op of a step -> what bringing its state back, and sending it away, takes there. Nothing computes meanwhile."""
     out_rate, in_rate = device.rates_of(tier)
+    own_ms = TENSOR_MS * pace_of(trace)
     found: defaultdict[int, float] = defaultdict(float)
     for storage, spans in gone.items():
         size = trace.storages.size_bytes[storage]
-        each = 1000 * size / in_rate + 1000 * size / out_rate + TENSOR_MS
+        each = 1000 * size / in_rate + 1000 * size / out_rate + own_ms
         for span in spans:
             found[span.start] += each
     return found

@@ -14,20 +14,17 @@ from functools import cached_property
 
 from memopt.device import Device
 from memopt.estimators.simulator.chains import Chain
+from memopt.estimators.simulator.costs import HOOK_MS as HOOK_MS
+from memopt.estimators.simulator.costs import MODE_MS as MODE_MS
+from memopt.estimators.simulator.costs import REPLAY_MS as REPLAY_MS
+from memopt.estimators.simulator.costs import backward_ms, usual_ms
+from memopt.estimators.simulator.costs import staging_ms as staging_ms
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.evaluation import Evaluation
-from memopt.estimators.simulator.replays import REPLAY_MS as REPLAY_MS
 from memopt.estimators.simulator.replays import Replays
-from memopt.estimators.simulator.staging import staging_ms as staging_ms
 from memopt.estimators.simulator.swap_lanes import NO_SWAPS, SwapLanes, Swaps
 from memopt.estimators.simulator.trace_view import Floats, Saved, TraceView
 from memopt.timeline import Interval, Timeline
-
-MODE_MS = 0.007
-"""Per forward op: what watching it costs while a plan has actions. Fitted, with `HOOK_MS` and `REPLAY_MS`, to four scripts of thousands of tiny
-ops whose every tensor that can be is recomputed (two LSTMs unrolled by hand, a neural ODE, a tree RNN), on two busy cores."""
-HOOK_MS = 0.014
-"""Per saved tensor: the hooks that pack and unpack it, while a plan has actions."""
 
 
 class Simulator:
@@ -36,10 +33,10 @@ class Simulator:
     def __init__(self, view: TraceView, device: Device | None = None) -> None:
         self.view = view
         self.device = device or view.trace.device
-        self._watching_ms = MODE_MS * int((view.phase == 0).sum()) + HOOK_MS * len(view.trace.slots.node)
+        self.watching_ms = view.pace * usual_ms(view.trace)
+        """What any action at all adds to a step."""
+        self._with_weights_away_ms = view.pace * backward_ms(view.trace)
         self._evaluation: Evaluation | None = None
-        self._watching_backward_ms = MODE_MS * int((view.phase == 1).sum())
-        """Who else reads weights that are away is seen op by op."""
 
     def run(
         self,
@@ -61,9 +58,9 @@ class Simulator:
             live = live + swaps.change(view.n)
         high = live + summed.over
         peak_op = int(high.argmax()) if view.n else 0
-        watching_ms = self._watching_ms if decisions else 0.0
+        watching_ms = self.watching_ms if decisions else 0.0
         if any(view.saved[storage].is_weight for storage in decisions):
-            watching_ms += self._watching_backward_ms
+            watching_ms += self._with_weights_away_ms
         return Timeline(
             live_bytes=live,
             high_bytes=high,
@@ -72,7 +69,7 @@ class Simulator:
             peak_op=peak_op,
             step_ms=view.trace.step_ms + summed.added_ms + swaps.stall_ms + watching_ms,
             replay_ms=summed.added_ms - summed.staging_ms,
-            stall_ms=swaps.stall_ms + summed.staging_ms,
+            stall_ms=swaps.stall_ms + (summed.staging_ms if self.device.kind == "cpu" else 0.0),
             lanes=(
                 *self._replay_lanes(evaluation.chains(), decisions, summed.times),
                 *self._lanes.intervals(swaps),
@@ -95,8 +92,9 @@ class Simulator:
         return self._evaluate(decisions).ledger.back_by()
 
     def staging_ms(self, saved: Saved) -> float:
-        """What swapping `saved` takes of the compute lane: on a CPU the cores that compute copy to and from the tier's buffers."""
-        return 2 * staging_ms(saved.size_bytes, self.device) * (1 + len(saved.again))
+        """What swapping `saved` takes of the compute lane: on a CPU the cores that compute copy to and from the tier's buffers; elsewhere
+        the host queues the copies."""
+        return 2 * staging_ms(saved.size_bytes, self.device, self.view.pace) * (1 + len(saved.again))
 
     def copy_ms(self, size_bytes: int, decision: Decision, *, out: bool) -> float:
         """Time of one copy on its lane; infinite where the device has no such link."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from memopt.estimators.simulator.costs import REPLAY_MS, pace_of
 from memopt.estimators.simulator.early import early_uses
 from memopt.estimators.simulator.in_backward import why_not
 from memopt.estimators.simulator.saved import Saved as Saved
@@ -60,6 +61,16 @@ class TraceView:
         scale = max(1.0, self.trace.step_ms / total) if total > 0 else 1.0
         ends = np.cumsum(self.op_ms) * scale
         return np.concatenate([[0.0], ends[:-1]]) if self.n else ends
+
+    @cached_property
+    def pace(self) -> float:
+        """Of memopt's own code in this script."""
+        return pace_of(self.trace)
+
+    @cached_property
+    def replay_ms(self) -> list[float]:
+        """Per op: what running it again takes, and remembering it."""
+        return [float(ms) + REPLAY_MS * self.pace for ms in self.op_ms]
 
     @cached_property
     def reads(self) -> list[list[int]]:

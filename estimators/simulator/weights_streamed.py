@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import msgspec
 
 from memopt.device import Device
-from memopt.estimators.simulator.staging import staging_ms
+from memopt.estimators.simulator.costs import pace_of, staging_ms
 from memopt.estimators.simulator.state_away import least_of_the_largest
 from memopt.estimators.simulator.weights_away import REASONS_TO_STAY
 from memopt.plan import Tier
@@ -198,10 +198,11 @@ def _waits_ms(
         starts_ms.append(now)
         now += time_us / 1000
     found: defaultdict[int, float] = defaultdict(float)
+    pace = pace_of(trace)
     lane = waited = 0.0
     for start, use in copies:
         size = trace.storages.size_bytes[use.storage]
-        own_ms = staging_ms(size, device) + TENSOR_MS
+        own_ms = staging_ms(size, device) + TENSOR_MS * pace
         took = 1000 * size / in_rate
         ends = max(lane, starts_ms[start] + waited) + took
         lane = ends
@@ -237,7 +238,8 @@ def _changed(
         live[op] -= own
         extra[op] += own
         workspace[op] += own
-    time_us = [time + 1000 * (waits_ms.get(op, 0.0) + MODE_MS) for op, time in enumerate(ops.time_us)]
+    seen_ms = MODE_MS * pace_of(trace)
+    time_us = [time + 1000 * (waits_ms.get(op, 0.0) + seen_ms) for op, time in enumerate(ops.time_us)]
     high = [at + more for at, more in zip(live, extra, strict=True)]
     base, outside = trace.base_bytes - total, max(0, trace.outside_peak_bytes - total)
     cost_ms = sum(time_us) / 1000 - sum(ops.time_us) / 1000

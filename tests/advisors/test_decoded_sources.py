@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.estimators.simulator.costs import REPLAY_MS
 from memopt.estimators.simulator.decision import RECOMPUTE, Decision
-from memopt.estimators.simulator.replays import REPLAY_MS
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from tests.support.enforced import enforced, plan_of, recorded, seeded

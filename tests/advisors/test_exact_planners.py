@@ -16,6 +16,7 @@ from memopt.advisors.registry import find_strategy
 from memopt.advisors.strategies.rotor import optima
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
+from memopt.estimators.simulator.costs import QUEUE_MS
 from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace
@@ -226,8 +227,8 @@ def test_autotm_pays_where_it_must() -> None:
     timeline = problem.run(find_strategy("autotm").plan(problem))
     assert problem.fits(timeline)
     copy_ms = 4 * MIB / 1e8 * 1000
-    assert timeline.stall_ms == pytest.approx(45 + copy_ms - 75)
-    assert timeline.step_ms == pytest.approx(80 + watching_ms(problem) + timeline.stall_ms)
+    assert timeline.stall_ms == pytest.approx(45 + copy_ms - 75 - QUEUE_MS)
+    assert timeline.step_ms == pytest.approx(80 + 2 * QUEUE_MS + watching_ms(problem) + timeline.stall_ms)
 
 
 @pytest.mark.parametrize("strategy", ["checkmate", "autotm"])

@@ -11,6 +11,7 @@ from memopt.advisors.profiles.problem import Problem
 from memopt.advisors.strategies.modnn import all_away
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere
+from memopt.estimators.simulator.costs import QUEUE_MS
 from memopt.estimators.simulator.timeline import HOOK_MS, MODE_MS, Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import CATEGORIES, Trace
@@ -54,7 +55,7 @@ def test_parts_are_halved_until_one_fits_beside_the_gradients_of_the_others() ->
     assert quarter is not None
     assert (quarter.size, quarter.peak_bytes) == (2, 38 * MIB + 4)
     hooks_ms = 4 * MODE_MS + 4 * HOOK_MS
-    copies_ms = 2 * 2 * MIB / 1e9  # of the layer at the turn, out and back
+    copies_ms = 6 * QUEUE_MS + 2 * 2 * MIB / 1e9  # of the layer at the turn, out and back
     assert quarter.step_ms == pytest.approx(4 * (3.0 + hooks_ms + copies_ms))
     assert largest_sub_batch(problem_of(trace, 30 * MIB), all_away) is None
 

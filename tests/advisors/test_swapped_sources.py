@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.device import Device
+from memopt.estimators.simulator.costs import REPLAY_MS
 from memopt.estimators.simulator.decision import RECOMPUTE, Decision
-from memopt.estimators.simulator.replays import REPLAY_MS
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from tests.support.enforced import SWAP, enforced, plan_of, recorded, seeded

@@ -81,7 +81,7 @@ def test_a_short_script_is_profiled_in_its_last_step(tmp_path: Path) -> None:
 
 def test_a_test_that_trains_is_stopped_without_a_failure(tmp_path: Path) -> None:
     """For pytest a `SystemExit` is a failure, whose report shows memopt's own code."""
-    body = "".join(f"    {line}\n" for line in TRAIN.replace("sys.argv[1]", "6").splitlines())
+    body = "".join(f"    {line}\n" for line in TRAIN.replace("sys.argv[1]", "8").splitlines())
     (tmp_path / "test_it.py").write_text(
         f"import pytest\n@pytest.mark.parametrize('w', [1, 2])\ndef test_it(w):\n{body}"
     )

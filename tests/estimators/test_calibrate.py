@@ -17,7 +17,7 @@ from memopt.devices import find_device
 from memopt.errors import NotPossibleHere
 from memopt.estimators.hidden.calibrate import calibrate, measure
 from memopt.estimators.hidden.hidden_memory import HiddenMemory, load_rows
-from memopt.profiler import bandwidth
+from memopt.profiler.timing import bandwidth
 
 command = importlib.import_module("memopt.cli.calibrate")
 

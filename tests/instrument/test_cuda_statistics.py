@@ -10,8 +10,8 @@ import torch
 from memopt.instrument.memory import cuda_statistics
 from memopt.instrument.memory.cuda_statistics import statistics_of
 from memopt.instrument.memory.meter import CudaMeter
-from memopt.profiler import clock as clocks
-from memopt.profiler.clock import CudaClock
+from memopt.profiler.timing import clock as clocks
+from memopt.profiler.timing.clock import CudaClock
 
 MIB = 1 << 20
 

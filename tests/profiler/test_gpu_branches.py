@@ -16,8 +16,9 @@ from memopt.cli.run.course import Wishes
 from memopt.device import Device
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.memory import cuda_statistics
-from memopt.profiler import bandwidth, clock, out_of_memory
+from memopt.profiler import out_of_memory
 from memopt.profiler.recordings import Recordings, Wanted
+from memopt.profiler.timing import bandwidth, clock
 from memopt.trace import CATEGORIES
 from tests.support.enforced import recorded
 

@@ -29,9 +29,14 @@ def test_the_script_is_stopped_once_recorded(profile: Profiler) -> None:
     steps = run.stdout.removesuffix("goodbye\n").split()
     assert run.returncode == 0
     assert steps == [str(step) for step in range(len(steps))]
-    assert 2 <= len(steps) <= 8, (
-        "three iterations, the print of the last never reached, and at most six to time"
+    assert 2 <= len(steps) <= 12, (
+        "three iterations, the print of the last never reached, at most six to time, four watched between those"
     )
+    watching = run.trace.watching
+    assert watching is not None
+    assert watching.ops == run.trace.ops.phase.count(0)
+    assert watching.tensors == len(run.trace.slots.node)
+    assert watching.error_ms >= 0
     assert (run.trace.partial, run.trace.iteration) == ("", 3)
     assert any(line.startswith("memopt: wrote ") for line in run.stderr.splitlines())
     assert f"({len(run.trace.ops.name)} ops)" not in run.stderr

@@ -15,9 +15,10 @@ from torch import nn
 from memopt.device import Device
 from memopt.instrument.script.command import Command
 from memopt.instrument.script.runner import StopScript
-from memopt.profiler import bandwidth, known, recordings
+from memopt.profiler import known, recordings
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession
+from memopt.profiler.timing import bandwidth
 from memopt.trace import Trace
 
 

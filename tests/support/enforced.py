@@ -26,9 +26,9 @@ from memopt.instrument.script.command import Command
 from memopt.instrument.script.runner import StopScript
 from memopt.outcome import Outcome
 from memopt.plan import Plan, ScriptAction
-from memopt.profiler import bandwidth
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession
+from memopt.profiler.timing import bandwidth
 from memopt.trace import Script, Trace
 from tests.support.profiled import measured_once
 

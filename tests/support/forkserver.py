@@ -24,7 +24,7 @@ from tests.support.profiled import measured_once
 IMPORTED = (
     "torch._dynamo", "torch._inductor.async_compile", "torch._inductor.codegen.cpp", "torch._inductor.compile_fx", "torch._inductor.graph",
     "memopt.cli.apply", "memopt.cli.profile", "memopt.enforcers.session", "memopt.estimators.fake.gpu.cuda",
-    "memopt.enforcers.verify.compare", "memopt.estimators.fake.recorder", "memopt.profiler.bandwidth", "memopt.profiler.session",
+    "memopt.enforcers.verify.compare", "memopt.estimators.fake.recorder", "memopt.profiler.timing.bandwidth", "memopt.profiler.session",
 )  # fmt: skip
 """What children find there: torch, what torch itself imports in most of them, and what of memopt imports torch."""
 
@@ -118,7 +118,7 @@ if __name__ == "__main__":
     for name in IMPORTED:
         importlib.import_module(name)
     memopt.enforcers.verify.compare.subprocess = SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL)
-    bandwidth = memopt.profiler.bandwidth
+    bandwidth = memopt.profiler.timing.bandwidth
     bandwidth.measure_device = measured_once(bandwidth.measure_device)
     bandwidth.measure_device("cpu", Path(tempfile.gettempdir()))
     gc.collect()

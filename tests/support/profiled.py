@@ -54,7 +54,7 @@ class Profiler:
 
 
 def measured_once(measure: Measure) -> Measure:
-    """As `memopt.profiler.bandwidth.measure_device`, which writes a file of 48 MiB each time; for each file system once.
+    """As `memopt.profiler.timing.bandwidth.measure_device`, which writes a file of 48 MiB each time; for each file system once.
 
     What a profile does with the rates of this machine is tested, not they themselves."""
     known: dict[tuple[str, int], Device] = {}

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from statistics import median
+
+from memopt.trace import Watching
 
 _MOST_JOINING = 3
 """Optimizers that may join in the first round. A script that makes a new one for each step must not be waited for."""
 _ENOUGH = 6
 _MOST_MS = 2000.0
 """Spent on plain iterations once all is recorded."""
+_LEAST_PAIRS = 3
 
 
 class PlainSteps:
@@ -16,6 +20,8 @@ class PlainSteps:
 
     def __init__(self) -> None:
         self._times_ms: list[float] = []
+        self._watched_ms: list[tuple[int, float]] = []
+        """(plain ones before it, time)."""
         self._joined = 0
         """Iterations that ended before the last optimizer had joined the first round (a GAN's): parts of one."""
         self._spent_ms = 0.0
@@ -25,12 +31,34 @@ class PlainSteps:
         if count > 1 and rounds == 1 and (came_late or count <= _MOST_JOINING):
             self._joined = count - 1
             self._times_ms.clear()
+            self._watched_ms.clear()
         return count - self._joined
 
     def add(self, milliseconds: float, *, waited_for: bool) -> None:
         """One has ended; were it not for its time, the script would have been stopped before?"""
         self._times_ms.append(milliseconds)
         self._spent_ms += milliseconds if waited_for else 0
+
+    def add_watched(self, milliseconds: float) -> None:
+        """One between two plain ones has ended, in which memopt watched and did nothing."""
+        self._watched_ms.append((len(self._times_ms), milliseconds))
+
+    @property
+    def worth_watching(self) -> bool:
+        """Shall a watched one follow? Not the first plain one, which is slow, and not where there is time for too few."""
+        return len(self._times_ms) > 1 and self._times_ms[-1] * _ENOUGH <= _MOST_MS
+
+    def watching(self, ops: int, tensors: int) -> Watching | None:
+        """What watching so many costs, from each watched iteration and its plain neighbours; None after too few of them."""
+        times = self._times_ms
+        more = sorted(
+            watched - (times[at - 1] + times[at]) / 2 for at, watched in self._watched_ms if at < len(times)
+        )
+        if len(more) < _LEAST_PAIRS:
+            return None
+        middle = median(more)
+        spread = 1.4826 * median(abs(each - middle) for each in more)
+        return Watching(ops, tensors, middle, 1.2533 * spread / math.sqrt(len(more)))
 
     @property
     def timed(self) -> bool:

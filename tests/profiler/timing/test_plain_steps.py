@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from memopt.profiler.plain_steps import PlainSteps
+import pytest
+
+from memopt.profiler.timing.plain_steps import PlainSteps
+from memopt.trace import Watching
 
 
 def test_the_first_is_left_out_where_there_are_others() -> None:
@@ -45,3 +48,24 @@ def test_iterations_before_the_last_optimizer_has_joined_are_parts_of_one() -> N
     assert steps.number(2, rounds=1) == 1, "another optimizer has taken its place"
     assert steps.step_ms(0.0) == 0.0
     assert steps.number(3, rounds=2) == 2
+
+
+def test_watching_is_told_from_plain_neighbours() -> None:
+    steps = PlainSteps()
+    steps.add(90.0, waited_for=True)
+    assert not steps.worth_watching, "the first is slow"
+    for plain, watched in ((10.0, 15.0), (12.0, 16.0), (10.0, 18.0)):
+        steps.add(plain, waited_for=True)
+        assert steps.worth_watching
+        steps.add_watched(watched)
+    assert steps.watching(200, 100) is None, "the last has no plain one after it"
+    steps.add(14.0, waited_for=True)
+    assert steps.watching(200, 100) == Watching(200, 100, 5.0, pytest.approx(1.2533 * 1.4826 / 3**0.5))
+
+
+def test_long_steps_are_not_watched() -> None:
+    steps = PlainSteps()
+    assert not steps.worth_watching
+    for milliseconds, worth in ((350.0, False), (350.0, False), (330.0, True)):
+        steps.add(milliseconds, waited_for=True)
+        assert steps.worth_watching is worth

@@ -1,0 +1,71 @@
+"""What a plan's own work costs: watching ops and saved tensors, running ops again, and the copies to and from a tier, which a CPU's cores make
+and a GPU's host has to queue."""
+
+from __future__ import annotations
+
+import re
+
+from memopt.device import Device
+from memopt.estimators.simulator.sums import on_grid
+from memopt.trace import PHASES, Trace, forward_ops
+
+MODE_MS = 0.007
+"""Per forward op: what watching it costs while a plan has actions. Fitted, with `HOOK_MS` and `REPLAY_MS`, to four scripts of thousands of tiny
+ops whose every tensor that can be is recomputed (two LSTMs unrolled by hand, a neural ODE, a tree RNN), on two busy cores."""
+HOOK_MS = 0.014
+"""Per saved tensor: the hooks that pack and unpack it, while a plan has actions."""
+REPLAY_MS = 0.05
+"""Per replayed op, on top of the op itself: remembering it in forward and calling it again."""
+NODE_MS = 0.001
+"""Per op of backward: the look at its node."""
+_OWN_NODE = re.compile(r"\w+Backward\d+|")
+"""A node of torch's, or one whose name was not recorded."""
+HANDOVER_MS = 0.5
+"""Per copy to or from the disk tier of a CPU: what its threads cost the kernels, which wait for the core and the interpreter's lock that
+such a thread holds. Fitted, with `ONE_CORE`, to the swaps of three examples on two cores; their own time hides behind other ops."""
+ONE_CORE = 2.0
+"""Times as long as the kernels' own copy, on all cores, takes a thread of the tier."""
+
+
+QUEUE_MS = 0.05
+"""Per copy to or from the host tier of a GPU: packed or unpacked, a place found, events recorded and waited for."""
+_LEAST, _LEAST_BESIDE_GPU, _MOST = 0.3, 1.0, 20.0
+"""Of `pace_of`. A GPU that is busy hides what the host does, and no measurement of one plain iteration tells how much more it would hide."""
+_ERRORS = 1.0
+"""So many standard errors from what was measured the costs above are still taken for true."""
+
+
+def usual_ms(trace: Trace) -> float:
+    """What watching `trace` takes where the costs above were fitted."""
+    return MODE_MS * forward_ops(trace) + HOOK_MS * len(trace.slots.node)
+
+
+def backward_ms(trace: Trace) -> float:
+    """What watching backward takes as well, while weights are away: its nodes are looked at, and each op is seen where one of them may read
+    a weight that it has not saved."""
+    ops = trace.ops.phase.count(PHASES.index("backward"))
+    own = all(_OWN_NODE.fullmatch(trace.strings[name]) for name in set(trace.slots.node))
+    return ops * (NODE_MS if own else MODE_MS)
+
+
+def pace_of(trace: Trace) -> float:
+    """How many times as long memopt's own code takes in this script, on this machine: 1 where that was not measured.
+
+    The same code takes three times as long in a model of many kinds of ops as in a loop of a few, whose every step the caches hold."""
+    measured = trace.watching
+    if measured is None or not measured.ops:
+        return 1.0
+    usual = MODE_MS * measured.ops + HOOK_MS * measured.tensors
+    off = _ERRORS * measured.error_ms
+    found = min(max(usual, measured.cost_ms - off), measured.cost_ms + off)
+    least = _LEAST if trace.device.kind == "cpu" else _LEAST_BESIDE_GPU
+    return min(max(found / usual, least), _MOST)
+
+
+def staging_ms(size_bytes: int, device: Device, pace: float = 0.0) -> float:
+    """What one copy to or from a tier takes of the cores that compute on a CPU; elsewhere what queueing it takes, at the `pace` of the host."""
+    if device.kind != "cpu":
+        return on_grid(QUEUE_MS * pace)
+    if device.copy_bytes_per_s <= 0:
+        return 0.0
+    return on_grid(HANDOVER_MS + ONE_CORE * size_bytes / device.copy_bytes_per_s * 1000)
