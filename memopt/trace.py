@@ -305,9 +305,9 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         return self.strings[self.storages.label[storage]]
 
 
-def forward_ops(trace: Trace) -> int:
+def ops_of_phase(trace: Trace, phase: str) -> int:
     """How many."""
-    return trace.ops.phase.count(PHASES.index("forward"))
+    return trace.ops.phase.count(PHASES.index(phase))
 
 
 def load_trace(path: Path) -> Trace:

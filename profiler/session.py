@@ -25,7 +25,7 @@ from memopt.profiler.recordings import (
 )
 from memopt.profiler.timing.plain_steps import PlainSteps
 from memopt.profiler.trace_of import Run, describe_script, trace_of
-from memopt.trace import Trace, forward_ops
+from memopt.trace import Trace, ops_of_phase
 
 if TYPE_CHECKING:
     import torch
@@ -365,7 +365,7 @@ class ProfileSession:
             step_ms = self._plain.step_ms(self._recordings.recorded_ms)
             if self._plain.timed and step_ms and self._wanted.offload is None:
                 trace = self.trace
-                watching = self._plain.watching(forward_ops(trace), len(trace.slots.node))
+                watching = self._plain.watching(ops_of_phase(trace, "forward"), len(trace.slots.node))
                 if (step_ms, watching) != (trace.step_ms, trace.watching):
                     self._publish(msgspec.structs.replace(trace, step_ms=step_ms, watching=watching))
 

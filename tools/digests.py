@@ -22,7 +22,8 @@ from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
 from memopt.advisors.registry import graph_strategies, profile_strategies
 from memopt.device import Device
 from memopt.errors import MemoptError
-from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
+from memopt.estimators.simulator.costs import REPLAY_MS
+from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace
 from tests.advisors.graphs.planned_graphs import chain as plain_chain

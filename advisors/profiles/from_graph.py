@@ -22,8 +22,8 @@ from memopt.advisors.graphs.schedule import FREE, IN, OUT, RUN, Schedule
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.errors import BudgetInfeasible
+from memopt.estimators.simulator.costs import REPLAY_MS
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, RECOMPUTE_EARLY, Decision
-from memopt.estimators.simulator.timeline import REPLAY_MS
 from memopt.estimators.simulator.trace_view import Saved
 
 _LEAST_S = 0.05

@@ -7,7 +7,7 @@ import re
 
 from memopt.device import Device
 from memopt.estimators.simulator.sums import on_grid
-from memopt.trace import PHASES, Trace, forward_ops
+from memopt.trace import Trace, ops_of_phase
 
 MODE_MS = 0.007
 """Per forward op: what watching it costs while a plan has actions. Fitted, with `HOOK_MS` and `REPLAY_MS`, to four scripts of thousands of tiny
@@ -25,8 +25,6 @@ HANDOVER_MS = 0.5
 such a thread holds. Fitted, with `ONE_CORE`, to the swaps of three examples on two cores; their own time hides behind other ops."""
 ONE_CORE = 2.0
 """Times as long as the kernels' own copy, on all cores, takes a thread of the tier."""
-
-
 QUEUE_MS = 0.05
 """Per copy to or from the host tier of a GPU: packed or unpacked, a place found, events recorded and waited for."""
 _LEAST, _LEAST_BESIDE_GPU, _MOST = 0.3, 1.0, 20.0
@@ -37,15 +35,14 @@ _ERRORS = 1.0
 
 def usual_ms(trace: Trace) -> float:
     """What watching `trace` takes where the costs above were fitted."""
-    return MODE_MS * forward_ops(trace) + HOOK_MS * len(trace.slots.node)
+    return _usual_ms(ops_of_phase(trace, "forward"), len(trace.slots.node))
 
 
 def backward_ms(trace: Trace) -> float:
     """What watching backward takes as well, while weights are away: its nodes are looked at, and each op is seen where one of them may read
     a weight that it has not saved."""
-    ops = trace.ops.phase.count(PHASES.index("backward"))
     own = all(_OWN_NODE.fullmatch(trace.strings[name]) for name in set(trace.slots.node))
-    return ops * (NODE_MS if own else MODE_MS)
+    return ops_of_phase(trace, "backward") * (NODE_MS if own else MODE_MS)
 
 
 def pace_of(trace: Trace) -> float:
@@ -55,17 +52,24 @@ def pace_of(trace: Trace) -> float:
     measured = trace.watching
     if measured is None or not measured.ops:
         return 1.0
-    usual = MODE_MS * measured.ops + HOOK_MS * measured.tensors
+    usual = _usual_ms(measured.ops, measured.tensors)
     off = _ERRORS * measured.error_ms
     found = min(max(usual, measured.cost_ms - off), measured.cost_ms + off)
     least = _LEAST if trace.device.kind == "cpu" else _LEAST_BESIDE_GPU
     return min(max(found / usual, least), _MOST)
 
 
-def staging_ms(size_bytes: int, device: Device, pace: float = 0.0) -> float:
-    """What one copy to or from a tier takes of the cores that compute on a CPU; elsewhere what queueing it takes, at the `pace` of the host."""
-    if device.kind != "cpu":
-        return on_grid(QUEUE_MS * pace)
-    if device.copy_bytes_per_s <= 0:
+def handling_ms(size_bytes: int, device: Device, pace: float) -> float:
+    """What one copy to or from a tier takes beside the link: staging on a CPU; elsewhere queueing it, at the `pace` of the host."""
+    return staging_ms(size_bytes, device) if device.kind == "cpu" else on_grid(QUEUE_MS * pace)
+
+
+def staging_ms(size_bytes: int, device: Device) -> float:
+    """What one copy to or from a tier takes of the cores that compute, on a CPU; 0 elsewhere."""
+    if device.kind != "cpu" or device.copy_bytes_per_s <= 0:
         return 0.0
     return on_grid(HANDOVER_MS + ONE_CORE * size_bytes / device.copy_bytes_per_s * 1000)
+
+
+def _usual_ms(ops: int, tensors: int) -> float:
+    return MODE_MS * ops + HOOK_MS * tensors

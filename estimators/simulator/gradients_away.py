@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from memopt.device import Device
-from memopt.estimators.simulator.timeline import staging_ms
+from memopt.estimators.simulator.costs import staging_ms
 from memopt.plan import Tier
 from memopt.trace import PHASES, Trace
 from memopt.updates import Updates

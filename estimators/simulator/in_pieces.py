@@ -17,10 +17,9 @@ import msgspec
 
 from memopt.device import Device
 from memopt.errors import NotPossibleHere
-from memopt.estimators.simulator.costs import pace_of
+from memopt.estimators.simulator.costs import pace_of, staging_ms
 from memopt.estimators.simulator.in_backward import groups_of
 from memopt.estimators.simulator.state_away import Away, state_away, storages_of, whole_steps
-from memopt.estimators.simulator.timeline import staging_ms
 from memopt.pieces import Cut, Uncut, cut
 from memopt.plan import Tier
 from memopt.trace import CATEGORIES, PHASES, Trace

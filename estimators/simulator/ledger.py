@@ -14,7 +14,7 @@ from typing import TypeVar
 import numpy as np
 
 from memopt.device import Device
-from memopt.estimators.simulator.costs import staging_ms
+from memopt.estimators.simulator.costs import handling_ms
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.replays import Replay
 from memopt.estimators.simulator.sums import Sums, on_grid
@@ -260,7 +260,7 @@ class Ledger:
     def _stage(self, storage: int) -> None:
         """The copies out and in of a swapped storage take time of the compute lane."""
         saved, n = self.view.saved[storage], self.view.n
-        half_ms = staging_ms(saved.size_bytes, self.device, self.view.pace)
+        half_ms = handling_ms(saved.size_bytes, self.device, self.view.pace)
         for op in self._staged.pop(storage, ()):
             self._added_ms.add(op, -half_ms)
             self._staging_ms -= half_ms

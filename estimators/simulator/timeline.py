@@ -14,11 +14,7 @@ from functools import cached_property
 
 from memopt.device import Device
 from memopt.estimators.simulator.chains import Chain
-from memopt.estimators.simulator.costs import HOOK_MS as HOOK_MS
-from memopt.estimators.simulator.costs import MODE_MS as MODE_MS
-from memopt.estimators.simulator.costs import REPLAY_MS as REPLAY_MS
-from memopt.estimators.simulator.costs import backward_ms, usual_ms
-from memopt.estimators.simulator.costs import staging_ms as staging_ms
+from memopt.estimators.simulator.costs import backward_ms, handling_ms, usual_ms
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.evaluation import Evaluation
 from memopt.estimators.simulator.replays import Replays
@@ -94,7 +90,7 @@ class Simulator:
     def staging_ms(self, saved: Saved) -> float:
         """What swapping `saved` takes of the compute lane: on a CPU the cores that compute copy to and from the tier's buffers; elsewhere
         the host queues the copies."""
-        return 2 * staging_ms(saved.size_bytes, self.device, self.view.pace) * (1 + len(saved.again))
+        return 2 * handling_ms(saved.size_bytes, self.device, self.view.pace) * (1 + len(saved.again))
 
     def copy_ms(self, size_bytes: int, decision: Decision, *, out: bool) -> float:
         """Time of one copy on its lane; infinite where the device has no such link."""

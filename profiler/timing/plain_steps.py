@@ -13,6 +13,10 @@ _ENOUGH = 6
 _MOST_MS = 2000.0
 """Spent on plain iterations once all is recorded."""
 _LEAST_PAIRS = 3
+_OF_NORMAL = 1.4826
+"""Standard deviation of a normal distribution, in median absolute deviations."""
+_OF_MEDIAN = 1.2533
+"""Standard error of a median, in those of a mean."""
 
 
 class PlainSteps:
@@ -51,14 +55,14 @@ class PlainSteps:
     def watching(self, ops: int, tensors: int) -> Watching | None:
         """What watching so many costs, from each watched iteration and its plain neighbours; None after too few of them."""
         times = self._times_ms
-        more = sorted(
+        more = [
             watched - (times[at - 1] + times[at]) / 2 for at, watched in self._watched_ms if at < len(times)
-        )
+        ]
         if len(more) < _LEAST_PAIRS:
             return None
         middle = median(more)
-        spread = 1.4826 * median(abs(each - middle) for each in more)
-        return Watching(ops, tensors, middle, 1.2533 * spread / math.sqrt(len(more)))
+        deviation = _OF_NORMAL * median(abs(each - middle) for each in more)
+        return Watching(ops, tensors, middle, _OF_MEDIAN * deviation / math.sqrt(len(more)))
 
     @property
     def timed(self) -> bool:

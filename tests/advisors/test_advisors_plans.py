@@ -16,9 +16,9 @@ from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem, allowed
 from memopt.advisors.registry import find_strategy, profile_strategies
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
-from memopt.estimators.simulator.costs import HANDOVER_MS, ONE_CORE
+from memopt.estimators.simulator.costs import HANDOVER_MS, HOOK_MS, MODE_MS, ONE_CORE, REPLAY_MS
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, RECOMPUTE_EARLY, Decision
-from memopt.estimators.simulator.timeline import HOOK_MS, MODE_MS, REPLAY_MS, Simulator
+from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import Plan, load_plan
 from memopt.trace import Trace

@@ -16,8 +16,8 @@ from memopt.advisors.registry import find_strategy
 from memopt.advisors.strategies.rotor import optima
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.simulator.costs import QUEUE_MS
-from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
+from memopt.estimators.simulator.costs import QUEUE_MS, REPLAY_MS
+from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace
 from tests.support.layers_trace import Layer, build, chain

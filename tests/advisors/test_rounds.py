@@ -16,8 +16,9 @@ from memopt.advisors.profiles.round_trace import trace_of
 from memopt.advisors.profiles.rounds import find_kinds
 from memopt.advisors.profiles.search import Search
 from memopt.errors import BudgetInfeasible
+from memopt.estimators.simulator.costs import HOOK_MS, MODE_MS
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN
-from memopt.estimators.simulator.timeline import HOOK_MS, MODE_MS, Simulator
+from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace
 from tests.support.layers_trace import Layer, build, chain, checked_peak

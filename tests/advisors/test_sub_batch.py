@@ -11,8 +11,8 @@ from memopt.advisors.profiles.problem import Problem
 from memopt.advisors.strategies.modnn import all_away
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere
-from memopt.estimators.simulator.costs import QUEUE_MS
-from memopt.estimators.simulator.timeline import HOOK_MS, MODE_MS, Simulator
+from memopt.estimators.simulator.costs import HOOK_MS, MODE_MS, QUEUE_MS
+from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import CATEGORIES, Trace
 from tests.support.layers_trace import build, chain

@@ -9,7 +9,7 @@ from memopt.advisors.profiles.problem import Problem
 from memopt.estimators.simulator.costs import HOOK_MS, MODE_MS, REPLAY_MS, pace_of, usual_ms
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
-from memopt.trace import Trace, Watching, forward_ops
+from memopt.trace import Trace, Watching, ops_of_phase
 from tests.support.layers_trace import build, chain
 
 
@@ -19,13 +19,13 @@ def trace() -> Trace:
 
 
 def watched(trace: Trace, cost_ms: float, error_ms: float = 0.0) -> Trace:
-    counts = forward_ops(trace), len(trace.slots.node)
+    counts = ops_of_phase(trace, "forward"), len(trace.slots.node)
     return msgspec.structs.replace(trace, watching=Watching(*counts, cost_ms, error_ms))
 
 
 def test_the_pace_is_what_was_measured_as_far_as_it_is_sure(trace: Trace) -> None:
     usual = usual_ms(trace)
-    assert usual == pytest.approx(MODE_MS * forward_ops(trace) + HOOK_MS * len(trace.slots.node))
+    assert usual == pytest.approx(MODE_MS * ops_of_phase(trace, "forward") + HOOK_MS * len(trace.slots.node))
     assert pace_of(trace) == 1.0
     assert pace_of(watched(trace, 3 * usual)) == pytest.approx(3.0)
     assert pace_of(watched(trace, 3 * usual, 0.5 * usual)) == pytest.approx(2.5)

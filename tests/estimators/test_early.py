@@ -11,8 +11,9 @@ from memopt.advisors.profiles.auto import Auto
 from memopt.advisors.profiles.from_graph import Absence, told
 from memopt.advisors.profiles.lower_bound import least_step_ms
 from memopt.advisors.profiles.problem import Problem
+from memopt.estimators.simulator.costs import REPLAY_MS
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_EARLY
-from memopt.estimators.simulator.timeline import REPLAY_MS, Simulator
+from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from tests.support.layers_trace import Layer, build
 
