@@ -7,11 +7,13 @@ decides by who still holds a tensor what the next graph may write over: there ev
 
 from __future__ import annotations
 
+import torch
+
+from memopt.instrument.torch_internals import Gone, graph_trees
+
 
 def on_this_stream() -> bool:
     """Whatever device there is."""
-    import torch
-
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -23,11 +25,7 @@ class Capturing:
 
     def now(self) -> bool:
         """On this thread's stream."""
-        if not self._can_be:
-            return False
-        import torch
-
-        return torch.cuda.is_current_stream_capturing()
+        return self._can_be and torch.cuda.is_current_stream_capturing()
 
     def why_keep(self) -> str:
         """Why no saved tensor may be taken away now; empty: it may."""
@@ -39,9 +37,9 @@ class Capturing:
 
 
 def _graph_trees() -> bool:
-    from memopt.instrument.torch_internals import Gone, graph_trees
-
     trees = graph_trees()
+    if trees is None:
+        return False
     if isinstance(trees, Gone):
         return True  # perhaps: then nothing is taken away
     containers = getattr(trees, "tree_manager_containers", {})

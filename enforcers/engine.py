@@ -176,12 +176,13 @@ class Engine(modes.Mode):
             return self._in_backward(func, run, args, kwargs) if plain else run(*args, **kwargs)
         if not self.active or (iterations.in_step and not torch.is_grad_enabled()):
             return run(*args, **kwargs)
-        if self._regions.compiling or not self._thread.is_here or self.capturing.now():
+        if self._regions.compiling or not self._thread.is_here:
             return run(*args, **kwargs)
         if not plain:
-            return run(*args, **kwargs) if just_goes_on(types) else NotImplemented
+            goes_on = self.capturing.now() or just_goes_on(types)
+            return run(*args, **kwargs) if goes_on else NotImplemented
         kind = kind_of(func)
-        if kind.is_view:
+        if kind.is_view or self.capturing.now():
             return run(*args, **kwargs)
         if self._swapper is not None:
             self._swapper.collect()
@@ -189,11 +190,11 @@ class Engine(modes.Mode):
         to_do = self._to_do_in(frame)
         op = None
         recorded = copies = False
-        if to_do is not NOTHING or weights is not None:
+        if to_do is not NOTHING:
             name = kind.name
             op = (name, frame.next_op(name))
             recorded = op in to_do.ops and not frame.diverged and not self._is_idle
-            copies = op in to_do.clones and name == CLONE
+            copies = name == CLONE and op in to_do.clones
             self._called = describe_call(name, func, args, kwargs) if name in to_do.readers else None
         elif self._called is not None:
             self._called = None
@@ -203,8 +204,10 @@ class Engine(modes.Mode):
             out = run(*args, **kwargs)
         if copies:
             self._copied(func, kind, args, kwargs, out)
-        if op is not None and weights is not None:
-            self._let_weights_leave(weights, frame, op, (*args, *kwargs.values()))
+        if weights is not None:
+            weights.settle()
+            if op is not None and op in to_do.leaves and not frame.diverged:
+                self._let_weights_leave(weights, frame, op, to_do.leaves[op], (*args, *kwargs.values()))
         return out
 
     def _to_do_in(self, frame: Frame) -> InCall:
@@ -221,10 +224,14 @@ class Engine(modes.Mode):
         return out
 
     def _let_weights_leave(
-        self, weights: WatchedWeights, frame: Frame, op: tuple[str, int], arguments: tuple[Any, ...]
+        self,
+        weights: WatchedWeights,
+        frame: Frame,
+        op: tuple[str, int],
+        actions: list[int],
+        arguments: tuple[Any, ...],
     ) -> None:
-        weights.settle()
-        for action in self._to_do_in(frame).leaves.get(op, ()) if not frame.diverged else ():
+        for action in actions:
             planned = self.actions[action]
             first = planned.leaves_after
             again = first is None or (first.module, first.name, first.ordinal) != (frame.key, *op)
@@ -314,11 +321,10 @@ class Engine(modes.Mode):
         to_do = self._to_do_in(frame)
         if to_do is NOTHING:
             return Kept(tensor) if standby is None else standby.guard.pack(tensor)
-        keep = self.capturing.why_keep()
-        due = to_do.due.get(ordinal)
+        due, slot = to_do.due.get(ordinal), to_do.slots.get(ordinal)
+        keep = self.capturing.why_keep() if due is not None or slot is not None else ""
         if due is not None and self._swapper is not None and not keep:
             self._swapper.wait_until_away(due)
-        slot = to_do.slots.get(ordinal)
         if slot is None or frame.diverged or self._is_idle:
             brings = to_do.at_use.get(ordinal)
             if brings is not None:
@@ -366,7 +372,7 @@ class Engine(modes.Mode):
         return tensor
 
     def _unpack(self, handle: Kept | Planned) -> Tensor:
-        if self.capturing.now() and isinstance(handle, Kept):
+        if isinstance(handle, Kept) and self.capturing.now():
             return handle.get()
         if self._swapper is not None and self.active:
             self._swapper.collect()

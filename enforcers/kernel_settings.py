@@ -55,6 +55,11 @@ class KernelSettings:
             self._last = found
         return self._last
 
+    def of_one_by_one(self) -> Settings:
+        """The same for an op that a GPU computes element by element: of all settings the default dtype alone can change its bits."""
+        last = self._last
+        return last if last and last[0] is torch.get_default_dtype() else self.now()
+
     def switch(self, wanted: Settings) -> None:
         """Write what is not as `wanted`."""
         for (read, write), value in zip(self._pairs, wanted, strict=True):

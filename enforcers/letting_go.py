@@ -20,7 +20,7 @@ from memopt.enforcers.codecs.table import bytes_beyond, decode, encode, encode_f
 from memopt.enforcers.handles import Planned
 from memopt.enforcers.lookup import PlannedSlot
 from memopt.enforcers.records import Value
-from memopt.enforcers.replays import CannotReplay, make
+from memopt.enforcers.replays import CannotReplay, make, show
 from memopt.enforcers.tiers.swapped import SwappedStorage, Swapper
 from memopt.enforcers.values import Values
 from memopt.estimators.simulator.slot_needs import Need
@@ -163,11 +163,11 @@ class LettingGo:
     def _restored(self, handle: Planned) -> Tensor:
         content = handle.content
         if isinstance(content, Value):
-            storage = make(content, self._values.kept)
+            tensor = show(content, handle.place, self._values.kept)
             if not handle.served:
                 handle.served = True
-                content.serve(storage, only_read=_only_reads(handle.slot.ref.node))
-            return handle.on(storage)
+                content.serve(storage_of(tensor), only_read=_only_reads(handle.slot.ref.node))
+            return tensor
         if isinstance(content, SwappedStorage):
             tensor = handle.on(content.get())
             if not handle.served:

@@ -20,7 +20,7 @@ from torch import Tensor, UntypedStorage
 from memopt.enforcers.codecs.encoded import Encoded
 from memopt.enforcers.codecs.table import decode
 from memopt.enforcers.flat_call import CallForm
-from memopt.enforcers.kernel_settings import SETTINGS
+from memopt.enforcers.kernel_settings import SETTINGS, Settings
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.ops import OpKind
 from memopt.instrument.saved import Place, let_go_of_bytes
@@ -52,13 +52,21 @@ class Pinned:
         """Shares the version counter of what a tier holds, but none of its bytes."""
         self.whole: Callable[[Tensor, object], None] | None = None
         """Told before somebody reads the tensor, and who, where weights may be away."""
-        self.place = Place.of(tensor)
+        self.place: Place | None = None
+        """Of a tensor that a codec or a tier holds."""
 
     @property
     def is_changed(self) -> bool:
         """Was it changed in place since the op read it?"""
         seen = self.tensor if self.tensor is not None else self.witness
         return seen is not None and seen._version != self.version
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Its shape."""
+        if self.tensor is not None:
+            return tuple(self.tensor.shape)
+        return self.place.size if self.place is not None else ()
 
     def holds(self, storage: UntypedStorage) -> bool:
         return self.tensor is not None and storage_of(self.tensor)._cdata == storage._cdata
@@ -74,6 +82,8 @@ class Pinned:
     def read_from(self, held: Encoded | SwappedStorage) -> None:
         """Hold what a codec made of the whole storage, or the copy in a tier, in the version that the op read, in place of the bytes."""
         alias, self.tensor = self.tensor, None
+        if alias is not None:
+            self.place = Place.of(alias)
         if isinstance(held, Encoded):
             self.encoded = held
             return
@@ -87,6 +97,7 @@ class Pinned:
             if self.whole is not None:
                 self.whole(self.tensor, reader)
             return self.tensor
+        assert self.place is not None
         if self.swapped is not None:
             return self.place.on(self.swapped.get())
         assert self.encoded is not None
@@ -168,7 +179,13 @@ class Record:
     )
 
     def __init__(
-        self, func: Any, kind: OpKind, args: list[Any], form: CallForm, rng: tuple[Any, Tensor] | None
+        self,
+        func: Any,
+        kind: OpKind,
+        args: list[Any],
+        form: CallForm,
+        rng: tuple[Any, Tensor] | None,
+        settings: Settings,
     ) -> None:
         self.func = func
         self.kind = kind
@@ -177,7 +194,7 @@ class Record:
         self.rng = rng
         self.grad = torch.is_grad_enabled()
         """Some kernels ask for the grad mode."""
-        self.settings = SETTINGS.now()
+        self.settings = settings
         self.updated = _statistics_positions(kind, form, args) if kind.statistics is not None else _NONE
         """Flat positions of running statistics that the call moves on; its outputs do not depend on them."""
         self.written = (
@@ -244,6 +261,11 @@ def rewound(generator: Any, state: Tensor) -> Iterator[None]:
 
 
 def _written_positions(kind: OpKind, form: CallForm, count: int) -> frozenset[int]:
+    if not form.lists:  # the flat positions are the call's own
+        named = {name: form.positional + at for at, name in enumerate(form.names)}
+        places = zip(kind.writes, kind.write_names, strict=True)
+        taken = [at if at < form.positional else named.get(name) for at, name in places]
+        return frozenset(at for at in taken if at is not None)
     args, kwargs = form.rebuild(list(range(count)))
     found: set[int] = set()
     for position, name in zip(kind.writes, kind.write_names, strict=True):
@@ -271,7 +293,10 @@ def record_op(
 ) -> Record:
     """Remember a call before it runs; `freeze` says what to hold of each tensor argument."""
     rng = generator_state(flat) if kind.random else None
-    return Record(func, kind, [freeze(a) if isinstance(a, Tensor) else a for a in flat], form, rng)
+    alone = kind.one_by_one and isinstance(flat[0], Tensor) and flat[0].is_cuda
+    settings = SETTINGS.of_one_by_one() if alone else SETTINGS.now()
+    args = [freeze(a) if isinstance(a, Tensor) else a for a in flat]
+    return Record(func, kind, args, form, rng, settings)
 
 
 def output_tensors(out: Any) -> list[Any]:

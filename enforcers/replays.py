@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from memopt.enforcers.kernel_settings import SETTINGS
+from memopt.enforcers.kernel_settings import SETTINGS, Settings
 from memopt.enforcers.records import Pinned, Record, Value, View, output_tensors, rewound
 from memopt.instrument.saved import Place
 from memopt.instrument.torch_internals import (
     BelowAutograd,
     DisableAutocast,
-    disable_current_modes,
+    DisableTorchDispatch,
     storage_of,
 )
 
@@ -36,16 +36,33 @@ def make(value: Value, kept: Kept | None = None) -> UntypedStorage:
     Raises `CannotReplay` when a pinned source was changed in place since forward.
     """
     found = value.there()
-    if found is not None:
-        return found
+    if found is None:
+        made = _run_again(value, kept)
+        found = storage_of(made) if made is not None else value.there()
+    assert found is not None
+    return found
+
+
+def show(value: Value, place: Place, kept: Kept | None = None) -> Tensor:
+    """The tensor at `place` of what `make` gives."""
+    made = _run_again(value, kept) if value.there() is None else None
+    if made is None:
+        return place.on(make(value, kept))
+    return made if place.is_of(made) else place.on(storage_of(made))
+
+
+def _run_again(value: Value, kept: Kept | None) -> Tensor | None:
+    """A tensor that shows it; None where it is there by now."""
     replay = _Replay(value, kept)
     grad, settings = torch.is_grad_enabled(), SETTINGS.now()
+    guard = DisableTorchDispatch()
     try:
-        with DisableAutocast(), disable_current_modes(), BelowAutograd():
-            return replay.run()
+        with DisableAutocast(), BelowAutograd():
+            return replay.run(grad, settings)
     finally:
+        del guard
         torch.set_grad_enabled(grad)
-        if SETTINGS.now() is not settings:
+        if replay.switched:
             SETTINGS.switch(settings)
 
 
@@ -58,6 +75,8 @@ class _Replay:
         """By the values' ids: tensors that show them, as their ops gave them."""
         self._reads: dict[int, int] = {id(target): 1}
         self._order = self._records()
+        self.switched = False
+        """Settings of the process may not be what they were."""
 
     def _records(self) -> list[Record]:
         """Records to run, inputs first, each once. Counts who reads what."""
@@ -82,20 +101,18 @@ class _Replay:
                     stack.append((source, None))
         return order
 
-    def run(self) -> UntypedStorage:
-        grad, settings = torch.is_grad_enabled(), SETTINGS.now()
+    def run(self, grad: bool, settings: Settings) -> Tensor | None:
+        """Under the records' own settings; these are the ones of now."""
         for record in self._order:
             if record.grad is not grad:
                 grad = record.grad
                 torch.set_grad_enabled(grad)
             if record.settings is not settings:
                 settings = record.settings
+                self.switched = True
                 SETTINGS.switch(settings)
             self._run(record)
-        made = self._made.get(id(self._target))
-        found = storage_of(made) if made is not None else self._target.there()
-        assert found is not None
-        return found
+        return self._made.get(id(self._target))
 
     def _run(self, record: Record) -> None:
         flat = [self._argument(record, position, argument) for position, argument in enumerate(record.args)]
@@ -161,7 +178,7 @@ def _private(tensor: Tensor) -> Tensor:
 
 def _changed(record: Record, argument: Pinned) -> CannotReplay:
     return CannotReplay(
-        f"memopt cannot compute {record.kind.name} again: its input {argument.place.size} was changed in place "
+        f"memopt cannot compute {record.kind.name} again: its input {argument.size} was changed in place "
         "after forward, outside of what memopt watches. Nothing wrong was computed; profile the script again, "
         "or advise without recompute (--deny recompute)"
     )

@@ -80,6 +80,8 @@ class OpKind:
     """Positions of arguments that it writes in place."""
     write_names: tuple[str, ...]
     random: bool
+    one_by_one: bool
+    """Computes each element of its result from those at its place in the arguments."""
     replayable: bool
     statistics: tuple[int, int, int | None] | None
     """Running statistics that it updates though its schema does not say so."""
@@ -106,6 +108,7 @@ def kind_of(func: OpOverload) -> OpKind:
         writes=writes,
         write_names=tuple(schema.arguments[i].name for i in writes),
         random=random,
+        one_by_one=torch.Tag.pointwise in func.tags,
         replayable=own
         and packet not in _NOT_REPLAYABLE
         and torch.Tag.data_dependent_output not in func.tags

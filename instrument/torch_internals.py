@@ -275,6 +275,13 @@ cuda_memory_stats = find(
 cuda_reset_peaks = find(
     NAMES, "torch._C._cuda_resetPeakMemoryStats", ON_GPU, "a peak of each op's own", here=_cuda
 )
+raw_cuda_stream = find(
+    NAMES,
+    "torch._C._cuda_getCurrentRawStream",
+    ON_GPU,
+    "which stream computes, at each saved tensor",
+    here=_cuda,
+)
 cuda_device_index = find(
     NAMES, "torch.cuda._utils._get_device_index", ON_GPU, "which device the script's own question is about"
 )

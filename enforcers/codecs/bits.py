@@ -35,7 +35,7 @@ def first_set(mask: Row) -> int:
 def pack_bits(mask: Row, into: torch.Tensor) -> None:
     """Write the flat bool `mask` as bits to the uint8 row `into` (one byte per eight, the last one padded with zeros)."""
     if isinstance(mask, torch.Tensor) and mask.device.type != "cpu":
-        into.copy_(gather_bits(mask))
+        into.copy_(_gathered(mask))
     else:
         into.copy_(torch.from_numpy(np.packbits(np.asarray(mask), bitorder="little")))
 
@@ -69,15 +69,25 @@ def fill_by_bits(
 
 def gather_bits(mask: torch.Tensor) -> torch.Tensor:
     """`pack_bits` in plain torch operations, for devices that numpy does not reach."""
-    octets = torch.zeros(-(-mask.numel() // 8) * 8, dtype=torch.uint8, device=mask.device)
-    octets[: mask.numel()] = mask
-    return octets.view(torch.int64).mul_(_GATHER).bitwise_right_shift_(56).to(torch.uint8)
+    return _gathered(mask).to(torch.uint8)
 
 
-def spread_bits(packed: torch.Tensor, count: int) -> torch.Tensor:
-    """`unpack_bits` in plain torch operations."""
+def _gathered(mask: torch.Tensor) -> torch.Tensor:
+    """The same as the lowest bytes of int64. Few operations: each takes a GPU's host longer than the GPU."""
+    count = mask.numel()
+    if count % 8 == 0:
+        octets = mask.to(torch.uint8)  # 0 or 1, whatever bytes stand for true
+    else:
+        octets = torch.zeros(-(-count // 8) * 8, dtype=torch.uint8, device=mask.device)
+        octets[:count] = mask
+    return octets.view(torch.int64).mul_(_GATHER).bitwise_right_shift_(56)
+
+
+def spread_bits(packed: torch.Tensor, count: int, into: torch.Tensor | None = None) -> torch.Tensor:
+    """`unpack_bits` in plain torch operations; `into`: the bool row to fill."""
     octets = packed.to(torch.int64).mul_(_SPREAD).bitwise_and_(_SELECT).view(torch.uint8)
-    return octets[:count] != 0
+    octets = octets if octets.numel() == count else octets[:count]
+    return octets != 0 if into is None else torch.ne(octets, 0, out=into)
 
 
 def pack_nibbles(row: torch.Tensor) -> torch.Tensor:

@@ -57,9 +57,9 @@ def flat_storage(tensor: torch.Tensor) -> torch.Tensor:
     return whole.set_(storage, 0, (storage.nbytes() // tensor.element_size(),), (1,))
 
 
-def cells_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory from the first to the last element of `tensor`, flat; no copy."""
-    meta = meta_of(tensor)
+def cells_of(tensor: torch.Tensor, meta: TensorMeta | None = None) -> torch.Tensor:
+    """The memory from the first to the last element of `tensor`, flat; no copy. `meta`: its geometry, where that is known."""
+    meta = meta or meta_of(tensor)
     return tensor.detach().as_strided((meta.cells,), (1,), meta.storage_offset)
 
 
@@ -76,10 +76,18 @@ def torch_dtype(meta: TensorMeta) -> torch.dtype:
 
 def new_cells(meta: TensorMeta) -> tuple[torch.Tensor, torch.Tensor]:
     """A fresh tensor with the geometry of `meta`, and its cells, to be filled."""
+    if meta.storage_offset == 0:
+        tensor = torch.empty_strided(meta.size, meta.stride, dtype=torch_dtype(meta), device=meta.device)
+        return tensor, tensor.as_strided((meta.cells,), (1,))
     buffer = torch.empty(meta.storage_offset + meta.cells, dtype=torch_dtype(meta), device=meta.device)
     tensor = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
     tensor.set_(buffer.untyped_storage(), meta.storage_offset, meta.size, meta.stride)
     return tensor, buffer[meta.storage_offset :]
+
+
+def part_of(row: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """`row[begin:end]`, or `row` itself where that is all of it."""
+    return row if begin == 0 and end >= row.numel() else row[begin:end]
 
 
 def chunks_of(count: int, device: str | torch.device) -> Iterator[slice]:

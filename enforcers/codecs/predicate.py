@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from memopt.codecs.meta import bitmap_bytes
-from memopt.enforcers.codecs.bits import fill_by_bits, pack_bits
+from memopt.enforcers.codecs.bits import fill_by_bits, pack_bits, spread_bits
 from memopt.enforcers.codecs.encoded import (
     Encoded,
     bits_of,
@@ -24,6 +24,7 @@ from memopt.enforcers.codecs.encoded import (
     is_plain,
     meta_of,
     new_cells,
+    part_of,
 )
 
 name = "predicate"
@@ -121,16 +122,17 @@ def encode(tensor: torch.Tensor, params: Mapping[str, object]) -> Encoded | None
     found = _yes_and_no(ask, params, tensor)
     if found is None:
         return None
-    meta, cells = meta_of(tensor), cells_of(tensor)
+    meta = meta_of(tensor)
+    cells = cells_of(tensor, meta)
     bitmap = torch.empty(bitmap_bytes(meta.cells), dtype=torch.uint8, device=meta.device)
     for part in chunks_of(meta.cells, meta.device):
-        chunk = cells[part]
+        chunk = part_of(cells, part.start, part.stop)
         if _unsure(chunk, test):
             return None
         answers = ask(chunk)
         pack_bits(
             answers if answers.dtype == torch.bool else answers == found.means_yes,
-            bitmap[part.start // 8 : bitmap_bytes(part.stop)],
+            part_of(bitmap, part.start // 8, bitmap_bytes(part.stop)),
         )
     return Encoded(name, meta, (bitmap,), {"yes": found.yes, "no": found.no})
 
@@ -147,8 +149,14 @@ def _unsure(chunk: torch.Tensor, test: object) -> bool:
 def decode(encoded: Encoded) -> torch.Tensor:
     tensor, cells = new_cells(encoded.meta)
     (bitmap,) = encoded.payload
+    if cells.dtype == torch.bool and not encoded.meta.is_on_cpu:
+        for part in chunks_of(encoded.meta.cells, encoded.meta.device):
+            bits = part_of(bitmap, part.start // 8, bitmap_bytes(part.stop))
+            spread_bits(bits, part.stop - part.start, part_of(cells, part.start, part.stop))
+        return tensor
     no, yes = (bits_of(torch.full((), float(encoded.params[key]), dtype=cells.dtype, device=cells.device)) for key in ("no", "yes"))  # type: ignore[arg-type]  # fmt: skip
     out = bits_of(cells)
     for part in chunks_of(encoded.meta.cells, encoded.meta.device):
-        fill_by_bits(bitmap[part.start // 8 : bitmap_bytes(part.stop)], out[part], no, yes)
+        bits = part_of(bitmap, part.start // 8, bitmap_bytes(part.stop))
+        fill_by_bits(bits, part_of(out, part.start, part.stop), no, yes)
     return tensor

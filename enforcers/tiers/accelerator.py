@@ -119,17 +119,28 @@ class TorchAccelerator:
         self._warns = device.type == "cuda" and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
         """About `record_stream` for the stream that the memory belongs to."""
         self._registered: set[int] = set()
+        self._alone = torch.accelerator.device_count() == 1
+        self._streams: dict[object, Stream] = {}
+        """By what `one_stream` tells them apart by: an object for a stream takes long to get."""
 
     def here(self) -> AbstractContextManager[object]:
         import torch
 
+        if self._alone:
+            return contextlib.nullcontext()
         entered: AbstractContextManager[object] = torch.accelerator.device_index(self.device.index)
         return entered
 
     def current_stream(self) -> Stream:
         import torch
 
-        return torch.accelerator.current_stream(self.device)
+        from memopt.instrument.one_stream import current_stream
+
+        here = current_stream(self.device)
+        known = self._streams.get(here)
+        if known is None:
+            known = self._streams[here] = torch.accelerator.current_stream(self.device)
+        return known
 
     def new_stream(self) -> Stream:
         import torch

@@ -16,7 +16,6 @@ that one, so a place is never written while it is read. What has run on a GPU: d
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -135,13 +134,19 @@ def _room(nbytes: int) -> int:
 class _Pinned:
     """A place in the arena, free again when the last ticket that has it is gone."""
 
-    __slots__ = ("__weakref__", "read", "row")
+    __slots__ = ("_taken", "read", "row")
 
     def __init__(self, arena: PinnedArena, nbytes: int) -> None:
+        self._taken: tuple[PinnedArena, _Segment, int, int] | None = None
         segment, offset, self.row = arena.take(nbytes)
+        self._taken = arena, segment, offset, nbytes
         self.read: Event | None = None
         """The last copy out of it."""
-        weakref.finalize(self, arena.give, segment, offset, nbytes).atexit = False
+
+    def __del__(self) -> None:
+        if self._taken is not None:
+            arena, segment, offset, nbytes = self._taken
+            arena.give(segment, offset, nbytes)
 
 
 class HostTicket:
@@ -292,7 +297,12 @@ class HostStore:
             with self._accelerator.on(self._in):
                 self._in.wait_event(ready)
                 self._in.wait_event(ticket.copied)
-                row_of(into)[:nbytes].copy_(ticket.place.row[begin : begin + nbytes], non_blocking=True)
+                here, there = row_of(into), ticket.place.row
+                if into.nbytes() != nbytes:
+                    here = here[:nbytes]
+                if ticket.nbytes != nbytes:
+                    there = there[begin : begin + nbytes]
+                here.copy_(there, non_blocking=True)
                 event = ticket.place.read = self._in.record_event()
             copy = _InFlight(event, ticket, into)
             self._coming.append(copy)
@@ -310,10 +320,10 @@ class HostStore:
     def collect(self) -> int:
         """Drop the storages whose copies have ended; their bytes. Never blocks. Asked after each op: it does little where none has."""
         dropped_bytes = 0
-        if (ended := _first_ended(self._leaving)) is not None:
+        if self._leaving and (ended := _first_ended(self._leaving)) is not None:
             with self._lock, self._accelerator.here():
                 dropped_bytes = self._collect_leaving(ended)
-        if (ended := _first_ended(self._coming)) is not None:
+        if self._coming and (ended := _first_ended(self._coming)) is not None:
             with self._lock, self._accelerator.here():
                 self._collect_coming(ended)
         return dropped_bytes

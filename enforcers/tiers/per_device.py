@@ -61,8 +61,10 @@ class PerDevice:
         return self._stores[ticket.device].take_back(ticket)
 
     def collect(self) -> int:
-        stores = self._stores
-        return sum([store.collect() for store in list(stores.values())]) if stores else 0
+        dropped_bytes = 0
+        for store in list(self._stores.values()):
+            dropped_bytes += store.collect()
+        return dropped_bytes
 
     def close(self) -> None:
         for store in self.stores:

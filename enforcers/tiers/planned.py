@@ -21,9 +21,12 @@ def swapper_of(plan: Plan, tables: Tables, swap_dir: Path) -> Swapper | None:
     }
     if not wanted:
         return None
-    tiers: dict[str, PerDevice] = {"disk": disk_tier(swap_dir)}
+    tiers: dict[str, PerDevice] = {}
+    if "disk" in wanted.values():
+        tiers["disk"] = disk_tier(swap_dir)
     to_host = [action.size_bytes for action in tables.actions if action.tier == "host"]
-    tiers["host"] = host_tier((plan.host_bytes or sum(to_host)) + BLOCK_BYTES * len(to_host))
+    if to_host:
+        tiers["host"] = host_tier((plan.host_bytes or sum(to_host)) + BLOCK_BYTES * len(to_host))
     return Swapper(tiers, wanted, Feedback(plan, tables) if plan.moments else None)
 
 

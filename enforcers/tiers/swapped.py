@@ -199,7 +199,7 @@ class Swapper:
         self.wait_until_away(tuple(self._swapped))
 
     def collect(self) -> None:
-        """Let go of what has safely been copied out."""
+        """Let go of what has safely been copied out. Asked after each op, of the one or two tiers that there are."""
         for tier in self._tiers.values():
             tier.collect()
 

@@ -30,7 +30,7 @@ from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.memory.frozen_weights import tensors_of
 from memopt.instrument.nodes import nodes_below, saves_by_hooks_alone
-from memopt.instrument.ops import is_plain, kind_of, tensors_in
+from memopt.instrument.ops import PLAIN_TYPES, is_plain, kind_of, tensors_in
 from memopt.instrument.saved import Kept
 from memopt.instrument.script.other_threads import is_ours
 from memopt.instrument.torch_internals import save_to_state_dict, storage_of
@@ -171,7 +171,7 @@ class WatchedWeights:
     def before(self, func: Any, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
         """An op is about to run on these."""
         given = (*args, *kwargs.values()) if kwargs else args
-        at = {storage_of(each)._cdata: each for each in tensors_in(given) if is_plain(each)}
+        at = {storage_of(each)._cdata: each for each in tensors_in(given) if _has_storage(each)}
         streamed = self.streamed
         if streamed is not None and streamed.streams and not (func is _DETACH and _makes_a_state_dict()):
             streamed.op_begins(list(at))
@@ -236,6 +236,11 @@ class WatchedWeights:
         if self.away:
             for each in tensors_of(module):
                 self._whole(each)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """May its storage be asked for? Less than `is_plain` asks of it, for each argument of each op."""
+    return type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
 
 
 def _makes_a_state_dict() -> bool:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 CHUNK_CELLS = 1 << 18
 """Cells handled at a time on a CPU: a megabyte of fp32 stays in the cache, and the transient stays small."""
 
-GPU_CHUNK_CELLS = 1 << 22
-"""The same on a GPU: large enough to keep it busy."""
+GPU_CHUNK_CELLS = 1 << 23
+"""The same on a GPU: each more costs the host a dozen launches."""
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
