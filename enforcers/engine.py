@@ -28,6 +28,7 @@ from memopt.enforcers.lookup import NOTHING, AtUse, InCall, PlannedSlot, Tables
 from memopt.enforcers.records import Record, record_op
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
+from memopt.enforcers.weights import python_reads
 from memopt.enforcers.weights.watched import WatchedWeights
 from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first, in_place
@@ -50,7 +51,7 @@ from memopt.instrument.ops import (
     updated_statistics,
 )
 from memopt.instrument.saved import Kept, check_version
-from memopt.instrument.torch_internals import current_mode, push_function_mode, storage_of
+from memopt.instrument.torch_internals import current_mode, storage_of
 from memopt.plan import Action
 
 log = logging.getLogger(__name__)
@@ -362,13 +363,12 @@ class Engine(modes.Mode):
         weights = self.weights
         if weights is None:
             return self._unpack(handle)
-        rests = weights.python_reads.rest()
+        rests = python_reads.rest()
         try:
             tensor = self._unpack(handle)
             weights.asked(tensor)
         finally:
-            if rests:
-                push_function_mode(weights.python_reads)
+            python_reads.go_on(rests)
         return tensor
 
     def _unpack(self, handle: Kept | Planned) -> Tensor:

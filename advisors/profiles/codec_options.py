@@ -14,14 +14,13 @@ from memopt.codecs.of_readers import is_proven_on
 from memopt.codecs.row import Codec, Params
 from memopt.codecs.table import CODECS
 from memopt.device import Device
+from memopt.estimators.simulator.costs import LAUNCH_MS
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.slot_needs import VALUES, Need, needs_of, weakest_common_codec
 from memopt.estimators.simulator.trace_view import Saved, TraceView
 
 _DEFAULT_COPY_RATE = {"cpu": 8e9, "cuda": 5e11}
 """Bytes per second, where none was measured: on the low side, so that codecs seem rather dearer than they are."""
-_LAUNCH_MS = 5e-3
-"""Of the host for one kernel; the shortest kernels take about as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,7 @@ def codec_choice(view: TraceView, device: Device, saved: Saved) -> CodecChoice |
         parts = [_Part(CODECS[n.kind], meta, n.parameters) for n, meta in zip(needs, known, strict=True)]
     if any(_device_type(device) not in part.codec.passes for part in parts):
         return None
-    decision = _decision(device, codec, parts)
+    decision = _decision(device, codec, parts, view.pace)
     return CodecChoice(decision, needs) if decision.encoded_bytes < saved.size_bytes else None
 
 
@@ -159,9 +158,11 @@ def _meta(view: TraceView, slot: int, device: Device) -> TensorMeta | None:
     )
 
 
-def _decision(device: Device, name: str, parts: list[_Part]) -> Decision:
+def _decision(device: Device, name: str, parts: list[_Part], pace: float) -> Decision:
     """Price of codec `name`: one of values encodes once, the others slot by slot; every unpack decodes."""
-    costs = [codec_costs_ms(part.codec, part.meta, device, str(part.params.get("test"))) for part in parts]
+    costs = [
+        codec_costs_ms(part.codec, part.meta, device, pace, str(part.params.get("test"))) for part in parts
+    ]
     return Decision(
         kind="drop" if name == "nothing" else "compress",
         codec=name,
@@ -175,14 +176,16 @@ def _decision(device: Device, name: str, parts: list[_Part]) -> Decision:
     )
 
 
-def codec_costs_ms(codec: Codec, meta: TensorMeta, device: Device, test: str) -> tuple[float, float]:
-    """What it takes to encode a tensor for a reader with this `test`, and to decode it."""
+def codec_costs_ms(
+    codec: Codec, meta: TensorMeta, device: Device, pace: float, test: str
+) -> tuple[float, float]:
+    """What it takes to encode a tensor for a reader with this `test`, and to decode it, where the host has that `pace`."""
     kind = _device_type(device)
     copy_ms = 1000 / (device.copy_bytes_per_s or _DEFAULT_COPY_RATE[kind])
     passes = codec.passes[kind]
     return (
-        codec.encoding_ms(meta, passes, copy_ms, _LAUNCH_MS, test),
-        codec.decoding_ms(meta, passes, copy_ms, _LAUNCH_MS),
+        codec.encoding_ms(meta, passes, copy_ms, LAUNCH_MS * pace, test),
+        codec.decoding_ms(meta, passes, copy_ms, LAUNCH_MS * pace),
     )
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, UntypedStorage
 from memopt.enforcers import capturing
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.tiers.swap_file import PAGE_BYTES
+from memopt.enforcers.weights import python_reads
 from memopt.estimators.simulator.gradients_away import LEAST_BYTES
 from memopt.instrument.live_objects import living
 from memopt.instrument.ops import PLAIN_TYPES
@@ -153,7 +154,7 @@ class GradientsElsewhere:
 
     def _whole(self, parameter: Tensor) -> None:
         """The hook: backward has added to the gradient of `parameter` all that it has for it."""
-        guard = DisableTorchDispatch()
+        rests, guard = python_reads.rest(), DisableTorchDispatch()
         try:
             with held(), self._lock, torch.no_grad():
                 known = self._known(parameter)
@@ -165,6 +166,7 @@ class GradientsElsewhere:
                     self._send_next()
         finally:
             del guard
+            python_reads.go_on(rests)
 
     def _add_to(self, known: _Away, parameter: Tensor) -> None:
         """As `AccumulateGrad` adds to a gradient that is there."""
@@ -258,7 +260,9 @@ class GradientsElsewhere:
     # --- who looks at gradients (Reader)
 
     def read(self, tensor: Tensor, where: str) -> None:
-        """Whoever looks finds it."""
+        """Whoever looks finds it. Torch's own steps look several times at each."""
+        if id(tensor) not in self._away:
+            return
         with held(), self._lock:
             known = self._known(tensor)
             if known is not None and not self._hidden:

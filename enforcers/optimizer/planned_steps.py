@@ -13,6 +13,7 @@ from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
 from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
 from memopt.enforcers.tiers.per_device import PerDevice, offload_tier
 from memopt.enforcers.tiers.planned import home_tier
+from memopt.enforcers.weights import python_reads
 from memopt.instrument.iterations import Iterations
 from memopt.plan import Plan, ScriptAction
 
@@ -65,8 +66,12 @@ class PlannedSteps:
             return unpack
 
         def tell_and_unpack(handle: Any) -> torch.Tensor:
-            gradients.asked_for_saved()
-            return unpack(handle)
+            rests = python_reads.rest()
+            try:
+                gradients.asked_for_saved()
+                return unpack(handle)
+            finally:
+                python_reads.go_on(rests)
 
         return tell_and_unpack
 

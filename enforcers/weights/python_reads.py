@@ -45,14 +45,6 @@ class PythonReads(TorchFunctionMode):
         for mode in reversed(above):
             push_function_mode(mode)
 
-    def rest(self) -> bool:
-        """Tell of nothing until `push_function_mode(self)`, where this is True: of what memopt itself calls."""
-        top = function_modes()
-        if not top or function_mode_at(top - 1) is not self:
-            return False
-        pop_function_mode()
-        return True
-
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -64,6 +56,22 @@ class PythonReads(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             modes.leave(self._ops)
+
+
+def rest() -> PythonReads | None:
+    """Have the one that is on tell of nothing until it is given to `go_on`: of what memopt itself calls. None where none is on."""
+    top = function_modes()
+    mode = function_mode_at(top - 1) if top else None
+    if not isinstance(mode, PythonReads):
+        return None
+    pop_function_mode()
+    return mode
+
+
+def go_on(rests: PythonReads | None) -> None:
+    """End what `rest` began."""
+    if rests is not None:
+        push_function_mode(rests)
 
 
 class _Ops(modes.Mode):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from memopt.device import Device
-from memopt.estimators.simulator.costs import staging_ms
+from memopt.estimators.simulator.costs import handling_ms, pace_of
 from memopt.plan import Tier
 from memopt.trace import PHASES, Trace
 from memopt.updates import Updates
@@ -67,11 +67,11 @@ def gradients_away(
     less = list(itertools.accumulate(change))
     read_in_step = [each.size_bytes for each in gone if each.for_good and each.leaves < updates.end_op]
     window = min(piece_bytes + _PAGE_BYTES, sum(read_in_step))
-    ops = trace.ops
+    ops, pace = trace.ops, pace_of(trace)
     live = [at + less[op] + (window if op in step else 0) for op, at in enumerate(ops.live_bytes)]
     time_us = [*ops.time_us]
     for each in gone:
-        out_ms, in_ms = _copies_ms(each.size_bytes, tier, device)
+        out_ms, in_ms = _copies_ms(each.size_bytes, tier, device, pace)
         time_us[min(each.whole, n - 1)] += 1000 * out_ms
         time_us[min(each.back if not each.for_good else step.start, n - 1)] += 1000 * in_ms
     added_ms = sum(time_us) / 1000 - sum(ops.time_us) / 1000
@@ -173,10 +173,11 @@ def _old_ones(trace: Trace, updates: Updates) -> list[tuple[int, int]]:
     return found
 
 
-def _copies_ms(size_bytes: int, tier: Tier, device: Device) -> tuple[float, float]:
-    """Out and back, as if nothing hid them; on a CPU with what the tier's threads take of the cores."""
+def _copies_ms(size_bytes: int, tier: Tier, device: Device, pace: float) -> tuple[float, float]:
+    """Out and back, as if nothing hid them; on a CPU with what the tier's threads take of the cores, on a GPU what the host takes to queue
+    them: the hook of the gradient, and one copy."""
     out_rate, in_rate = device.rates_of(tier)
-    beside = staging_ms(size_bytes, device)
+    beside = handling_ms(size_bytes, device, 2 * pace)
     return (
         max(beside, 1000 * size_bytes / out_rate),
         max(beside, 1000 * size_bytes / in_rate),

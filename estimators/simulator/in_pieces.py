@@ -33,6 +33,8 @@ _ROW_OF_STATE = 64
 """Bytes at whose multiples the rows of a piece's state begin."""
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _LEAST_PIECE, _MOST_PIECE, _PIECES = 64 << 10, 8 << 20, 48
+_MOST_PIECE_OF_A_GPU = 64 << 20
+"""Whose host takes longer over a piece of `_MOST_PIECE` than the link does."""
 _ROW_BYTES = 4096
 _STATE, _PARAMETER = CATEGORIES.index("optimizer state"), CATEGORIES.index("parameter")
 _OPTIMIZER = PHASES.index("optimizer")
@@ -166,7 +168,8 @@ class _Step:
 
     @property
     def piece_bytes(self) -> int:
-        aimed = min(max(self.parameter_bytes // _PIECES, _LEAST_PIECE), _MOST_PIECE)
+        most = _MOST_PIECE if self.trace.device.kind == "cpu" else _MOST_PIECE_OF_A_GPU
+        aimed = min(max(self.parameter_bytes // _PIECES, _LEAST_PIECE), most)
         return max(_ROW_BYTES, aimed // _ROW_BYTES * _ROW_BYTES)
 
     @property

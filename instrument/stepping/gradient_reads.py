@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -83,7 +84,7 @@ class GradientReads:
             frame = sys._getframe(1)
             name = frame.f_code.co_filename
             if not name.startswith(expected):
-                reader.read(tensor, f"{Path(name).name}:{frame.f_lineno}")
+                reader.read(tensor, f"{name.rpartition(os.sep)[2]}:{frame.f_lineno}")
             return gradient_of(tensor)
 
         def write(tensor: Tensor, gradient: Tensor | None) -> None:

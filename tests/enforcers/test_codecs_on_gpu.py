@@ -89,7 +89,7 @@ def priced(tensor, codec, params):
     """(ms to encode, ms to decode, the same without launches) at 1 byte a nanosecond, as a planner expects them."""
     meta = dataclasses.replace(meta_of(tensor), device="cuda")
     device = Device(kind="cuda", name="", copy_bytes_per_s=1e9)
-    return codec_costs_ms(CODECS[codec], meta, device, str(params.get("test")))
+    return codec_costs_ms(CODECS[codec], meta, device, 1.0, str(params.get("test")))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
