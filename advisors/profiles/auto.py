@@ -19,14 +19,20 @@ from collections.abc import Iterable, Iterator
 from memopt.advisors.clock import OutOfTime, now
 from memopt.advisors.profiles.blockers import infeasible
 from memopt.advisors.profiles.by_rounds import ByRounds
-from memopt.advisors.profiles.from_graph import graph_plans
-from memopt.advisors.profiles.link_price import link_priced_plans
 from memopt.advisors.profiles.lower_bound import least_step_ms
 from memopt.advisors.profiles.problem import TIME_LIMIT_S, Candidate, Decisions, Problem
 from memopt.advisors.profiles.rounds import Round, find_kinds
-from memopt.advisors.profiles.same_kind import alike_plans
 from memopt.advisors.profiles.search import Plan, Search
-from memopt.advisors.profiles.tightening import answers
+from memopt.advisors.profiles.starts.checkpoints import (
+    again_between_checkpoints,
+    lightened,
+    middle_first,
+    swept_checkpoints,
+)
+from memopt.advisors.profiles.starts.from_graph import graph_plans
+from memopt.advisors.profiles.starts.link_price import link_priced_plans
+from memopt.advisors.profiles.starts.same_kind import alike_plans
+from memopt.advisors.profiles.starts.tightening import answers
 from memopt.advisors.registry import find_strategy
 from memopt.errors import BudgetInfeasible, NotPossibleHere
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, Decision
@@ -41,6 +47,9 @@ _SHARE_FOR_NOTHING = 0.7
 """Of the time limit, how long that one takes."""
 _SHARE_AFTER_GRAPHS = 0.3
 _SHARE_FOR_STARTS = 0.45
+_SHARE_AFTER_QUICK = 0.6
+_SHARE_AFTER_CHECKPOINTS = 0.15
+_SHARE_AFTER_LIGHTENED = 0.1
 _SHARE_FOR_SEARCH = 0.35
 _SHARE_AFTER_THOROUGH = 0.25
 """What is left of the time limit when each of these phases ends at the latest."""
@@ -56,7 +65,6 @@ _MET = 1e-5
 """Share above the bound at which a plan is as good as optimal."""
 _QUICK = (
     "capuchin",
-    "autoswap",
     "flashneuron",
     "tflms",
     "sentinel",
@@ -66,7 +74,9 @@ _QUICK = (
     "vdnn++",
     "gist",
     "rotor",
+    "autoswap",
 )
+"""The quickest first, which Capuchin is for few candidates."""
 _THOROUGH = ("modnn", "dtr", "dtr-eqclass", "dtr-local", "dtr-megengine", "autotm")
 _ALL = 1024
 """Problems with at most this many combinations of options are searched completely."""
@@ -159,17 +169,19 @@ class Auto:
         """How near the budget one can come: a search as for a budget of nothing, so that the peak which a refusal names is met when it
         is asked for. What fits after all is then made cheaper while there is time."""
         longer = Search(search.problem, now() + _SHARE_FOR_NOTHING * self.time_limit_s)
-        lowest, as_for_nothing = best, longer.aimed_at(0)
-        for plan in self._improving(as_for_nothing, search.judge({})):
-            if plan.peak_bytes < lowest.peak_bytes:
-                lowest = plan
-            if search.fits(plan):
-                break
-        else:
-            lowest = min(lowest, descend(longer, lowest), key=lambda plan: plan.peak_bytes)
+        lowest = min((best, *self._from_checkpoints(longer, {})), key=search.excess)
+        if not search.fits(lowest):
+            for plan in self._improving(longer.aimed_at(0), search.judge({})):
+                if plan.peak_bytes < lowest.peak_bytes:
+                    lowest = plan
+                if search.fits(plan):
+                    break
+            else:
+                lowest = min(lowest, descend(longer, lowest), key=lambda plan: plan.peak_bytes)
         if not search.fits(lowest):
             return lowest
-        pruned = longer.prune(lowest)
+        *_, lighter = lowest, *lightened(longer, lowest)
+        pruned = longer.prune(lighter)
         return [pruned, *self._torn(longer, pruned)][-1]
 
     def _improving(self, search: Search, best: Plan) -> Iterator[Plan]:
@@ -219,15 +231,16 @@ class Auto:
             limited = problem.limited(search.moment(_SHARE_FOR_STARTS))
             yield from _judged(search, _in_time(alike_plans(limited)), judged)
         quick = _QUICK if len(problem.candidates) <= _MOST_FOR_SQUARES else _QUICK[1:]
-        yield from _judged(search, portfolio(search, quick, until=_SHARE_FOR_SEARCH), judged)
+        yield from _judged(search, portfolio(search, quick, until=_SHARE_AFTER_QUICK), judged)
+        if not any(search.fits(plan) for plan in judged.values()):
+            yield from self._from_checkpoints(search, judged)
         if problem.fastest_tier:
             priced = link_priced_plans(problem.limited(search.moment(_SHARE_FOR_STARTS)))
             yield from self._mended(search, _in_time(priced), judged)
         if problem.fastest_tier or not any(search.fits(plan) for plan in judged.values()):
             yield from self._from_graph(search, judged)
-        met = any(search.fits(plan) for plan in judged.values())
-        yield from _judged(search, starts(search, checkpoints=not met), judged)
-        if search.is_over and not met:
+        yield from _judged(search, [free_plan(problem)], judged)
+        if search.is_over and not any(search.fits(plan) for plan in judged.values()):
             return
         problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
         yield from _judged(search, programs(search), judged)
@@ -245,6 +258,21 @@ class Auto:
                     cheapest = min(cheapest, polished.cost_ms) if search.fits(polished) else cheapest
         if few:
             yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_AFTER_THOROUGH), judged)
+
+    @staticmethod
+    def _from_checkpoints(search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
+        """Where no quick start fits: checkpoints, at last with nothing held between them, made cheaper."""
+        swept = search.problem.limited(search.moment(_SHARE_AFTER_CHECKPOINTS))
+        sweep = (*plans_of("rotor", swept), *middle_first(plans_of("sublinear", swept)))
+        yield from _judged(search, swept_checkpoints(swept, sweep, free_plan(swept)), judged)
+        if not any(search.fits(plan) for plan in judged.values()):
+            limited = search.problem.limited(search.deadline)
+            yield from _judged(search, _in_time(again_between_checkpoints(limited)), judged)
+        fitting = min(filter(search.fits, judged.values()), key=lambda plan: plan.cost_ms, default=None)
+        if fitting is not None:
+            for plan in lightened(search.until(_SHARE_AFTER_LIGHTENED), fitting):
+                yield plan
+                judged[frozenset(plan.decisions)] = plan
 
     def _from_graph(self, search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
         """Where no quick start fits, or there are copies to lay out: what the planner of graphs makes of it, and that mended. Elsewhere the
@@ -301,30 +329,14 @@ def every_plan(search: Search) -> Iterator[Plan]:
         yield search.judge({c.storage: fate for c, fate in pairs if fate is not None})
 
 
-def starts(search: Search, *, checkpoints: bool) -> Iterator[Decisions]:
-    """Where to search from: what is free, and, if they are wanted (`checkpoints`), plans of Rotor and sublinear checkpointing."""
-    problem = search.problem.limited(search.moment(_SHARE_FOR_STARTS))
-    free = {
+def free_plan(problem: Problem) -> Decisions:
+    """All that costs nothing."""
+    return {
         c.storage: option
         for c in problem.candidates.values()
         for option in c.options
         if option.kind == "drop" and option.decoded_bytes < c.saved.size_bytes
     }
-    yield free
-    plans = []
-    with contextlib.suppress(OutOfTime):
-        for decisions in (
-            itertools.chain(plans_of("rotor", problem), plans_of("sublinear", problem)) if checkpoints else ()
-        ):
-            plans.append((problem.run(decisions), decisions))
-    fitting = sorted((p for p in plans if problem.fits(p[0])), key=lambda p: p[0].step_ms)
-    yield from (decisions for _, decisions in fitting[:2])
-    plans.sort(key=lambda p: p[0].peak_bytes)
-    yield from (decisions for _, decisions in plans[:2])
-    if not fitting:
-        yield from (dict.fromkeys(decisions, RECOMPUTE_AGAIN) for _, decisions in plans[:2])
-    plans.sort(key=lambda p: p[0].peak_bytes * p[0].step_ms)
-    yield from (decisions | free for _, decisions in plans[:1])
 
 
 def plans_of(name: str, problem: Problem) -> Iterable[Decisions]:

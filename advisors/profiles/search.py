@@ -86,6 +86,12 @@ class Search:
         self.seconds += seconds
         self.deadline += seconds
 
+    def until(self, share: float) -> Search:
+        """The same search, which ends when only `share` of the time is left."""
+        other = copy.copy(self)
+        other.deadline = self.moment(share)
+        return other
+
     def until_half(self) -> Search:
         """The same search with half of the time that is left."""
         other = copy.copy(self)
@@ -258,7 +264,7 @@ class Search:
         """`plan` without the decisions that it does not need, the dearest first; alternatives where they are cheaper."""
         names = list(storages) if storages is not None else list(plan.decisions)
         names = [s for s in names if s in plan.decisions]
-        names.sort(key=lambda s: -self._price_of(s, plan.decisions[s]))
+        names.sort(key=lambda s: -self.price_of(s, plan.decisions[s]))
         for storage in names:
             if self.is_over:
                 break
@@ -289,7 +295,7 @@ class Search:
                     plan = trial
         return plan
 
-    def _price_of(self, storage: int, decision: Decision) -> float:
+    def price_of(self, storage: int, decision: Decision) -> float:
         for index in self.of_storage[storage]:
             if self.moves[index][1].kind == decision.kind:
                 return float(self.price[index])

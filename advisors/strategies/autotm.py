@@ -33,7 +33,7 @@ from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.profiles.picking import swap_of, swappable
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
-from memopt.advisors.profiles.tightening import unforeseen_bytes
+from memopt.advisors.profiles.starts.tightening import unforeseen_bytes
 from memopt.advisors.program import Program
 from memopt.advisors.registry import A_LINK, SWAPS, strategy
 from memopt.estimators.simulator.trace_view import Floats, Ints

@@ -22,7 +22,7 @@ from memopt.advisors.graphs.problem import Answer, GraphProblem
 from memopt.advisors.graphs.runs import peak_of_runs, plain_peak, plain_runs, rerun_ms, steps_of_runs
 from memopt.advisors.graphs.search.neighbourhood import Search
 from memopt.advisors.profiles.problem import Decisions, Problem
-from memopt.advisors.profiles.tightening import answers
+from memopt.advisors.profiles.starts.tightening import answers
 from memopt.advisors.registry import RECOMPUTES, REPLAYABLE, strategy
 from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.decision import RECOMPUTE

@@ -12,11 +12,11 @@ nearest narrow place (`executors/segments`). O(edges) per plan, some dozens of p
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 
 from memopt.advisors.graphs.executors.segments import Forward, greedy_cuts, runs_keeping, sqrt_cuts
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.advisors.profiles.starts.checkpoints import Order
 from memopt.advisors.registry import RECOMPUTES, REPLAYABLE, strategy
 from memopt.estimators.simulator.decision import RECOMPUTE
 
@@ -38,7 +38,7 @@ def sublinear_plans(problem: Problem) -> Iterator[Decisions]:
     """Every sqrt-n and greedy plan, without repetition."""
     order = Order(problem)
     seen: set[frozenset[int]] = set()
-    for cuts in order.cuts():
+    for cuts in _cuts(order):
         for kept in (frozenset(order.storages[c] for c in cuts), order.crossing(cuts)):
             dropped = frozenset(order.storages) - kept
             if dropped not in seen:
@@ -46,63 +46,29 @@ def sublinear_plans(problem: Problem) -> Iterator[Decisions]:
                 yield {storage: RECOMPUTE for storage in order.storages if storage in dropped}
 
 
-class Order:
-    """The recomputable storages in the order in which they are made."""
+def _cuts(order: Order) -> Iterator[list[int]]:
+    """Positions at which a segment ends: every k-th, then whenever b bytes have gathered."""
+    n = len(order.storages)
+    most = max(24, min(_MOST_PLANS, _MOST_WORK // max(1, order.problem.view.n)))
+    steps = list(range(1, n + 1)) if n <= most // 2 else _spread(n, most // 2)
+    yield from (order.every(step) for step in steps)
+    total, largest = sum(order.sizes), max(order.sizes, default=0)
+    bytes_ = largest
+    for _ in range(most // 4):
+        if not 0 < bytes_ <= total:
+            return
+        yield _greedy(order, bytes_)
+        bytes_ = max(bytes_ + 1, int(bytes_ * 1.15 ** (_MOST_PLANS / most)))
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        able = [c for c in problem.candidates.values() if c.chain is not None]
-        able.sort(key=lambda c: (problem.view.value_producer[c.saved.value], c.storage))
-        self.storages = [c.storage for c in able]
-        self.made = [problem.view.value_producer[c.saved.value] for c in able]
-        self.sizes = [c.saved.size_bytes for c in able]
 
-    def cuts(self) -> Iterator[list[int]]:
-        """Positions at which a segment ends: every k-th, then whenever b bytes have gathered."""
-        n = len(self.storages)
-        most = max(24, min(_MOST_PLANS, _MOST_WORK // max(1, self.problem.view.n)))
-        steps = list(range(1, n + 1)) if n <= most // 2 else _spread(n, most // 2)
-        for step in steps:
-            yield list(range(step - 1, n, step))
-        total, largest = sum(self.sizes), max(self.sizes, default=0)
-        bytes_ = largest
-        for _ in range(most // 4):
-            if not 0 < bytes_ <= total:
-                return
-            yield self._greedy(bytes_)
-            bytes_ = max(bytes_ + 1, int(bytes_ * 1.15 ** (_MOST_PLANS / most)))
-
-    def _greedy(self, most_bytes: int) -> list[int]:
-        cuts, gathered = [], 0
-        for position, size in enumerate(self.sizes):
-            gathered += size
-            if gathered > most_bytes:
-                cuts.append(position)
-                gathered = 0
-        return cuts
-
-    def crossing(self, cuts: list[int]) -> frozenset[int]:
-        """Storages made at or before a cut and read by a forward op after it."""
-        ends = [self.made[cut] for cut in cuts]
-        kept = set()
-        at = 0
-        for storage, made in zip(self.storages, self.made, strict=True):
-            while at < len(ends) and ends[at] < made:
-                at += 1
-            if at < len(ends) and self.last_read.get(storage, -1) > ends[at]:
-                kept.add(storage)
-        return frozenset(kept)
-
-    @cached_property
-    def last_read(self) -> dict[int, int]:
-        """Storage -> the last forward op that reads it."""
-        view = self.problem.view
-        return {
-            view.value_storage[value]: op
-            for op in range(view.n)
-            if view.phase[op] == 0
-            for value in view.reads[op]
-        }
+def _greedy(order: Order, most_bytes: int) -> list[int]:
+    cuts, gathered = [], 0
+    for position, size in enumerate(order.sizes):
+        gathered += size
+        if gathered > most_bytes:
+            cuts.append(position)
+            gathered = 0
+    return cuts
 
 
 def _spread(n: int, count: int) -> list[int]:

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from memopt.advisors.clock import reading
-from memopt.advisors.profiles.from_graph import Absence, graph_plans, told
 from memopt.advisors.profiles.problem import Problem
+from memopt.advisors.profiles.starts.from_graph import Absence, graph_plans, told
 from memopt.device import Device
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN
 from memopt.estimators.simulator.timeline import Simulator

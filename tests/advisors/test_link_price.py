@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from memopt.advisors.profiles.link_price import _FILLED, link_priced_plans
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.advisors.profiles.starts.link_price import _FILLED, link_priced_plans
 from memopt.device import Device
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView

@@ -10,7 +10,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.clock import OutOfTime
 from memopt.advisors.profiles.auto import Auto
 from memopt.advisors.profiles.problem import Problem
-from memopt.advisors.profiles.same_kind import alike_plans
+from memopt.advisors.profiles.starts.same_kind import alike_plans
 from memopt.estimators.simulator.decision import RECOMPUTE
 from tests.support.layers_trace import Layer, build, chain
 

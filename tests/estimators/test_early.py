@@ -8,9 +8,9 @@ import pytest
 
 from memopt.advisors.clock import reading
 from memopt.advisors.profiles.auto import Auto
-from memopt.advisors.profiles.from_graph import Absence, told
 from memopt.advisors.profiles.lower_bound import least_step_ms
 from memopt.advisors.profiles.problem import Problem
+from memopt.advisors.profiles.starts.from_graph import Absence, told
 from memopt.estimators.simulator.costs import REPLAY_MS
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_EARLY
 from memopt.estimators.simulator.timeline import Simulator
