@@ -262,9 +262,12 @@ class Auto:
     @staticmethod
     def _from_checkpoints(search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
         """Where no quick start fits: checkpoints, at last with nothing held between them, made cheaper."""
-        swept = search.problem.limited(search.moment(_SHARE_AFTER_CHECKPOINTS))
-        sweep = (*plans_of("rotor", swept), *middle_first(plans_of("sublinear", swept)))
-        yield from _judged(search, swept_checkpoints(swept, sweep, free_plan(swept)), judged)
+        for _ in range(2):  # once one fits, there is more time
+            problem = search.problem.limited(search.moment(_SHARE_AFTER_CHECKPOINTS))
+            sweep = (*plans_of("rotor", problem), *middle_first(plans_of("sublinear", problem)))
+            yield from _judged(search, swept_checkpoints(problem, sweep, free_plan(problem)), judged)
+            if not any(search.fits(plan) for plan in judged.values()):
+                break
         if not any(search.fits(plan) for plan in judged.values()):
             limited = search.problem.limited(search.deadline)
             yield from _judged(search, _in_time(again_between_checkpoints(limited)), judged)

@@ -1,8 +1,9 @@
-"""A first plan under any budget that recomputation meets, at some hundred judgements; then less and less of it.
+"""A first plan under budgets that only recomputation meets, at some hundred judgements; then less and less of it.
 
-It begins with checkpoints as in Chen et al. 2016 (arXiv 1604.06174), as many as fit: what lies between them is made again for each op that asks,
-and is held for none, so that nothing but bytes stands against it. Most of those replays could be shared, and much could be kept: that is tried
-for all at once, and where it does not fit, for either half by itself, the dearest first (as delta debugging does). Judged by the simulator throughout.
+It begins with checkpoints as in Chen et al. 2016 (arXiv 1604.06174). Where no number of them fits, weights leave, too; at last what lies between
+them is made again for each op that asks, and is held for none. Then most replays could be shared, and much could be kept: that is tried for
+all at once, and where it does not fit, for either half by itself, the dearest first (as delta debugging does: Zeller and Hildebrandt 2002).
+The simulator judges each plan.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ _NEAREST = 12
 """Of a sweep, in which weights and the like leave, too."""
 _NEARER = 2
 """Steps between those that do not fit and those that do, which are tried: what a plan is made cheaper by afterwards takes less time."""
+_ALIKE = 4
+"""Storages whose prices have the same logarithm, times this and rounded, cost alike."""
+_LEAST_MS = 1e-6
 _PASSES = 3
 """Over all that is decided; each ends where the one before gained nothing."""
 
@@ -145,8 +149,7 @@ def lightened(search: Search, plan: Plan) -> Iterator[Plan]:
 
 def _halved(search: Search, plan: Plan, ways: tuple[Decision | None, ...]) -> Iterator[Plan]:
     """What is decided is replaced by the first of `ways` with which the plan fits and costs less (None: the storage is kept)."""
-    dearest = sorted(plan.decisions, key=lambda storage: -search.price_of(storage, plan.decisions[storage]))
-    parts = [dearest]
+    parts = [_dearest_first(search, plan)]
     while parts and not search.is_over:
         part = parts.pop()
         for way in ways:
@@ -157,7 +160,18 @@ def _halved(search: Search, plan: Plan, ways: tuple[Decision | None, ...]) -> It
                 break
         else:
             middle = len(part) // 2
-            parts += [part[middle:], part[:middle]] if middle else []
+            parts += (part[middle:], part[:middle]) if middle else ()
+
+
+def _dearest_first(search: Search, plan: Plan) -> list[int]:
+    """Storages by what they cost, alike ones so that those of any half lie evenly."""
+
+    def key(item: tuple[int, int]) -> tuple[int, str]:
+        place, storage = item
+        price = search.price_of(storage, plan.decisions[storage])
+        return -round(_ALIKE * math.log(max(price, _LEAST_MS))), f"{place:032b}"[::-1]
+
+    return [storage for _, storage in sorted(enumerate(plan.decisions), key=key)]
 
 
 def _replaced(decisions: Decisions, storages: list[int], way: Decision | None) -> Decisions:
