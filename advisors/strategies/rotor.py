@@ -25,8 +25,8 @@ from memopt.advisors.graphs.executors.segments import Forward
 from memopt.advisors.graphs.problem import GraphProblem
 from memopt.advisors.graphs.runs import peak_of_runs
 from memopt.advisors.profiles.problem import Decisions, Problem
+from memopt.advisors.profiles.starts.checkpoints import Order
 from memopt.advisors.registry import RECOMPUTES, REPLAYABLE, strategy
-from memopt.advisors.strategies.sublinear import Order
 from memopt.estimators.simulator.decision import RECOMPUTE
 from memopt.estimators.simulator.trace_view import Floats, Ints
 

@@ -25,7 +25,7 @@ from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN
 from memopt.trace import load_trace
 from tests.support.layers_trace import Layer, build, chain
 
-GPT2 = Path(__file__).parents[2] / "benchmarks" / "gpu" / "data" / "profiles" / "h100_gpt2_16_bf16.json.gz"
+GPT2 = Path(__file__).parents[3] / "benchmarks" / "gpu" / "data" / "profiles" / "h100_gpt2_16_bf16.json.gz"
 
 
 def problem_of(layers: Sequence[Layer], share: float) -> Problem:
