@@ -24,10 +24,11 @@ from memopt.advisors.profiles.problem import TIME_LIMIT_S, Candidate, Decisions,
 from memopt.advisors.profiles.rounds import Round, find_kinds
 from memopt.advisors.profiles.search import Plan, Search
 from memopt.advisors.profiles.starts.checkpoints import (
-    again_between_checkpoints,
+    best_of,
+    last_resorts,
     lightened,
     middle_first,
-    swept_checkpoints,
+    swept,
 )
 from memopt.advisors.profiles.starts.from_graph import graph_plans
 from memopt.advisors.profiles.starts.link_price import link_priced_plans
@@ -232,15 +233,15 @@ class Auto:
             yield from _judged(search, _in_time(alike_plans(limited)), judged)
         quick = _QUICK if len(problem.candidates) <= _MOST_FOR_SQUARES else _QUICK[1:]
         yield from _judged(search, portfolio(search, quick, until=_SHARE_AFTER_QUICK), judged)
-        if not any(search.fits(plan) for plan in judged.values()):
+        if not _is_met(search, judged):
             yield from self._from_checkpoints(search, judged)
         if problem.fastest_tier:
             priced = link_priced_plans(problem.limited(search.moment(_SHARE_FOR_STARTS)))
             yield from self._mended(search, _in_time(priced), judged)
-        if problem.fastest_tier or not any(search.fits(plan) for plan in judged.values()):
+        if problem.fastest_tier or not _is_met(search, judged):
             yield from self._from_graph(search, judged)
         yield from _judged(search, [free_plan(problem)], judged)
-        if search.is_over and not any(search.fits(plan) for plan in judged.values()):
+        if search.is_over and not _is_met(search, judged):
             return
         problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
         yield from _judged(search, programs(search), judged)
@@ -264,13 +265,14 @@ class Auto:
         """Where no quick start fits: checkpoints, at last with nothing held between them, made cheaper."""
         for _ in range(2):  # once one fits, there is more time
             problem = search.problem.limited(search.moment(_SHARE_AFTER_CHECKPOINTS))
-            sweep = (*plans_of("rotor", problem), *middle_first(plans_of("sublinear", problem)))
-            yield from _judged(search, swept_checkpoints(problem, sweep, free_plan(problem)), judged)
-            if not any(search.fits(plan) for plan in judged.values()):
+            sweep = itertools.chain(middle_first(plans_of("sublinear", problem)), plans_of("rotor", problem))
+            plans = swept(problem, sweep)
+            yield from _judged(search, best_of(search.problem, plans, free_plan(problem)), judged)
+            if not _is_met(search, judged):
                 break
-        if not any(search.fits(plan) for plan in judged.values()):
+        if not _is_met(search, judged):
             limited = search.problem.limited(search.deadline)
-            yield from _judged(search, _in_time(again_between_checkpoints(limited)), judged)
+            yield from _judged(search, _in_time(last_resorts(limited, plans)), judged)
         fitting = min(filter(search.fits, judged.values()), key=lambda plan: plan.cost_ms, default=None)
         if fitting is not None:
             for plan in lightened(search.until(_SHARE_AFTER_LIGHTENED), fitting):
@@ -297,6 +299,10 @@ class Auto:
                 yield plan
             if search.fits(plan):
                 cheapest = min(cheapest, plan.cost_ms)
+
+
+def _is_met(search: Search, judged: dict[frozenset[int], Plan]) -> bool:
+    return any(search.fits(plan) for plan in judged.values())
 
 
 def _is_optimal(search: Search, plan: Plan) -> bool:

@@ -77,26 +77,33 @@ def middle_first(plans: Iterable[Decisions]) -> list[Decisions]:
     return sorted(swept, key=lambda each: abs(math.log((most - len(each)) / math.sqrt(most))))
 
 
-def swept_checkpoints(problem: Problem, sweep: Iterable[Decisions], free: Decisions) -> Iterator[Decisions]:
-    """The cheapest of `sweep` that fit, as far as there is time to look, and the nearest; where none fits, these with all away that cannot be
-    made again. `free`: what costs nothing."""
+def swept(problem: Problem, sweep: Iterable[Decisions]) -> list[Decisions]:
+    """Those of `sweep` that there is time to look at, the lowest peak first."""
     plans: list[tuple[Timeline, Decisions]] = []
     with contextlib.suppress(OutOfTime):
         for decisions in sweep:
             plans.append((problem.run(decisions), decisions))
-    fitting = sorted((p for p in plans if problem.fits(p[0])), key=lambda p: p[0].step_ms)
+    return [decisions for _, decisions in sorted(plans, key=lambda plan: plan[0].peak_bytes)]
+
+
+def best_of(problem: Problem, plans: list[Decisions], free: Decisions) -> Iterator[Decisions]:
+    """Of `plans`, which have been judged, the cheapest that fit, the lowest, and one between. `free`: what costs nothing."""
+    judged = [(problem.run(decisions), decisions) for decisions in plans]
+    fitting = sorted((p for p in judged if problem.fits(p[0])), key=lambda p: p[0].step_ms)
     yield from (decisions for _, decisions in fitting[:2])
-    plans.sort(key=lambda p: p[0].peak_bytes)
-    yield from (decisions for _, decisions in plans[:2])
-    if not fitting and (others := _others(problem)):
-        yield from (decisions | others for _, decisions in plans[:_NEAREST])
-    plans.sort(key=lambda p: p[0].peak_bytes * p[0].step_ms)
-    yield from (decisions | free for _, decisions in plans[:1])
+    yield from plans[:2]
+    judged.sort(key=lambda p: p[0].peak_bytes * p[0].step_ms)
+    yield from (decisions | free for _, decisions in judged[:1])
 
 
-def again_between_checkpoints(problem: Problem) -> Iterator[Decisions]:
-    """Checkpoints, the most that fit where nothing is held between them; where none do, with all away that cannot be made again."""
+def last_resorts(problem: Problem, plans: list[Decisions]) -> Iterator[Decisions]:
+    """Where none of `plans` fits: the lowest of them with all away that cannot be made again; then checkpoints between which nothing is
+    held, the most that fit; at last both."""
     order, others = Order(problem), _others(problem)
+    for decisions in plans[:_NEAREST] if others else ():
+        yield decisions | others
+        if problem.fits(problem.run(place_prefetches(problem, decisions | others))):
+            return
     if not (yield from _most_that_fit(problem, order, {})) and others:
         yield from _most_that_fit(problem, order, others)
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.clock import now, reading
+from memopt.advisors.clock import reading
 from memopt.advisors.profiles.auto import Auto
 from memopt.advisors.profiles.problem import Problem
-from memopt.advisors.profiles.search import Plan, Search
+from memopt.advisors.profiles.search import Search
 from memopt.advisors.profiles.starts.checkpoints import (
-    again_between_checkpoints,
+    last_resorts,
     lightened,
     middle_first,
-    swept_checkpoints,
+    swept,
 )
 from memopt.advisors.strategies.sublinear import sublinear_plans
 from memopt.estimators.simulator.decision import RECOMPUTE_AGAIN
@@ -37,7 +37,7 @@ def problem_of(layers: Sequence[Layer], share: float) -> Problem:
 def test_a_chain_is_brought_down_to_a_few_of_its_tensors(share: float) -> None:
     """A hundred tensors: of plans whose replays are held, the lowest has a fifth of the peak."""
     problem = problem_of(chain([10] * 100), share)
-    plans = [*again_between_checkpoints(problem)]
+    plans = [*last_resorts(problem, [])]
     assert any(problem.fits(problem.run(plan)) for plan in plans)
     assert len(plans) <= math.log2(100) + 4
     assert {decision for plan in plans for decision in plan.values()} == {RECOMPUTE_AGAIN}
@@ -45,7 +45,7 @@ def test_a_chain_is_brought_down_to_a_few_of_its_tensors(share: float) -> None:
 
 def test_none_is_left_where_nothing_fits() -> None:
     problem = problem_of(chain([10] * 100), 0.001)
-    plans = [*again_between_checkpoints(problem)]
+    plans = [*last_resorts(problem, [])]
     assert len(plans[-1]) == len(problem.candidates)
     assert not problem.fits(problem.run(plans[-1]))
 
@@ -80,7 +80,7 @@ def test_half_of_the_peak_of_a_model_with_weights_in_a_short_search() -> None:
     """GPT-2 as it was recorded on an H100. Neither checkpoints nor weights alone come down to half its peak, and a search of 20 s had found
     no plan below five plain steps."""
     adviser = Adviser(load_trace(GPT2), frozenset({"recompute", "swap-host", "optimizer"}), 1.0)
-    looks = _every_look_takes(0.0002)
+    looks = _every_look_takes(0.0001)
     with reading(lambda: next(looks)):
         problem, decisions, _ = adviser.decide(adviser.unplanned_peak_bytes // 2)
     kinds = {decision.kind for decision in decisions.values()}
@@ -92,7 +92,7 @@ def test_there_is_a_plan_when_the_quick_rules_took_the_time() -> None:
     """At 60 % none of them fits."""
     adviser = Adviser(load_trace(GPT2), frozenset({"recompute"}))
     problem = adviser.problem(int(0.6 * adviser.unplanned_peak_bytes))
-    looks = _every_look_takes(0.0002)
+    looks = _every_look_takes(0.0001)
     with reading(lambda: next(looks)):
         decisions = Auto(0.25).plan(problem)
     assert problem.run(decisions).step_ms < 3 * problem.plain_step_ms
@@ -101,10 +101,22 @@ def test_there_is_a_plan_when_the_quick_rules_took_the_time() -> None:
 def test_weights_leave_beside_checkpoints_that_do_not_fit_alone() -> None:
     adviser = Adviser(load_trace(GPT2), frozenset({"recompute", "swap-host"}))
     problem = adviser.problem(int(0.56 * adviser.unplanned_peak_bytes))
-    sweep = [*sublinear_plans(problem)]
-    assert not any(problem.fits(problem.run(plan)) for plan in sweep)
-    search = Search(problem, now() + 60)
-    judged: list[Plan] = [search.judge(plan) for plan in swept_checkpoints(problem, sweep, {})]
+    plans = swept(problem, sublinear_plans(problem))
+    assert not any(problem.fits(problem.run(plan)) for plan in plans)
+    search = Search(problem, math.inf)
+    judged = [search.judge(plan) for plan in last_resorts(problem, plans)]
     lowest = min(judged, key=lambda plan: plan.peak_bytes)
     assert any(problem.candidates[storage].saved.is_weight for storage in lowest.decisions)
-    assert lowest.peak_bytes < min(problem.run(plan).peak_bytes for plan in sweep)
+    assert lowest.peak_bytes < problem.run(plans[0]).peak_bytes
+
+
+def test_what_was_not_judged_in_time_is_left_out() -> None:
+    problem = problem_of(chain([10] * 100), 0.3)
+    sweep = [*sublinear_plans(problem)]
+    looks = _every_look_takes(1.0)
+    with reading(lambda: next(looks)):
+        plans = swept(problem.limited(5.0), sweep)
+    assert 0 < len(plans) < len(sweep)
+    assert all(plan in sweep for plan in plans)
+    peaks = [problem.run(plan).peak_bytes for plan in plans]
+    assert peaks == sorted(peaks)
