@@ -170,7 +170,7 @@ class Auto:
         """How near the budget one can come: a search as for a budget of nothing, so that the peak which a refusal names is met when it
         is asked for. What fits after all is then made cheaper while there is time."""
         longer = Search(search.problem, now() + _SHARE_FOR_NOTHING * self.time_limit_s)
-        lowest = min((best, *self._from_checkpoints(longer, {})), key=search.excess)
+        lowest = min((best, *self._first_checkpoints(longer, {})), key=search.excess)
         if not search.fits(lowest):
             for plan in self._improving(longer.aimed_at(0), search.judge({})):
                 if plan.peak_bytes < lowest.peak_bytes:
@@ -233,11 +233,14 @@ class Auto:
             yield from _judged(search, _in_time(alike_plans(limited)), judged)
         quick = _QUICK if len(problem.candidates) <= _MOST_FOR_SQUARES else _QUICK[1:]
         yield from _judged(search, portfolio(search, quick, until=_SHARE_AFTER_QUICK), judged)
-        if not _is_met(search, judged):
-            yield from self._from_checkpoints(search, judged)
+        is_met = _is_met(search, judged)
+        if not is_met:
+            yield from self._first_checkpoints(search, judged)
         if problem.fastest_tier:
             priced = link_priced_plans(problem.limited(search.moment(_SHARE_FOR_STARTS)))
             yield from self._mended(search, _in_time(priced), judged)
+        if not is_met:
+            yield from self._better_checkpoints(search, judged)
         if problem.fastest_tier or not _is_met(search, judged):
             yield from self._from_graph(search, judged)
         yield from _judged(search, [free_plan(problem)], judged)
@@ -261,18 +264,21 @@ class Auto:
             yield from _judged(search, portfolio(search, _THOROUGH, until=_SHARE_AFTER_THOROUGH), judged)
 
     @staticmethod
-    def _from_checkpoints(search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
-        """Where no quick start fits: checkpoints, at last with nothing held between them, made cheaper."""
-        for _ in range(2):  # once one fits, there is more time
-            problem = search.problem.limited(search.moment(_SHARE_AFTER_CHECKPOINTS))
-            sweep = itertools.chain(middle_first(plans_of("sublinear", problem)), plans_of("rotor", problem))
-            plans = swept(problem, sweep)
-            yield from _judged(search, best_of(search.problem, plans, free_plan(problem)), judged)
-            if not _is_met(search, judged):
-                break
+    def _first_checkpoints(search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
+        """Where no quick start fits: checkpoints that do, at last with nothing held between them."""
+        problem = search.problem.limited(search.moment(_SHARE_AFTER_CHECKPOINTS))
+        plans = swept(problem, middle_first(plans_of("sublinear", problem)), ends_with_one_that_fits=True)
+        yield from _judged(search, best_of(search.problem, plans, free_plan(problem)), judged)
         if not _is_met(search, judged):
             limited = search.problem.limited(search.deadline)
             yield from _judged(search, _in_time(last_resorts(limited, plans)), judged)
+
+    @staticmethod
+    def _better_checkpoints(search: Search, judged: dict[frozenset[int], Plan]) -> Iterator[Plan]:
+        """The cheapest that fit; then the cheapest plan so far, made cheaper."""
+        problem = search.problem.limited(search.moment(_SHARE_AFTER_CHECKPOINTS))
+        sweep = itertools.chain(plans_of("rotor", problem), plans_of("sublinear", problem))
+        yield from _judged(search, best_of(search.problem, swept(problem, sweep), free_plan(problem)), judged)
         fitting = min(filter(search.fits, judged.values()), key=lambda plan: plan.cost_ms, default=None)
         if fitting is not None:
             for plan in lightened(search.until(_SHARE_AFTER_LIGHTENED), fitting):

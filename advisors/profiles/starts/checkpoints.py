@@ -77,12 +77,16 @@ def middle_first(plans: Iterable[Decisions]) -> list[Decisions]:
     return sorted(swept, key=lambda each: abs(math.log((most - len(each)) / math.sqrt(most))))
 
 
-def swept(problem: Problem, sweep: Iterable[Decisions]) -> list[Decisions]:
+def swept(
+    problem: Problem, sweep: Iterable[Decisions], *, ends_with_one_that_fits: bool = False
+) -> list[Decisions]:
     """Those of `sweep` that there is time to look at, the lowest peak first."""
     plans: list[tuple[Timeline, Decisions]] = []
     with contextlib.suppress(OutOfTime):
         for decisions in sweep:
             plans.append((problem.run(decisions), decisions))
+            if ends_with_one_that_fits and problem.fits(plans[-1][0]):
+                break
     return [decisions for _, decisions in sorted(plans, key=lambda plan: plan[0].peak_bytes)]
 
 
