@@ -195,7 +195,8 @@ class PagedOptimizer:
             piece.lay(rows | fresh)
 
     def _views(self, state: Any, segment: Segment, rows: dict[str, Tensor]) -> State:
-        """The state of a segment as the optimizer is to see it: rows of its elements, and copies of what is the whole parameter's."""
+        """The state of a segment as the optimizer is to see it: rows of its elements, and what is the whole parameter's, such as a counter: itself
+        where no other segment is stepped with it, else a copy."""
         parameter, found = segment.parameter, dict[str, Any]()
         if id(parameter) in self._first:
             return found
@@ -207,8 +208,10 @@ class PagedOptimizer:
                 value = inner[name]
                 if isinstance(value, Tensor) and is_of_elements(value, parameter):
                     found[name] = segment.of(value)
+                elif isinstance(value, Tensor) and not segment.is_whole:
+                    found[name] = value.clone()
                 else:
-                    found[name] = value.clone() if isinstance(value, Tensor) else value
+                    found[name] = value
         return found
 
     def _keep(
@@ -250,9 +253,11 @@ class PagedOptimizer:
     def _whole_ones(self, inner: State, after: State, of_all: State, away: set[str]) -> None:
         """The last segment of a parameter is stepped: its counters move on, and what lies in bundles is dropped from its state."""
         for name, value in of_all.items():
-            held = inner.get(name)
-            if isinstance(held, Tensor) and isinstance(value, Tensor) and held.shape == value.shape:
-                held.copy_(value)
+            there = inner.get(name)
+            if there is value:
+                continue
+            if isinstance(there, Tensor) and isinstance(value, Tensor) and there.shape == value.shape:
+                there.copy_(value)
             else:
                 inner[name] = value
         for name in away:

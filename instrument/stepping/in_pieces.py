@@ -53,6 +53,10 @@ class Segment:
     def is_last(self) -> bool:
         return self.stop == self.shape.numel()
 
+    @property
+    def is_whole(self) -> bool:
+        return self.numel == self.shape.numel()
+
     def empty_whole(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A tensor that lies in memory as the parameter did when it was laid out."""
         return torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)

@@ -108,6 +108,27 @@ def test_every_optimizer_gives_the_same_bits(optimizer: str, tier: Tier | None, 
     check(training(OPTIMIZERS[optimizer]), tmp_path, tier)
 
 
+@pytest.mark.parametrize(("piece_bytes", "copied"), [(PIECE, True), (1 << 20, False)])
+def test_counters_are_copied_of_cut_parameters_only(
+    piece_bytes: int, copied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU each copy of a counter is a kernel, and one more where it is put back."""
+    copies = list[int]()
+    clone = Tensor.clone
+
+    def counted(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        copies.append(self.dim())
+        return clone(self, *args, **kwargs)
+
+    loop = training(OPTIMIZERS["adamw"])
+    plain = seeded(loop, STEPS)
+    monkeypatch.setattr(Tensor, "clone", counted)
+    computed, outcome = enforced(loop, plan_for("disk", piece_bytes=piece_bytes), tmp_path, STEPS)
+    assert computed == plain, outcome
+    assert outcome.actions.done == 1, outcome
+    assert (0 in copies) is copied
+
+
 @pytest.mark.parametrize("optimizer", EACH)
 def test_state_that_is_looked_at_after_each_step_is_whole(optimizer: str, tmp_path: Path) -> None:
     check(stepping("language", optimizer), tmp_path)
