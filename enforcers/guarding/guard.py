@@ -24,13 +24,13 @@ from memopt.enforcers.guarding.live_bytes import Live, bytes_of, would_make
 from memopt.enforcers.guarding.makers import Makers
 from memopt.enforcers.guarding.watched import Saved, Use, Watched
 from memopt.enforcers.guarding.what_is_there import largest, what_is_there
+from memopt.enforcers.guarding.whole_budget import WholeBudget
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
-from memopt.instrument.memory.cuda_statistics import beside_allocator_bytes
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
@@ -77,7 +77,7 @@ class Guard(modes.Mode):
         self._frames, self._iterations, self._tier = loop.frames, loop.iterations, tier
         self._thread, self._regions = loop.frames.thread, loop.frames.regions
         self._device, self.budget_bytes = device, budget_bytes
-        self._whole_bytes = budget_bytes if whole and device == "cuda" else 0
+        self._whole = WholeBudget(budget_bytes) if whole and device == "cuda" else None
         self._least_bytes = min(LEAST_BYTES, max(_PAGE_BYTES, budget_bytes // _LEAST_SHARE))
         self._is_watched: Callable[[Tensor], bool] = attrgetter(f"is_{device}")
         self._live = Live(device) if rests else Live(device).look_around()
@@ -197,9 +197,8 @@ class Guard(modes.Mode):
             self._enter()
 
     def _leave_room_for_the_context(self) -> None:
-        """Kernels are loaded as they are first called, so the rest changes in the first iterations."""
-        if self._whole_bytes:
-            self.budget_bytes = max(1, self._whole_bytes - beside_allocator_bytes())
+        if self._whole is not None:
+            self.budget_bytes = self._whole.for_tensors()
 
     # --- ops
 
@@ -419,6 +418,8 @@ class Guard(modes.Mode):
     # --- the training loop (Listener)
 
     def iteration_ended(self, count: int, milliseconds: float) -> None:
+        if self._whole is not None:
+            self._whole.iteration_ended()
         self.new_iteration()
         self._frames.new_iteration()
 
