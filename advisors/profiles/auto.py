@@ -1,7 +1,7 @@
 """The default planner: a portfolio of starts, then search, jointly over keep, swap, recompute, compress and drop.
 
 Starts are the plans of the published strategies (not SwapAdvisor's: they took time and led nowhere) and greedy constructions
-(bytes above the target that go, a millisecond that is paid, with several exponents). Each is mended until it fits and pruned;
+(bytes above the target that go, a millisecond that is paid, with several exponents); where no quick one fits, checkpoints. Each is mended until it fits and pruned;
 then large-neighbourhood moves on the best until the time limit. Anytime: Ctrl-C keeps the best so far. Never worse than the
 strategies it starts from, since their plans are among the starts and are judged by the same simulator (the slower ones while
 there is time). Optimal (under the simulator, for the options there are) for problems small enough to try every combination,

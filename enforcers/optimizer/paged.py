@@ -175,13 +175,16 @@ class PagedOptimizer:
     ) -> None:
         """Step the segments of those numbers; `gradient_of` gives a row."""
         rows = piece.rows() if piece.bundle is not None else {}
+        rows_of: dict[int, dict[str, Tensor]] = {}
+        for (number, name), row in rows.items():
+            rows_of.setdefault(number, {})[name] = row
         slices, states, views = [], [], []
         for number in taken:
             segment = piece.segments[number]
             row = segment.of(segment.parameter)
             row.grad = gradient_of(segment)
             slices.append(row)
-            view = self._views(state, segment, {name: r for (n, name), r in rows.items() if n == number})
+            view = self._views(state, segment, rows_of.get(number, {}))
             views.append(view)
             states.append(dict(view))
         group = optimizer.param_groups[piece.segments[0].group]

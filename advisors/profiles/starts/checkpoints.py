@@ -72,9 +72,9 @@ class Order:
 
 def middle_first(plans: Iterable[Decisions]) -> list[Decisions]:
     """As many checkpoints as the square root of what there is first, where a sweep is likely to be near the lowest peak."""
-    swept = list(plans)
-    most = 1 + max(map(len, swept), default=0)
-    return sorted(swept, key=lambda each: abs(math.log((most - len(each)) / math.sqrt(most))))
+    every = list(plans)
+    most = 1 + max(map(len, every), default=0)
+    return sorted(every, key=lambda each: abs(math.log((most - len(each)) / math.sqrt(most))))
 
 
 def swept(
