@@ -512,7 +512,7 @@ def test_a_budget_for_the_whole_process_leaves_room_for_the_context(tmp_path, mo
     names = ["NVIDIA H100 80GB HBM3", "a GPU that nobody knows"]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: names.pop(0))
     loop = Loop(Frames(), Iterations(SimpleNamespace()), PlainForms())
-    whole = Guard(loop, disk_tier(tmp_path), "cuda", 16 << 30, whole=True)
+    whole = Guard(loop, disk_tier(tmp_path), "cuda", 16 << 30, rests=True, whole=True)
     left = []
     for _ in range(3):
         whole._leave_room_for_the_context()
