@@ -76,6 +76,7 @@ def _every_look_takes(seconds: float) -> itertools.count[float]:
     return itertools.count(0.0, seconds)
 
 
+@pytest.mark.solver
 def test_a_low_budget_is_met_in_a_short_search() -> None:
     """GPT-2 as it was recorded on an H100, at a budget below what is there at once in the run as it is. Without checkpoints to begin with, none
     was found in that time."""
