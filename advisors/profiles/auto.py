@@ -201,7 +201,7 @@ class Auto:
                 return
         for plan in (best, search.judge({})):
             if not search.fits(best):
-                lower = descend(search.until_half(), plan)
+                lower = descend(search.until(search.share_left / 2), plan)
                 if search.better(lower, best):
                     best = lower
                     yield best
@@ -243,7 +243,7 @@ class Auto:
             yield from self._better_checkpoints(search, judged)
         if problem.fastest_tier or not _is_met(search, judged):
             yield from self._from_graph(search, judged)
-        yield from _judged(search, [free_plan(problem)], judged)
+        yield from _judged(search, [problem.free], judged)
         if search.is_over and not _is_met(search, judged):
             return
         problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
@@ -268,7 +268,7 @@ class Auto:
         """Where no quick start fits: checkpoints that do, at last with nothing held between them."""
         problem = search.problem.limited(search.moment(_SHARE_AFTER_CHECKPOINTS))
         plans = swept(problem, middle_first(plans_of("sublinear", problem)), ends_with_one_that_fits=True)
-        yield from _judged(search, best_of(search.problem, plans, free_plan(problem)), judged)
+        yield from _judged(search, best_of(search.problem, plans), judged)
         if not _is_met(search, judged):
             limited = search.problem.limited(search.deadline)
             yield from _judged(search, _in_time(last_resorts(limited, plans)), judged)
@@ -278,7 +278,7 @@ class Auto:
         """The cheapest that fit; then the cheapest plan so far, made cheaper."""
         problem = search.problem.limited(search.moment(_SHARE_AFTER_CHECKPOINTS))
         sweep = itertools.chain(plans_of("rotor", problem), plans_of("sublinear", problem))
-        yield from _judged(search, best_of(search.problem, swept(problem, sweep), free_plan(problem)), judged)
+        yield from _judged(search, best_of(search.problem, swept(problem, sweep)), judged)
         fitting = min(filter(search.fits, judged.values()), key=lambda plan: plan.cost_ms, default=None)
         if fitting is not None:
             for plan in lightened(search.until(_SHARE_AFTER_LIGHTENED), fitting):
@@ -342,16 +342,6 @@ def every_plan(search: Search) -> Iterator[Plan]:
     for fates in itertools.product(*(_fates(c) for c in candidates)):
         pairs = zip(candidates, fates, strict=True)
         yield search.judge({c.storage: fate for c, fate in pairs if fate is not None})
-
-
-def free_plan(problem: Problem) -> Decisions:
-    """All that costs nothing."""
-    return {
-        c.storage: option
-        for c in problem.candidates.values()
-        for option in c.options
-        if option.kind == "drop" and option.decoded_bytes < c.saved.size_bytes
-    }
 
 
 def plans_of(name: str, problem: Problem) -> Iterable[Decisions]:

@@ -256,6 +256,16 @@ class Problem:
         return self._looked_up[storage]
 
     @cached_property
+    def free(self) -> Decisions:
+        """All that costs nothing."""
+        return {
+            c.storage: option
+            for c in self.candidates.values()
+            for option in c.options
+            if option.kind == "drop" and option.decoded_bytes < c.saved.size_bytes
+        }
+
+    @cached_property
     def fastest_tier(self) -> str | None:
         """Of those that a candidate may be swapped to."""
         swaps = {o.tier for c in self.candidates.values() for o in c.options if o.kind == "swap" and o.tier}

@@ -92,12 +92,6 @@ class Search:
         other.deadline = self.moment(share)
         return other
 
-    def until_half(self) -> Search:
-        """The same search with half of the time that is left."""
-        other = copy.copy(self)
-        other.deadline = (now() + self.deadline) / 2
-        return other
-
     def as_decided(self, decisions: Decisions) -> Plan:
         """The decisions with the prefetches that they have."""
         timeline = self.problem.run(decisions)

@@ -90,14 +90,14 @@ def swept(
     return [decisions for _, decisions in sorted(plans, key=lambda plan: plan[0].peak_bytes)]
 
 
-def best_of(problem: Problem, plans: list[Decisions], free: Decisions) -> Iterator[Decisions]:
-    """Of `plans`, which have been judged, the cheapest that fit, the lowest, and one between. `free`: what costs nothing."""
+def best_of(problem: Problem, plans: list[Decisions]) -> Iterator[Decisions]:
+    """Of `plans`, which have been judged, the cheapest that fit, the lowest, and one between."""
     judged = [(problem.run(decisions), decisions) for decisions in plans]
     fitting = sorted((p for p in judged if problem.fits(p[0])), key=lambda p: p[0].step_ms)
     yield from (decisions for _, decisions in fitting[:2])
     yield from plans[:2]
     judged.sort(key=lambda p: p[0].peak_bytes * p[0].step_ms)
-    yield from (decisions | free for _, decisions in judged[:1])
+    yield from (decisions | problem.free for _, decisions in judged[:1])
 
 
 def last_resorts(problem: Problem, plans: list[Decisions]) -> Iterator[Decisions]:

@@ -72,17 +72,13 @@ def test_a_sweep_begins_with_the_square_root() -> None:
     assert {kept[-1], kept[-2]} & {0, 1, 99, 100}
 
 
-def _every_look_takes(seconds: float) -> itertools.count[float]:
-    return itertools.count(0.0, seconds)
-
-
 @pytest.mark.solver
 def test_a_low_budget_is_met_in_a_short_search() -> None:
     """GPT-2 as it was recorded on an H100, at a budget below what is there at once in the run as it is. Without checkpoints to begin with, none
     was found in that time."""
     adviser = Adviser(load_trace(GPT2), frozenset({"recompute", "swap-host", "optimizer"}), 1.0)
-    looks = _every_look_takes(0.0002)
-    with reading(lambda: next(looks)):
+    looks = itertools.count()
+    with reading(lambda: 0.0002 * next(looks)):
         problem, decisions, _ = adviser.decide(int(0.53 * adviser.unplanned_peak_bytes))
     assert problem.pieces is not None
     assert problem.run(decisions).step_ms < 4 * problem.plain_step_ms
@@ -92,8 +88,8 @@ def test_there_is_a_plan_when_the_quick_rules_took_the_time() -> None:
     """At 60 % none of them fits."""
     adviser = Adviser(load_trace(GPT2), frozenset({"recompute"}))
     problem = adviser.problem(int(0.6 * adviser.unplanned_peak_bytes))
-    looks = _every_look_takes(0.0001)
-    with reading(lambda: next(looks)):
+    looks = itertools.count()
+    with reading(lambda: 0.0001 * next(looks)):
         decisions = Auto(0.25).plan(problem)
     assert problem.run(decisions).step_ms < 3 * problem.plain_step_ms
 
@@ -113,8 +109,8 @@ def test_weights_leave_beside_checkpoints_that_do_not_fit_alone() -> None:
 def test_what_was_not_judged_in_time_is_left_out() -> None:
     problem = problem_of(chain([10] * 100), 0.3)
     sweep = [*sublinear_plans(problem)]
-    looks = _every_look_takes(1.0)
-    with reading(lambda: next(looks)):
+    looks = itertools.count()
+    with reading(lambda: 1.0 * next(looks)):
         plans = swept(problem.limited(5.0), sweep)
     assert 0 < len(plans) < len(sweep)
     assert all(plan in sweep for plan in plans)
