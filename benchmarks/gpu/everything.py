@@ -1,6 +1,7 @@
 """A plan that takes every action of one kind that it can: `python -m benchmarks.gpu.everything PROFILE KIND PLAN`.
 
-Such plans are no good; they show whether the mechanisms are right. KIND: recompute, swap-host, swap-disk, compress, mixed.
+Such plans are no good; they show whether the mechanisms are right. KIND: recompute, swap-host, swap-disk, compress, mixed;
+weights: those that can leave, to the host; one: a single recompute.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from memopt.trace import load_trace
 
 def decisions(problem: Problem, kind: str) -> Decisions:
     """For each storage its action of `kind`; `mixed`: one of all its actions, or none."""
+    if kind == "one":
+        return dict([*decisions(problem, "recompute").items()][:1])
+    if kind == "weights":
+        away = decisions(problem, "swap-host")
+        return {s: decision for s, decision in away.items() if problem.candidates[s].saved.is_weight}
     draw = random.Random(0)
     chosen = {}
     for storage, candidate in problem.candidates.items():

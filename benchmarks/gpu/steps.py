@@ -1,4 +1,5 @@
-"""Where a step's time goes under a plan: the plan of `advise`, its step predicted and measured, and what `look` finds in both runs."""
+"""Where a step's time goes under a plan (of `advise`, or every action of one kind): its step predicted and measured, and what `look` finds in both
+runs."""
 
 from __future__ import annotations
 
@@ -18,23 +19,30 @@ PLANS = (
     ("vit 16 amp-bf16 adamw", "60%"),
     ("resnet50 32 amp-fp16 sgd", "50%"),
 )
+KINDS = ("one", "recompute", "weights", "compress", "swap-host")
+"""Of `everything`: what each kind of action costs by itself."""
 Found = dict[str, Any]
 
 
 def runs() -> Iterator[tuple[str, Callable[[], Found]]]:
     """(name, function)."""
     for words, budget in PLANS:
-        yield f"step {words} {budget}", partial(step, words, budget)
+        yield f"step {words} {budget}", partial(step, words, budget=budget)
+    words, _ = PLANS[0]
+    for kind in KINDS:
+        yield f"every action of a kind, alone: {kind} {words}", partial(step, words, kind=kind)
 
 
-def step(words: str, budget: str) -> Found:
-    """Profile, plan and apply one configuration."""
+def step(words: str, *, budget: str = "", kind: str = "") -> Found:
+    """Profile, plan and apply one configuration: for a budget, or every action of one kind."""
     from benchmarks.gpu.jobs import MEMOPT, dry, execute, script_of
 
     script, budget = [*script_of(words), "--steps", "12"], "min" if dry() else budget
+    advise = [*MEMOPT, "advise", "p.json.gz", "--budget", budget, "-o", "plan.json"]
+    everything = [MEMOPT[0], "-m", "benchmarks.gpu.everything", "p.json.gz", kind, "plan.json"]
     with tempfile.TemporaryDirectory() as folder:
         execute([*MEMOPT, "profile", "-q", "-o", "p.json.gz", *script], folder)
-        execute([*MEMOPT, "advise", "p.json.gz", "--budget", budget, "-o", "plan.json"], folder)  # fmt: skip
+        execute(everything if kind else advise, folder)
         plain = execute([MEMOPT[0], *script, "--tell"], folder)[0]
         found: Found = {"plain_ms": _unlooked(plain)}
         for look in LOOKS:

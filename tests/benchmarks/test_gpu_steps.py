@@ -7,29 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.gpu.everything import decisions
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import Decisions, Problem, allowed
-from memopt.estimators.simulator.decision import Decision
+from memopt.advisors.profiles.problem import allowed
 from memopt.trace import load_trace
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "gpu" / "data"
 WORDS = "gpt2 16 bf16 adamw-fused"
-
-
-def _of_kind(problem: Problem, kind: str) -> Decisions:
-    """Every action of one kind, or a single one."""
-    options = {
-        storage: found
-        for storage, candidate in problem.candidates.items()
-        if (found := _option(problem, storage, kind, is_weight=candidate.saved.is_weight)) is not None
-    }
-    return dict(list(options.items())[:1]) if kind == "one" else options
-
-
-def _option(problem: Problem, storage: int, kind: str, *, is_weight: bool) -> Decision | None:
-    if kind == "weights":
-        return Decision(kind="swap", tier="host") if is_weight else None
-    return problem.candidates[storage].option("recompute" if kind == "one" else kind)
 
 
 @pytest.mark.parametrize(
@@ -43,5 +27,5 @@ def test_what_the_host_of_a_gpu_takes_is_predicted(kind: str, off: float) -> Non
     trace = load_trace(DATA / "profiles" / "h100_gpt2_16_bf16.json.gz")
     assert trace.watching is not None
     problem = Adviser(trace, allowed((), ())).problem(1)
-    timeline = problem.simulator.run(_of_kind(problem, kind))
+    timeline = problem.simulator.run(decisions(problem, kind))
     assert timeline.step_ms == pytest.approx(measured_ms, rel=off)
