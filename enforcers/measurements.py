@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.memory.meter import Meter
+    from memopt.profiler.known import There
 
 MEASURED = (3, 5, 8, 11, 14, 17)
 """Iterations in which the bytes are measured on a CPU; their times do not count. From the third on only until one was like the profiled
@@ -271,18 +272,25 @@ class Measurements:
         from memopt.instrument.memory.meter import meter_for
 
         self._meter = meter_for(self._plan.device.kind)
-        self._meter.start()
+        there = self._first_look()
+        self._meter.start((there.tensors, there.storages) if there is not None else None)
         self._before_bytes = max(self._before_bytes, self._meter.base_bytes + self._above_bytes)
-        self._look_what_is_there(self._meter.base_bytes)
+        self._look_what_is_there(self._meter.base_bytes, there)
 
-    def _look_what_is_there(self, base_bytes: int) -> None:
+    def _first_look(self) -> There | None:
+        """At the first measured iteration what lives is looked for once: it takes long."""
+        from memopt.profiler.known import there_now
+
+        return there_now() if self.frames is not None and not self._there else None
+
+    def _look_what_is_there(self, base_bytes: int, there: There | None) -> None:
         """At the first measured iteration, and at those that begin with more: it takes long."""
         from memopt.enforcers.guarding.what_is_there import grown, what_is_there
 
         if self.frames is None:
             return
-        if not self._there:
-            self._there = what_is_there(self.frames, self._plan.device.kind)
+        if there is not None:
+            self._there = what_is_there(self.frames, self._plan.device.kind, there)
         elif self._is_more(base_bytes) and base_bytes > max(base for _, base in self._peaks):
             self._kept = grown(self._there, what_is_there(self.frames, self._plan.device.kind))
 

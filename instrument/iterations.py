@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +22,7 @@ from torch.optim import optimizer as optim
 
 from memopt.instrument.live_objects import living
 from memopt.instrument.script.training_thread import TrainingThread
-from memopt.instrument.stepping.torchs_step import calls_closure_first, steps_under_way
+from memopt.instrument.stepping.torchs_step import any_was_made, calls_closure_first, steps_under_way
 from memopt.instrument.torch_internals import current_graph_task, engine_run_backward, set_engine_run_backward
 
 _MOST_BACKWARDS_A_STEP = 1024
@@ -79,6 +79,8 @@ class Iterations:
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._expected: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers of other parameters that were there when the first one stepped."""
+        self._first: torch.optim.Optimizer | None = None
+        """That one, until they have been looked for."""
         self._after_backwards = False
         """Backward calls had ended iterations before it first stepped."""
         self._pid = os.getpid()
@@ -119,6 +121,7 @@ class Iterations:
         the first? A script may check gradients, or warm up, before it makes one."""
         if self.boundary == "backward":
             return self.count < _MOST_ROUNDS
+        self._look_for_others()
         return self.rounds < _MOST_ROUNDS and any(each not in self._stepped for each in self._expected)
 
     @property
@@ -209,12 +212,15 @@ class Iterations:
         self._backwards += 1
         now_and_then = self._backwards & (self._backwards - 1) == 0  # looking at all that lives takes long
         if self.boundary == "" and (
-            self._backwards >= _MOST_BACKWARDS_A_STEP
-            or (now_and_then and not living(torch.optim.Optimizer)[0])
+            self._backwards >= _MOST_BACKWARDS_A_STEP or (now_and_then and not self._is_an_optimizer_there())
         ):
             self.boundary = "backward"
         if self.boundary == "backward":
             self._end_iteration()
+
+    def _is_an_optimizer_there(self) -> bool:
+        """Or has one been made before the first backward call? To look for it takes long."""
+        return (self._backwards == 1 and any_was_made()) or bool(living(torch.optim.Optimizer)[0])
 
     def _steps_for_us(self) -> bool:
         """Is it the training thread that steps, or autograd's for it? Hooks of a GPU's backward run in a thread of the device's."""
@@ -263,10 +269,11 @@ class Iterations:
         is_new = optimizer not in self._stepped
         self._stepped.add(optimizer)
         if chosen is None:
-            self._expected.update(_others(optimizer))
+            self._first = optimizer
         joins = self.rounds < (_MOST_ROUNDS if optimizer in self._expected else 2)
         self._others_steps += chosen is not optimizer and self._steps_open == 0
         if chosen is None and self._round_is_not_over:
+            self._look_for_others()
             return
         left_behind = self._is_left_behind
         if chosen is None or (is_new and joins) or left_behind:
@@ -281,6 +288,22 @@ class Iterations:
             self._most_others_steps = max(self._most_others_steps, self._others_steps)
             self._others_steps = 0
             self._end_iteration()
+            self._look_for_others()
+
+    def others_are_among(self, there: Iterable[torch.optim.Optimizer]) -> None:
+        """These live now, between two iterations. Optimizers that share parameters with the first one to step are not waited for: one may be
+        its wrapper."""
+        first, self._first = self._first, None
+        if first is None:
+            return
+        mine = {id(each) for group in first.param_groups for each in group["params"]}
+        for other in there:
+            if not any(id(each) in mine for group in other.param_groups for each in group["params"]):
+                self._expected.add(other)
+
+    def _look_for_others(self) -> None:
+        if self._first is not None:
+            self.others_are_among(living(torch.optim.Optimizer)[0])
 
     def _end_iteration(self) -> None:
         if self.count < _TIMED:
@@ -295,13 +318,3 @@ class Iterations:
 def _wait_for_gpu() -> None:
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
-
-
-def _others(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Optimizers that share no parameter with `optimizer`; one that does may be its wrapper."""
-    mine = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    return [
-        thing
-        for thing in living(torch.optim.Optimizer)[0]
-        if not any(id(each) in mine for group in thing.param_groups for each in group["params"])
-    ]

@@ -6,7 +6,7 @@ import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import compress
+from itertools import compress, count
 from typing import Any
 
 
@@ -29,11 +29,20 @@ def living(*kinds: type) -> tuple[list[Any], ...]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         things = gc.get_objects()
-        types = dict(zip(map(id, map(type, things)), map(type, things), strict=True))
-        into = {key: each for key, kind in types.items() if (each := _place(kind, kinds, found)) is not None}
-        for thing in compress(things, map(into.__contains__, map(id, map(type, things)))):
-            into[id(type(thing))].append(thing)
+        types = list(map(type, things))
+        keys = types if all(map(_hashes_by_identity, set(map(type, types)))) else list(map(id, types))
+        kind_of = dict(zip(keys, types, strict=True))
+        into = {
+            key: each for key, kind in kind_of.items() if (each := _place(kind, kinds, found)) is not None
+        }
+        for at in compress(count(), map(into.__contains__, keys)):
+            into[keys[at]].append(things[at])
     return found
+
+
+def _hashes_by_identity(metaclass: type) -> bool:
+    """Can a class of it be looked up without code of the script's, and twice as fast as by its `id`?"""
+    return all(getattr(metaclass, each) is getattr(type, each) for each in ("__hash__", "__eq__"))
 
 
 def _place(kind: type, kinds: tuple[type, ...], found: tuple[list[Any], ...]) -> list[Any] | None:

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from memopt.instrument.frames import Frames
@@ -36,6 +36,7 @@ class There:
     modules: list[nn.Module]
     optimizers: list[torch.optim.Optimizer]
     tensors: list[Tensor]
+    storages: list[UntypedStorage]
     _listed: set[int] | None = None
 
     @property
@@ -48,8 +49,8 @@ class There:
 
 def there_now() -> There:
     """What lives now."""
-    modules, optimizers, tensors = living(nn.Module, torch.optim.Optimizer, Tensor)
-    return There(modules, optimizers, tensors)
+    modules, optimizers, tensors, storages = living(nn.Module, torch.optim.Optimizer, Tensor, UntypedStorage)
+    return There(modules, optimizers, tensors, storages)
 
 
 def tell_all(tell: Tell, frames: Frames, there: There) -> dict[int, str]:

@@ -140,6 +140,7 @@ class Recordings:
         from memopt.profiler.known import there_now
 
         there = self._there or there_now()
+        self._iterations.others_are_among(there.optimizers)
         self._there = there if self._is_between else None
         return there
 

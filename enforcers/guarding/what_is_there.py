@@ -12,7 +12,7 @@ from torch import Tensor
 from memopt.instrument.frames import Frames
 from memopt.instrument.memory.meter import living_storages, storage_on
 from memopt.instrument.torch_internals import DisableTorchDispatch
-from memopt.profiler.known import LEFT_OVER, tell_all, there_now
+from memopt.profiler.known import LEFT_OVER, There, tell_all, there_now
 from memopt.trace import IN_A_LIST
 from memopt.units import format_bytes
 
@@ -28,8 +28,9 @@ _SMALL = 20
 """Times smaller than the largest: not worth a word."""
 
 
-def what_is_there(frames: Frames, device: str) -> dict[str, int]:
-    """Bytes on `device` by what they are: parameters, gradients, the parts of an optimizer's state, variables. Each storage once.
+def what_is_there(frames: Frames, device: str, there: There | None = None) -> dict[str, int]:
+    """Bytes on `device` by what they are: parameters, gradients, the parts of an optimizer's state, variables. Each storage once. `there`: what
+    lives, where it has just been looked for.
 
     They are for words alone: where something that the script holds cannot be looked at, what was found so far is given."""
     found: dict[str, int] = {}
@@ -44,7 +45,7 @@ def what_is_there(frames: Frames, device: str) -> dict[str, int]:
 
     guard = DisableTorchDispatch()
     try:
-        tell_all(tell, frames, there_now())
+        tell_all(tell, frames, there or there_now())
     except Exception:
         log.info("what the device holds could not be told", exc_info=True)
     finally:

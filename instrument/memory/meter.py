@@ -20,6 +20,9 @@ from memopt.instrument.script.script_profiler import on_script
 from memopt.instrument.stepping.gradient_reads import kept_gradient
 from memopt.instrument.torch_internals import DisableTorchFunction
 
+Living = tuple[list[Tensor], list[UntypedStorage]]
+"""All that there are."""
+
 
 class Meter(Protocol):
     """Between `start` and `stop`: the peak in bytes; None when it could not be measured."""
@@ -29,7 +32,10 @@ class Meter(Protocol):
     without_gradients_bytes: int
     """The most while modules were called without gradients, which is no part of the peak then."""
 
-    def start(self) -> None: ...
+    def start(self, there: Living | None = None) -> None:
+        """`there`: what lives, where it has just been looked for."""
+        ...
+
     def without_gradients(self, begins: bool) -> None:
         """The call of a module without gradients begins, or has ended."""
         ...
@@ -52,12 +58,12 @@ class CpuMeter:
         """Of blocks that end in another thread, by another clock."""
         self._watch: list[weakref.ref[UntypedStorage]] = []
 
-    def start(self) -> None:
+    def start(self, there: Living | None = None) -> None:
         self._profile = started_profile()
         if self._profile is None:
             return
         on_script(self._give_way)
-        for storage in living_storages("cpu"):
+        for storage in living_storages("cpu", there):
             size = storage.nbytes()
             self.base_bytes += size
             self._watch.append(weakref.ref(storage, partial(self._ended, size)))
@@ -105,7 +111,7 @@ class CudaMeter:
     def __init__(self) -> None:
         self.without_gradients_bytes = self._most_bytes = 0
 
-    def start(self) -> None:
+    def start(self, there: Living | None = None) -> None:
         self._statistics = statistics_of(torch.cuda.current_device())
         self.base_bytes, _ = self._statistics.bytes_now()
         self._statistics.reset()
@@ -127,8 +133,8 @@ def meter_for(device: str) -> Meter:
     return CudaMeter() if device == "cuda" else CpuMeter()
 
 
-def living_storages(device: str) -> list[UntypedStorage]:
-    """Every storage on `device` that a Python object holds, each once.
+def living_storages(device: str, there: Living | None = None) -> list[UntypedStorage]:
+    """Every storage on `device` that a Python object holds, each once; `there`: what lives, where it has just been looked for.
 
     A mapped file that no tensor lies on is left out: `torch.load(mmap=True)` holds the whole file beside the tensors' parts of it.
     """
@@ -136,7 +142,7 @@ def living_storages(device: str) -> list[UntypedStorage]:
     doubtful: dict[int, UntypedStorage] = {}
     with warnings.catch_warnings(), DisableTorchFunction():
         warnings.simplefilter("ignore")
-        tensors, storages = living(Tensor, UntypedStorage)
+        tensors, storages = there or living(Tensor, UntypedStorage)
         gradients = [each for each in map(_gradient_of, tensors) if each is not None]
         for each in (*tensors, *gradients, *storages):
             storage = storage_on(each, device)

@@ -26,6 +26,23 @@ def steps_under_way() -> int:
     return found
 
 
+def any_was_made() -> bool:
+    """Has an optimizer of any class been made in this process? It may be gone."""
+    kinds = [optim.Optimizer]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return any(_is_wrapped(kind.step) for kind in kinds)
+
+
+def _is_wrapped(step: Any) -> bool:
+    """Has torch put its function around this `step`, as it does when an optimizer is made, perhaps below one of the script's?"""
+    while step is not None:
+        if getattr(step, "__code__", None) is STEP:
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False
+
+
 def is_torchs(step: Any) -> bool:
     """Is this function torch's wrapper, which calls the hooks, around nothing but torch's own step? What others put around either with
     `functools.wraps` looks like it, and must not run once for each part of a step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from memopt.instrument.iterations import Iterations
+from memopt.instrument.stepping.torchs_step import any_was_made
 from tests.support.enforced import enforced, plan_of, recorded
 
 
@@ -192,21 +194,52 @@ def test_the_plain_step_of_two_optimizers_is_a_whole_one(tmp_path: Path) -> None
     assert outcome.steps == 4  # its first iteration is a whole one
 
 
-def test_many_backward_calls_before_a_step_do_not_look_at_all_that_lives_each_time(monkeypatch):
-    looked = []
-    monkeypatch.setattr(
-        "memopt.instrument.iterations.living", lambda *kinds: looked.append(kinds) or [["an optimizer"]]
-    )
+def _after_backwards(count: int) -> Iterations:
+    """As many backward calls, and no step."""
     parameter = torch.nn.Parameter(torch.ones(3))
     iterations = Iterations(Quiet())
     iterations.install()
     try:
-        for _ in range(100):
+        for _ in range(count):
             (parameter * 2).sum().backward()
     finally:
         iterations.remove()
-    assert len(looked) == 7
+    return iterations
+
+
+@pytest.mark.parametrize(("backwards", "looks"), [(1, 0), (2, 1), (100, 6)])
+def test_many_backward_calls_before_a_step_do_not_look_at_all_that_lives_each_time(
+    monkeypatch, backwards, looks
+):
+    looked = []
+    monkeypatch.setattr("memopt.instrument.iterations.any_was_made", lambda: True)
+    monkeypatch.setattr(
+        "memopt.instrument.iterations.living", lambda *kinds: looked.append(kinds) or [["an optimizer"]]
+    )
+    iterations = _after_backwards(backwards)
+    assert len(looked) == looks
     assert iterations.count == 0
+
+
+@pytest.mark.parametrize(("was_made", "ended"), [(False, 3), (True, 2)])
+def test_where_no_optimizer_lives_backward_calls_end_iterations(monkeypatch, was_made, ended):
+    """One that was made and is gone is waited for once."""
+    monkeypatch.setattr("memopt.instrument.iterations.any_was_made", lambda: was_made)
+    monkeypatch.setattr("memopt.instrument.iterations.living", lambda *kinds: [[]])
+    assert _after_backwards(3).count == ended
+
+
+def test_an_optimizer_that_was_made_is_seen_also_below_what_the_script_puts_around_its_step(monkeypatch):
+    class Own(torch.optim.Optimizer):
+        def step(self):
+            return None
+
+    monkeypatch.setattr(torch.optim.Optimizer, "__subclasses__", lambda: [Own], raising=False)
+    assert not any_was_made()
+    Own([torch.nn.Parameter(torch.ones(1))], {})
+    assert any_was_made()
+    Own.step = functools.wraps(Own.step)(lambda self: None)
+    assert any_was_made()
 
 
 class Quiet:
