@@ -21,7 +21,7 @@ class Meter:
 
     without_gradients_bytes = 0
 
-    def start(self):
+    def start(self, there=None):
         pass
 
     def without_gradients(self, begins):
