@@ -15,6 +15,7 @@ from memopt.device import Device
 from memopt.growth import may_grow
 from memopt.instrument.script.command import Command, find_source
 from memopt.instrument.script.other_threads import threads_of_the_script
+from memopt.instrument.stepping.single_parameter_step import several_processes
 from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, MAY_GROW, Script, Trace
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def _facts(result: Result, recordings: Recordings, run: Run) -> dict[str, int]:
         "grad_calls": recorder.grad_calls,
         **({"compiled": 1} if recorder.runs_compiled else {}),
         "other_threads": len(threads_of_the_script()),
+        "several_processes": int(several_processes()),
         **{f"{CACHE_EMPTIED}{line}": count for line, count in recorder.cache_emptied.items()},
         **({BEFORE_TRAINING: before} if (before := recordings.before_training_bytes) else {}),
         **({MAY_GROW: percent} if (percent := _may_grow_percent(result, recordings)) > 100 else {}),

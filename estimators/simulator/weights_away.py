@@ -15,7 +15,7 @@ from memopt.trace import CATEGORIES, PHASES, Trace
 LEAST_BYTES = 1 << 20
 """Smaller weights stay."""
 _WEIGHTS = frozenset(CATEGORIES.index(name) for name in ("parameter", "buffer"))
-REASONS_TO_STAY = ("create_graph", "grad_calls", "other_threads", "compiled")
+REASONS_TO_STAY = ("create_graph", "grad_calls", "other_threads", "several_processes", "compiled")
 """Facts with which the run lets no weight leave, streamed or not."""
 _BACKWARD = PHASES.index("backward")
 _BEFORE_BACKWARD = frozenset(PHASES.index(name) for name in ("forward", "other"))

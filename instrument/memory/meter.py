@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
+from collections import Counter
 from functools import partial
 from typing import Protocol
 
@@ -67,7 +68,7 @@ class CpuMeter:
             size = storage.nbytes()
             self.base_bytes += size
             self._watch.append(weakref.ref(storage, partial(self._ended, size)))
-        self.base_bytes += sum(living_buckets("cpu"))
+        self.base_bytes += sum(hidden_buckets("cpu"))
 
     def without_gradients(self, begins: bool) -> None:
         self._calls.append((time.time_ns(), begins))
@@ -149,6 +150,20 @@ def living_storages(device: str, there: Living | None = None) -> list[UntypedSto
             if storage is not None:
                 (found if type(each) in PLAIN_TYPES else doubtful).setdefault(storage._cdata, storage)
     return [*found.values(), *(s for at, s in doubtful.items() if at not in found and _has_bytes(s))]
+
+
+def hidden_buckets(device: str) -> list[int]:
+    """Of `living_buckets` those that are not among `living_storages`: Python knows a bucket, a flat tensor, once a mode has seen it reduced."""
+    sizes = living_buckets(device)
+    if not sizes:
+        return []
+    flat = (each for each in living(Tensor)[0] if type(each) is Tensor and each.dim() == 1)
+    shown = {
+        storage._cdata: storage.nbytes()
+        for each in flat
+        if not (each.requires_grad or each._is_view()) and (storage := storage_on(each, device)) is not None
+    }
+    return sorted((Counter(sizes) - Counter(shown.values())).elements())
 
 
 def _gradient_of(tensor: Tensor) -> Tensor | None:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.estimators.simulator.trace_view import TraceView
+from memopt.instrument.memory.meter import CpuMeter
 from tests.support.enforced import enforced, plan_of, recorded
 
 
@@ -42,3 +49,47 @@ def test_buckets_are_there_before_backward(view: bool, alone: None, tmp_path: Pa
     assert sets * weights < trace.peak_bytes < (sets + 0.9) * weights
     _, outcome = enforced(loop, plan_of(trace, lambda problem: {}), tmp_path, 6, measure=True)
     assert outcome.measured_peak_bytes == pytest.approx(trace.peak_bytes, rel=0.02)
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def _held() -> int:
+    meter = CpuMeter()
+    meter.start()
+    meter.stop()
+    return meter.base_bytes
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_bucket_that_a_mode_has_seen_reduced_counts_once(alone: None) -> None:
+    gc.collect()
+    before = _held()
+    model = nn.parallel.DistributedDataParallel(nn.Linear(300, 300))
+    sets = 3 * 300 * 301 * 4  # parameters, gradients, buckets
+    for watches in (False, True, True):
+        model.zero_grad()
+        with Watching() if watches else contextlib.nullcontext():
+            model(torch.randn(4, 300)).sum().backward()
+        assert _held() - before == pytest.approx(sets, abs=20_000)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_weight_is_planned_away_where_processes_train_together(alone: None, tmp_path: Path) -> None:
+    def loop(steps: int) -> list[str]:
+        model = nn.Sequential(*[nn.Linear(600, 600) for _ in range(3)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(64, 600)).square().sum().backward()
+            optimizer.step()
+        return []
+
+    trace = recorded(loop, tmp_path)
+    assert trace.facts["several_processes"] == 1
+    assert not any(each.is_weight for each in TraceView(trace).saved.values())
+    alone_facts = trace.facts | {"several_processes": 0}
+    view = TraceView(msgspec.structs.replace(trace, facts=alone_facts))
+    assert any(each.is_weight for each in view.saved.values())
