@@ -237,7 +237,11 @@ class Engine(modes.Mode):
             first = planned.leaves_after
             again = first is None or (first.module, first.name, first.ordinal) != (frame.key, *op)
             why = self.capturing.why_keep() or weights.leave(
-                action, planned.size_bytes, arguments, again=again
+                action,
+                planned.size_bytes,
+                arguments,
+                again=again,
+                unrecorded=frame.without_gradients,
             )
             if why:
                 self.account.decline(action, why)

@@ -32,6 +32,9 @@ _MORE_AT_THE_START = 0.01
 
 _MOSTLY = 0.5
 
+_ELEMENT_BYTES = 4
+"""Of what an iteration saved beyond the profiled one, whose types nobody has counted."""
+
 
 class Measurements:
     """Of one run; times are milliseconds, sizes bytes."""
@@ -64,6 +67,8 @@ class Measurements:
         """For each iteration that saved other tensors than the profiled one: how many elements to one of the plan's."""
         self._at_the_peak = 1.0
         """The same of the one with the largest peak."""
+        self._of_more_tensors = False
+        """Did that one save more tensors than the profiled one?"""
         self.frames: Frames | None = None
         self._there: dict[str, int] = {}
         """What the first measured iteration began with."""
@@ -137,16 +142,22 @@ class Measurements:
         return found
 
     def _how_it_moves(self) -> str:
-        share = 1 + self._unlike()
-        if share > (1 + 2 * _MORE_AT_THE_START) * max(1.0, self._at_the_peak):
+        share, plan = 1 + self._unlike(), self._plan
+        saved_bytes = (self._at_the_peak - 1) * plan.saved_elements * _ELEMENT_BYTES
+        more_bytes = max(self._peaks)[0] - plan.predicted_peak_bytes if self._peaks else 0
+        if share > (1 + 2 * _MORE_AT_THE_START) * max(1.0, self._at_the_peak) and more_bytes > saved_bytes:
             return (
                 f"the peak was measured in one of {self._at_the_peak:.2f} times as many, and is {share:.2f} times the predicted one: what grew "
                 "most there is nothing that is saved, but buffers of backward's or of an op's, whose size follows the data"
             )
-        which = (
-            "the profiled one" if self._plan.grown <= 1 else f"one of {self._plan.grown:.2f} times as many"
-        )
-        return f"the peak moves with them, and was predicted for {which}"
+        which = "the profiled one" if plan.grown <= 1 else f"one of {plan.grown:.2f} times as many"
+        found = f"the peak moves with them, and was predicted for {which}"
+        if self._of_more_tensors:
+            found += (
+                "; there were more tensors where it was measured, as where layers are trained that the profiled iteration did not train, "
+                "and no action of the plan is for those"
+            )
+        return found
 
     def _why_more(self) -> str:
         if self._in_cycles:
@@ -198,7 +209,9 @@ class Measurements:
         if not self._stop():
             return None
         if self._peaks[-1] == max(self._peaks):
-            self._at_the_peak = 1.0 if as_planned or not self._others else self._others[-1]
+            other = not as_planned and bool(self._others)
+            self._at_the_peak = self._others[-1] if other else 1.0
+            self._of_more_tensors = other and saved is not None and saved[0] > self._plan.saved_tensors
         if not as_planned:
             return None
         self._measured_planned = True

@@ -50,6 +50,11 @@ class Frame:
         self.to_do: Any = None
         """What an enforcer has to do in this call, once it has looked that up."""
 
+    @property
+    def without_gradients(self) -> bool:
+        """Was the module called where none are recorded?"""
+        return "~" in self.key
+
     def next_op(self, name: str) -> int:
         """How many ops of this name came before. One more of another name, in some steps only, shifts nothing."""
         count = self.ops.get(name, 0)
@@ -267,9 +272,9 @@ class Frames:
             return
         if output is None and sys.exc_info()[0] is not None:
             self._take_back()
-        elif "~" not in frame.key and not frame.outermost.startswith("+"):
+        elif not frame.without_gradients and not frame.outermost.startswith("+"):
             self._go_outside(f"@{frame.key}")
-        if self.without_gradients is not None and "~" in frame.key:
+        if self.without_gradients is not None and frame.without_gradients:
             self.without_gradients(False)
         self.current = self._outside
 

@@ -5,7 +5,7 @@ finds it whole (`watched.py`). All are back when backward has ended, so that a s
 copy out is made in every iteration: what wrote to a weight in between does not matter.
 
 What stays: a weight that is shared between processes or lent, or that something beyond its modules, autograd and this op holds; and one
-that is trained where no gradients are recorded, since no backward follows. Where several processes train, a region is compiled, or another
+that is trained where no gradients are recorded, unless the profiled call recorded none either, since no backward follows. Where several processes train, a region is compiled, or another
 thread of the script's runs, all stay.
 """
 
@@ -57,18 +57,29 @@ class WeightsAway:
         """Got new memory in this iteration."""
         self._lock = threading.RLock()
 
-    def leave(self, action: int, size_bytes: int, arguments: Iterable[object], *, again: bool = False) -> str:
+    def leave(
+        self,
+        action: int,
+        size_bytes: int,
+        arguments: Iterable[object],
+        *,
+        again: bool = False,
+        unrecorded: bool = False,
+    ) -> str:
         """An op has run that was the last to read the weight of `size_bytes`: send it away. Why it stays; empty where it leaves.
-        `again`: before another backward call than the first, where nothing is prefetched, hence nothing to be started earlier."""
+        `again`: before another backward call than the first, where nothing is prefetched, hence nothing to be started earlier.
+        `unrecorded`: the profiled op recorded no gradients."""
         tensors = tensors_in(arguments)
         guard = DisableTorchDispatch()
         try:
             with self._lock:
-                return self._leave(action, size_bytes, tensors, again=again)
+                return self._leave(action, size_bytes, tensors, again=again, unrecorded=unrecorded)
         finally:
             del guard
 
-    def _leave(self, action: int, size_bytes: int, tensors: list[Tensor], *, again: bool) -> str:
+    def _leave(
+        self, action: int, size_bytes: int, tensors: list[Tensor], *, again: bool, unrecorded: bool
+    ) -> str:
         if several_processes():
             return "processes that train together may exchange weights"
         if threads_of_the_script():
@@ -84,7 +95,7 @@ class WeightsAway:
         owned = self._owners(address)
         if not all(map(is_plain, owned)):
             return "it is no plain tensor"
-        if not torch.is_grad_enabled() and any(each.requires_grad for each in owned):
+        if not (torch.is_grad_enabled() or unrecorded) and any(each.requires_grad for each in owned):
             return "no gradients are recorded"
         if is_lent(storage) or is_shared(storage):
             return "its bytes are shared, or lent by numpy or a file"
@@ -107,7 +118,7 @@ class WeightsAway:
         return ""
 
     def _weight_among(self, tensors: list[Tensor], size_bytes: int) -> UntypedStorage | None:
-        """The one storage of that size that a module owns."""
+        """The storage of that size that a module owns; of several the first that is not away."""
         for _ in range(2):
             found = {}
             for each in tensors:
@@ -115,7 +126,8 @@ class WeightsAway:
                 if storage is not None and storage.nbytes() == size_bytes and self._owners(storage._cdata):
                     found[storage._cdata] = storage
             if found or self._looks >= _MOST_LOOKS:
-                return next(iter(found.values())) if len(found) == 1 else None
+                here = [each for address, each in found.items() if address not in self.away]
+                return next(iter(here or found.values()), None)
             self._look()
         return None
 

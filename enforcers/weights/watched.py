@@ -128,11 +128,19 @@ class WatchedWeights:
         """Those between forward and backward, by address."""
         return self._between.away if self._between is not None else {}
 
-    def leave(self, action: int, size_bytes: int, arguments: Iterable[object], *, again: bool = False) -> str:
+    def leave(
+        self,
+        action: int,
+        size_bytes: int,
+        arguments: Iterable[object],
+        *,
+        again: bool = False,
+        unrecorded: bool = False,
+    ) -> str:
         """As `WeightsAway` has it. Why the weight stays; empty where it leaves."""
         if self._stopped or self._between is None:
             return self._stopped or "there is no place to swap to"
-        return self._between.leave(action, size_bytes, arguments, again=again)
+        return self._between.leave(action, size_bytes, arguments, again=again, unrecorded=unrecorded)
 
     def was_saved(self, handle: Kept) -> None:
         """Autograd holds `handle` for backward."""

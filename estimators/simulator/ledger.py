@@ -227,11 +227,11 @@ class Ledger:
         return beside
 
     def _drawn_entry(self, op: int) -> _Entry:
-        """The first replay that runs `op` has its generator's state recorded."""
+        """What `op` draws from, its generator's state, is recorded for all replays that run it: until the last of them has been."""
         if not (until := self._drawn.get(op)):
             return (), ()
         held = self.view.record_bytes(op)
-        return (op + 1, until[min(until)] + 1), (held, -held)
+        return (op + 1, max(until.values()) + 1), (held, -held)
 
     def _pinned_entry(self, storage: int) -> _Entry:
         """A source whose own op is not recorded is held by the records that read it, once for all of them."""

@@ -3,7 +3,7 @@
 That is during the module call that reads one, and, in backward, during the node that asks for it or whose op reads it, as
 `enforcers.weights.streamed` has it. With `ahead` the next one is on its way from when the one before is asked for, so that its copy
 passes beside what computes meanwhile. Storages, slots and ops keep their numbers. An op that is run again in backward brings its weight
-once more: what forward waits and holds for it is told of the op itself.
+once more, and the next one: what forward waits and holds for it is told of the op itself.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ def weights_streamed(
         return None
     uses = _uses(trace, streamed)
     present, copies = _present(uses, ahead=ahead)
-    changed, cost_ms = _changed(trace, streamed, present, _waits_ms(trace, copies, device, tier, ahead=ahead))
+    waits_ms = _waits_ms(trace, copies, device, tier, ahead=ahead)
+    changed, cost_ms = _changed(
+        trace, streamed, present, _asked(trace, streamed, uses, ahead=ahead), waits_ms
+    )
     total = sum(sizes[each] for each in streamed)
     return changed, Streamed(
         tier, least_bytes, ahead, len(streamed), total, trace.peak_bytes, trace.step_ms, cost_ms
@@ -188,6 +191,25 @@ def _present(uses: list[_Use], *, ahead: bool) -> tuple[list[_Use], list[tuple[i
     return present, copies
 
 
+def _asked(trace: Trace, streamed: set[int], uses: list[_Use], *, ahead: bool) -> dict[int, set[int]]:
+    """For each op before backward that reads weights these, and with `ahead` the one that is on its way meanwhile."""
+    found = {}
+    places: defaultdict[int, list[int]] = defaultdict(list)
+    for place, use in enumerate(uses):
+        places[use.storage].append(place)
+    for op in range(trace.op_count):
+        if trace.ops.phase[op] == _BACKWARD:
+            continue
+        read = {trace.values.storage[value] for value in trace.ops.reads.row(op)} & streamed
+        if not read:
+            continue
+        begun = [bisect_right(places[each], op, key=lambda place: uses[place].begin) - 1 for each in read]
+        last = max(places[each][row] for each, row in zip(read, begun, strict=True))
+        coming = uses[last + 1 : last + 2] if ahead else []
+        found[op] = read | {use.storage for use in coming}
+    return found
+
+
 def _waits_ms(
     trace: Trace, copies: list[tuple[int, _Use]], device: Device, tier: Tier, *, ahead: bool
 ) -> dict[int, float]:
@@ -216,7 +238,11 @@ def _waits_ms(
 
 
 def _changed(
-    trace: Trace, streamed: set[int], present: list[_Use], waits_ms: dict[int, float]
+    trace: Trace,
+    streamed: set[int],
+    present: list[_Use],
+    asked: dict[int, set[int]],
+    waits_ms: dict[int, float],
 ) -> tuple[Trace, float]:
     ops, n, storages = trace.ops, trace.op_count, trace.storages
     sizes = storages.size_bytes
@@ -230,11 +256,8 @@ def _changed(
         now += change[op]
         live.append(ops.live_bytes[op] + now)
     extra, workspace = [*ops.extra_bytes], [*ops.workspace_bytes]
-    for op in range(n):
-        if ops.phase[op] == _BACKWARD:
-            continue
-        read = {trace.values.storage[value] for value in ops.reads.row(op)} & streamed
-        own = sum(sizes[each] for each in read)
+    for op, these in asked.items():
+        own = sum(sizes[each] for each in these)
         live[op] -= own
         extra[op] += own
         workspace[op] += own

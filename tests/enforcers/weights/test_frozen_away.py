@@ -137,6 +137,33 @@ def test_a_teacher_is_away_while_its_student_trains(tmp_path: Path) -> None:
     assert close(outcome), outcome
 
 
+def encoded(steps: int) -> list[str]:
+    """An encoder that computes without gradients, by a kernel that reads two weights of one size, and a head."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 8, WIDTH, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 3).eval()
+    head = nn.Sequential(nn.Linear(WIDTH, WIDTH), *[nn.GELU() for _ in range(8)], nn.Linear(WIDTH, 8))
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    found = []
+    for _ in range(steps):
+        with torch.no_grad():
+            features = encoder(torch.randn(16, 32, WIDTH))
+        loss = head(features).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found += [digest(loss), *state_digests(encoder, head)]
+    return found
+
+
+def test_weights_that_could_be_trained_leave_after_a_call_without_gradients(tmp_path: Path) -> None:
+    plan = all_away(recorded(encoded, tmp_path))
+    assert plan.predicted_peak_bytes < plan.unplanned_peak_bytes - WEIGHT_BYTES
+    computed, outcome = enforced(encoded, plan, tmp_path, 4, measure=True)
+    assert computed == seeded(encoded, 4)
+    assert outcome.actions.done == outcome.actions.planned, outcome.notes
+    assert close(outcome), outcome
+
+
 def test_the_planner_meets_a_budget_with_them_that_activations_alone_cannot_meet(
     trace: Trace, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.enforcers.verify.digests import digest
 from memopt.enforcers.weights.emptied import EmptiedStorage
 from memopt.enforcers.weights.watched import WatchedWeights
+from memopt.estimators.simulator.weights_streamed import weights_streamed
 from memopt.outcome import Outcome
 from memopt.plan import Plan, load_plan
 from memopt.trace import Trace, load_trace
@@ -121,6 +122,17 @@ def test_beside_actions_on_other_tensors(trace: Trace, tmp_path: Path, kind: str
     assert outcome.measured_peak_bytes is not None
     assert outcome.measured_peak_bytes <= plan.predicted_peak_bytes
     assert outcome.measured_peak_bytes > 0.9 * plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_an_op_that_is_run_again_holds_its_weight_and_the_next_one(trace: Trace, ahead: bool) -> None:
+    run = weights_streamed(trace, "disk", trace.device, 1, ahead=ahead)
+    assert run is not None
+    plain, changed = trace.ops, run[0].ops
+    readers = [op for op in range(trace.op_count) if changed.workspace_bytes[op] > plain.workspace_bytes[op]]
+    there = [changed.workspace_bytes[op] - plain.workspace_bytes[op] for op in readers]
+    before_others = 2 if ahead else 1  # the last one is the next itself, in backward
+    assert there == [before_others * WEIGHT_BYTES] * (LAYERS - 1) + [WEIGHT_BYTES]
 
 
 def test_a_budget_that_the_base_alone_would_fill(trace: Trace, tmp_path: Path) -> None:
