@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import compress, count
 from typing import Any
+
+from memopt.instrument.script.unheard import unheard
 
 
 @contextmanager
@@ -26,8 +27,7 @@ def living(*kinds: type) -> tuple[list[Any], ...]:
     """For each kind its objects, those of subclasses too; each under the first that it is of. A script has a million objects
     and a few thousand types, so a type is asked once. Objects are not: a proxy may run the script's code when asked for its class."""
     found: tuple[list[Any], ...] = tuple([] for _ in kinds)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with unheard():
         things = gc.get_objects()
         types = list(map(type, things))
         keys = types if all(map(_hashes_by_identity, set(map(type, types)))) else list(map(id, types))

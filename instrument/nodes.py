@@ -55,9 +55,17 @@ def _look(names: list[str]) -> _Names:
     )
 
 
+def node_of(tensor: torch.Tensor) -> Any | None:
+    """The node that made `tensor`. None of a leaf, and of a view that autograd refuses since its base was written: asking raises then."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
 def nodes_below(roots: Iterable[torch.Tensor]) -> set[Any]:
     """The nodes that backward from `roots` comes by: half a microsecond each."""
-    waiting: list[Any] = [root.grad_fn for root in roots]
+    waiting: list[Any] = [node_of(root) for root in roots]
     found: set[Any] = {None}
     while waiting:
         node = waiting.pop()

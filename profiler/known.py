@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from memopt.instrument.frames import Frames
 from memopt.instrument.live_objects import living
+from memopt.instrument.nodes import node_of
 from memopt.instrument.stepping.gradient_reads import kept_gradient
 from memopt.instrument.torch_internals import DisableTorchFunction
 from memopt.trace import IN_A_LIST
@@ -90,7 +91,7 @@ def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There) -
 
 
 def _held_by_lists(tensors: list[Tensor]) -> set[int]:
-    with_graph = {id(tensor): tensor for tensor in tensors if tensor.grad_fn is not None}
+    with_graph = {id(tensor): tensor for tensor in tensors if node_of(tensor) is not None}
     if not with_graph:
         return set()
     lists = [each for each in gc.get_referrers(*with_graph.values()) if type(each) in (list, deque)]
@@ -98,7 +99,7 @@ def _held_by_lists(tensors: list[Tensor]) -> set[int]:
 
 
 def _category(tensor: Tensor) -> str:
-    if tensor.grad_fn is not None:
+    if node_of(tensor) is not None:
         return "activation"
     return (
         "parameter"

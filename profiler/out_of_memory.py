@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 from memopt.device import Device
 from memopt.instrument.frames import Frames
 from memopt.instrument.live_objects import living
+from memopt.instrument.nodes import node_of
 from memopt.profiler.known import LEFT_OVER, device_in_use, tell_all, there_now
 from memopt.profiler.storages import describe
 from memopt.trace import CATEGORIES, Csr, Ops, Script, Slots, Storages, Trace, Values
@@ -72,7 +73,7 @@ def _where(node: Node | None, names: dict[int, str]) -> str:
 
 def _saved() -> Iterator[tuple[Tensor, Node, str]]:
     """Tensors that autograd holds for a backward that is still to come, and the node and slot that hold each."""
-    stack = [tensor.grad_fn for tensor in living(Tensor)[0] if tensor.grad_fn is not None]
+    stack = [node for tensor in living(Tensor)[0] if (node := node_of(tensor)) is not None]
     seen = set(stack)
     while stack and len(seen) < _MOST_NODES:
         node = stack.pop()

@@ -35,6 +35,7 @@ from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
 from memopt.instrument.script.forks import call_around_fork
+from memopt.instrument.stepping.gradient_reads import is_leaf
 from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of, storage_use_count
 from memopt.units import format_bytes
 
@@ -256,7 +257,7 @@ class Guard(modes.Mode):
         if (
             storage.nbytes() < self._least_bytes
             or is_lent(storage)
-            or (tensor.is_leaf and tensor.requires_grad)
+            or (tensor.requires_grad and is_leaf(tensor))
         ):
             return Kept(tensor)
         if self._device == "cpu" and not self.rests:

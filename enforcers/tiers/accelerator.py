@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import warnings
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memopt.enforcers.tiers.swap import SwapFailed, without_frames
 from memopt.instrument.memory.host_memory import available_bytes
+from memopt.instrument.script.unheard import unheard
 
 if TYPE_CHECKING:
     import torch
@@ -167,9 +167,7 @@ class TorchAccelerator:
 
         guard = DisableTorchDispatch()  # no mode is to take it for an op of the script's
         try:
-            with warnings.catch_warnings() if self._warns else contextlib.nullcontext():
-                if self._warns:
-                    warnings.simplefilter("ignore")
+            with unheard() if self._warns else contextlib.nullcontext():
                 row_of(storage).record_stream(stream)
         finally:
             del guard

@@ -61,6 +61,7 @@ from memopt.estimators.fake.values.shapes import Shapes
 from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import Recording, StorageRow, on_fullest
 from memopt.instrument.identity import NO_STORAGE, parts_of
+from memopt.instrument.nodes import node_of
 from memopt.instrument.torch_internals import (
     DisableTorchFunction,
     TorchDispatchMode,
@@ -449,7 +450,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         """For a real tensor into which a fake one was written, or of a subclass: torch makes fakes of plain leaves only."""
         if not isinstance(value, torch.Tensor) or not _needs_stand_in(value):
             return value
-        if value.grad_fn is None:
+        if node_of(value) is None:
             with self.paused(), DisableTorchFunction():
                 return value.as_subclass(torch.Tensor)
         with self.paused(), self.fake_mode:
@@ -460,7 +461,7 @@ def _needs_stand_in(tensor: torch.Tensor) -> bool:
     """Whether torch refuses to make a fake tensor of a real one."""
     if isinstance(tensor, FakeTensor):
         return False
-    return tensor.grad_fn is not None or type(tensor) not in _PLAIN
+    return node_of(tensor) is not None or type(tensor) not in _PLAIN
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

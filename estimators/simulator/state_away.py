@@ -8,8 +8,8 @@ device does, and the bits are its own.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -18,8 +18,10 @@ import numpy as np
 from memopt.device import Device
 from memopt.estimators.simulator.costs import pace_of
 from memopt.plan import Tier
-from memopt.trace import Trace
+from memopt.trace import CATEGORIES, Trace
 from memopt.updates import Step
+
+_STATE = CATEGORIES.index("optimizer state")
 
 TENSOR_MS = 0.05
 """Per tensor that leaves and comes back: looked up, emptied and filled."""
@@ -47,14 +49,16 @@ def state_away(trace: Trace, tier: Tier, device: Device, share: float = 1.0) -> 
     tier."""
     spans = _spans(trace)
     out_rate, in_rate = device.rates_of(tier)
-    if not spans or min(out_rate, in_rate) <= 0:
+    left = [each for each in spans if trace.storages.death_op[each] >= trace.op_count]
+    if not left or min(out_rate, in_rate) <= 0:
         return None
     sizes = trace.storages.size_bytes
-    by_size = sorted(spans, key=lambda storage: -sizes[storage])
+    by_size = sorted(left, key=lambda storage: -sizes[storage])
     least = least_of_the_largest([sizes[each] for each in by_size], share)
-    gone = {storage: spans[storage] for storage in by_size if sizes[storage] >= least}
-    total = sum(sizes[each] for each in gone)
-    return _changed(trace, gone, _copies_ms(trace, gone, device, tier)), Away(least, len(gone), total)
+    gone = {storage: found for storage, found in spans.items() if sizes[storage] >= least}
+    largest = [storage for storage in by_size if storage in gone]
+    total = sum(sizes[each] for each in largest)
+    return _changed(trace, gone, _copies_ms(trace, gone, device, tier)), Away(least, len(largest), total)
 
 
 def least_of_the_largest(sizes: Sequence[int], share: float) -> int:
@@ -64,23 +68,43 @@ def least_of_the_largest(sizes: Sequence[int], share: float) -> int:
 
 
 def _spans(trace: Trace) -> dict[int, list[range]]:
-    """Storage -> the steps in which it is there; of those that are there before and after. Who reads any of an optimizer's state elsewhere
-    finds all of it back: then none of that leaves."""
-    storages, n = trace.storages, trace.op_count
+    """Storage -> the steps in which it is there. Of those that are there before the iteration or come up in a step, and are there after it or
+    go in a step. Who reads any of an optimizer's state elsewhere finds all of it back: then none of that leaves."""
     found: defaultdict[int, list[range]] = defaultdict(list)
-    steps = whole_steps(trace)
-    for step in steps:
-        for storage in step.state:
-            found[storage].append(range(step.begin_op, step.end_op))
+    of_step: list[set[int]] = []
+    for step in whole_steps(trace):
+        span = range(step.begin_op, step.end_op)
+        of_step.append({*step.state, *_replaced(trace, step, found)})
+        for storage in of_step[-1]:
+            found[storage].append(span)
     looked_at = {each for op, each in _uses(trace, found) if not any(op in span for span in found[each])}
-    for step in steps:
-        if looked_at.intersection(step.state):
-            looked_at.update(step.state)
+    for each in of_step:
+        if looked_at.intersection(each):
+            looked_at.update(each)
+    storages, n = trace.storages, trace.op_count
     return {
         storage: spans
         for storage, spans in found.items()
-        if storage not in looked_at and storages.birth_op[storage] < 0 and storages.death_op[storage] >= n
+        if storage not in looked_at
+        and (storages.birth_op[storage] < 0 or storages.birth_op[storage] in spans[0])
+        and (storages.death_op[storage] >= n or storages.death_op[storage] in spans[-1])
     }
+
+
+def _replaced(trace: Trace, step: Step, known: Mapping[int, object]) -> list[int]:
+    """Storages that were state until `step` put as large ones in their place, which it made (`state["previous"] = gradient.clone()`). Of
+    those that were made before the iteration nobody could note that they are state and nothing else holds them: they are taken for what
+    the new ones are."""
+    storages, span = trace.storages, range(step.begin_op, step.end_op)
+    new = Counter(storages.size_bytes[each] for each in step.state if storages.birth_op[each] in span)
+    found = []
+    for storage in range(len(storages.size_bytes)) if new else ():
+        size, born = storages.size_bytes[storage], storages.birth_op[storage]
+        is_state = storage in known if born >= 0 else storages.category[storage] == _STATE
+        if is_state and storages.death_op[storage] in span and new[size] > 0:
+            new[size] -= 1
+            found.append(storage)
+    return found
 
 
 def _uses(trace: Trace, storages: Iterable[int]) -> list[tuple[int, int]]:
@@ -105,10 +129,15 @@ def _copies_ms(trace: Trace, gone: dict[int, list[range]], device: Device, tier:
     found: defaultdict[int, float] = defaultdict(float)
     for storage, spans in gone.items():
         size = trace.storages.size_bytes[storage]
-        each = 1000 * size / in_rate + 1000 * size / out_rate + own_ms
         for span in spans:
-            found[span.start] += each
+            comes, leaves = _moves_at(trace, storage, span)
+            found[span.start] += comes * 1000 * size / in_rate + leaves * (1000 * size / out_rate + own_ms)
     return found
+
+
+def _moves_at(trace: Trace, storage: int, span: range) -> tuple[bool, bool]:
+    """Does it come back for that step, and leave after it?"""
+    return trace.storages.birth_op[storage] not in span, trace.storages.death_op[storage] not in span
 
 
 def _changed(trace: Trace, gone: dict[int, list[range]], added_ms: dict[int, float]) -> Trace:
@@ -116,16 +145,17 @@ def _changed(trace: Trace, gone: dict[int, list[range]], added_ms: dict[int, flo
     less = np.zeros(n + 1, dtype=np.int64)
     for storage, spans in gone.items():
         size = storages.size_bytes[storage]
-        less[0] += size
+        less[0] += size * (storages.birth_op[storage] < 0)
         for span in spans:
-            less[span.start] -= size
-            less[span.stop] += size
+            comes, leaves = _moves_at(trace, storage, span)
+            less[span.start] -= size * comes
+            less[span.stop] += size * leaves
     absent = np.cumsum(less)[:n]
     live = [int(at - missing) for at, missing in zip(ops.live_bytes, absent, strict=True)]
     time_us = [*ops.time_us]
     for op, ms in added_ms.items():
         time_us[min(op, n - 1)] += 1000 * ms
-    total = sum(storages.size_bytes[each] for each in gone)
+    total = sum(storages.size_bytes[each] for each in gone if storages.birth_op[each] < 0)
     high = [at + more for at, more in zip(live, ops.extra_bytes, strict=True)]
     base, outside = trace.base_bytes - total, max(0, trace.outside_peak_bytes - total)
     sizes = [*storages.size_bytes]

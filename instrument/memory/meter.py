@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 import weakref
 from collections import Counter
 from functools import partial
@@ -18,6 +17,7 @@ from memopt.instrument.memory.buckets import living_buckets
 from memopt.instrument.memory.cuda_statistics import statistics_of
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script.script_profiler import on_script
+from memopt.instrument.script.unheard import unheard
 from memopt.instrument.stepping.gradient_reads import kept_gradient
 from memopt.instrument.torch_internals import DisableTorchFunction
 
@@ -141,8 +141,7 @@ def living_storages(device: str, there: Living | None = None) -> list[UntypedSto
     """
     found: dict[int, UntypedStorage] = {}
     doubtful: dict[int, UntypedStorage] = {}
-    with warnings.catch_warnings(), DisableTorchFunction():
-        warnings.simplefilter("ignore")
+    with unheard(), DisableTorchFunction():
         tensors, storages = there or living(Tensor, UntypedStorage)
         gradients = [each for each in map(_gradient_of, tensors) if each is not None]
         for each in (*tensors, *gradients, *storages):

@@ -36,7 +36,15 @@ def gradient_of(tensor: Tensor) -> Tensor | None:
 
 def kept_gradient(tensor: Tensor) -> Tensor | None:
     """The gradient that `tensor` holds: a leaf's, be it frozen since, or one that `retain_grad()` asked for. Of others torch only warns."""
-    return gradient_of(tensor) if tensor.is_leaf or tensor.retains_grad else None
+    return gradient_of(tensor) if tensor.retains_grad or is_leaf(tensor) else None
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """`tensor.is_leaf`. No, of a view that autograd refuses since its base was written: asking raises then."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def let_go(tensor: Tensor) -> None:

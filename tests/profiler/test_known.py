@@ -51,3 +51,36 @@ def test_variables_are_named_without_running_the_scripts_code(tmp_path: Path) ->
         for each, count in (("table", 1000), ("rows", 2000), ("itself", 3000))
     ]
     assert [named.get(each) for each in wanted] == [4000, 8000, 12000], named
+
+
+REFUSED_VIEWS = """
+import torch
+
+layer = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+for _ in range(6):
+    written = torch.zeros(32, 64)
+    with torch.no_grad():
+        quiet = written[:2]
+    halves = torch.zeros(32, 64).mul(layer.bias)
+    half, _ = halves.chunk(2)
+    written.add_(layer(torch.ones(32, 64)))
+    halves.add_(written)
+    halves.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+for each in (quiet, half):
+    try:
+        each.grad_fn
+    except RuntimeError:
+        print("refused")
+"""
+
+
+def test_views_that_autograd_refuses_since_their_base_was_written_stop_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(REFUSED_VIEWS)
+    run = Profiler(tmp_path)(str(script))
+    assert (run.returncode, run.stdout) == (0, "refused\nrefused\n"), run.stderr
+    assert "memopt failed" not in run.stderr
+    assert run.trace.peak_bytes > 0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from memopt.estimators.fake.torch_internals import DispatchKeySet, IncludeExclude, registrations
+from memopt.instrument.script.unheard import unheard
 from memopt.instrument.torch_internals import DispatchKey
 
 if TYPE_CHECKING:
@@ -165,10 +166,7 @@ class CudaAutocast:
         self._register(ours)
 
     def _register(self, ours: dict[str, Callable[..., Any]]) -> None:
-        import warnings
-
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with unheard():
             for name in registrations("AutocastCPU"):
                 space, _, short = name.partition("::")
                 if space == "aten" and short not in ours:

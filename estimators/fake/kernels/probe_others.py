@@ -1,7 +1,8 @@
 """Temporaries inside any other CPU kernel: ask it once, with fewer rows (see `fake/kernels/probe.py`).
 
 Asked are operators of aten that change nothing, are neither views nor pointwise and take plain tensors; matrix products only in
-half precision, where oneDNN packs. Rows are the first dimension, in every argument that has as many as the first one.
+half precision, where oneDNN packs, and where a factor is copied first. Rows are the first dimension, in every argument that has as many
+as the first one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def ask_any(recorder: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if biggest < _LEAST_BYTES or any(t.layout is not torch.strided for t in tensors):
         return
     name = func._schema.name
-    if name in _PRODUCTS and not _packed(tensors):
+    if name in _PRODUCTS and not (_packed(tensors) or _copied(tensors)):
         return
     rows = tensors[0].shape[0]
     cheap = _cheap(tensors) if name in _PRODUCTS else 0
@@ -102,6 +103,17 @@ def _packed(tensors: list[torch.Tensor]) -> bool:
     if left.dtype not in _HALF:
         return False
     return 2.0 * 32 * left.shape[-1] * right.numel() / max(1, right.shape[-2]) < _MOST_FLOPS
+
+
+def _copied(tensors: list[torch.Tensor]) -> bool:
+    """Does a product copy one of its factors first? ATen/native/LinearAlgebra.cpp does so where BLAS cannot take it as it lies: a gradient
+    that `sum` or `mean` has spread, every second column."""
+    return any(each.dim() >= 2 and not _is_for_blas(each) for each in tensors[-2:])
+
+
+def _is_for_blas(matrix: torch.Tensor) -> bool:
+    (rows, columns), (down, across) = matrix.shape[-2:], matrix.stride()[-2:]
+    return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
 def _cheap(tensors: list[torch.Tensor]) -> int:

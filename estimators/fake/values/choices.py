@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from memopt.instrument.script.unheard import unheard
 
 aten: Any = torch.ops.aten
 
@@ -19,8 +20,7 @@ class Overrides:
 
     def add(self, name: str, function: Callable[..., Any], key: str = "CompositeImplicitAutograd") -> None:
         """Replace the kernel of `aten::name` for `key`."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with unheard():
             self._library.impl(name, function, key, allow_override=True)
 
     def close(self) -> None:

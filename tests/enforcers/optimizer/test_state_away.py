@@ -57,6 +57,26 @@ class Own(torch.optim.Optimizer):
                 each.sub_(group["lr"] * change / change.norm().clamp_min(1e-6))
 
 
+class Replacing(torch.optim.Optimizer):
+    """Puts new tensors in the place of some of its state at each step, as DiffGrad does."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    continue
+                state = self.state[each]
+                if not state:
+                    state["exp_avg"] = state["before"] = torch.zeros_like(each)
+                state["exp_avg"] = 0.9 * state["exp_avg"] + each.grad
+                each.sub_(group["lr"] * state["exp_avg"] * torch.sigmoid((state["before"] - each.grad).abs()))
+                state["before"] = each.grad.clone()
+
+
 def hooked(parameters: Any) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(parameters, lr=0.01)
     optimizer.register_step_post_hook(lambda *_: None)
@@ -69,6 +89,7 @@ class Subclass(torch.optim.AdamW):
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "own": Own,
+    "replacing": Replacing,
     "hooked": hooked,
     "subclass": lambda p: Subclass(p, lr=0.01),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01, beta2_decay=-0.5),
@@ -324,8 +345,8 @@ def test_on_a_device_whose_copies_come_late(
 # --- the prediction
 
 
-def deep(*makes: Callable[[Any], torch.optim.Optimizer]) -> Loop:
-    """Layers whose activations are the peak, each optimizer with its share of them."""
+def deep(*makes: Callable[[Any], torch.optim.Optimizer], again: bool = False) -> Loop:
+    """Layers whose activations are the peak, each optimizer with its share of them; `again`: the last steps twice an iteration."""
 
     def loop(steps: int) -> list[str]:
         layers = [nn.Linear(256, 256) for _ in range(6)]
@@ -340,7 +361,7 @@ def deep(*makes: Callable[[Any], torch.optim.Optimizer]) -> Loop:
             for each in optimizers:
                 each.zero_grad()
             model(torch.randn(1024, 256)).square().mean().backward()
-            for each in optimizers:
+            for each in (*optimizers, *optimizers[-1:] * again):
                 each.step()
         return [line for each in optimizers for line in everything(model, each)]
 
@@ -352,17 +373,19 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("makes", "what"),
+    ("makes", "again", "what"),
     [
-        ([Own], OPTIMIZER_STATE_AWAY),
-        ([hooked], OPTIMIZER_STATE_AWAY),
-        ([Own, hooked], OPTIMIZER_STATE_AWAY),
-        ([Own, sgd], OPTIMIZER_IN_PIECES),
+        ([Own], False, OPTIMIZER_STATE_AWAY),
+        ([hooked], False, OPTIMIZER_STATE_AWAY),
+        ([Own, hooked], False, OPTIMIZER_STATE_AWAY),
+        ([Own, sgd], False, OPTIMIZER_IN_PIECES),
+        ([Replacing], False, OPTIMIZER_STATE_AWAY),
+        ([Own, Replacing], True, OPTIMIZER_STATE_AWAY),
     ],
-    ids=["own", "hooked", "two", "mixed"],
+    ids=["own", "hooked", "two", "mixed", "replacing", "replacing twice"],
 )
-def test_the_peak_is_as_predicted(makes: Any, what: str, tmp_path: Path) -> None:
-    loop = deep(*makes)
+def test_the_peak_is_as_predicted(makes: Any, again: bool, what: str, tmp_path: Path) -> None:
+    loop = deep(*makes, again=again)
     plain = seeded(loop, STEPS)
     trace = recorded(loop, tmp_path)
     assert why_not(trace) == ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -35,8 +37,29 @@ def test_sgd_on_the_cpu_to_the_byte() -> None:
     assert sizes(recording, "parameter") == weight
     assert sizes(recording, "input") == x
     assert sizes(recording, "gradient") == 3 * weight
-    # backward: weight, x, the expanded scalar's gradient and the loss, and the weight's gradient
-    assert recording.peak()[0] == pytest.approx(2 * weight + x, abs=out + 64)
+    # backward: weight, x, the expanded scalar's gradient, which the product copies, and the loss, and the weight's gradient
+    assert recording.peak()[0] == pytest.approx(2 * weight + x + out, abs=64)
+
+
+@pytest.mark.parametrize(
+    ("factor", "copied"),
+    [
+        (lambda x: x, False),
+        (lambda x: x.view(400, 300).t(), False),
+        (lambda x: x.view(300, 400)[:, :200], False),
+        (lambda x: x.view(300, 400)[:, ::2], True),
+        (lambda x: x[:, :1].expand(300, 200), True),
+        (lambda x: x[0, 0].expand(300, 200), True),
+    ],
+    ids=["rows", "columns", "apart", "every second", "one column", "a scalar"],
+)
+def test_a_product_copies_what_blas_cannot_take_as_it_lies(factor: Any, copied: bool) -> None:
+    with FakeRecorder("cpu") as recorder:
+        left = factor(recorder.fake((300, 400)))
+        made = left @ recorder.fake((left.shape[1], 100))
+    taken = left.numel() * 4 if copied else 0
+    assert sizes(recorder.finish(), "workspace") == taken
+    assert made.shape == (left.shape[0], 100)
 
 
 def test_adamw_keeps_two_moments_and_foreach_takes_one_more_copy() -> None:
