@@ -6,6 +6,7 @@ What is in doubt is kept, and the account says why.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import weakref
 from functools import cache
@@ -28,6 +29,8 @@ from memopt.instrument.one_stream import OneStream
 from memopt.instrument.saved import let_go_of_bytes
 from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of
 from memopt.plan import Action
+
+log = logging.getLogger(__name__)
 
 _OWN_NODE = re.compile(r"Backward\d+$")
 
@@ -61,8 +64,13 @@ class LettingGo:
     def act(self, handle: Planned, reader: Call | None) -> None:
         """Let go of the tensor as planned; `reader` is the call whose node saved it, if it was seen."""
         guard = DisableTorchDispatch()  # or the mode counts a codec's ops among the script's
+        alias = handle.tensor
         try:
             self._let_go(handle, reader)
+        except Exception as error:
+            handle.tensor, handle.witness, handle.content = alias, None, None
+            log.warning("memopt failed to let go of a saved tensor, which is kept", exc_info=True)
+            self._account.decline(handle.slot.action, f"memopt failed: {type(error).__name__}: {error}")
         finally:
             del guard
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -25,6 +26,8 @@ from memopt.instrument.torch_internals import (
 )
 from memopt.instrument.traced import or_while_compiling
 
+log = logging.getLogger(__name__)
+
 _NO_CHECK = ", check_nan=False" if torch.__version__ >= "2.11" else ""
 """What autograd's own error advises to call anomaly detection with."""
 
@@ -33,7 +36,7 @@ class SavedTensorHooks:
     """Pushes `pack` and `unpack` as this thread's default hooks; steps aside for torch.func, which refuses any hooks."""
 
     def __init__(self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:
-        self._pack = pack
+        self._pack = _or_keep(pack)
         self._unpack = unpack
         self._pushed = False
         self._original: Callable[..., Any] | None = None
@@ -89,6 +92,23 @@ class SavedTensorHooks:
         finally:
             if popped and self._original is not None:  # else they were removed meanwhile
                 _push(self._pack, self._unpack)
+
+
+def _or_keep(pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """`pack`, which must not end the script: where it fails the tensor is kept, and the first time that is told."""
+    told = False
+
+    def pack_or_keep(tensor: Tensor) -> Any:
+        nonlocal told
+        try:
+            return pack(tensor)
+        except Exception:
+            if not told:
+                told = True
+                log.error("memopt failed to handle a saved tensor, which is kept", exc_info=True)
+            return Kept(tensor)
+
+    return pack_or_keep
 
 
 def _push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:

@@ -276,3 +276,35 @@ def test_verify_leaves_what_torch_func_differentiates_alone(tmp_path: Path) -> N
     square(torch.ones(3))
     assert list(digests._losses) == ["loss 0"]
     digests._file.close()
+
+
+@pytest.mark.memopt_fails
+@pytest.mark.parametrize("where", ["value_in", "let_go_of_bytes"])
+def test_what_memopt_fails_to_let_go_of_is_kept_and_told(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(recorded(_trains, tmp_path), everything("recompute"))
+    plain = seeded(_trains, 6)
+
+    def fails(*args: object) -> None:
+        raise NameError("a fault of memopt's")
+
+    owner = "values.Values" if where == "value_in" else "letting_go"
+    monkeypatch.setattr(f"memopt.enforcers.{owner}.{where}", fails)
+    computed, outcome = enforced(_trains, plan, tmp_path, 6)
+    assert computed == plain
+    assert outcome.actions.done == 0
+    assert any("memopt failed: NameError: a fault of memopt's" in note for note in outcome.notes)
+
+
+def _trains(steps: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 8)).square().sum()
+        loss.backward()
+        optimizer.step()
+        losses.append(repr(loss.item()))
+    return losses

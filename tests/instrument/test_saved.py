@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -61,3 +62,24 @@ def test_others_take_their_place_within_a_transform() -> None:
     assert top_saved_hooks(True) is not None
     second.remove()
     assert top_saved_hooks(True) is None
+
+
+@pytest.mark.memopt_fails
+def test_a_hook_of_ours_that_fails_keeps_the_tensor_and_tells_it_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fails(tensor: Tensor) -> Any:
+        raise NameError("a fault of memopt's")
+
+    ours = SavedTensorHooks(fails, lambda handle: handle.get())
+    weight = torch.ones(3, requires_grad=True)
+    assert ours.install()
+    try:
+        ((weight * weight) * weight).sum().backward()
+    finally:
+        ours.remove()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3, 3, 3]
+    (record,) = caplog.records
+    assert "is kept" in record.message
+    assert record.exc_info
