@@ -15,7 +15,6 @@ from memopt.device import Device
 from memopt.growth import may_grow
 from memopt.instrument.script.command import Command, find_source
 from memopt.instrument.script.other_threads import threads_of_the_script
-from memopt.instrument.stepping.single_parameter_step import several_processes
 from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, MAY_GROW, Script, Trace
 
 if TYPE_CHECKING:
@@ -97,6 +96,8 @@ def _step_ms(result: Result, recorded_ms: float, run: Run) -> float:
 
 
 def _facts(result: Result, recordings: Recordings, run: Run) -> dict[str, int]:
+    from memopt.instrument.stepping.single_parameter_step import several_processes
+
     recorder, iterations = result.recorder, run.iterations
     cut_off = {"stopped_at_op": len(recorder.ops) - 1} if run.cut_off == result.iteration else {}
     return cut_off | {
