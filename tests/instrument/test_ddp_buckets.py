@@ -68,16 +68,18 @@ def _held() -> int:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_bucket_that_a_mode_has_seen_reduced_counts_once(alone: None) -> None:
+@pytest.mark.parametrize("static", [False, True], ids=["", "static graph"])
+def test_a_bucket_that_a_mode_has_seen_reduced_counts_once(static: bool, alone: None) -> None:
     gc.collect()
     before = _held()
-    model = nn.parallel.DistributedDataParallel(nn.Linear(300, 300))
-    sets = 3 * 300 * 301 * 4  # parameters, gradients, buckets
-    for watches in (False, True, True):
+    layers = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
+    model = nn.parallel.DistributedDataParallel(layers, static_graph=static)
+    sets = 3 * 2 * 600 * 601 * 4  # parameters, gradients, buckets
+    for watches in (True, False, True, True, False):
         model.zero_grad()
         with Watching() if watches else contextlib.nullcontext():
-            model(torch.randn(4, 300)).sum().backward()
-        assert _held() - before == pytest.approx(sets, abs=20_000)
+            model(torch.randn(4, 600)).sum().backward()
+        assert _held() - before == pytest.approx(sets, abs=30_000)
 
 
 @pytest.mark.filterwarnings("ignore")
