@@ -166,7 +166,7 @@ class Recordings:
         names = tell_all(recorder.met.know, self._frames, there)
         del there  # or it keeps tensors alive
         self._there = None
-        recorder.met.expect(self.buckets(in_use), in_use)
+        recorder.met.expect(self.hidden_buckets(in_use), in_use)
         recorder.begin(in_use)
         clock.start()
         recorder.also_held(clock.base_bytes)
@@ -201,13 +201,13 @@ class Recordings:
         if not self.earlier:
             return True
         few = len(self.earlier[0].recorder.ops) < _MANY_OPS
-        return count == 1 and few and not has_peers() and not self.buckets(self.device)
+        return count == 1 and few and not has_peers() and not self.hidden_buckets(self.device)
 
-    def buckets(self, device: str) -> list[int]:
-        """Bytes of DistributedDataParallel's buckets. A recording shows them to Python, where the next would count them twice."""
-        from memopt.instrument.memory.buckets import living_buckets
+    def hidden_buckets(self, device: str) -> list[int]:
+        """Bytes of DistributedDataParallel's buckets that Python has not met: the others, which a recording has shown, are among the tensors."""
+        from memopt.instrument.memory.meter import hidden_buckets
 
-        return living_buckets(device)
+        return hidden_buckets(device)
 
     def _recorder(self, clock: OpClock, most: int) -> Recorder:
         from memopt.profiler.recorder import Recorder

@@ -1,12 +1,13 @@
 """Bytes that are live on the device, and those that an op is about to add.
 
 The caching allocator's where there is one. On a CPU they are the storages that were there at the start and those that ops make; what an
-op takes besides its outputs is not seen.
+op takes besides its outputs is not seen. Buckets of DistributedDataParallel count from the start, and once: when an op shows one, it is none of the hidden.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from memopt.instrument.memory.meter import living_storages
+from memopt.instrument.memory.meter import hidden_buckets, living_storages
 from memopt.instrument.ops import is_plain, tensors_in
 from memopt.instrument.torch_internals import DisableTorchDispatch, tree_map_only
 
@@ -26,16 +27,22 @@ class Live:
         """Knows of nothing until it has looked around."""
         self._device = device
         self._sizes: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
+        self._hidden: Counter[int] = Counter()
+        """Sizes of the buckets that no op has shown yet."""
         self.bytes = 0
         self.most = 0
 
     def look_around(self) -> Live:
         """Count what there is, whatever was known before; itself."""
         self._sizes.clear()
+        self._hidden.clear()
         self.bytes = 0
         if self._device == "cpu":
             for storage in living_storages(self._device):
                 self.met(storage)
+            self._hidden.update(hidden_buckets(self._device))
+            self.bytes += sum(self._hidden.elements())
+            self.most = max(self.most, self.bytes)
         return self
 
     def met(self, storage: UntypedStorage) -> None:
@@ -44,7 +51,10 @@ class Live:
         if address not in self._sizes:
             size = storage.nbytes()
             self._sizes[address] = size, weakref.ref(storage, partial(self._gone, address))
-            self.bytes += size
+            if self._hidden[size]:
+                self._hidden[size] -= 1
+            else:
+                self.bytes += size
             self.most = max(self.most, self.bytes)
 
     def made(self, out: Any) -> int:

@@ -31,3 +31,13 @@ def bucket_sizes(modules: Iterable[nn.Module], device: str) -> list[int]:
                 sizes = told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or ""
                 found += [int(size) for size in str(sizes).replace(",", " ").split() if size.isdecimal()]
     return found
+
+
+def just_rebuilt(modules: Iterable[nn.Module]) -> bool:
+    """Has a module of these new buckets since its last forward, in which its sizes were told? Together the new ones are as large."""
+    return any(
+        isinstance(each, nn.parallel.DistributedDataParallel)
+        and getattr(each, "_has_rebuilt_buckets", False)
+        and not each._get_ddp_logging_data().get("rebuilt_bucket_sizes")
+        for each in modules
+    )

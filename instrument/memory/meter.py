@@ -9,11 +9,11 @@ from functools import partial
 from typing import Protocol
 
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
 from memopt.instrument.live_objects import living
 from memopt.instrument.memory.allocator_events import Started, note_freed, started_profile, stop_profile
-from memopt.instrument.memory.buckets import living_buckets
+from memopt.instrument.memory.buckets import just_rebuilt, living_buckets
 from memopt.instrument.memory.cuda_statistics import statistics_of
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script.script_profiler import on_script
@@ -23,6 +23,8 @@ from memopt.instrument.torch_internals import DisableTorchFunction
 
 Living = tuple[list[Tensor], list[UntypedStorage]]
 """All that there are."""
+_VIEWED = 3
+"""References of C++ to a flat tensor that nothing views, at most."""
 
 
 class Meter(Protocol):
@@ -152,17 +154,28 @@ def living_storages(device: str, there: Living | None = None) -> list[UntypedSto
 
 
 def hidden_buckets(device: str) -> list[int]:
-    """Of `living_buckets` those that are not among `living_storages`: Python knows a bucket, a flat tensor, once a mode has seen it reduced."""
+    """Of `living_buckets` those that are not among `living_storages`: Python knows a bucket once a mode has seen it reduced."""
     sizes = living_buckets(device)
     if not sizes:
         return []
-    flat = (each for each in living(Tensor)[0] if type(each) is Tensor and each.dim() == 1)
+    tensors, modules = living(Tensor, nn.Module)
+    rebuilt = just_rebuilt(modules)
     shown = {
         storage._cdata: storage.nbytes()
-        for each in flat
-        if not (each.requires_grad or each._is_view()) and (storage := storage_on(each, device)) is not None
+        for each in tensors
+        if _is_like_a_bucket(each, in_use=rebuilt) and (storage := storage_on(each, device)) is not None
     }
+    if rebuilt:
+        rest = sum(sizes) - sum(shown.values())
+        return [rest] if rest > 0 else []
     return sorted((Counter(sizes) - Counter(shown.values())).elements())
+
+
+def _is_like_a_bucket(tensor: Tensor, *, in_use: bool) -> bool:
+    """Is it flat, and without a gradient? `in_use`: of views that live in C++, too, of which a bucket has two for each parameter."""
+    if type(tensor) is not Tensor or tensor.dim() != 1 or tensor.requires_grad or tensor._is_view():
+        return False
+    return not in_use or getattr(tensor, "_use_count", int)() > _VIEWED
 
 
 def _gradient_of(tensor: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memopt.enforcers.guarding.live_bytes import Live
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.instrument.memory.meter import CpuMeter
 from tests.support.enforced import enforced, plan_of, recorded
@@ -28,14 +29,17 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rebuilt", [True, False], ids=["rebuilt", "as they were"])
 @pytest.mark.parametrize("view", [False, True], ids=["buckets", "gradients are views of them"])
-def test_buckets_are_there_before_backward(view: bool, alone: None, tmp_path: Path) -> None:
+def test_buckets_are_there_before_backward(view: bool, rebuilt: bool, alone: None, tmp_path: Path) -> None:
     layers, width = 4, 256
     weights = layers * width * (width + 1) * 4
 
     def loop(steps: int) -> list[str]:
         model = nn.Sequential(*[nn.Linear(width, width) for _ in range(layers)])
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
+        model = nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=view, find_unused_parameters=not rebuilt
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(steps):
             optimizer.zero_grad()
@@ -64,16 +68,18 @@ def _held() -> int:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_bucket_that_a_mode_has_seen_reduced_counts_once(alone: None) -> None:
+@pytest.mark.parametrize("static", [False, True], ids=["", "static graph"])
+def test_a_bucket_that_a_mode_has_seen_reduced_counts_once(static: bool, alone: None) -> None:
     gc.collect()
     before = _held()
-    model = nn.parallel.DistributedDataParallel(nn.Linear(300, 300))
-    sets = 3 * 300 * 301 * 4  # parameters, gradients, buckets
-    for watches in (False, True, True):
+    layers = nn.Sequential(nn.Linear(600, 600), nn.Linear(600, 600))
+    model = nn.parallel.DistributedDataParallel(layers, static_graph=static)
+    sets = 3 * 2 * 600 * 601 * 4  # parameters, gradients, buckets
+    for watches in (True, False, True, True, False):
         model.zero_grad()
         with Watching() if watches else contextlib.nullcontext():
-            model(torch.randn(4, 300)).sum().backward()
-        assert _held() - before == pytest.approx(sets, abs=20_000)
+            model(torch.randn(4, 600)).sum().backward()
+        assert _held() - before == pytest.approx(sets, abs=30_000)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -93,3 +99,27 @@ def test_no_weight_is_planned_away_where_processes_train_together(alone: None, t
     alone_facts = trace.facts | {"several_processes": 0}
     view = TraceView(msgspec.structs.replace(trace, facts=alone_facts))
     assert any(each.is_weight for each in view.saved.values())
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self, live: Live) -> None:
+        super().__init__()
+        self.live = live
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.live.made(out)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_guard_counts_buckets_before_an_op_shows_them_and_once(alone: None) -> None:
+    gc.collect()
+    before = Live("cpu").look_around().now()
+    model = nn.parallel.DistributedDataParallel(nn.Linear(300, 300))
+    live = Live("cpu").look_around()
+    weights = 300 * 301 * 4
+    assert live.now() - before == pytest.approx(2 * weights, abs=20_000)
+    with Counting(live):
+        model(torch.randn(4, 300)).sum().backward()
+    assert live.now() - before == pytest.approx(3 * weights, abs=20_000)
