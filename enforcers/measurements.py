@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 MEASURED = (3, 5, 8, 11, 14, 17)
 """Iterations in which the bytes are measured on a CPU; their times do not count. From the third on only until one was like the profiled
-one, as every other is where a script does something each second time.
+one, as every other is where a script does something each second time; and then those after 16, 32, 64, ... of them, for what a script does
+may change slowly (routing that comes to prefer one expert, a cache that fills).
 
 Never two in a row: the optimizer's own `record_function` is open where iterations end, and one that was opened under a profiler
 writes into freed memory if it is closed under the next."""
+
+_LATE = 16
 
 _UNLIKE = 0.05
 """How far the measured peak may lie from the predicted one before it is told, whatever else is known."""
@@ -50,6 +53,8 @@ class Measurements:
         """Largest resident set before torch's profiler, which measures, took memory of its own."""
         self._peaks: list[tuple[int, int]] = []
         """(peak, what there was when the iteration began)."""
+        self._growth: list[tuple[int, int, int]] = []
+        """(iteration, peak, what there was when it began) of the last two that were measured whole."""
         self._above_bytes = 0
         """The most that was held before that, above what was held when it was looked at."""
         self._before_bytes = 0
@@ -80,6 +85,17 @@ class Measurements:
     @property
     def peak_bytes(self) -> int | None:
         return max(self._peaks)[0] if self._peaks else None
+
+    def peak_to_come(self, count: int) -> int:
+        """The peak of iteration `count` where what iterations begin with goes on growing as it did between the last two that were measured:
+        the script keeps something of each. 0 where it does not grow."""
+        if len(self._growth) < 2:
+            return 0
+        (first, _, base), (last, peak, base_then) = self._growth
+        more = base_then - base
+        if more <= _MORE_AT_THE_START * self._plan.predicted_peak_bytes:
+            return 0
+        return peak + more * (count - last) // (last - first)
 
     def on_the_gpu(self) -> dict[str, int]:
         """For the outcome: allocated and reserved bytes at most, and what the process holds there; nothing without a GPU."""
@@ -208,6 +224,7 @@ class Measurements:
             self._times_ms.append(milliseconds)
         if not self._stop():
             return None
+        self._growth = [*self._growth[-1:], (count, *self._peaks[-1])]
         if self._peaks[-1] == max(self._peaks):
             other = not as_planned and bool(self._others)
             self._at_the_peak = self._others[-1] if other else 1.0
@@ -228,7 +245,8 @@ class Measurements:
         first = self._plan.iteration
         if 0 < first < MEASURED[0]:  # the script may make no more
             turns = (first, *(each for each in turns if each > first + 1))
-        if self._wanted and after + 1 - self._parts in turns:
+        begun = after - self._parts
+        if self._wanted and (begun + 1 in turns or (begun >= _LATE and begun.bit_count() == 1)):
             self._start()
 
     def training_begins(self) -> None:

@@ -365,7 +365,9 @@ class ApplySession:
         if self._swapper is not None and self._swapper.feedback is not None:
             self._swapper.feedback.iteration_ended(peak_bytes)
         if engine.standby is not None:
-            engine.standby.iteration_ended(self._measurements.peak_bytes)
+            engine.standby.iteration_ended(
+                self._measurements.peak_bytes, self._measurements.peak_to_come(count + 1)
+            )
         failed = self._swapper.failed if self._swapper is not None else {}
         account = engine.account
         account.declined = failed | account.declined

@@ -12,6 +12,8 @@ from memopt.files import read_bytes, write_atomic
 from memopt.versioned import decode_versioned
 
 SCHEMA: Final = "memopt.outcome/1"
+MOVED_BESIDE: Final = "where iterations took more than was planned for"
+"""How a note of what was moved beside the plan begins."""
 
 
 class ActionCounts(msgspec.Struct, frozen=True, kw_only=True):

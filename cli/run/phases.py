@@ -303,7 +303,8 @@ class Phases:
         session = self._session
         began = time.perf_counter()
         if session is not None:
-            session.iteration_ended(count - self._base, milliseconds)
+            # a plan's session was told at its beginning how many had ended
+            session.iteration_ended(count if session is self._apply else count - self._base, milliseconds)
         elif self._loop is not None:
             self._loop.frames.new_iteration()
             course.plain.append(count)

@@ -6,6 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from memopt.advisors.best_effort import NOT_MET
+from memopt.outcome import MOVED_BESIDE
 from memopt.reports.verdict import change
 from memopt.units import format_bytes, format_ms
 
@@ -110,7 +111,8 @@ def _held(plan: Plan, outcome: Outcome) -> str:
     if known > plan.budget_bytes:
         told = f"NOT held: peak {format_bytes(known)}, {format_bytes(known - plan.budget_bytes)} above the budget of {budget}{how}"
         return f"{told}, without the plan {plain}; {floor}" if floor else told
-    if not plan.actions and not plan.script_actions:
+    changes = bool(plan.actions or plan.script_actions)
+    if not changes and not any(note.startswith(MOVED_BESIDE) for note in outcome.notes):
         return f"held: the plain run peaks at {format_bytes(known)}, within the budget of {budget}{how}; nothing was changed"
     return f"held{how}: peak {format_bytes(known)}, within the budget of {budget}; without the plan {plain}"
 

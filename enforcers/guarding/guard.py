@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.nn import Parameter
 
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.guarding.live_bytes import Live, bytes_of, would_make
@@ -84,6 +85,8 @@ class Guard(modes.Mode):
         self._live = Live(device) if rests else Live(device).look_around()
         self._saved: OrderedDict[int, Saved] = OrderedDict()
         """By address, in the order of saving."""
+        self._here: dict[int, Saved] = {}
+        """Of these, what has not left: all that is tried where room is needed."""
         self._expected: dict[tuple[str, int], int] = {}
         """(overload, bytes of its inputs) -> bytes that it made the last time."""
         self._beyond: dict[str, float] = {}
@@ -164,6 +167,7 @@ class Guard(modes.Mode):
         modes.leave(self)
         self._hooks.remove()
         self._saved.clear()
+        self._here.clear()
         self._ahead.clear()
 
     def wake(self) -> None:
@@ -258,6 +262,7 @@ class Guard(modes.Mode):
             storage.nbytes() < self._least_bytes
             or is_lent(storage)
             or (tensor.requires_grad and is_leaf(tensor))
+            or isinstance(tensor._base, Parameter)
         ):
             return Kept(tensor)
         if self._device == "cpu" and not self.rests:
@@ -267,6 +272,8 @@ class Guard(modes.Mode):
         if known is None or not known.living() or known.away is not None:
             known = self._saved[storage._cdata] = Saved(storage._cdata, storage.nbytes())
             self._saved.move_to_end(storage._cdata)
+            self._here.pop(storage._cdata, None)
+            self._here[storage._cdata] = known
         known.handles.append(weakref.ref(handle))
         return handle
 
@@ -363,7 +370,7 @@ class Guard(modes.Mode):
             self._tier.collect()
             leaving: list[SwappedStorage] = []
             over = self._live.now() + need_bytes - self.budget_bytes
-            for saved in list(self._saved.values()):
+            for saved in list(self._here.values()):
                 if over <= 0:
                     break
                 content = self._send(saved)
@@ -383,9 +390,9 @@ class Guard(modes.Mode):
             return None
         handles = saved.living()
         if not handles:
-            self._saved.pop(saved.address, None)
+            self._forget(saved.address)
             return None
-        if saved.away is not None or self._tier.failure is not None:
+        if self._tier.failure is not None:
             return None
         kept = {id(each.tensor): each for each in handles}
         pins = self.values.pins_of(storage_of(handles[0].tensor)) if self.values is not None else 0
@@ -406,9 +413,15 @@ class Guard(modes.Mode):
         for handle in handles:
             handle.leave(content)
         saved.away = weakref.ref(content)
+        del self._here[saved.address]
         self.moved += 1
         self.moved_bytes += saved.size_bytes
         return content
+
+    def _forget(self, address: int) -> None:
+        """No handle on it lives any more."""
+        self._saved.pop(address, None)
+        self._here.pop(address, None)
 
     def _wait(self, content: SwappedStorage) -> None:
         try:
@@ -429,7 +442,7 @@ class Guard(modes.Mode):
         self._leave_room_for_the_context()
         for address, saved in list(self._saved.items()):
             if not saved.living():
-                del self._saved[address]
+                self._forget(address)
         self._ahead.clear()
         if len(self.saved_before) < _MOST_BEFORE:
             self.saved_before.append(self._saved_now)

@@ -3,7 +3,7 @@
 An iteration that saves more than was planned for (a longer text, several batches a step, an evaluation with gradients) is known as soon
 as it has saved more than the profiled one in all. From there on the guard counts, and moves away what no action of the plan is for. It
 stays awake a while, for what has happened once may come again; and for good where a measured iteration passed the budget without (the script
-has kept something since, or what grew is nothing that is saved). Where that does not do, it holds the iterations that follow without the plan's actions on tensors.
+has kept something since, or what grew is nothing that is saved), or the next one would, as the script keeps something of each. Where that does not do, it holds the iterations that follow without the plan's actions on tensors.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.tiers.per_device import offload_tier
 from memopt.enforcers.values import Values
 from memopt.instrument.loop import Loop
+from memopt.outcome import MOVED_BESIDE
 from memopt.plan import Plan
 from memopt.units import format_bytes
 
@@ -31,7 +32,7 @@ class Standby:
     def __init__(self, guard: Guard, plan: Plan) -> None:
         self.guard = guard
         self._most_elements = int(MORE * plan.grown * plan.saved_elements)
-        self._most_bytes = int(_PASSED * max(guard.budget_bytes, plan.predicted_peak_bytes))
+        self._most_bytes = max(guard.budget_bytes, plan.predicted_peak_bytes)
         self._awake = 0
         """Iterations for which it stays so, this one included."""
         self._for_good = False
@@ -46,9 +47,10 @@ class Standby:
             self._awake = _STAYS_AWAKE + 1
             self.guard.wake()
 
-    def iteration_ended(self, peak_bytes: int | None) -> None:
-        """`peak_bytes`: the most that has been measured."""
-        self._for_good = self._for_good or (peak_bytes or 0) > self._most_bytes
+    def iteration_ended(self, peak_bytes: int | None, to_come_bytes: int = 0) -> None:
+        """`peak_bytes`: the most that has been measured; `to_come_bytes`: of the next iteration, where the script keeps something of each."""
+        passed = (peak_bytes or 0) > _PASSED * self._most_bytes or to_come_bytes > self._most_bytes
+        self._for_good = self._for_good or passed
 
     def new_iteration(self) -> None:
         self._awake = max(0, self._awake - 1)
@@ -72,7 +74,7 @@ class Standby:
     def words(self) -> str:
         """What was done; empty where there was no need."""
         guard = self.guard
-        moved = f"where iterations took more than was planned for, {guard.moved} storages ({format_bytes(guard.moved_bytes)}) were moved away beside the plan"
+        moved = f"{MOVED_BESIDE}, {guard.moved} storages ({format_bytes(guard.moved_bytes)}) were moved away beside the plan"
         return "; ".join(filter(None, [moved if guard.moved else "", guard.stuck]))
 
 

@@ -323,3 +323,19 @@ def test_the_iteration_before_the_recorded_one_keeps_its_saved_tensors_away_too(
     assert len(before) == len(now) == 3
     assert min(before) > 2 * 30e6
     assert max(now) < 1.2 * 30e6, held.stderr
+
+
+def test_a_plan_is_told_of_iterations_by_their_number_in_the_run() -> None:
+    """It was told of those since it took over, and of those before as it began: after a plan that was long in coming none but the first was
+    measured."""
+    from memopt.cli.run.phases import Phases
+
+    told: list[int] = []
+    session: Any = SimpleNamespace(iteration_ended=lambda count, _: told.append(count), standby=None)
+    phases = Phases(Any, SimpleNamespace(budget=None), Any, lambda _: None)  # type: ignore[arg-type]
+    phases._session = phases._apply = session
+    phases._base = 40
+    phases.iteration_ended(41, 1.0)
+    phases.iteration_ended(42, 1.0)
+    assert told == [41, 42]
+    assert not phases.course.problem

@@ -156,3 +156,27 @@ def test_a_peak_that_grows_with_nothing_that_is_saved_is_told(measured):
     found.iteration_ended(8, 1.0, (2, 97), plain=False)
     (note,) = found.notes()
     assert "one of 0.97 times as many, and is 1.50 times the predicted one: what grew most there" in note
+
+
+def test_what_changes_slowly_is_measured_later(measured):
+    found = measured([1] * 9)
+    begun = []
+    start = found._start
+    found._start = lambda: (begun.append(count + 1), start())
+    for count in range(1, 70):
+        found.iteration_ended(count, 1.0, None, plain=False)
+        found.iteration_begins(count, LOOP)
+    assert begun == [3, 5, 17, 33, 65]
+
+
+def test_what_the_script_keeps_of_each_iteration_is_expected_to_go_on(measured, monkeypatch):
+    found = measured([300, 340])
+    bases = iter([100, 140])
+    monkeypatch.setattr(Meter, "start", lambda meter, there=None: setattr(meter, "base_bytes", next(bases)))
+    for count in range(1, 5):
+        found.iteration_ended(count, 1.0, None, plain=False)
+        found.iteration_begins(count, LOOP)
+    assert found.peak_to_come(5) == 0, "one has been measured"
+    found.iteration_ended(5, 1.0, None, plain=False)
+    assert found.peak_to_come(6) == 360
+    assert found.peak_to_come(10) == 440

@@ -128,6 +128,20 @@ def test_the_budget_is_held_in_other_iterations_than_the_profiled_one(
     assert any("were moved away beside the plan" in note for note in held.notes), held.notes
 
 
+def test_what_the_script_keeps_of_each_iteration_is_held_before_it_passes_the_budget(
+    plan: Plan, guards: list[Guard], tmp_path: Path
+) -> None:
+    """Few iterations are measured, all of them early: such a run grew on under its kept plan, and said that it was held."""
+    loop = layers(keeps=lambda step: 1 << 13)
+    budget = int(1.2 * plan.predicted_peak_bytes)
+    larger = msgspec.structs.replace(plan, budget_bytes=budget)
+    computed, _ = enforced_from(loop, larger, tmp_path, 22, begins_after=3, holds_bytes=budget)
+    assert computed == seeded(loop, 22)
+    (guard,) = guards
+    assert guard.moved > 0
+    assert guard.most_bytes <= 1.02 * budget, "the first iteration teaches it"
+
+
 def test_it_rests_where_all_iterations_are_alike(plan: Plan, guards: list[Guard], tmp_path: Path) -> None:
     enforced_from(layers(), plan, tmp_path, STEPS, begins_after=3, holds_bytes=plan.budget_bytes)
     (guard,) = guards
