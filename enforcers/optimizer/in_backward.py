@@ -50,7 +50,7 @@ class OptimizerInBackward:
         self._about_to_use = about_to_use
         self._reads = GradientReads(self)
         self._old: GradientsElsewhere | None = None
-        """Gradients of a step that somebody else has watched, which the script clears only once it has run forward."""
+        """Gradients of a step outside backward, which the script clears only once it has run forward."""
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers that have made a step of their own."""
         self._hooked: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
@@ -79,8 +79,8 @@ class OptimizerInBackward:
     def begin(
         self, optimizers: Iterable[torch.optim.Optimizer], tier: Callable[[], SwapTier[Any]] | None = None
     ) -> None:
-        """Go on from an iteration boundary, after steps of `optimizers` that somebody else has watched. With a `tier` their gradients
-        are there until the next backward call, or whoever asks sooner."""
+        """Go on after steps of `optimizers` outside backward. With a `tier` their gradients are there until the next backward call, or
+        whoever asks sooner."""
         stepped = [*optimizers]
         for optimizer in stepped:
             self.step_ended(optimizer)
@@ -91,6 +91,10 @@ class OptimizerInBackward:
         self._old.install()
         for optimizer in stepped:
             self._old.step_ended(optimizer, leave=True)
+
+    @property
+    def has_seen_a_step(self) -> bool:
+        return bool(self._stepped)
 
     def _bring_old_ones(self) -> None:
         """Those that the script has not cleared meanwhile; from here on the gradients to watch are ours."""

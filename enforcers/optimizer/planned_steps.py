@@ -30,7 +30,7 @@ class PlannedSteps:
         self.gradients: GradientsElsewhere | None = None
         self._cleared_late = False
         self._old_gradients: Callable[[], PerDevice] | None = None
-        """Opens a tier for those of the step before the plan, where the script clears them only once it has run forward."""
+        """Opens a tier for those of a step that is not in backward, where the script clears them only once it has run forward."""
 
     def install(
         self,
@@ -109,8 +109,10 @@ class PlannedSteps:
         if self.in_pieces is not None:
             self.in_pieces.step_ended(optimizer)
         self._send_gradients(optimizer)
-        if self.in_backward is not None:
+        if self.in_backward is not None and self.in_backward.has_seen_a_step:
             self.in_backward.step_ended(optimizer)
+        elif self.in_backward is not None:  # it was its own, so that its gradients are there
+            self.in_backward.begin([optimizer], self._old_gradients)
 
     def _send_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Its step is over: gradients that the script clears late go to where the others are."""

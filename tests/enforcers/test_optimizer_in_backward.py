@@ -181,6 +181,19 @@ def test_gradients_of_the_step_before_a_plan_are_elsewhere_until_they_are_cleare
         assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, abs=64)
 
 
+@pytest.mark.parametrize("asks_at", [-1, 1])
+def test_so_are_those_of_the_first_step_under_a_kept_plan(
+    asks_at: int, tmp_path: Path, most: list[int]
+) -> None:
+    """That step is the optimizer's own: the second iteration would hold them."""
+    plan = moved_plan(recorded(clears_late(), tmp_path))
+    loop = clears_late(asks_at)
+    computed, outcome = enforced(loop, plan, tmp_path, 4)
+    assert computed == seeded(loop, 4)
+    assert most == [8]
+    assert outcome.actions.done == 1, outcome
+
+
 def copy_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     copy.deepcopy(model)
 
