@@ -150,9 +150,14 @@ class OptimizerInBackward:
 
     def _ready(self, parameter: Tensor) -> None:
         """The gradient of `parameter` is whole: use it and let it go."""
-        if self._is_used(parameter):
-            self._break("the script adds to gradients that it has not cleared")
         optimizer, group = self._armed, self._groups.get(id(parameter))
+        if self._is_used(parameter):
+            if group is not None:
+                self._break("the script adds to gradients that it has not cleared")
+            let_go(
+                parameter
+            )  # half of a sum, which the plain run would have: who looks, or steps, is told then
+            return
         if optimizer is None or group is None:
             return
         if whole_gradient(parameter) is None or self._iterations.nested:

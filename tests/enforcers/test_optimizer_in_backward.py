@@ -194,6 +194,37 @@ def test_so_are_those_of_the_first_step_under_a_kept_plan(
     assert outcome.actions.done == 1, outcome
 
 
+def two_phases(looks: bool = False) -> Loop:
+    """A second optimizer trains the last layer alone: gradients of the others add up, uncleared, and nobody uses them."""
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        optimizer = OPTIMIZERS["sgd-momentum"](model.parameters())
+        found = []
+        for step in range(steps):
+            if step == 5:
+                optimizer = OPTIMIZERS["sgd-momentum"](model[2].parameters())
+            loss = model(torch.randn(8, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found += [digest(loss), *everything(model, optimizer)]
+        if looks:
+            found.append(digest(model[0].weight.grad))
+        return found
+
+    return loop
+
+
+def test_gradients_that_nobody_trains_any_more_do_not_end_the_run(tmp_path: Path) -> None:
+    plan = moved_plan(recorded(two_phases(), tmp_path))
+    computed, outcome = enforced(two_phases(), plan, tmp_path, 9)
+    assert computed == seeded(two_phases(), 9)
+    assert outcome.actions.done == 1, outcome
+    with pytest.raises(NotPossibleHere, match="looks at a gradient after it was used"):
+        enforced(two_phases(looks=True), plan, tmp_path, 9)
+
+
 def copy_whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     copy.deepcopy(model)
 
