@@ -341,7 +341,7 @@ class Engine(modes.Mode):
             return Kept(tensor)
         if not self._fits(tensor, slot):
             self._diverged(frame)
-            return Kept(tensor)
+            return Kept(tensor) if standby is None else standby.guard.pack(tensor)
         if is_lent(storage_of(tensor)):
             self.account.decline(slot.action, "its bytes are numpy's or a file's, which may change unseen")
             return Kept(tensor)
@@ -428,6 +428,9 @@ class Engine(modes.Mode):
         if not frame.diverged:
             frame.diverged = True
             self.divergences += 1
+            if self.standby is not None:
+                here = {each.action for each in self._to_do_in(frame).slots.values()}
+                self.standby.stays(sum(self.actions[each].size_bytes for each in here))
 
     # --- the loop
 

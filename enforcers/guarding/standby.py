@@ -1,7 +1,7 @@
 """The guard beside a plan: it rests while iterations are as the profiled one was, and holds the budget in those that are not.
 
 An iteration that saves more than was planned for (a longer text, several batches a step, an evaluation with gradients) is known as soon
-as it has saved more than the profiled one in all. From there on the guard counts, and moves away what no action of the plan is for. It
+as it has saved more than the profiled one in all; one that saves other tensors (of another data type), as soon as what was to leave stays. From there on the guard counts, and moves away what no action of the plan is for. It
 stays awake a while, for what has happened once may come again; and for good where a measured iteration passed the budget without (the script
 has kept something since, or what grew is nothing that is saved), or the next one would, as the script keeps something of each. Where that does not do, it holds the iterations that follow without the plan's actions on tensors.
 """
@@ -33,6 +33,7 @@ class Standby:
         self.guard = guard
         self._most_elements = int(MORE * plan.grown * plan.saved_elements)
         self._most_bytes = max(guard.budget_bytes, plan.predicted_peak_bytes)
+        self._stays_bytes = 0
         self._awake = 0
         """Iterations for which it stays so, this one included."""
         self._for_good = False
@@ -43,7 +44,17 @@ class Standby:
 
     def saved(self, elements: int) -> None:
         """So many have been saved in this iteration."""
-        if elements > self._most_elements and self._awake <= _STAYS_AWAKE:
+        if elements > self._most_elements:
+            self._wake()
+
+    def stays(self, size_bytes: int) -> None:
+        """So much stays in this iteration that was to leave: it is not as planned."""
+        self._stays_bytes += size_bytes
+        if self._stays_bytes > (_PASSED - 1) * self._most_bytes:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._awake <= _STAYS_AWAKE:
             self._awake = _STAYS_AWAKE + 1
             self.guard.wake()
 
@@ -53,6 +64,7 @@ class Standby:
         self._for_good = self._for_good or passed
 
     def new_iteration(self) -> None:
+        self._stays_bytes = 0
         self._awake = max(0, self._awake - 1)
         if self._awake or self._for_good:
             self._choose()

@@ -246,3 +246,40 @@ def test_looking_at_what_is_there_brings_no_state_back(tmp_path: Path) -> None:
     tell_state(lambda tensor, category, name: told.append(name), optimizer, {})
     assert len(told) == 6
     assert not looked
+
+
+def _turns_double(steps: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+    optimizer = torch.optim.AdamW(model.parameters())
+    found: list[str] = []
+    for step in range(steps):
+        if step == 5:
+            model.double()
+            optimizer = torch.optim.AdamW(model.parameters())
+        optimizer.zero_grad()
+        loss = model(torch.randn(256, 64).to(model[0].weight.dtype)).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(digest(loss))
+    return [*found, *everything(model, optimizer)]
+
+
+def test_it_wakes_at_once_where_what_was_to_leave_is_of_another_data_type(
+    guards: list[Guard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many elements are saved, of twice the bytes, and no action of the plan fits them."""
+    trace = recorded(_turns_double, tmp_path)
+    plan = Adviser(trace, allowed((), ("optimizer",)), 5.0).plan(int(0.85 * trace.peak_bytes))
+    woken_in: list[int] = []
+    wake = Guard.wake
+
+    def told(self: Guard) -> None:
+        woken_in.append(self._iterations.count)
+        wake(self)
+
+    monkeypatch.setattr(Guard, "wake", told)
+    budget = int(1.01 * plan.predicted_peak_bytes)
+    computed, _ = enforced_from(_turns_double, plan, tmp_path, 8, begins_after=3, holds_bytes=budget)
+    assert computed == seeded(_turns_double, 8)
+    assert woken_in[0] == 5
+    assert guards[0].moved
