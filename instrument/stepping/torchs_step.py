@@ -26,12 +26,12 @@ def steps_under_way() -> int:
     return found
 
 
-def any_was_made() -> bool:
-    """Has an optimizer of any class been made in this process? It may be gone."""
-    kinds = [optim.Optimizer]
-    for kind in kinds:
-        kinds += kind.__subclasses__()
-    return any(_is_wrapped(kind.step) for kind in kinds)
+def any_was_made(kind: type[optim.Optimizer] = optim.Optimizer) -> bool:
+    """Has an optimizer of this class, or of one below it, been made in this process? It may be gone."""
+    kinds = [kind]
+    for each in kinds:
+        kinds += each.__subclasses__()
+    return any(_is_wrapped(each.step) for each in kinds)
 
 
 def _is_wrapped(step: Any) -> bool:

@@ -29,7 +29,7 @@ STREAMS = 24
 POISON = 0xEE
 
 
-class Race(AssertionError):
+class Race(BaseException):
     """Two accesses of the same bytes that no event orders."""
 
 
