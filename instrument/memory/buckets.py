@@ -7,16 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from memopt.instrument.live_objects import living
-
 BUCKET = "gradients being reduced (a bucket of DistributedDataParallel)"
-
-
-def living_buckets(device: str) -> list[int]:
-    """`bucket_sizes` of every module that lives; nobody looks for them where no process has peers."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return []
-    return bucket_sizes(living(nn.Module)[0], device)
 
 
 def bucket_sizes(modules: Iterable[nn.Module], device: str) -> list[int]:

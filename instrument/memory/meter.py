@@ -13,12 +13,13 @@ from torch import Tensor, UntypedStorage, nn
 
 from memopt.instrument.live_objects import living
 from memopt.instrument.memory.allocator_events import Started, note_freed, started_profile, stop_profile
-from memopt.instrument.memory.buckets import just_rebuilt, living_buckets
+from memopt.instrument.memory.buckets import bucket_sizes, just_rebuilt
 from memopt.instrument.memory.cuda_statistics import statistics_of
 from memopt.instrument.ops import PLAIN_TYPES
 from memopt.instrument.script.script_profiler import on_script
 from memopt.instrument.script.unheard import unheard
 from memopt.instrument.stepping.gradient_reads import kept_gradient
+from memopt.instrument.stepping.single_parameter_step import several_processes
 from memopt.instrument.torch_internals import DisableTorchFunction
 
 Living = tuple[list[Tensor], list[UntypedStorage]]
@@ -154,11 +155,14 @@ def living_storages(device: str, there: Living | None = None) -> list[UntypedSto
 
 
 def hidden_buckets(device: str) -> list[int]:
-    """Of `living_buckets` those that are not among `living_storages`: Python knows a bucket once a mode has seen it reduced."""
-    sizes = living_buckets(device)
+    """Of the buckets of all modules that live those that are not among `living_storages`: Python knows a bucket once a mode has seen it
+    reduced. Nobody looks for them where no processes train together."""
+    if not several_processes():
+        return []
+    modules, tensors = living(nn.Module, Tensor)
+    sizes = bucket_sizes(modules, device)
     if not sizes:
         return []
-    tensors, modules = living(Tensor, nn.Module)
     rebuilt = just_rebuilt(modules)
     shown = {
         storage._cdata: storage.nbytes()

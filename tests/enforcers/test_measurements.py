@@ -133,28 +133,28 @@ def test_an_evaluation_inside_an_iteration_is_told_apart(measured, monkeypatch):
         assert any("an evaluation" in note for note in found.notes()) == (outside > 0)
 
 
-def test_a_peak_that_grows_with_tensors_that_the_plan_does_not_know_is_told(measured):
-    """Layers are trained that were not: what they save stays, and the plan has taken away most of the rest."""
-    found = measured([1200])
+def note_after(measured, peak, saved, *, planned_elements):
+    """The only one, where an iteration of a plan that predicted 200 bytes has saved these (tensors, elements), not 2 and as many as planned."""
+    found = measured([peak])
     found._plan = msgspec.structs.replace(
-        found._plan, saved_tensors=2, saved_elements=1000, predicted_peak_bytes=200
+        found._plan, saved_tensors=2, saved_elements=planned_elements, predicted_peak_bytes=200
     )
     found.begin_after(7)
-    found.iteration_ended(8, 1.0, (4, 1500), plain=False)
+    found.iteration_ended(8, 1.0, saved, plain=False)
     (note,) = found.notes()
+    return note
+
+
+def test_a_peak_that_grows_with_tensors_that_the_plan_does_not_know_is_told(measured):
+    """Layers are trained that were not: what they save stays, and the plan has taken away most of the rest."""
+    note = note_after(measured, 1200, (4, 1500), planned_elements=1000)
     assert "the peak moves with them" in note
     assert "layers are trained that the profiled iteration did not train" in note
 
 
 def test_a_peak_that_grows_with_nothing_that_is_saved_is_told(measured):
     """A packed batch with more tokens and smaller attention: backward's buffer of logits has grown."""
-    found = measured([300])
-    found._plan = msgspec.structs.replace(
-        found._plan, saved_tensors=2, saved_elements=100, predicted_peak_bytes=200
-    )
-    found.begin_after(7)
-    found.iteration_ended(8, 1.0, (2, 97), plain=False)
-    (note,) = found.notes()
+    note = note_after(measured, 300, (2, 97), planned_elements=100)
     assert "one of 0.97 times as many, and is 1.50 times the predicted one: what grew most there" in note
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.profiled import Profiler
+from tests.support.profiled import Profiler, Run
 
 SCRIPT = """
 import sys, types
@@ -39,11 +39,17 @@ print("done")
 """
 
 
+def profiled(text: str, folder: Path, *, says: str) -> Run:
+    """The run of a script that ends well, and prints what it `says`."""
+    script = folder / "script.py"
+    script.write_text(text)
+    run = Profiler(folder)(str(script))
+    assert (run.returncode, run.stdout) == (0, says), run.stderr
+    return run
+
+
 def test_variables_are_named_without_running_the_scripts_code(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    run = Profiler(tmp_path)(str(script))
-    assert (run.returncode, run.stdout) == (0, "done\n"), run.stderr
+    run = profiled(SCRIPT, tmp_path, says="done\n")
     trace = run.trace
     named = {trace.storage_label(each): size for each, size in enumerate(trace.storages.size_bytes)}
     wanted = [
@@ -78,9 +84,6 @@ for each in (quiet, half):
 
 
 def test_views_that_autograd_refuses_since_their_base_was_written_stop_nothing(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(REFUSED_VIEWS)
-    run = Profiler(tmp_path)(str(script))
-    assert (run.returncode, run.stdout) == (0, "refused\nrefused\n"), run.stderr
+    run = profiled(REFUSED_VIEWS, tmp_path, says="refused\nrefused\n")
     assert "memopt failed" not in run.stderr
     assert run.trace.peak_bytes > 0

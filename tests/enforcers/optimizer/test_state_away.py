@@ -30,8 +30,8 @@ STEPS = 6
 WIDE = 96
 
 
-class Own(torch.optim.Optimizer):
-    """An optimizer of the script's own: its update mixes the elements of a parameter, its state has lists and a counter in them."""
+class OfTheScript(torch.optim.Optimizer):
+    """Steps each parameter that has a gradient by an `update` of its own."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -40,41 +40,42 @@ class Own(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for each in group["params"]:
-                if each.grad is None:
-                    continue
-                state = self.state[each]
-                if not state:
-                    state["step"] = 0
-                    state["exp_avg"] = torch.zeros_like(each)
-                    state["exp_avg_sq"] = torch.zeros_like(each)
-                    state["sides"] = [torch.zeros_like(each), [torch.zeros_like(each, dtype=torch.float64)]]
-                state["step"] += 1
-                state["exp_avg"].lerp_(each.grad, 0.1)
-                state["exp_avg_sq"].mul_(0.9).addcmul_(each.grad, each.grad, value=0.1)
-                state["sides"][0].add_(each.grad.norm())
-                state["sides"][1][0].add_(each.grad)
-                change = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + state["sides"][0].abs().mean() + 1)
-                each.sub_(group["lr"] * change / change.norm().clamp_min(1e-6))
+                if each.grad is not None:
+                    self.update(each, self.state[each], group["lr"])
+
+    def update(self, each: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        raise NotImplementedError
 
 
-class Replacing(torch.optim.Optimizer):
+class Own(OfTheScript):
+    """Its update mixes the elements of a parameter, its state has lists and a counter in them."""
+
+    def update(self, each: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        assert each.grad is not None
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(each)
+            state["exp_avg_sq"] = torch.zeros_like(each)
+            state["sides"] = [torch.zeros_like(each), [torch.zeros_like(each, dtype=torch.float64)]]
+        state["step"] += 1
+        state["exp_avg"].lerp_(each.grad, 0.1)
+        state["exp_avg_sq"].mul_(0.9).addcmul_(each.grad, each.grad, value=0.1)
+        state["sides"][0].add_(each.grad.norm())
+        state["sides"][1][0].add_(each.grad)
+        change = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + state["sides"][0].abs().mean() + 1)
+        each.sub_(lr * change / change.norm().clamp_min(1e-6))
+
+
+class Replacing(OfTheScript):
     """Puts new tensors in the place of some of its state at each step, as DiffGrad does."""
 
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for each in group["params"]:
-                if each.grad is None:
-                    continue
-                state = self.state[each]
-                if not state:
-                    state["exp_avg"] = state["before"] = torch.zeros_like(each)
-                state["exp_avg"] = 0.9 * state["exp_avg"] + each.grad
-                each.sub_(group["lr"] * state["exp_avg"] * torch.sigmoid((state["before"] - each.grad).abs()))
-                state["before"] = each.grad.clone()
+    def update(self, each: torch.Tensor, state: dict[str, Any], lr: float) -> None:
+        assert each.grad is not None
+        if not state:
+            state["exp_avg"] = state["before"] = torch.zeros_like(each)
+        state["exp_avg"] = 0.9 * state["exp_avg"] + each.grad
+        each.sub_(lr * state["exp_avg"] * torch.sigmoid((state["before"] - each.grad).abs()))
+        state["before"] = each.grad.clone()
 
 
 def hooked(parameters: Any) -> torch.optim.Optimizer:
