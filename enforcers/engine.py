@@ -9,6 +9,7 @@ savings, it can never change a result.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -87,7 +88,7 @@ class Engine(modes.Mode):
         self._regions.will_rewrite = self.values.will_be_rewritten
         self._regions.rewrote = self.values.rewritten_unseen
         frames.resizes.told = self.values.will_be_resized
-        sizes = frozenset(each.size_bytes for each in tables.actions if each.leaves_after is not None)
+        sizes = frozenset(a.size_bytes for a in tables.actions if a.leaves_after is not None and not a.slots)
         self.weights = (
             WatchedWeights(frames, iterations, swapper, self.values, sizes) if sizes or streams else None
         )
@@ -99,6 +100,8 @@ class Engine(modes.Mode):
         self.account = Account()
         self._letting_go = LettingGo(tables.actions, self.values, swapper, self._streams, self.account)
         self._unsettled: list[Planned] = []
+        self._later: dict[int, list[weakref.ref[Planned]]] = {}
+        """By action: what leaves after a later op than the one that saves it."""
         self._called: Call | None = None
         """The last call, where its outputs may be compressed."""
         self.active = True
@@ -137,11 +140,15 @@ class Engine(modes.Mode):
         if self.standby is not None:
             modes.leave(self.standby.guard)
 
-    def backward_begins(self, roots: tuple[Tensor, ...], *, another_watches: bool) -> None:
-        """Stop watching, unless weights are away of which no other mode tells that they are read; where the mode stays on, formulas below
-        `roots` that look for one find none of memopt's."""
+    def backward_begins(
+        self, roots: tuple[Tensor, ...], *, another_watches: bool, goes_on: bool = False
+    ) -> None:
+        """Stop watching, unless weights are away of which no other mode tells that they are read, or it `goes_on` as forward does, making a
+        graph of its own; where the mode stays on, formulas below `roots` that look for one find none of memopt's."""
         weights = self.weights
-        if another_watches or weights is None or not weights.any_away:
+        if goes_on:
+            pass
+        elif another_watches or weights is None or not weights.any_away:
             self._leave()
         elif current_mode() is self and weights.reads_are_pythons(roots):
             self._leave()
@@ -161,6 +168,7 @@ class Engine(modes.Mode):
         """Enforce nothing from here on; what has been taken away is still given back when it is asked for."""
         self.active = False
         self._unsettled.clear()
+        self._later.clear()
         modes.leave(self)
         if self.weights is not None:
             self.weights.python_reads.end()
@@ -205,6 +213,8 @@ class Engine(modes.Mode):
             out = run(*args, **kwargs)
         if copies:
             self._copied(func, kind, args, kwargs, out)
+        if op is not None and op in to_do.lets_go:
+            self._let_go_now(to_do.lets_go[op])
         if weights is not None:
             weights.settle()
             if op is not None and op in to_do.leaves and not frame.diverged:
@@ -223,6 +233,15 @@ class Engine(modes.Mode):
         out = run(*args, **kwargs)
         self._makers.made(out)
         return out
+
+    def _let_go_now(self, actions: list[int]) -> None:
+        """The last op has run for which these had to stay. What nobody holds any more has left by itself."""
+        for action in actions:
+            for handle in [reference() for reference in self._later.pop(action, ())]:
+                if handle is None:
+                    self.account.done[action] += 1
+                elif handle.tensor is not None and handle.content is None:
+                    self._letting_go.act(handle, None)
 
     def _let_weights_leave(
         self,
@@ -346,7 +365,9 @@ class Engine(modes.Mode):
             self.account.decline(slot.action, "its bytes are numpy's or a file's, which may change unseen")
             return Kept(tensor)
         handle = Planned(tensor, slot)
-        if slot.ref.is_output and slot.ref.node:
+        if slot.later:
+            self._later.setdefault(slot.action, []).append(weakref.ref(handle))
+        elif slot.ref.is_output and slot.ref.node:
             own = tensor.grad_fn is None or tensor.grad_fn.name() == slot.ref.node  # indices have no node
             self._letting_go.act(handle, self._called if own else None)
         else:
@@ -437,6 +458,7 @@ class Engine(modes.Mode):
     def new_iteration(self) -> None:
         """Forget what ended with the iteration."""
         self.account.done.clear()
+        self._later.clear()
         self._makers.forget()
         self._letting_go.new_iteration()
         self._streams.new_iteration()

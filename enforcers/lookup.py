@@ -17,6 +17,8 @@ class PlannedSlot:
     """Index into the plan's actions."""
     kind: str
     codec: str
+    later: bool = False
+    """It leaves not when it has been saved, but after a later op."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +51,8 @@ class InCall:
     """Slots at whose packing copies out must be done, as action indices."""
     leaves: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     """Ops after which weights leave, as action indices."""
+    lets_go: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    """Ops after which saved tensors leave that were asked for before, as action indices."""
     readers: set[str] = field(default_factory=set)
     """Overloads whose own outputs are compressed: their calls have to be looked at."""
 
@@ -85,14 +89,18 @@ def tables_of(plan: Plan) -> Tables:
     for number, action in enumerate(tables.actions):
         for ref in action.slots:
             here = calls[ref.module]
-            here.slots[ref.ordinal] = PlannedSlot(ref, number, action.kind, action.codec)
+            later = action.leaves_after is not None
+            here.slots[ref.ordinal] = PlannedSlot(ref, number, action.kind, action.codec, later)
             if ref.is_output and ref.need != "values":
                 here.readers.add(ref.consumer)
         for op in action.records:
             calls[op.module].ops.add((op.name, op.ordinal))
         for op in action.copied_back:
             calls[op.module].clones.add((op.name, op.ordinal))
-        if action.leaves_after is not None:
+        if action.leaves_after is not None and action.slots:
+            op = action.leaves_after
+            calls[op.module].lets_go.setdefault((op.name, op.ordinal), []).append(number)
+        elif action.leaves_after is not None:
             for op in (action.leaves_after, *(each.after for each in action.leaves_again)):
                 calls[op.module].leaves.setdefault((op.name, op.ordinal), []).append(number)
         waits = [(action.away_by, action.away_at_use)]

@@ -103,7 +103,9 @@ class Iterations:
 
     @property
     def in_backward(self) -> bool:
-        return self._depth > 0
+        """Not in a call that makes a graph of its own (`create_graph`): what that computes and saves is forward to the backward call that
+        goes through it."""
+        return self._depth > 0 and not self._thread.autograd_goes_on
 
     @property
     def chosen(self) -> torch.optim.Optimizer | None:
@@ -195,12 +197,14 @@ class Iterations:
         tensors = tuple(root for root in roots if isinstance(root, torch.Tensor))
         keep_graph = bool(args[1]) if len(args) > 1 else False
         create_graph = bool(args[2]) if len(args) > 2 else False
+        self._thread.autograd_goes_on = create_graph
         self._listener.backward_begins(tensors, keep_graph=keep_graph, create_graph=create_graph)
 
     def _after_backward(self) -> None:
         self._depth -= 1
         if self._depth > 0:
             return
+        self._thread.autograd_goes_on = False
         self._listener.backward_ended()
         stepped_inside, self._stepped_inside = self._stepped_inside, False
         if self._chosen is not None or self._steps_open:

@@ -68,6 +68,18 @@ _TUNED = {"aten::convolution", "aten::_convolution", "aten::cudnn_convolution", 
 """With `cudnn.benchmark` each thread times the engines for itself: autograd's may choose another one than forward did."""
 
 
+_FORMULAS = {
+    f"aten::{name}" for name in (
+        "tanh_backward", "threshold_backward", "logit_backward", "sigmoid_backward", "native_dropout_backward", "silu_backward",
+        "gelu_backward", "elu_backward", "leaky_relu_backward", "softplus_backward", "hardtanh_backward", "hardsigmoid_backward",
+        "hardswish_backward", "hardshrink_backward", "softshrink_backward", "mish_backward", "log_sigmoid_backward", "glu_backward",
+        "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "binary_cross_entropy_backward",
+        "_softmax_backward_data", "_log_softmax_backward_data", "slice_backward", "select_backward", "diagonal_backward",
+    )
+}  # fmt: skip
+"""Of backward's own ops those that compute each element, or row, by itself, or copy: of the others many add up with atomics on a GPU."""
+
+
 @dataclass(frozen=True, slots=True)
 class OpKind:
     """What matters of an overload; positions index the flattened positional arguments of the schema."""
@@ -116,7 +128,10 @@ def kind_of(func: OpOverload) -> OpKind:
         and bool(schema.returns),
         statistics=_RUNNING_STATISTICS.get(packet),
         changes=bool(writes) or packet in _RUNNING_STATISTICS,
-        may_differ=packet in _OTHER_BITS_ON_A_GPU or packet in _SCANS or packet in _TUNED,
+        may_differ=packet in _OTHER_BITS_ON_A_GPU
+        or packet in _SCANS
+        or packet in _TUNED
+        or ("_backward" in packet and packet not in _FORMULAS),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from itertools import islice
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -99,7 +100,9 @@ class Recorder(modes.Mode):
         """Saved tensors that have been asked for."""
         self._saved_by: dict[int, list[weakref.ref[Handle]]] = {}
         self._node_ops: dict[int, int] = {}
-        """Autograd sequence number -> forward op."""
+        """Autograd sequence number (`_numbered`) -> forward op."""
+        self._elsewhere: set[int] = set()
+        """Slots that another thread packed: autograd's, in a backward call that makes a graph."""
         self._node_at: dict[int, int] = {}
         """Op of backward -> autograd sequence number of its node."""
         self.added_in_place: dict[int, int] = {}
@@ -111,8 +114,6 @@ class Recorder(modes.Mode):
         """Bytes of the storages that were known when the recording began."""
         self.overflow = False
         """There were more than `most_ops` ops: the rest is missing."""
-        self._makes_graph = False
-        """The last backward call makes a graph of its own (`create_graph`)."""
         self.backward_calls = 0
         self.keep_graph = 0
         self.create_graph = 0
@@ -193,7 +194,9 @@ class Recorder(modes.Mode):
         if phase == BACKWARD:
             module, forward_op = self._backward_place(module, op)
         else:
-            self._node_ops.setdefault(sequence_nr() - 1, op)
+            self._node_ops.setdefault(self._numbered(sequence_nr() - 1), op)
+            if self._makes_graph:
+                forward_op = self._backward_place(module, op)[1]
         tensors = tensors_in((*args, *kwargs.values()) if kwargs else args)
         return OpRow(
             kind=kind,
@@ -215,6 +218,17 @@ class Recorder(modes.Mode):
         values = {self.met.value_of(each) for each in tensors}
         values.discard(-1)
         return tuple(sorted(values)) if len(values) > 1 else tuple(values)
+
+    @property
+    def _makes_graph(self) -> bool:
+        """Does a backward call run that makes a graph of its own (`create_graph`)? To the next one it is forward."""
+        return self._frames.thread.autograd_goes_on
+
+    def _numbered(self, number: int, *, elsewhere: bool | None = None) -> int:
+        """Autograd numbers nodes in each thread by itself: those of its own threads are negative here. `elsewhere`: is it of one? Else asked."""
+        if elsewhere is None:
+            elsewhere = self._makes_graph and get_ident() != self._frames.thread.ident
+        return ~number if elsewhere else number
 
     def _phase(self) -> int:
         if self._iterations.in_backward:
@@ -277,11 +291,13 @@ class Recorder(modes.Mode):
         handle = Handle(tensor, self, len(self.slots))
         plain = is_plain(tensor)
         number = self.met.row_of(tensor) if plain else -1
+        if number >= 0 and self._makes_graph and self.sends_away:
+            self.storages[number].saved_again, number = True, -1
         if self._iterations.in_backward or number < 0:
-            if number >= 0 and self._makes_graph:
-                self.storages[number].saved_again = True
             handle.row = -1
             return handle
+        if self._makes_graph and get_ident() != self._frames.thread.ident:
+            self._elsewhere.add(handle.row)
         storage = tensor.untyped_storage()
         self.slots.append(
             SlotRow(
@@ -309,7 +325,7 @@ class Recorder(modes.Mode):
         """The hook: the tensor of `handle`, and when it was asked for."""
         row = handle.row if isinstance(handle, Handle) and handle.owner is self else -1
         if self._recording and row >= 0:
-            self._name_node()
+            self._name_node(elsewhere=row in self._elsewhere)
             slot = self.slots[row]
             if not slot.unpacks:
                 slot.unpack_order = self._unpacked
@@ -317,11 +333,13 @@ class Recorder(modes.Mode):
             slot.unpacks += (len(self.ops),)
         return handle.get()
 
-    def _name_node(self) -> None:
-        """Look at what the running node saved, once, to learn which handle is which slot."""
+    def _name_node(self, *, elsewhere: bool) -> None:
+        """Look at what the running node, which another thread made or not, saved, once, to learn which handle is which slot."""
         node = current_node()
-        number = node._sequence_nr() if node is not None else -1
-        if node is None or number in self._named_nodes:
+        if node is None:
+            return
+        number = self._numbered(node._sequence_nr(), elsewhere=elsewhere)
+        if number in self._named_nodes:
             return
         self._named_nodes.add(number)
         name, attributes, is_torchs = node.name(), as_json(attributes_of(node)), is_torchs_own(node)
@@ -393,7 +411,6 @@ class Recorder(modes.Mode):
         self._held_long.clear()
 
     def backward_began(self, roots: tuple[Tensor, ...], *, keep_graph: bool, create_graph: bool) -> None:
-        self._makes_graph = create_graph
         self.backward_calls += 1
         self.keep_graph += int(keep_graph)
         self.create_graph += int(create_graph)

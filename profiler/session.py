@@ -379,7 +379,7 @@ class ProfileSession:
         now = self._now
         if now is not None:
             self._guard(lambda: now.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph))
-        if self._watched is not None:
+        if self._watched is not None and not create_graph:
             self._watched.backward_begins()
 
     def backward_ended(self) -> None:

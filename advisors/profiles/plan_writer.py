@@ -255,7 +255,7 @@ class _Writer:
             codec=decision.codec,
             away_by=first.away_by,
             away_at_use=first.away_at_use,
-            leaves_after=first.after if saved.is_weight else None,
+            leaves_after=first.after if saved.is_weight else self._leaves_after(saved),
             leaves_again=later,
             prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
             turn=self._turns.get(saved.storage, 0),
@@ -285,6 +285,9 @@ class _Writer:
             after = self.op_ref(min(span.gone_after, self.view.n - 1))
             found.append(Departure(after=after, away_by=by, away_at_use=at_use))
         return found
+
+    def _leaves_after(self, saved: Saved) -> OpRef | None:
+        return self.op_ref(saved.leaves_after) if saved.leaves_after >= 0 else None
 
     def _away_by(self, span: Absence, gone: int) -> tuple[SlotRef | None, bool]:
         """The last pack by which what is away from op `gone` on may still be on its way out; in backward, the last unpack (True)."""

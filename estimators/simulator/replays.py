@@ -201,7 +201,8 @@ class Replays:
         if saved.is_weight:
             return True
         if saved.storage not in self._asked_until:
-            rows = [self.view.trace.slots.unpacks.row(slot) for slot in saved.slots]
+            every = (self.view.trace.slots.unpacks.row(slot) for slot in saved.slots)
+            rows = [[op for op in row if op > saved.leaves_after] for row in every]
             last = max(row[0] for row in rows if row) if any(rows) else -1
             self._asked_until[saved.storage] = last, saved.order if last == saved.first_use else -1
         return (target.first_use, target.order) < self._asked_until[saved.storage]

@@ -36,6 +36,8 @@ class Saved:
     release: int
     """Natural death."""
     plain: bool
+    leaves_after: int = -1
+    """It stays until this op has run, for a backward call that makes a graph asks for it before; -1: it leaves once it is saved."""
     is_weight: bool = False
     """Not saved, but a weight that is not read from `gone_after` to `first_use`."""
     again: tuple[Absence, ...] = ()

@@ -1,7 +1,7 @@
 """What each saved tensor is really read for in backward, and the weakest codec that serves all its readers.
 
 One row per (autograd node, saved slot); a slot that has no row needs its values. Every row was proven by replacing the slot
-with decode(encode(x)) and comparing gradients bit for bit on torch 2.13 CPU (`tests/enforcers/test_codecs.py` walks this very table).
+with decode(encode(x)) and comparing gradients bit for bit on torch 2.13 CPU (`tests/enforcers/codecs/test_codecs.py` walks this very table).
 The same holds when the backward is differentiated in turn, with `create_graph=True` (`tests/enforcers/test_breaker_enforce.py`).
 
 A row holds for the node *and its attributes*; `frozen_inputs` rows also depend on which inputs of the node need a gradient.

@@ -196,6 +196,7 @@ class TraceView:
         slots = self.trace.slots
         uses = sorted(op for slot in rows for op in slots.unpacks.row(slot))
         values = {slots.value[slot] for slot in rows}
+        acted = min(slots.packed_before[slot] - slots.is_output(slot) for slot in rows)
         packed = min(slots.packed_before[slot] for slot in rows)
         held_until = self.trace.storages.only_saved_from[storage]
         never_free = self.n
@@ -204,22 +205,52 @@ class TraceView:
             if held_until >= 0
             else never_free
         )
+        leaves_after = self._leaves_after(rows, uses, gone)
+        if leaves_after >= 0:
+            uses = [op for op in uses if op > leaves_after]
+            acted = packed = leaves_after
+            gone = max(gone, leaves_after)
         return Saved(
             storage=storage,
             size_bytes=int(self.size[storage]),
             slots=tuple(rows),
             value=values.pop() if len(values) == 1 else -1,
             packed_op=packed,
-            acted_op=min(slots.packed_before[slot] - slots.is_output(slot) for slot in rows),
+            acted_op=acted,
             gone_after=gone,
             first_use=uses[0] if uses else self.n,
             last_use=uses[-1] if uses else self.n,
-            order=min((slots.unpack_order[slot] for slot in rows if slots.unpacks.row(slot)), default=-1)
-            if slots.unpack_order
-            else -1,
+            order=self._order(rows, uses),
             release=int(self.death[storage]),
             plain=all(slots.plain[slot] for slot in rows),
+            leaves_after=leaves_after,
         )
+
+    def _order(self, rows: list[int], uses: list[int]) -> int:
+        """Among what is asked for at the first of `uses`, where it comes; -1: not known."""
+        slots = self.trace.slots
+        if not slots.unpack_order or not uses:
+            return -1
+        asked = (slot for slot in rows if slots.unpacks.row(slot) and slots.unpacks.row(slot)[0] >= uses[0])
+        return min((slots.unpack_order[slot] for slot in asked), default=-1)
+
+    def _leaves_after(self, rows: list[int], uses: list[int], gone: int) -> int:
+        """Where a backward call that makes a graph asks for it, and the longest time until it is asked for again is after that: the op at whose
+        end that time begins; else -1."""
+        if not self.trace.facts.get("create_graph", 0) or not uses:
+            return -1
+        slots = self.trace.slots
+        last = max(slots.packed_before[slot] - slots.is_output(slot) for slot in rows)
+        asked = {self.node_end[op] for op in uses if op < self.n and self.phase[op] == _FORWARD}
+        longest, found = 0.0, -1
+        for op in sorted(asked | {last}):
+            following = next((use for use in uses if use > op), self.n)
+            if not last <= op < following < self.n or self.phase[op] != _FORWARD:
+                continue
+            free_ms = float(self.start_ms[following] - self.start_ms[min(max(op, gone) + 1, self.n - 1)])
+            if free_ms > longest:
+                longest, found = free_ms, op
+        return found if found >= uses[0] else -1
 
     def slot_attributes(self, slot: int) -> dict[str, Any]:
         """What the node of `slot` holds besides tensors."""

@@ -18,10 +18,14 @@ class TrainingThread:
         self._thread = threading.current_thread()
         self._trains = False
         self._ends = threading.local()
+        self.autograd_goes_on = False
+        """It waits for a backward call that makes a graph of its own: autograd's thread of a GPU runs what it would, were it a CPU."""
 
     @property
     def is_here(self) -> bool:
-        return threading.get_ident() == self.ident
+        return threading.get_ident() == self.ident or (
+            self.autograd_goes_on and isinstance(threading.current_thread(), threading._DummyThread)
+        )
 
     def taken_here(self) -> bool:
         """Somebody trains here now. True when this thread has become the training thread by that."""

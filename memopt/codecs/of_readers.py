@@ -8,7 +8,7 @@ from memopt.codecs.meta import CHUNK_CELLS, TensorMeta, bitmap_bytes, chunk_cell
 from memopt.codecs.row import Codec, Params, Passes
 
 _PROVEN_ON = ("2.10.", "2.11.", "2.12.", "2.13.", "2.14.")
-"""Releases of torch with which every row of `estimators.simulator.slot_needs.SLOT_NEEDS` gave plain's bits (`tests/enforcers/test_codecs.py`)."""
+"""Releases of torch with which every row of `estimators.simulator.slot_needs.SLOT_NEEDS` gave plain's bits (`tests/enforcers/codecs/test_codecs.py`)."""
 
 
 def is_proven_on(torch_version: str) -> bool:

@@ -12,7 +12,7 @@ from torch import nn
 
 from memopt.enforcers.verify.digests import digest
 from memopt.instrument.memory.meter import living_storages
-from tests.enforcers.test_codecs import CASES, Case, Run, make, same_bits
+from tests.enforcers.codecs.test_codecs import CASES, Case, Run, make, same_bits
 from tests.support.enforced import (
     Loop,
     any_mixture,
@@ -172,36 +172,6 @@ def test_ops_of_codecs_do_not_count_among_those_of_the_script(seed, tmp_path):
     assert computed == seeded(_functional, 6)
     assert outcome.divergences == 0
     assert outcome.actions.skipped == 0
-
-
-def _physics_informed(steps: int) -> list[str]:
-    """A loss of second derivatives: what forward saved is saved again by the backward calls that make graphs."""
-    model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-    found = []
-    for _ in range(steps):
-        x = torch.rand(2000, 2, requires_grad=True)
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        (bend,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
-        loss = (slope[:, 1] - bend[:, 0] + model(torch.rand(2000, 2))[:, 0]).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found += [digest(loss), *state_digests(model)]
-    return found
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_a_graph_of_gradients_holds_is_not_counted_as_saved(tmp_path: Path) -> None:
-    plain = seeded(_physics_informed, 6)
-    plan = plan_of(recorded(_physics_informed, tmp_path), everything("recompute"))
-    computed, outcome = enforced(_physics_informed, plan, tmp_path, 6, measure=True)
-    assert computed == plain
-    saved_by = {ref.module for action in plan.actions for ref in action.slots}
-    assert "Sequential.1#1:0" in saved_by
-    assert "Sequential.1#0" not in saved_by
-    assert outcome.actions.done == len(plan.actions)
-    assert abs(outcome.measured_peak_bytes / plan.predicted_peak_bytes - 1) < 0.005
 
 
 def test_what_clamps_in_place_is_compressed(tmp_path: Path) -> None:
