@@ -27,7 +27,7 @@ from memopt.enforcers.values import Values
 from memopt.estimators.simulator.slot_needs import Need
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.saved import let_go_of_bytes
-from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of
+from memopt.instrument.torch_internals import DisableTorchDispatch, DispatchKey, ExcludeKey, storage_of
 from memopt.plan import Action
 
 log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class LettingGo:
             return
         value.waiting += 1
         action = self._actions[handle.slot.action]
-        value.again = action.again
+        value.again, value.each = action.again or action.each, action.each
         if action.prefetch is not None and value.waiting == 1:
             self._ahead.setdefault(handle.slot.action, []).append(weakref.ref(value))
         self._take(handle, value)
@@ -164,17 +164,27 @@ class LettingGo:
         """The tensor, made again, read back or decoded."""
         guard = DisableTorchDispatch()  # making a tensor of bytes is nothing for a mode that watches backward
         try:
-            return self._restored(handle)
+            return self._saved_again(handle) if self._values.goes_on else self._restored(handle)
         finally:
             del guard
+
+    def _saved_again(self, handle: Planned) -> Tensor:
+        """As `_restored`, in a backward call that makes a graph, which may save the tensor once more: its version counter begins with 0, for
+        nobody has written it, whatever it was laid over."""
+        with ExcludeKey(DispatchKey.ADInplaceOrView, True):
+            tensor = self._restored(handle)
+        if isinstance(handle.content, Value):
+            self._values.made_again(handle.content, tensor)
+        return tensor
 
     def _restored(self, handle: Planned) -> Tensor:
         content = handle.content
         if isinstance(content, Value):
             tensor = show(content, handle.place, self._values.kept)
-            if not handle.served:
+            if not handle.served or content.each:
+                only_read = _only_reads(handle.slot.ref.node)
+                content.serve(storage_of(tensor), first=not handle.served, only_read=only_read)
                 handle.served = True
-                content.serve(storage_of(tensor), only_read=_only_reads(handle.slot.ref.node))
             return tensor
         if isinstance(content, SwappedStorage):
             tensor = handle.on(content.get())

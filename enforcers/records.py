@@ -8,9 +8,11 @@ tier holds it for somebody who will still ask: it is brought back then.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +28,8 @@ from memopt.instrument.ops import OpKind
 from memopt.instrument.saved import Place, let_go_of_bytes
 from memopt.instrument.torch_internals import DispatchKey, ExcludeKey, storage_of, tree_leaves
 
+_numbers = itertools.count()
+_number_of = attrgetter("number")
 _KEEPS_VERSION = DispatchKey.ADInplaceOrView
 _NONE: frozenset[int] = frozenset()
 
@@ -111,8 +115,10 @@ class Value:
         "__weakref__",
         "again",
         "cached",
+        "each",
         "elsewhere",
         "given",
+        "number",
         "place",
         "record",
         "storage",
@@ -124,6 +130,8 @@ class Value:
         self, record: Record, place: int, storage: weakref.ref[UntypedStorage], version: int
     ) -> None:
         self.record = record
+        self.number = next(_numbers)
+        """How many values were made before."""
         self.version = version
         """What the version counter of its tensors says as long as they hold this value."""
         self.place = place
@@ -140,6 +148,8 @@ class Value:
         """Handles that have not been served."""
         self.again = False
         """Not held when it is made on the way to another value."""
+        self.each = False
+        """Not held from one handle that asks to the next."""
 
     def there(self) -> UntypedStorage | None:
         if self.cached is not None:
@@ -153,10 +163,11 @@ class Value:
         swapped = self.elsewhere() if self.elsewhere is not None else None
         return swapped.get() if swapped is not None and swapped.waiting > 0 else None
 
-    def serve(self, storage: UntypedStorage, *, only_read: bool) -> None:
-        """One more handle has been served, with `storage`. After the last, what was made again lives as long as backward holds it."""
-        self.waiting -= 1
-        if self.waiting <= 0:
+    def serve(self, storage: UntypedStorage, *, first: bool, only_read: bool) -> None:
+        """A handle has been served with `storage`, for the `first` time or again. After the last, what was made again lives as long as backward
+        holds it."""
+        self.waiting -= first
+        if self.waiting <= 0 or self.each:
             self.cached = None
             self.given = weakref.ref(storage) if only_read else None
 
@@ -214,8 +225,9 @@ class Record:
         return any(isinstance(each, Pinned) and each.address == address for each in self.args)
 
     def sources(self) -> list[Value]:
-        """The values that it reads."""
-        return [argument.value for argument in self.args if type(argument) is View]
+        """The values that it reads, those made first first: the judge walks in this order, too."""
+        found = [argument.value for argument in self.args if type(argument) is View]
+        return sorted(found, key=_number_of) if len(found) > 1 else found
 
 
 def generator_state(args: list[Any]) -> tuple[Any, Tensor]:

@@ -131,7 +131,8 @@ class _Replay:
             self._keep(value, tensor)
 
     def _keep(self, value: Value, tensor: Tensor) -> None:
-        if value.waiting > 0 and value.there() is None and (value is self._target or not value.again):
+        held = value is self._target or not value.again
+        if value.waiting > 0 and value.there() is None and held and not value.each:
             value.cached = storage_of(tensor)
             if self._kept is not None:
                 self._kept(value.cached)

@@ -63,6 +63,11 @@ class Values:
         """Do records hold tensors that somebody may change?"""
         return bool(self._pins)
 
+    @property
+    def goes_on(self) -> bool:
+        """Does a backward call run that makes a graph of its own?"""
+        return self._thread.autograd_goes_on
+
     def freeze(self, tensor: Tensor) -> View | Pinned:
         """What a record holds of an argument, a strided one: a view of a value that can be made again, or the tensor itself."""
         storage = storage_of(tensor)
@@ -153,6 +158,15 @@ class Values:
                     taken.add(storage._cdata)
                     self._new_value(record, place, storage, version_of(tensor))
         self._pin(record)
+
+    def made_again(self, value: Value, tensor: Tensor) -> None:
+        """`tensor` shows `value`, which a replay has made: a backward call that makes a graph may save it once more, and what that computes
+        from it reads this value."""
+        storage = storage_of(tensor)
+        if self._values.get(storage._cdata) is not value:
+            value.storage = lives = _Address(storage, self._died)
+            value.version = version_of(tensor)
+            self._values[lives.address] = value
 
     def remember_source(self, record: Record, source: Tensor) -> None:
         """`record`, a copy of a copy, makes `source` again, as it is now."""

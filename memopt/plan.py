@@ -102,6 +102,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     codec: str = ""
     again: bool = False
     """Of a recompute: not held when it is made on the way to another tensor, but made again for its own consumers."""
+    each: bool = False
+    """Of a recompute: not held from one of its consumers to the next, but made again for each."""
     away_by: SlotRef | None = None
     """Of a swap: when this slot is packed, the run waits until the copy out is done, as the predicted peak takes it to be."""
     away_at_use: bool = False

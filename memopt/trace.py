@@ -191,6 +191,8 @@ class Storages(msgspec.Struct, frozen=True, kw_only=True):
     """After this op only autograd holds the storage; -1 when it was never so."""
     label: list[int]
     line: list[int]
+    left_before: Csr | None = None
+    """Earlier such ops, each until a backward call that makes a graph (`create_graph`) saved the storage again. None where there were none."""
 
 
 class Slots(msgspec.Struct, frozen=True, kw_only=True):
@@ -366,7 +368,7 @@ def _bad_table(name: str, table: msgspec.Struct) -> str:
             if not whole or any(a > b for a, b in itertools.pairwise(starts)):
                 return f"{name}.{field} has broken rows"
             lengths[field] = len(starts) - 1
-        elif column or field != "unpack_order":
+        elif column is not None and (column or field != "unpack_order"):
             lengths[field] = len(column)
     return "" if len(set(lengths.values())) <= 1 else f"the columns of {name} differ in length: {lengths}"
 
@@ -384,6 +386,7 @@ def _bad_ranges(trace: Trace) -> str:
         ("storages.category", storages.category, 0, len(CATEGORIES)),
         ("storages.birth_op", storages.birth_op, -1, n), ("storages.death_op", storages.death_op, -1, n + 1),
         ("storages.only_saved_from", storages.only_saved_from, -1, n + 1),
+        ("storages.left_before", storages.left_before.items if storages.left_before else [], 0, n + 1),
         ("storages.label", storages.label, 0, text), ("storages.line", storages.line, 0, text),
         ("slots.storage", slots.storage, 0, m), ("slots.value", slots.value, 0, k),
         ("slots.module", slots.module, 0, text), ("slots.node", slots.node, 0, text),

@@ -198,6 +198,9 @@ def _storages(recorder: Recorder, strings: _Strings) -> Storages:
         birth_op=[min(row.birth, end - 1) for row in rows],
         death_op=[end if row.death is None else row.death for row in rows],
         only_saved_from=[row.only_saved_from for row in rows],
+        left_before=Csr.of([row.left_before for row in rows])
+        if any(row.left_before for row in rows)
+        else None,
         label=[
             strings(bounded(_label(recorder, row, filled.get(number, row.birth))))
             for number, row in enumerate(rows)

@@ -318,7 +318,10 @@ class Recorder(modes.Mode):
         if not self.storages[number].category:
             self._held_long.pop(number, None)
             self._pending[number] = storage._cdata
-            self.storages[number].only_saved_from = -1
+            row = self.storages[number]
+            if row.only_saved_from >= 0 and self._makes_graph:
+                row.left_before += (row.only_saved_from,)
+            row.only_saved_from = -1
         return handle
 
     def unpack(self, handle: Kept) -> Tensor:

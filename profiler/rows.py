@@ -42,6 +42,8 @@ class StorageRow(Struct, gc=False):
     """Its type."""
     death: int | None = None
     only_saved_from: int = -1
+    left_before: tuple[int, ...] = ()
+    """Ops from which on that was so until a backward that made a graph saved it again."""
     meta: str = ""
     label_op: int = -1
     name: str = ""

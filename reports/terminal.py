@@ -110,7 +110,8 @@ def what_it_does(action: Action) -> str:
         return f"compress ({CODECS[action.codec].effect if action.codec in CODECS else action.codec})"
     if action.kind == "recompute":
         count = len(action.records)
-        return f"recompute{' again' if action.again else ''} ({count} op{'s' if count > 1 else ''})"
+        how = " again" if action.again else " each time" if action.each else ""
+        return f"recompute{how} ({count} op{'s' if count > 1 else ''})"
     return action.kind
 
 

@@ -61,6 +61,10 @@ class ReadPlan:
                     if 0 <= op < stop
                 ]
                 continue
+            if decision.each:
+                parts = ((part.gone_after + 1, part.first_use) for part in saved.parts)
+                found += [Away(storage, "recompute", begin, end, 0) for begin, end in parts]
+                continue
             if decision.kind in ("compress", "drop"):
                 stop = saved.release + 1
             if start < stop:
@@ -127,7 +131,8 @@ def _decision(problem: Problem, action: Action) -> Decision:
     if action.kind == "swap":
         options = [option for option in options if option.tier == action.tier]
     elif action.kind == "recompute":
-        options = [option for option in options if option.early == (action.prefetch is not None)]
+        wanted = action.prefetch is not None, action.each
+        options = [option for option in options if (option.early, option.each) == wanted]
     elif action.codec:
         options = [option for option in options if option.codec == action.codec]
     if not options:

@@ -255,7 +255,8 @@ class _Writer:
             codec=decision.codec,
             away_by=first.away_by,
             away_at_use=first.away_at_use,
-            leaves_after=first.after if saved.is_weight else self._leaves_after(saved),
+            each=decision.each,
+            leaves_after=first.after if saved.is_weight else self._leaves_after(saved, decision),
             leaves_again=later,
             prefetch=self.slot_ref(prefetch) if prefetch is not None else None,
             turn=self._turns.get(saved.storage, 0),
@@ -286,8 +287,8 @@ class _Writer:
             found.append(Departure(after=after, away_by=by, away_at_use=at_use))
         return found
 
-    def _leaves_after(self, saved: Saved) -> OpRef | None:
-        return self.op_ref(saved.leaves_after) if saved.leaves_after >= 0 else None
+    def _leaves_after(self, saved: Saved, decision: Decision) -> OpRef | None:
+        return self.op_ref(saved.leaves_after) if saved.leaves_after >= 0 and not decision.each else None
 
     def _away_by(self, span: Absence, gone: int) -> tuple[SlotRef | None, bool]:
         """The last pack by which what is away from op `gone` on may still be on its way out; in backward, the last unpack (True)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,12 @@ from memopt.advisors.clock import OutOfTime, now
 from memopt.advisors.profiles.codec_options import CodecChoice, codec_choice
 from memopt.errors import NotPossibleHere, UsageError
 from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
-from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_EARLY, Decision
+from memopt.estimators.simulator.decision import (
+    RECOMPUTE,
+    RECOMPUTE_EACH,
+    RECOMPUTE_EARLY,
+    Decision,
+)
 from memopt.estimators.simulator.gradients_in_place import InPlace
 from memopt.estimators.simulator.in_pieces import Pieces
 from memopt.estimators.simulator.timeline import Simulator
@@ -100,6 +106,12 @@ class Candidate:
     def absences(self) -> list[slice]:
         """That, and where it need not be there once more: a weight, in each of the iteration's backward calls."""
         return [slice(each.gone_after + 1, each.first_use) for each in self.saved.absences]
+
+    def away_by(self, option: Decision) -> list[slice]:
+        """Ops during which it need not be on the device under `option`."""
+        if option.each:
+            return [slice(part.gone_after + 1, part.first_use) for part in self.saved.parts]
+        return self.absences
 
     def option(self, kind: str) -> Decision | None:
         return next((option for option in self.options if option.kind == kind), None)
@@ -287,7 +299,9 @@ class Problem:
         low = self.plain.high_bytes.copy()
         for candidate in self.movable:
             least = min(option.encoded_bytes for option in candidate.options)
-            for each in candidate.absences:
+            for each in candidate.away_by(
+                RECOMPUTE_EACH if RECOMPUTE_EACH in candidate.options else RECOMPUTE
+            ):
                 low[each] -= candidate.saved.size_bytes - least
             if candidate.codec is not None:
                 option = candidate.codec.decision
@@ -300,7 +314,8 @@ class Problem:
         """Most that `option` takes off what is on the device at `op`. What is encoded stays so when backward asks for it."""
         saved = candidate.saved
         if option.kind in ("recompute", "swap"):
-            return saved.size_bytes if any(each.start <= op < each.stop for each in candidate.absences) else 0
+            away = candidate.away_by(option)
+            return saved.size_bytes if any(each.start <= op < each.stop for each in away) else 0
         if not saved.gone_after < op <= saved.release:
             return 0
         unpacks, node_end = self.view.trace.slots.unpacks, self.view.node_end
@@ -326,11 +341,14 @@ class Problem:
         if codec is not None:
             options.append(codec.decision)
         chain = self._chain(saved) if "recompute" in self.allow else None
-        if chain is not None:
+        for_each = chain is not None and self._may_be_made_for_each(saved)
+        if chain is not None and not (for_each and self._asks_again(saved)):
             options.append(RECOMPUTE)
         early_chain = self._early_chain(saved, chain) if chain is not None else None
         if early_chain is not None:
             options.append(RECOMPUTE_EARLY)
+        if for_each:
+            options.append(RECOMPUTE_EACH)
         if saved.size_bytes >= LEAST_SWAP_BYTES:
             options.extend(self._swaps(saved))
         return Candidate(saved, tuple(options), chain, codec, early_chain) if options else None
@@ -358,6 +376,16 @@ class Problem:
         )
         return chain if chain is not None and chain.ops else None
 
+    def _may_be_made_for_each(self, saved: Saved) -> bool:
+        """Can it be made again in each of its parts, when all else is kept?"""
+        parts = (dataclasses.replace(saved, first_use=part.first_use) for part in saved.parts)
+        return bool(saved.parts) and all(self._chain(part) is not None for part in parts)
+
+    def _asks_again(self, saved: Saved) -> bool:
+        """Does one of its consumers ask more than once? What was made for all of them is gone by then."""
+        rows = (self.view.trace.slots.unpacks.row(slot) for slot in saved.slots)
+        return any(sum(use >= saved.first_use for use in row) > 1 for row in rows)
+
     def _early_chain(self, saved: Saved, late: Chain) -> Chain | None:
         """The same as `late`, its replay, when it is made while its sources are there; None where that is never, or saves no op."""
         early = self.view.early.get(saved.storage)
@@ -382,7 +410,7 @@ class Problem:
         if option.kind == "recompute":
             chain = candidate.early_chain if option.early else candidate.chain
             assert chain is not None
-            return self.replay_ms(chain)
+            return self.replay_ms(chain) * (len(candidate.saved.parts) if option.each else 1)
         if option.kind == "swap":
             exposed = max(0.0, -self.free_ms(candidate.saved, option)) * len(candidate.absences)
             return exposed + self.simulator.staging_ms(candidate.saved)

@@ -100,12 +100,15 @@ class _Kept:
         )
 
     def storages_table(self) -> Storages:
-        columns = _rows(self.trace.storages, self.storages)
+        columns, left = _rows(self.trace.storages, self.storages), self.trace.storages.left_before
         return replace(
             columns,
             birth_op=[self.last(op) for op in columns.birth_op],
             death_op=[self.last(op) for op in columns.death_op],
             only_saved_from=[self.last(op) for op in columns.only_saved_from],
+            left_before=None
+            if left is None
+            else Csr.of([[self.last(op) for op in left.row(s)] for s in self.storages]),
         )
 
     def value_facts(self) -> list[ValueFacts]:
@@ -141,6 +144,6 @@ def _rows(table: Table, rows: list[int]) -> Table:
         column = getattr(table, name)
         if isinstance(column, Csr):
             found[name] = Csr.of([column.row(row) for row in rows])
-        else:
+        elif column is not None:
             found[name] = [column[row] for row in rows] if column else []
     return replace(table, **found)

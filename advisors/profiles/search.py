@@ -52,8 +52,10 @@ class Search:
         self.moves = [
             (candidate, option) for candidate in problem.candidates.values() for option in candidate.options
         ]
-        self.begin = np.array([c.saved.gone_after + 1 for c, _ in self.moves], dtype=np.int64)
-        self.end = np.array([c.saved.first_use for c, _ in self.moves], dtype=np.int64)
+        self.begin = np.array([c.away_by(o)[0].start for c, o in self.moves], dtype=np.int64)
+        self.end = np.array(
+            [c.away_by(o)[-1].stop if o.each else c.away.stop for c, o in self.moves], dtype=np.int64
+        )
         self.relief = np.array(
             [c.saved.size_bytes - o.encoded_bytes for c, o in self.moves], dtype=np.float64
         )
@@ -216,7 +218,8 @@ class Search:
     def _exact(self, plan: Plan, over: NDArray[np.float64], index: int, power: float) -> float:
         """Bytes above the target that the move takes away, a millisecond of what it costs beside the plan's decisions."""
         candidate, option = self.moves[index]
-        gain = float(np.minimum(over[candidate.away], self.relief[index]).sum())
+        spans = candidate.away_by(option) if option.each else [candidate.away]
+        gain = sum(float(np.minimum(over[span], self.relief[index]).sum()) for span in spans)
         price = self.price[index]
         if option.kind == "recompute":
             price = self._replay_ms(candidate, option, plan.decisions)
@@ -265,7 +268,7 @@ class Search:
             trial = self.judge(_without(plan, storage))
             if self.fits(trial) and trial.cost_ms <= plan.cost_ms:
                 plan = trial
-            elif plan.decisions[storage].again:
+            elif plan.decisions[storage].again or plan.decisions[storage].each:
                 trial = self.judge({**plan.decisions, storage: RECOMPUTE})
                 if self.fits(trial) and trial.cost_ms <= plan.cost_ms:
                     plan = trial
@@ -282,6 +285,7 @@ class Search:
                     option.kind == plan.decisions[storage].kind
                     and option.tier == plan.decisions[storage].tier
                     and option.early == plan.decisions[storage].early
+                    and option.each == plan.decisions[storage].each
                 ):
                     continue
                 trial = self.judge({**plan.decisions, storage: option})

@@ -54,7 +54,8 @@ class Use:
     used: int | None = None
     waited_ms: float = 0.0
     is_later: bool = False
-    """It is asked for after the moment `used` and not at it: a weight, by an op that reads it or when backward is over."""
+    """It is asked for after the moment `used` and not at it: a weight, by an op that reads it or when backward is over; what has been asked for
+    before."""
     how_long: HowLong | None = None
     """Where the host does not wait itself. It is asked when the iteration is over: the copy's own bytes are long gone by then."""
 
@@ -116,6 +117,10 @@ class Feedback:
                     (at.number for at in self._at if action in at.prefetch), _ON_DEMAND
                 )
                 self._not_before[action] = next((at.number + 1 for at in self._at if action in at.due), 0)
+        self._asked_before = {
+            a for a, each in enumerate(tables.actions) if each.leaves_after is not None and each.slots
+        }
+        """The moments are the first times at which a slot is asked for, and these are asked for again."""
         self._planned = dict(self._starts)
         self._fixed = {a for a, each in enumerate(tables.actions) if each.prefetch is not None and self._starts.get(a) == _ON_DEMAND}  # fmt: skip
         """Their planned start is no moment that is known here."""
@@ -139,7 +144,7 @@ class Feedback:
 
     def use_of(self, action: int, size_bytes: int) -> Use:
         """To be told of how a storage that leaves now comes back."""
-        use = Use(action, size_bytes, self)
+        use = Use(action, size_bytes, self, is_later=action in self._asked_before)
         self._round.uses.append(use)
         return use
 

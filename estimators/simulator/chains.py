@@ -26,6 +26,14 @@ class Chain:
     copied_back: tuple[tuple[int, int], ...] = ()
     """(value that the ops read, its copy among the sources)."""
 
+    def and_also(self, other: Chain) -> Chain:
+        """The ops of both, each once."""
+        return Chain(
+            tuple(sorted({*self.ops, *other.ops})),
+            tuple(sorted({*self.sources, *other.sources})),
+            tuple(sorted({*self.copied_back, *other.copied_back})),
+        )
+
 
 def find_chain(
     view: TraceView,

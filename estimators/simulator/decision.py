@@ -18,6 +18,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """Of a recompute: when it is made on the way to another tensor it is let go, and made again for its own consumers."""
     early: bool = False
     """Of a recompute: made while what it is made of is still there (`TraceView.early`), not when its own consumer asks."""
+    each: bool = False
+    """Of a recompute: made again for each that asks (`Saved.parts`), and held for none of the others."""
     prefetch_op: int = -1
     """The swap-in starts when this op starts; -1: when the storage is asked for."""
     codec: str = ""
@@ -38,4 +40,5 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
 RECOMPUTE = Decision(kind="recompute")
 RECOMPUTE_AGAIN = Decision(kind="recompute", again=True)
+RECOMPUTE_EACH = Decision(kind="recompute", each=True)
 RECOMPUTE_EARLY = Decision(kind="recompute", early=True)

@@ -64,12 +64,18 @@ class Evaluation:
             if isinstance(outcome, Found)
         }
         asked = self.replays.asked
-        return {asked[place].storage: each.chain for place, each in replays.items() if each is not None}
+        found: dict[int, Chain] = {}
+        for place, each in replays.items():
+            if each is not None:
+                storage = asked[place].storage
+                found[storage] = each.chain if storage not in found else found[storage].and_also(each.chain)
+        return found
 
     def kept(self) -> list[int]:
         """Storages that cannot be made again and stay, in order."""
         asked = self.replays.asked
-        return [asked[place].storage for place, outcome in sorted(self.outcome.items()) if _is_kept(outcome)]
+        kept = (asked[place].storage for place, outcome in sorted(self.outcome.items()) if _is_kept(outcome))
+        return list(dict.fromkeys(kept))
 
     def _decide(self, storage: int, before: Decision | None, after: Decision | None) -> None:
         saved = self.view.saved[storage]
@@ -78,11 +84,11 @@ class Evaluation:
         if after is not None:
             self.ledger.decide(saved, after)
         flags = 0 if after is None else self.replays.flags(after)
-        places = {self.replays.place_of(storage, before), self.replays.place_of(storage, after)}
-        if flags != self.flags.get(storage, 0) or len(places) > 1:
+        places, former = self.replays.places_of(storage, after), self.replays.places_of(storage, before)
+        if flags != self.flags.get(storage, 0) or places != former:
             self.flags[storage] = flags
             self._await(self._readers.get(storage, ()), after=-1)
-            self._await(places, after=-1)
+            self._await({*places, *former}, after=-1)
 
     def _await(self, places: Iterable[int], *, after: int) -> None:
         """Ask again at those of `places` that come later."""
@@ -107,19 +113,19 @@ class Evaluation:
         for storage, maker in made.items():
             if maker != self.maker.get(storage, -1):
                 self._await(self._readers.get(storage, ()), after=place)
-                self._await((self.replays.place_of(storage, self.decisions.get(storage)),), after=place)
-        if _is_kept(before) != _is_kept(now):
+                self._await(self.replays.places_of(storage, self.decisions.get(storage)), after=place)
+        if _is_kept(before) != _is_kept(now) or saved.held_until >= 0:
             self._await(self._readers.get(saved.storage, ()), after=place)
 
     def _outcome_of(self, saved: Saved, place: int) -> Outcome | None:
         decision, use = self.decisions.get(saved.storage), saved.first_use
         if decision is None or decision.kind != "recompute":
             return None
-        if place != self.replays.place_of(saved.storage, decision):
+        if place not in self.replays.places_of(saved.storage, decision):
             return None
         if saved.gone_after + 1 >= use:
             return "kept"
-        if self.maker.get(saved.storage, place) < place:
+        if saved.held_until < 0 and self.maker.get(saved.storage, place) < place:
             return "made before"
         if use >= self.view.n:
             return "asked by nobody"
@@ -135,8 +141,9 @@ class Evaluation:
         if outcome.replay is not None:
             self.ledger.replay(saved, place, outcome.replay)
             for stays in outcome.replay.stays:
-                made.setdefault(stays.storage, self.maker.get(stays.storage, -1))
-                self.maker[stays.storage] = place
+                if stays.held_until < 0:
+                    made.setdefault(stays.storage, self.maker.get(stays.storage, -1))
+                    self.maker[stays.storage] = place
 
     def _undo(self, saved: Saved, place: int, outcome: Outcome, made: dict[int, int]) -> None:
         if outcome == "asked by nobody":
@@ -168,8 +175,16 @@ class _Standing(dict[int, int]):
         flags = plan.flags.get(storage, 0)
         if not flags:
             return 0
-        place = plan.replays.place_of(storage, plan.decisions.get(storage))
-        if place < self._at and _is_kept(plan.outcome.get(place)):
+        places = plan.replays.places_of(storage, plan.decisions.get(storage))
+        asked = plan.replays.asked
+        if self._use <= asked[places[0]].gone_after:
+            return 0
+        if asked[places[0]].held_until >= 0:
+            last = max((place for place in places if place < self._at), default=-1)
+            if last >= 0 and (_is_kept(plan.outcome.get(last)) or asked[last].held_until >= self._use):
+                return 0
+            return flags
+        if places[0] < self._at and _is_kept(plan.outcome.get(places[0])):
             return 0
         if plan.maker.get(storage, self._at) < self._at:
             flags |= MADE | THERE if plan.view.saved[storage].release >= self._use else MADE

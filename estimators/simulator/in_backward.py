@@ -269,6 +269,7 @@ class _Moved:
                 birth_op=self._places(storages.birth_op),
                 death_op=self._deaths(before),
                 only_saved_from=self._places(storages.only_saved_from),
+                left_before=None,
             ),
             slots=msgspec.structs.replace(
                 old.slots,

@@ -6,8 +6,9 @@ how these stood, and taken again while they stand the same: a search that change
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
@@ -80,17 +81,23 @@ class Replays:
     def __init__(self, view: TraceView) -> None:
         self.view = view
         self.asked = sorted(
-            [*view.saved.values(), *view.early.values()],
+            [*view.saved.values(), *view.early.values(), *_parts(view)],
             key=lambda saved: (saved.first_use, saved.order, saved.storage),
         )
         """In the order in which backward asks; what may be made early, at that moment too."""
         self.place: dict[int, int] = {}
         self.early_place: dict[int, int] = {}
+        self.part_places: dict[int, list[int]] = {}
+        """Of what may be made again for each that asks: all the moments, in order."""
         for place, saved in enumerate(self.asked):
-            is_early = saved is view.early.get(saved.storage)
-            (self.early_place if is_early else self.place)[saved.storage] = place
-        self._walks: dict[tuple[int, int], list[_Walk]] = defaultdict(list)
-        """By the storage and the op before which it is asked for."""
+            if saved.held_until >= 0:
+                self.part_places.setdefault(saved.storage, []).append(place)
+            elif saved is view.early.get(saved.storage):
+                self.early_place[saved.storage] = place
+            else:
+                self.place[saved.storage] = place
+        self._walks: dict[tuple[int, int, int], list[_Walk]] = defaultdict(list)
+        """By the storage, the op before which it is asked for, and that until which it is held then, where it goes again."""
         self._size: list[int] = view.size.tolist()
         self._extra: list[int] = view.extra.tolist()
         self._death: list[int] = view.death.tolist()
@@ -102,7 +109,7 @@ class Replays:
     def flags(self, decision: Decision) -> int:
         """How a storage stands of which this is decided, before anything is made again."""
         if decision.kind == "recompute":
-            return AWAY | ASKED | AGAIN if decision.again else AWAY | ASKED
+            return AWAY | ASKED | AGAIN if decision.again or decision.each else AWAY | ASKED
         if decision.kind == "swap":
             return AWAY | COPIED
         if not decision.is_source:
@@ -112,10 +119,12 @@ class Replays:
             self._codecs.append(decision)
         return AWAY | CODED | number << _WIDTH
 
-    def place_of(self, storage: int, decision: Decision | None) -> int:
-        """Where in `asked` it is asked for, as it is decided."""
+    def places_of(self, storage: int, decision: Decision | None) -> list[int]:
+        """Where in `asked` it is asked for, as it is decided, in order."""
         place = self.place[storage]
-        return self.early_place.get(storage, place) if decision is not None and decision.early else place
+        if decision is not None and decision.each:
+            return self.part_places.get(storage, [place])
+        return [self.early_place.get(storage, place) if decision is not None and decision.early else place]
 
     def replay(self, target: Saved, standing: Standing) -> Found:
         """What happens when `target` is asked for."""
@@ -133,7 +142,7 @@ class Replays:
         return found
 
     def _walk_of(self, target: Saved, standing: Standing) -> _Walk:
-        walks = self._walks[target.storage, target.first_use]
+        walks = self._walks[target.storage, target.first_use, target.held_until]
         for at, walk in enumerate(walks):
             for storage, stood in zip(walk.met, walk.stood, strict=True):
                 if standing(storage) & _MET != stood:
@@ -155,7 +164,7 @@ class Replays:
 
         def stands_at_use(storage: int) -> int:
             saved = saved_of.get(storage)
-            if saved is None or use <= saved.gone_after:
+            if saved is None or use <= saved.first_gone:
                 return 0
             return met[storage] if storage in met else met.setdefault(storage, standing(storage))
 
@@ -269,7 +278,7 @@ class Replays:
                 storage = view.value_storage[value]
                 waits = storage not in stays and self._waits(storage, value, target, standing)
                 if waits:
-                    stays[storage] = view.saved[storage]
+                    stays[storage] = target if storage == target.storage else view.saved[storage]
                 if storage not in held and (waits or storage in last_read):
                     held[storage] = self._size[storage]
                     total += held[storage]
@@ -285,5 +294,19 @@ class Replays:
         stands = standing(storage) if storage in self.place else 0
         if not stands & ASKED or stands & MADE or (stands & AGAIN and storage != target.storage):
             return False
-        saved, use = self.view.saved[storage], target.first_use
+        saved, use = target if storage == target.storage else self.view.saved[storage], target.first_use
         return saved.value == value and saved.gone_after < use <= saved.last_use < self.view.n
+
+
+def _parts(view: TraceView) -> Iterator[Saved]:
+    """What is saved, as if each of its parts were all of it."""
+    for saved in view.saved.values():
+        for part in saved.parts:
+            yield dataclasses.replace(
+                saved,
+                gone_after=part.gone_after,
+                first_use=part.first_use,
+                held_until=part.until,
+                order=saved.order if part.first_use == saved.first_use else -1,
+                parts=(),
+            )

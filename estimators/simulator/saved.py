@@ -14,6 +14,17 @@ class Absence:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """One of several times at which a storage may be away."""
+
+    gone_after: int
+    first_use: int
+    """As in `Saved`."""
+    until: int
+    """Once it is back, it stays until this op has run."""
+
+
+@dataclass(frozen=True, slots=True)
 class Saved:
     """A storage that autograd holds for backward: when it could be gone, and when it is asked for again."""
 
@@ -38,10 +49,19 @@ class Saved:
     plain: bool
     leaves_after: int = -1
     """It stays until this op has run, for a backward call that makes a graph asks for it before; -1: it leaves once it is saved."""
+    parts: tuple[Part, ...] = ()
+    """Of one for which backward calls ask again and again, long after one another: all the times at which it may be away."""
+    held_until: int = -1
+    """Of one of these parts: the op after which it is away again; else -1: it stays to its release."""
     is_weight: bool = False
     """Not saved, but a weight that is not read from `gone_after` to `first_use`."""
     again: tuple[Absence, ...] = ()
     """Of a weight: where it may be away once more, for each of the iteration's other backward calls."""
+
+    @property
+    def first_gone(self) -> int:
+        """`gone_after`, or that of the first part."""
+        return min(self.gone_after, self.parts[0].gone_after) if self.parts else self.gone_after
 
     @property
     def absences(self) -> tuple[Absence, ...]:

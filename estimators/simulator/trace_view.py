@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import defaultdict
 from functools import cached_property
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from memopt.estimators.simulator.costs import REPLAY_MS, pace_of
 from memopt.estimators.simulator.early import early_uses
 from memopt.estimators.simulator.in_backward import why_not
+from memopt.estimators.simulator.saved import Part
 from memopt.estimators.simulator.saved import Saved as Saved
 from memopt.estimators.simulator.weights_away import weights_away
 from memopt.trace import CATEGORIES, COPIES, PHASES, RANDOM, REPLAYABLE, Trace
@@ -24,6 +26,8 @@ Floats = NDArray[np.float64]
 
 _FORWARD = PHASES.index("forward")
 _SUM = "aten.sum.dim_IntList"
+_LONG_PART, _PARTS_OF_ALL = 8, 50
+"""A time of more ops than that, and of more than this part of all, is worth being away once more."""
 _RANDOM_STATE_BYTES = 5056
 """A CPU generator's state, kept for every recorded op that draws random numbers."""
 
@@ -224,7 +228,34 @@ class TraceView:
             release=int(self.death[storage]),
             plain=all(slots.plain[slot] for slot in rows),
             leaves_after=leaves_after,
+            parts=self._parts(storage, rows),
         )
+
+    def _parts(self, storage: int, rows: list[int]) -> tuple[Part, ...]:
+        """The times between those that ask for it, and between these and the next that saves it, where graphs are kept and there is a long one
+        after the first."""
+        facts, storages, slots = self.trace.facts, self.trace.storages, self.trace.slots
+        if not (facts.get("create_graph", 0) or facts.get("keep_graph", 0)):
+            return ()
+        before = storages.left_before.row(storage) if storages.left_before is not None else []
+        left = sorted({*before, storages.only_saved_from[storage]} - {-1})
+        uses = sorted({op for slot in rows for op in slots.unpacks.row(slot) if op < self.n})
+        packs = sorted(slots.packed_before[slot] - slots.is_output(slot) for slot in rows)
+        found: list[Part] = []
+        for begin, following in zip(left, [*left[1:], self.n], strict=False):
+            saved_again = next((op for op in packs if op > begin), self.n)
+            at = begin
+            for use in (op for op in uses if begin < op <= saved_again):
+                end = self.node_end[use]
+                if at + 1 < use:
+                    found.append(Part(at, use, end))
+                elif found:
+                    found[-1] = dataclasses.replace(found[-1], until=max(end, found[-1].until))
+                at = max(at, end)
+            if found and saved_again < self.n:
+                found[-1] = dataclasses.replace(found[-1], until=following)
+        long = max(_LONG_PART, self.n // _PARTS_OF_ALL)
+        return tuple(found) if any(part.first_use - part.gone_after > long for part in found[1:]) else ()
 
     def _order(self, rows: list[int], uses: list[int]) -> int:
         """Among what is asked for at the first of `uses`, where it comes; -1: not known."""

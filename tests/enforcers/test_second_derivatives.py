@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,21 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.verify.digests import digest
-from tests.support.enforced import any_mixture, enforced, everything, plan_of, recorded, seeded, state_digests
+from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_EACH
+from memopt.estimators.simulator.timeline import Simulator
+from tests.support.enforced import (
+    all_again,
+    any_mixture,
+    enforced,
+    everything,
+    plan_of,
+    problem_of,
+    recorded,
+    seeded,
+    state_digests,
+)
 
 
 def physics_informed(steps: int) -> list[str]:
@@ -142,7 +156,27 @@ def curvature(steps: int) -> list[str]:
 
 
 LOOPS = [physics_informed, gradient_penalty, meta_learning, forces, curvature]
-CHOICES = {"recompute": everything("recompute"), "swap": everything("swap"), "mixture": any_mixture(3)}
+
+
+def for_each(problem: Problem) -> Decisions:
+    """All is recomputed, and what is asked for again and again for each that asks."""
+    found = {}
+    for storage, candidate in problem.candidates.items():
+        if candidate.chain is not None:
+            found[storage] = RECOMPUTE_EACH if RECOMPUTE_EACH in candidate.options else RECOMPUTE
+    return found
+
+
+CHOICES = {
+    "each": for_each,
+    "again": all_again,
+    "mixture 4": any_mixture(4),
+    "mixture 5": any_mixture(5),
+    "mixture 6": any_mixture(6),
+    "recompute": everything("recompute"),
+    "swap": everything("swap"),
+    "mixture": any_mixture(3),
+}
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
@@ -150,10 +184,29 @@ CHOICES = {"recompute": everything("recompute"), "swap": everything("swap"), "mi
 @pytest.mark.parametrize("loop", LOOPS)
 def test_what_a_graph_of_gradients_holds_leaves_and_comes_back(loop, choice, tmp_path: Path) -> None:
     plan = plan_of(recorded(loop, tmp_path), CHOICES[choice])
-    assert any(action.leaves_after is not None for action in plan.actions)
+    assert any(action.leaves_after is not None or action.each for action in plan.actions)
     computed, outcome = enforced(loop, plan, tmp_path, 6, measure=True)
     assert computed == seeded(loop, 6)
     assert outcome.divergences == 0
     assert (outcome.actions.done, outcome.actions.planned) == (len(plan.actions),) * 2
     assert outcome.measured_peak_bytes is not None
     assert abs(outcome.measured_peak_bytes / plan.predicted_peak_bytes - 1) < 0.01
+
+
+def test_a_walk_over_plans_that_make_again_for_each_is_as_exact_as_simulating_each_whole(
+    tmp_path: Path,
+) -> None:
+    _, problem = problem_of(recorded(forces, tmp_path))
+    candidates, draw = list(problem.candidates.values()), random.Random(1)
+    assert any(RECOMPUTE_EACH in candidate.options for candidate in candidates)
+    decisions: Decisions = {}
+    for _ in range(60):
+        for candidate in draw.choices(candidates, k=draw.choice((1, 2, 5, 30))):
+            option = draw.choice((None, *candidate.options))
+            decisions.pop(candidate.storage, None)
+            if option is not None:
+                decisions[candidate.storage] = option
+        walked = problem.simulator.run(decisions)
+        whole = Simulator(problem.view).run(decisions, whole=True)
+        assert (walked.high_bytes == whole.high_bytes).all()
+        assert walked.step_ms == pytest.approx(whole.step_ms)

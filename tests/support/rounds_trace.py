@@ -80,6 +80,8 @@ class _Moved:
 
     def column(self, table: str, name: str) -> list[Any]:
         column = getattr(getattr(self.part, table), name)
+        if column is None:  # of another kind of trace
+            return []
         if isinstance(column, Csr):
             return [self.moved(name, column.row(row)) for row in range(len(column.starts) - 1)]
         return self.moved(name, column)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import os
 import subprocess
@@ -77,6 +78,21 @@ def test_the_first_that_trains_is_it_until_it_ends() -> None:
     assert found[2:] == [(True, True, False)], "and so has this one: back to the main thread"
     in_a_thread(claim)
     assert found[3:] == [(False, False, False)], "the main thread lives and has trained"
+
+
+def test_autograds_threads_go_on_for_it_while_backward_makes_a_graph() -> None:
+    thread, found = TrainingThread(), []
+
+    def look(done: threading.Event) -> None:
+        found.append(thread.is_here)
+        done.set()
+
+    for goes_on in (False, True):
+        thread.autograd_goes_on = goes_on
+        for start in (lambda done: _thread.start_new_thread(look, (done,)), lambda done: threading.Thread(target=look, args=(done,)).start()):  # fmt: skip
+            start(done := threading.Event())
+            assert done.wait(20)
+    assert found == [False, False, True, False]
 
 
 def test_what_is_to_be_done_at_its_end_is_done_before_it_is_joined() -> None:
