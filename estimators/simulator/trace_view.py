@@ -267,20 +267,21 @@ class TraceView:
 
     def _leaves_after(self, rows: list[int], uses: list[int], gone: int) -> int:
         """Where a backward call that makes a graph asks for it, and the longest time until it is asked for again is after that: the op at whose
-        end that time begins; else -1."""
+        end that time begins; else -1. Preferred are times after which nobody asks twice, who would find it gone the second time."""
         if not self.trace.facts.get("create_graph", 0) or not uses:
             return -1
         slots = self.trace.slots
         last = max(slots.packed_before[slot] - slots.is_output(slot) for slot in rows)
         asked = {self.node_end[op] for op in uses if op < self.n and self.phase[op] == _FORWARD}
-        longest, found = 0.0, -1
+        longest, found = (False, 0.0), -1
         for op in sorted(asked | {last}):
             following = next((use for use in uses if use > op), self.n)
             if not last <= op < following < self.n or self.phase[op] != _FORWARD:
                 continue
             free_ms = float(self.start_ms[following] - self.start_ms[min(max(op, gone) + 1, self.n - 1)])
-            if free_ms > longest:
-                longest, found = free_ms, op
+            once = all(sum(use > op for use in slots.unpacks.row(slot)) < 2 for slot in rows)
+            if free_ms > 0 and (once, free_ms) > longest:
+                longest, found = (once, free_ms), op
         return found if found >= uses[0] else -1
 
     def slot_attributes(self, slot: int) -> dict[str, Any]:
