@@ -145,18 +145,23 @@ class Engine(modes.Mode):
     ) -> None:
         """Stop watching, unless weights are away of which no other mode tells that they are read, or it `goes_on` as forward does, making a
         graph of its own; where the mode stays on, formulas below `roots` that look for one find none of memopt's."""
-        weights = self.weights
         if goes_on:
-            pass
-        elif another_watches or weights is None or not weights.any_away:
-            self._leave()
-        elif current_mode() is self and weights.reads_are_pythons(roots):
-            self._leave()
-            weights.python_reads.begin()
+            self.values.gradients_begin()
+        else:
+            self.values.gradients_end()
+            self._stop_watching(roots, another_watches)
         self._makers.forget()
         awake = self.standby is not None and not self.standby.guard.rests
         if awake or modes.is_on(self):
             run_as_plain(roots)
+
+    def _stop_watching(self, roots: tuple[Tensor, ...], another_watches: bool) -> None:
+        weights = self.weights
+        if another_watches or weights is None or not weights.any_away:
+            self._leave()
+        elif current_mode() is self and weights.reads_are_pythons(roots):
+            self._leave()
+            weights.python_reads.begin()
 
     def backward_ended(self) -> None:
         """Watch every op again."""

@@ -79,6 +79,33 @@ def meta_learning(steps: int) -> list[str]:
     return found
 
 
+def meta_learning_in_batches(steps: int) -> list[str]:
+    """The same of a model with batch norms: the backward of one is given running statistics, which the next step moves on, and does not read
+    them. The gradients of the last step of all outlive the graph that they have been made with."""
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    found = []
+    for _ in range(steps):
+        total = torch.zeros(())
+        for _ in range(2):
+            rows, kinds = torch.rand(500, 64), torch.randint(0, 5, (500,))
+            weights = dict(model.named_parameters())
+            for _ in range(2):
+                inner = F.cross_entropy(functional_call(model, weights, rows), kinds)
+                slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+                weights = {
+                    name: p - 0.05 * slope for (name, p), slope in zip(weights.items(), slopes, strict=True)
+                }
+            total = total + F.cross_entropy(functional_call(model, weights, rows), kinds)
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        found += [digest(total), *state_digests(model)]
+    return found
+
+
 class _Energy(nn.Module):
     """Of atoms, and, as the gradient by their places, the forces on them: asked for inside the module."""
 
@@ -141,7 +168,7 @@ def curvature(steps: int) -> list[str]:
     return found
 
 
-LOOPS = [physics_informed, gradient_penalty, meta_learning, forces, curvature]
+LOOPS = [physics_informed, gradient_penalty, meta_learning, meta_learning_in_batches, forces, curvature]
 CHOICES = {"recompute": everything("recompute"), "swap": everything("swap"), "mixture": any_mixture(3)}
 
 
