@@ -356,7 +356,7 @@ class Engine(modes.Mode):
             self._swapper.wait_until_away(due)
         if slot is None or frame.diverged or self._is_idle:
             brings = to_do.at_use.get(ordinal)
-            if brings is not None:
+            if brings is not None and not self._is_idle:
                 return Trigger(tensor, brings)
             return Kept(tensor) if standby is None else standby.guard.pack(tensor)
         keep = keep or self._streams.why_keep(tensor.device)
