@@ -102,6 +102,12 @@ class Engine(modes.Mode):
         self._unsettled: list[Planned] = []
         self._later: dict[int, list[weakref.ref[Planned]]] = {}
         """By action: what leaves after a later op than the one that saves it."""
+        self._stepping: weakref.ref[torch.optim.Optimizer] | None = None
+        """The optimizer whose step has begun last in this iteration, without a closure."""
+        self._ask_in_steps: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers whose steps call backward (AdaHessian): what it asks for is made when it asks, and not before the step."""
+        self._sees_writes = False
+        """One of them has begun its step, and has not asked yet: what it writes is looked at."""
         self._called: Call | None = None
         """The last call, where its outputs may be compressed."""
         self.active = True
@@ -167,6 +173,7 @@ class Engine(modes.Mode):
         """Watch every op again."""
         if self.weights is not None:
             self.weights.python_reads.end()
+        self._asked_in_step()
         self.enter()
 
     def stop(self) -> None:
@@ -188,8 +195,10 @@ class Engine(modes.Mode):
         plain = not types or _PLAIN_TYPES.issuperset(types)
         if iterations.in_backward:
             return self._in_backward(func, run, args, kwargs) if plain else run(*args, **kwargs)
-        if not self.active or (iterations.in_step and not torch.is_grad_enabled()):
+        if not self.active:
             return run(*args, **kwargs)
+        if iterations.in_step and not torch.is_grad_enabled():
+            return self._in_step(func, run, args, kwargs) if self._sees_writes else run(*args, **kwargs)
         if self._regions.compiling or not self._thread.is_here:
             return run(*args, **kwargs)
         if not plain:
@@ -237,6 +246,37 @@ class Engine(modes.Mode):
             return in_place(func)(*args, **kwargs)  # as autograd does where no mode watches
         out = run(*args, **kwargs)
         self._makers.made(out)
+        return out
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """What is to be made from its parameters as they are now is made now; where its step calls backward first, when it has."""
+        if self._sees_writes:  # in another one's step
+            self._asked_in_step()
+        self._stepping = None if self._iterations.step_has_closure else weakref.ref(optimizer)
+        if self._stepping is not None and optimizer in self._ask_in_steps and modes.is_on(self):
+            self._sees_writes = True
+        else:
+            self._parameters_change(optimizer)
+
+    def _parameters_change(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups if self.values.holds_sources else ():
+            for parameter in group["params"]:
+                self.values.will_be_rewritten(parameter)
+
+    def _asked_in_step(self) -> None:
+        """A backward call has ended in an optimizer's step, which may go on with kernels that no mode sees."""
+        stepping = self._stepping() if self._stepping is not None and self._iterations.in_step else None
+        if stepping is None:
+            return
+        self._ask_in_steps.add(stepping)
+        if self._sees_writes:
+            self._sees_writes = False
+            self._parameters_change(stepping)
+
+    def _in_step(self, func: Any, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = self.values.about_to_write(kind_of(func), args, kwargs, None)
+        out = run(*args, **kwargs)
+        self.values.overwritten(written)
         return out
 
     def _let_go_now(self, actions: list[int]) -> None:
@@ -464,6 +504,7 @@ class Engine(modes.Mode):
         """Forget what ended with the iteration."""
         self.account.done.clear()
         self._later.clear()
+        self._stepping, self._sees_writes = None, False
         self._makers.forget()
         self._letting_go.new_iteration()
         self._streams.new_iteration()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -168,7 +170,50 @@ def curvature(steps: int) -> list[str]:
     return found
 
 
-LOOPS = [physics_informed, gradient_penalty, meta_learning, meta_learning_in_batches, forces, curvature]
+class _Curved(torch.optim.Optimizer):
+    """As AdaHessian does: the step asks for the product with the Hessian, and then writes the parameters; or, where it `decays` them before,
+    as well before it asks, out of autograd's sight."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, decays: bool) -> None:
+        super().__init__(parameters, {})
+        self._decays = decays
+
+    def step(self, closure: None = None) -> None:
+        (group,) = self.param_groups
+        if self._decays:
+            with torch.no_grad():
+                for p in group["params"]:
+                    p.data.mul_(0.9)
+        slopes = [p.grad for p in group["params"]]
+        signs = [torch.randint_like(p, 2) * 2 - 1 for p in slopes]
+        seconds = torch.autograd.grad(slopes, group["params"], signs)
+        with torch.no_grad():
+            for p, slope, second in zip(group["params"], slopes, seconds, strict=True):
+                p.sub_(0.1 * slope.detach() / (second.abs() + 1))
+
+
+def curvature_in_the_step(steps: int, *, decays: bool = False) -> list[str]:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+    optimizer = _Curved(model.parameters(), decays=decays)
+    found = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(torch.randn(500, 32)), torch.randint(0, 4, (500,)))
+        loss.backward(create_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [digest(loss), *(digest(p) for p in model.parameters())]
+    return found
+
+
+LOOPS = [
+    physics_informed,
+    gradient_penalty,
+    meta_learning,
+    meta_learning_in_batches,
+    forces,
+    curvature,
+    curvature_in_the_step,
+]
 CHOICES = {"recompute": everything("recompute"), "swap": everything("swap"), "mixture": any_mixture(3)}
 
 
@@ -184,3 +229,13 @@ def test_what_a_graph_of_gradients_holds_leaves_and_comes_back(loop, choice, tmp
     assert (outcome.actions.done, outcome.actions.planned) == (len(plan.actions),) * 2
     assert outcome.measured_peak_bytes is not None
     assert abs(outcome.measured_peak_bytes / plan.predicted_peak_bytes - 1) < 0.01
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+def test_a_step_may_write_what_it_asks_for_gradients_of_later(tmp_path: Path) -> None:
+    """A plan of the loop that does not, so that what stands on the parameters is away when they are written."""
+    plan = plan_of(recorded(curvature_in_the_step, tmp_path), everything("recompute"))
+    decaying = partial(curvature_in_the_step, decays=True)
+    computed, outcome = enforced(decaying, plan, tmp_path, 6)
+    assert computed == seeded(decaying, 6)
+    assert outcome.actions.done == outcome.actions.planned > 0
