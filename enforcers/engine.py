@@ -103,11 +103,8 @@ class Engine(modes.Mode):
         self._later: dict[int, list[weakref.ref[Planned]]] = {}
         """By action: what leaves after a later op than the one that saves it."""
         self._stepping: weakref.ref[torch.optim.Optimizer] | None = None
-        """The optimizer whose step has begun last in this iteration, without a closure."""
-        self._ask_in_steps: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Optimizers whose steps call backward (AdaHessian): what it asks for is made when it asks, and not before the step."""
         self._sees_writes = False
-        """One of them has begun its step, and has not asked yet: what it writes is looked at."""
+        """An optimizer has begun its step that will call backward in it, and has not yet: what it writes is looked at."""
         self._called: Call | None = None
         """The last call, where its outputs may be compressed."""
         self.active = True
@@ -252,9 +249,10 @@ class Engine(modes.Mode):
         """What is to be made from its parameters as they are now is made now; where its step calls backward first, when it has."""
         if self._sees_writes:  # in another one's step
             self._asked_in_step()
-        self._stepping = None if self._iterations.step_has_closure else weakref.ref(optimizer)
-        if self._stepping is not None and optimizer in self._ask_in_steps and modes.is_on(self):
+        asks = optimizer in self._iterations.asking and not self._iterations.step_has_closure
+        if asks and modes.is_on(self):
             self._sees_writes = True
+            self._stepping = weakref.ref(optimizer)
         else:
             self._parameters_change(optimizer)
 
@@ -265,11 +263,8 @@ class Engine(modes.Mode):
 
     def _asked_in_step(self) -> None:
         """A backward call has ended in an optimizer's step, which may go on with kernels that no mode sees."""
-        stepping = self._stepping() if self._stepping is not None and self._iterations.in_step else None
-        if stepping is None:
-            return
-        self._ask_in_steps.add(stepping)
-        if self._sees_writes:
+        stepping = self._stepping() if self._stepping is not None else None
+        if self._sees_writes and self._iterations.in_step and stepping is not None:
             self._sees_writes = False
             self._parameters_change(stepping)
 
