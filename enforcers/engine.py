@@ -102,6 +102,9 @@ class Engine(modes.Mode):
         self._unsettled: list[Planned] = []
         self._later: dict[int, list[weakref.ref[Planned]]] = {}
         """By action: what leaves after a later op than the one that saves it."""
+        self._stepping: weakref.ref[torch.optim.Optimizer] | None = None
+        self._sees_writes = False
+        """An optimizer has begun its step that will call backward in it, and has not yet: what it writes is looked at."""
         self._called: Call | None = None
         """The last call, where its outputs may be compressed."""
         self.active = True
@@ -145,23 +148,29 @@ class Engine(modes.Mode):
     ) -> None:
         """Stop watching, unless weights are away of which no other mode tells that they are read, or it `goes_on` as forward does, making a
         graph of its own; where the mode stays on, formulas below `roots` that look for one find none of memopt's."""
-        weights = self.weights
         if goes_on:
-            pass
-        elif another_watches or weights is None or not weights.any_away:
-            self._leave()
-        elif current_mode() is self and weights.reads_are_pythons(roots):
-            self._leave()
-            weights.python_reads.begin()
+            self.values.gradients_begin()
+        else:
+            self.values.gradients_end()
+            self._stop_watching(roots, another_watches)
         self._makers.forget()
         awake = self.standby is not None and not self.standby.guard.rests
         if awake or modes.is_on(self):
             run_as_plain(roots)
 
+    def _stop_watching(self, roots: tuple[Tensor, ...], another_watches: bool) -> None:
+        weights = self.weights
+        if another_watches or weights is None or not weights.any_away:
+            self._leave()
+        elif current_mode() is self and weights.reads_are_pythons(roots):
+            self._leave()
+            weights.python_reads.begin()
+
     def backward_ended(self) -> None:
         """Watch every op again."""
         if self.weights is not None:
             self.weights.python_reads.end()
+        self._asked_in_step()
         self.enter()
 
     def stop(self) -> None:
@@ -183,8 +192,10 @@ class Engine(modes.Mode):
         plain = not types or _PLAIN_TYPES.issuperset(types)
         if iterations.in_backward:
             return self._in_backward(func, run, args, kwargs) if plain else run(*args, **kwargs)
-        if not self.active or (iterations.in_step and not torch.is_grad_enabled()):
+        if not self.active:
             return run(*args, **kwargs)
+        if iterations.in_step and not torch.is_grad_enabled():
+            return self._in_step(func, run, args, kwargs) if self._sees_writes else run(*args, **kwargs)
         if self._regions.compiling or not self._thread.is_here:
             return run(*args, **kwargs)
         if not plain:
@@ -232,6 +243,35 @@ class Engine(modes.Mode):
             return in_place(func)(*args, **kwargs)  # as autograd does where no mode watches
         out = run(*args, **kwargs)
         self._makers.made(out)
+        return out
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """What is to be made from its parameters as they are now is made now; where its step calls backward first, when it has."""
+        if self._sees_writes:  # in another one's step
+            self._asked_in_step()
+        asks = optimizer in self._iterations.asking and not self._iterations.step_has_closure
+        if asks and modes.is_on(self):
+            self._sees_writes = True
+            self._stepping = weakref.ref(optimizer)
+        else:
+            self._parameters_change(optimizer)
+
+    def _parameters_change(self, optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups if self.values.holds_sources else ():
+            for parameter in group["params"]:
+                self.values.will_be_rewritten(parameter)
+
+    def _asked_in_step(self) -> None:
+        """A backward call has ended in an optimizer's step, which may go on with kernels that no mode sees."""
+        stepping = self._stepping() if self._stepping is not None else None
+        if self._sees_writes and self._iterations.in_step and stepping is not None:
+            self._sees_writes = False
+            self._parameters_change(stepping)
+
+    def _in_step(self, func: Any, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = self.values.about_to_write(kind_of(func), args, kwargs, None)
+        out = run(*args, **kwargs)
+        self.values.overwritten(written)
         return out
 
     def _let_go_now(self, actions: list[int]) -> None:
@@ -351,7 +391,7 @@ class Engine(modes.Mode):
             self._swapper.wait_until_away(due)
         if slot is None or frame.diverged or self._is_idle:
             brings = to_do.at_use.get(ordinal)
-            if brings is not None:
+            if brings is not None and not self._is_idle:
                 return Trigger(tensor, brings)
             return Kept(tensor) if standby is None else standby.guard.pack(tensor)
         keep = keep or self._streams.why_keep(tensor.device)
@@ -459,6 +499,7 @@ class Engine(modes.Mode):
         """Forget what ended with the iteration."""
         self.account.done.clear()
         self._later.clear()
+        self._stepping, self._sees_writes = None, False
         self._makers.forget()
         self._letting_go.new_iteration()
         self._streams.new_iteration()

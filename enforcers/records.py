@@ -206,8 +206,9 @@ class Record:
         self.grad = torch.is_grad_enabled()
         """Some kernels ask for the grad mode."""
         self.settings = settings
-        self.updated = _statistics_positions(kind, form, args) if kind.statistics is not None else _NONE
-        """Flat positions of running statistics that the call moves on; its outputs do not depend on them."""
+        statistics = kind.statistics or kind.unread
+        self.updated = _statistics_positions(statistics, form, args) if statistics is not None else _NONE
+        """Flat positions of running statistics, which the call moves on or passes over; its outputs do not depend on them."""
         self.written = (
             _written_positions(kind, form, len(args)) | self.updated if kind.writes else self.updated
         )
@@ -286,11 +287,12 @@ def _written_positions(kind: OpKind, form: CallForm, count: int) -> frozenset[in
     return frozenset(found)
 
 
-def _statistics_positions(kind: OpKind, form: CallForm, flat: list[Any]) -> frozenset[int]:
-    """Where the statistics lie that the call updates; none in evaluation mode, which only reads them."""
-    assert kind.statistics is not None
+def _statistics_positions(
+    positions: tuple[int, int, int | None], form: CallForm, flat: list[Any]
+) -> frozenset[int]:
+    """Where the statistics lie that the call updates, or is given without need; none in evaluation mode, which only reads them."""
     args, _ = form.rebuild(list(range(len(flat))))
-    mean, variance, training = kind.statistics
+    mean, variance, training = positions
     if training is not None and not flat[args[training]]:
         return _NONE
     return frozenset({args[mean], args[variance]})

@@ -420,10 +420,8 @@ class ApplySession:
         self._weights_are_back()
         if self._also is not None:
             self._also.step_begins(optimizer)
-        if self._engine is not None and self._engine.values.holds_sources:
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    self._will_change(parameter)
+        if self._engine is not None:
+            self._engine.step_begins(optimizer)
         if self._steps is not None:
             self._steps.step_begins(optimizer)
 

@@ -43,6 +43,10 @@ class Values:
         self._died = self._storage_died
         self._values: dict[int, Value] = {}
         """Storage address -> the value that it holds now, of this iteration."""
+        self._asked_for: dict[int, weakref.ref[Value]] = {}
+        """The same of this iteration: what was made after gradients that had a graph, once that is done, for as long as somebody asks for it."""
+        self._after_gradients: set[int] | None = None
+        """Storage addresses of the values that were made since a backward call made a graph; None: no call has."""
         self._older: dict[int, weakref.ref[Value]] = {}
         """The same of iterations before, for as long as a graph asks for them. To this one they are tensors from before, as to the
         profile: records that stood on a carried hidden state's value would hold all of the past."""
@@ -128,18 +132,14 @@ class Values:
     def value_in(self, tensor: Tensor, storage: UntypedStorage) -> Value | None:
         """The recorded value that `tensor` shows; None when no op was seen that made it as it is now."""
         address = storage._cdata
-        value = self._values.get(address)
-        known = value if value is not None or not self._older else self._older_value(address)
+        value = self._values.get(address) or _living(self._asked_for, address)
+        known = value if value is not None else _living(self._older, address)
         if known is None or known.storage is None or known.storage() is not storage:
             return None
         if version_of(tensor) > known.version:  # written by a kernel that no mode sees
             self.overwritten([storage])
             return None
         return value
-
-    def _older_value(self, address: int) -> Value | None:
-        reference = self._older.get(address)
-        return reference() if reference is not None else None
 
     def remember(self, record: Record, flat: list[Any], out: Any) -> None:
         """`record` has run, on the arguments `flat`, and gave `out`: its results are values from here on."""
@@ -166,7 +166,7 @@ class Values:
         if self._values.get(storage._cdata) is not value:
             value.storage = lives = _Address(storage, self._died)
             value.version = version_of(tensor)
-            self._values[lives.address] = value
+            self._holds(lives.address, value)
 
     def remember_source(self, record: Record, source: Tensor) -> None:
         """`record`, a copy of a copy, makes `source` again, as it is now."""
@@ -183,17 +183,23 @@ class Values:
         lives = _Address(storage, self._died)
         value = Value(record, place, lives, version)
         record.values.append(weakref.ref(value))
-        self._values[lives.address] = value
+        self._holds(lives.address, value)
+
+    def _holds(self, address: int, value: Value) -> None:
+        self._values[address] = value
+        if self._after_gradients is not None:
+            self._after_gradients.add(address)
 
     def _storage_died(self, gone: _Address) -> None:
         address = gone.address
         value = self._values.get(address)
         if value is not None and value.storage is gone:
             del self._values[address]
-        if self._older:
-            older = self._older_value(address)
-            if older is None or older.storage is gone:
-                self._older.pop(address, None)
+        for known in (self._asked_for, self._older):
+            if known:
+                value = _living(known, address)
+                if value is None or value.storage is gone:
+                    known.pop(address, None)
 
     def about_to_write(
         self, kind: OpKind, args: tuple[Any, ...], kwargs: dict[str, Any], record: Record | None
@@ -222,10 +228,13 @@ class Values:
     def overwritten(self, storages: Sequence[UntypedStorage]) -> None:
         """The storages hold other bytes now; their former values have to be made again where they are wanted."""
         for storage in storages:
-            older = self._older.pop(storage._cdata, None)
-            for value in (self._values.pop(storage._cdata, None), older() if older is not None else None):
+            address = storage._cdata
+            weak = [_living(known, address) for known in (self._asked_for, self._older)]
+            for value in (self._values.pop(address, None), *weak):
                 if value is not None:
                     value.storage = value.elsewhere = None
+            self._asked_for.pop(address, None)
+            self._older.pop(address, None)
 
     def will_be_rewritten(self, tensor: Tensor) -> None:
         """A kernel that nobody sees into gets `tensor` and may write it: what needs its present bytes is made now."""
@@ -245,17 +254,39 @@ class Values:
 
     def will_be_resized(self, storage: UntypedStorage) -> None:
         """Its owner (FSDP) frees or refills `storage`: what needs its present bytes is made now."""
-        if self._thread.is_here and (self._pins or self._values or self._older):
+        if self._thread.is_here and (self._pins or self._values or self._asked_for or self._older):
             self.source_changes(storage._cdata)
             self.overwritten([storage])
+
+    def gradients_begin(self) -> None:
+        """A backward call begins that makes a graph."""
+        if self._after_gradients is None:
+            self._after_gradients = set()
+
+    def gradients_end(self) -> None:
+        """A backward call begins that makes none. What has been made since the other one (gradients, and weights of the next inner step) may
+        live on in the script's variables; what that was made of is held no longer than somebody asks for it."""
+        for address in self._after_gradients or ():
+            value = self._values.pop(address, None)
+            if value is not None:
+                self._asked_for[address] = weakref.ref(value)
+        self._after_gradients = None
 
     def new_iteration(self) -> None:
         """Forget what ended with the iteration."""
         self._encoded.clear()
         self._swapped.clear()
-        older = self._older | {address: weakref.ref(value) for address, value in self._values.items()}
+        values = {address: weakref.ref(value) for address, value in self._values.items()}
+        older = self._older | self._asked_for | values
         self._values.clear()
+        self._asked_for.clear()
+        self._after_gradients = None
         self._older = {a: ref for a, ref in older.items() if ref() is not None}
         self._pins = {
             a: live for a, refs in self._pins.items() if (live := [r for r in refs if r() is not None])
         }
+
+
+def _living(known: dict[int, weakref.ref[Value]], address: int) -> Value | None:
+    reference = known.get(address) if known else None
+    return reference() if reference is not None else None

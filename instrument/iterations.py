@@ -92,6 +92,10 @@ class Iterations:
         self._steps_open = 0
         self.step_has_closure = False
         """The step that begins was given one, and has not called it yet."""
+        self.asking: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers whose steps have called backward by themselves, not by a closure (AdaHessian)."""
+        self.stepping: weakref.ref[torch.optim.Optimizer] | None = None
+        """The one whose step has begun last."""
         self._stepped_inside = False
         """An optimizer has stepped during the backward call that is running."""
         self._handles: list[Any] = []
@@ -198,6 +202,9 @@ class Iterations:
         keep_graph = bool(args[1]) if len(args) > 1 else False
         create_graph = bool(args[2]) if len(args) > 2 else False
         self._thread.autograd_goes_on = create_graph
+        stepping = self.stepping() if self.stepping is not None and self.in_step else None
+        if stepping is not None and not self.step_has_closure:
+            self.asking.add(stepping)
         self._listener.backward_begins(tensors, keep_graph=keep_graph, create_graph=create_graph)
 
     def _after_backward(self) -> None:
@@ -238,6 +245,7 @@ class Iterations:
         if not self._steps_for_us():
             return None
         self._steps_open = steps_under_way()
+        self.stepping = weakref.ref(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         self.step_has_closure = closure is not None
         if closure is not None and calls_closure_first(optimizer):

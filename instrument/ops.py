@@ -36,6 +36,14 @@ _RUNNING_STATISTICS = {
 }
 """Overload packet -> positions of running mean, running variance and of the `training` flag (None: always training)."""
 
+_UNREAD_STATISTICS: dict[str, tuple[int, int, int | None]] = {
+    "aten::native_batch_norm_backward": (3, 4, 7),
+    "aten::batch_norm_backward": (3, 4, 7),
+    "aten::cudnn_batch_norm_backward": (3, 4, None),
+    "aten::miopen_batch_norm_backward": (3, 4, None),
+}
+"""The same of those that are given them and, in training, do not read them: a batch norm's backward reads the batch's own."""
+
 _NOT_REPLAYABLE = {
     "aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::unique_dim", "aten::_unique2",
     "aten::set_", "aten::resize_", "aten::record_stream", "aten::_pin_memory", "aten::is_pinned",
@@ -97,6 +105,8 @@ class OpKind:
     replayable: bool
     statistics: tuple[int, int, int | None] | None
     """Running statistics that it updates though its schema does not say so."""
+    unread: tuple[int, int, int | None] | None
+    """Running statistics that it is given, and does not read in training."""
     changes: bool
     """Does it write arguments in place, told or untold?"""
     may_differ: bool
@@ -127,6 +137,7 @@ def kind_of(func: OpOverload) -> OpKind:
         and torch.Tag.dynamic_output_shape not in func.tags
         and bool(schema.returns),
         statistics=_RUNNING_STATISTICS.get(packet),
+        unread=_UNREAD_STATISTICS.get(packet),
         changes=bool(writes) or packet in _RUNNING_STATISTICS,
         may_differ=packet in _OTHER_BITS_ON_A_GPU
         or packet in _SCANS
@@ -185,9 +196,20 @@ def just_goes_on(types: Iterable[type]) -> bool:
 
 def updated_statistics(kind: OpKind, args: tuple[object, ...]) -> tuple[Tensor, ...]:
     """Running statistics that this call of a batch norm updates; empty in evaluation mode."""
-    if kind.statistics is None:
+    return _statistics_at(kind.statistics, args)
+
+
+def unread_statistics(kind: OpKind, args: tuple[object, ...]) -> tuple[Tensor, ...]:
+    """Running statistics among the arguments on which the results of this call of a batch norm, or its backward, do not depend."""
+    return _statistics_at(kind.statistics or kind.unread, args)
+
+
+def _statistics_at(
+    positions: tuple[int, int, int | None] | None, args: tuple[object, ...]
+) -> tuple[Tensor, ...]:
+    if positions is None:
         return ()
-    mean, variance, training = kind.statistics
+    mean, variance, training = positions
     if training is not None and not (len(args) > training and args[training]):
         return ()
     return tuple(a for a in (args[mean], args[variance]) if isinstance(a, Tensor))

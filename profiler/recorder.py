@@ -34,6 +34,7 @@ from memopt.instrument.ops import (
     kind_of,
     same_bits_again,
     tensors_in,
+    unread_statistics,
     updated_statistics,
 )
 from memopt.instrument.saved import Kept
@@ -205,7 +206,7 @@ class Recorder(modes.Mode):
             phase=phase,
             line=self.ops[forward_op].line if forward_op >= 0 else user_line(),
             forward_op=forward_op,
-            reads=self._values_in(tensors, updated_statistics(kind, args)),
+            reads=self._values_in(tensors, unread_statistics(kind, args)),
             other_bits=not same_bits_again(func, tensors),
             compiled=self._regions.depth > 0,
         )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,33 @@ def meta_learning(steps: int) -> list[str]:
     return found
 
 
+def meta_learning_in_batches(steps: int) -> list[str]:
+    """The same of a model with batch norms: the backward of one is given running statistics, which the next step moves on, and does not read
+    them. The gradients of the last step of all outlive the graph that they have been made with."""
+    model = nn.Sequential(
+        nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 5),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    found = []
+    for _ in range(steps):
+        total = torch.zeros(())
+        for _ in range(2):
+            rows, kinds = torch.rand(500, 64), torch.randint(0, 5, (500,))
+            weights = dict(model.named_parameters())
+            for _ in range(2):
+                inner = F.cross_entropy(functional_call(model, weights, rows), kinds)
+                slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+                weights = {
+                    name: p - 0.05 * slope for (name, p), slope in zip(weights.items(), slopes, strict=True)
+                }
+            total = total + F.cross_entropy(functional_call(model, weights, rows), kinds)
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        found += [digest(total), *state_digests(model)]
+    return found
+
+
 class _Energy(nn.Module):
     """Of atoms, and, as the gradient by their places, the forces on them: asked for inside the module."""
 
@@ -155,7 +184,50 @@ def curvature(steps: int) -> list[str]:
     return found
 
 
-LOOPS = [physics_informed, gradient_penalty, meta_learning, forces, curvature]
+class _Curved(torch.optim.Optimizer):
+    """As AdaHessian does: the step asks for the product with the Hessian, and then writes the parameters; or, where it `decays` them before,
+    as well before it asks, out of autograd's sight."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, decays: bool) -> None:
+        super().__init__(parameters, {})
+        self._decays = decays
+
+    def step(self, closure: None = None) -> None:
+        (group,) = self.param_groups
+        if self._decays:
+            with torch.no_grad():
+                for p in group["params"]:
+                    p.data.mul_(0.9)
+        slopes = [p.grad for p in group["params"]]
+        signs = [torch.randint_like(p, 2) * 2 - 1 for p in slopes]
+        seconds = torch.autograd.grad(slopes, group["params"], signs)
+        with torch.no_grad():
+            for p, slope, second in zip(group["params"], slopes, seconds, strict=True):
+                p.sub_(0.1 * slope.detach() / (second.abs() + 1))
+
+
+def curvature_in_the_step(steps: int, *, decays: bool = False) -> list[str]:
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+    optimizer = _Curved(model.parameters(), decays=decays)
+    found = []
+    for _ in range(steps):
+        loss = F.cross_entropy(model(torch.randn(500, 32)), torch.randint(0, 4, (500,)))
+        loss.backward(create_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [digest(loss), *(digest(p) for p in model.parameters())]
+    return found
+
+
+LOOPS = [
+    physics_informed,
+    gradient_penalty,
+    meta_learning,
+    meta_learning_in_batches,
+    forces,
+    curvature,
+    curvature_in_the_step,
+]
 
 
 def for_each(problem: Problem) -> Decisions:
@@ -210,3 +282,13 @@ def test_a_walk_over_plans_that_make_again_for_each_is_as_exact_as_simulating_ea
         whole = Simulator(problem.view).run(decisions, whole=True)
         assert (walked.high_bytes == whole.high_bytes).all()
         assert walked.step_ms == pytest.approx(whole.step_ms)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+def test_a_step_may_write_what_it_asks_for_gradients_of_later(tmp_path: Path) -> None:
+    """A plan of the loop that does not, so that what stands on the parameters is away when they are written."""
+    plan = plan_of(recorded(curvature_in_the_step, tmp_path), everything("recompute"))
+    decaying = partial(curvature_in_the_step, decays=True)
+    computed, outcome = enforced(decaying, plan, tmp_path, 6)
+    assert computed == seeded(decaying, 6)
+    assert outcome.actions.done == outcome.actions.planned > 0

@@ -18,6 +18,7 @@ from memopt.enforcers.guarding.standby import Standby
 from memopt.enforcers.verify.digests import digest
 from memopt.plan import Plan
 from tests.support.enforced import Loop, any_mixture, enforced, enforced_from, plan_of, recorded, seeded
+from tests.support.enforced import everything as all_of
 from tests.support.loops import LOOPS
 from tests.support.stepping import everything
 
@@ -126,6 +127,25 @@ def test_the_budget_is_held_in_other_iterations_than_the_profiled_one(
             held
         )  # kernels take a little besides what they give
     assert any("were moved away beside the plan" in note for note in held.notes), held.notes
+
+
+def test_alone_it_moves_what_the_plan_would_bring_others_back_at(
+    passed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A saved tensor at whose unpacking a planned swap comes back is watched where no swap is made."""
+    made = plan_of(recorded(layers(), tmp_path), all_of("swap"))
+    budget = int(1.2 * made.predicted_peak_bytes)
+    plan = msgspec.structs.replace(made, budget_bytes=budget)
+    assert plan.moments
+
+    def from_now_on(standby: Standby) -> None:
+        standby.alone = True
+
+    monkeypatch.setattr(Standby, "_choose", from_now_on)
+    longer = layers(batches=later(2))
+    computed, _ = enforced(longer, plan, tmp_path, 2 * STEPS, holds_bytes=budget)
+    assert computed == seeded(longer, 2 * STEPS)
+    assert passed[-1] == 0
 
 
 def test_what_the_script_keeps_of_each_iteration_is_held_before_it_passes_the_budget(
