@@ -23,7 +23,7 @@ from memopt.enforcers.codecs.premises import Call, describe_call
 from memopt.enforcers.flat_call import CallForm, flatten_call
 from memopt.enforcers.guarding.makers import Makers
 from memopt.enforcers.guarding.standby import Standby
-from memopt.enforcers.handles import Planned, Trigger
+from memopt.enforcers.handles import Planned
 from memopt.enforcers.letting_go import LettingGo
 from memopt.enforcers.lookup import NOTHING, AtUse, InCall, PlannedSlot, Tables
 from memopt.enforcers.records import Record, record_op
@@ -390,10 +390,9 @@ class Engine(modes.Mode):
         if due is not None and self._swapper is not None and not keep:
             self._swapper.wait_until_away(due)
         if slot is None or frame.diverged or self._is_idle:
-            brings = to_do.at_use.get(ordinal)
-            if brings is not None and not self._is_idle:
-                return Trigger(tensor, brings)
-            return Kept(tensor) if standby is None else standby.guard.pack(tensor)
+            kept = Kept(tensor) if standby is None else standby.guard.pack(tensor)
+            kept.brings = None if self._is_idle else to_do.at_use.get(ordinal)
+            return kept
         keep = keep or self._streams.why_keep(tensor.device)
         if keep:
             self.account.decline(slot.action, keep)
@@ -444,8 +443,7 @@ class Engine(modes.Mode):
             if self.weights is not None:
                 self.weights.settle()
         if isinstance(handle, Kept):
-            if isinstance(handle, Trigger):
-                self._bring_about(handle.brings)
+            self._bring_about(handle.brings)
             return handle.get() if self.standby is None else self.standby.guard.unpack(handle)
         ref = handle.slot.ref
         self._bring_about(self._tables.of(ref.module).at_use.get(ref.ordinal))

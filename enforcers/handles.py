@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.codecs.encoded import Encoded
-from memopt.enforcers.lookup import AtUse, PlannedSlot
+from memopt.enforcers.lookup import PlannedSlot
 from memopt.enforcers.records import Value
 from memopt.enforcers.tiers.swapped import SwappedStorage
-from memopt.instrument.saved import Kept, Place, share
+from memopt.instrument.saved import Place, share
 
 
 class Planned:
@@ -38,13 +38,3 @@ class Planned:
 
     def on(self, storage: UntypedStorage) -> Tensor:
         return self.place.on(storage)
-
-
-class Trigger(Kept):
-    """A kept tensor whose unpack is a moment of the plan."""
-
-    __slots__ = ("brings",)
-
-    def __init__(self, tensor: Tensor, brings: AtUse) -> None:
-        super().__init__(tensor)
-        self.brings = brings

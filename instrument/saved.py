@@ -140,11 +140,13 @@ def share(tensor: Tensor) -> Tensor:
 class Kept:
     """What autograd holds in place of a saved tensor that memopt leaves alone: an alias and the version it had."""
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "brings", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = share(tensor)
         self.version = tensor._version
+        self.brings: Any = None
+        """What an enforcer has happen when it is asked for."""
 
     def get(self) -> Tensor:
         """The tensor; raises what autograd raises when it was changed in place since it was saved."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import allowed
+from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.standby import Standby
 from memopt.enforcers.verify.digests import digest
@@ -129,23 +129,33 @@ def test_the_budget_is_held_in_other_iterations_than_the_profiled_one(
     assert any("were moved away beside the plan" in note for note in held.notes), held.notes
 
 
-def test_alone_it_moves_what_the_plan_would_bring_others_back_at(
-    passed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("alone", [True, False])
+def test_it_moves_what_the_plan_brings_others_back_at(
+    alone: bool, guards: list[Guard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A saved tensor at whose unpacking a planned swap comes back is watched where no swap is made."""
-    made = plan_of(recorded(layers(), tmp_path), all_of("swap"))
-    budget = int(1.2 * made.predicted_peak_bytes)
-    plan = msgspec.structs.replace(made, budget_bytes=budget)
-    assert plan.moments
+    """A saved tensor at whose unpacking a planned swap comes back is watched, whether the swap is made or not."""
+
+    def every_other(problem: Problem) -> Decisions:
+        return dict(list(all_of("swap")(problem).items())[::2])
+
+    made = plan_of(recorded(layers(), tmp_path), every_other)
+    assert made.moments
+    brought = {(moment.module, moment.ordinal) for moment in made.moments}
+    planned = {(ref.module, ref.ordinal) for action in made.actions for ref in action.slots}
+    assert brought - planned, "some of these stay"
 
     def from_now_on(standby: Standby) -> None:
-        standby.alone = True
+        standby.alone = alone
 
     monkeypatch.setattr(Standby, "_choose", from_now_on)
-    longer = layers(batches=later(2))
-    computed, _ = enforced(longer, plan, tmp_path, 2 * STEPS, holds_bytes=budget)
-    assert computed == seeded(longer, 2 * STEPS)
-    assert passed[-1] == 0
+    larger = layers(rows=lambda step: 256 if step < 3 else 512)
+    budget = int(1.1 * made.predicted_peak_bytes)
+    plan = msgspec.structs.replace(made, budget_bytes=budget)
+    computed, _ = enforced(larger, plan, tmp_path, STEPS, holds_bytes=budget)
+    assert computed == seeded(larger, STEPS)
+    (guard,) = guards
+    assert guard.moved > 0
+    assert guard.over_bytes == 0
 
 
 def test_what_the_script_keeps_of_each_iteration_is_held_before_it_passes_the_budget(
