@@ -250,7 +250,7 @@ def _slots(recorder: Recorder, strings: _Strings) -> Slots:
         consumer=[row.consumer for row in rows],
         packed_before=[row.packed_before for row in rows],
         unpacks=Csr.of([row.unpacks for row in rows]),
-        plain=[int(row.plain and not recorder.storages[row.storage].saved_again) for row in rows],
+        plain=[int(row.plain) for row in rows],
         attributes=[strings(row.attributes) for row in rows],
         unpack_order=[row.unpack_order for row in rows],
     )

@@ -48,6 +48,8 @@ class OffloadingRecorder(Recorder):
         super().__init__(*args, **kwargs)
         self._leaving: deque[weakref.ref[_Away]] = deque()
         self._streams = OneStream()
+        self._away: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
+        """By storage: where it has been sent."""
         self._staying: set[int] = set()
         """Storages that were saved on another stream than the first."""
 
@@ -68,15 +70,24 @@ class OffloadingRecorder(Recorder):
         if number in self._staying or self._streams.why_keep(storage.device):
             self.notes.add("not everything could be offloaded: the script computes on several streams")
             return
+        away = self._away.get(number)
         try:
-            away = _Away(self, number, storage)
+            if away is None or any(handle.version != away.version for handle in handles):
+                away = self._away[number] = _Away(self, number, storage)
+            else:  # a backward call that makes a graph has saved it again
+                away.leave_again(storage)
         except MemoptError as error:
             self.notes.add(f"not everything could be offloaded: {error.what}")
             return
         for handle in handles:
             away.take(handle)
+        self._saved_by[number].clear()
         self._leaving.append(weakref.ref(away))
         self._let_them_leave()
+
+    def _holds_of(self, number: int) -> int:
+        away = self._away.get(number)
+        return int(away is not None and away.is_home)
 
     def _let_them_leave(self) -> None:
         """Wait for the oldest copies out, until no more than `MOST_UNDER_WAY_BYTES` are under way."""
@@ -110,8 +121,22 @@ class _Away:
         self._home: UntypedStorage | None = None
         """The storage itself, where it was asked for before it had left."""
         self._handles: list[weakref.ref[Handle]] = []
+        self.version = -1
+        """Of the tensors that show it since it has come back."""
         self.ticket = recorder.tier.write_async(storage)
         recorder.met.forget(storage._cdata)
+
+    @property
+    def is_home(self) -> bool:
+        """Has it come back without having left?"""
+        return self._home is not None
+
+    def leave_again(self, storage: UntypedStorage) -> None:
+        """It has come back as `storage`, which nobody has written, and leaves."""
+        if self._home is not None:
+            self.ticket = self._recorder.tier.write_async(storage)
+            self._home = None
+        self._recorder.met.forget(storage._cdata)
 
     @property
     def is_leaving(self) -> bool:
@@ -131,6 +156,7 @@ class _Away:
         try:
             tensor = place.on(self._storage())
             self._recorder.met.shown_anew(self._number, tensor)
+            self.version = tensor._version
             return tensor
         finally:
             del guard

@@ -292,8 +292,6 @@ class Recorder(modes.Mode):
         handle = Handle(tensor, self, len(self.slots))
         plain = is_plain(tensor)
         number = self.met.row_of(tensor) if plain else -1
-        if number >= 0 and self._makes_graph and self.sends_away:
-            self.storages[number].saved_again, number = True, -1
         if self._iterations.in_backward or number < 0:
             handle.row = -1
             return handle
@@ -372,14 +370,14 @@ class Recorder(modes.Mode):
             return
         freed, saved_by = [], self._saved_by
         for number, address in self._to_ask_after(op, everything):
-            references = saved_by[number]
+            references, ours = saved_by[number], self._holds_of(number)
             lives = references[0]() or _one_that_lives(references)  # else the address may be another's
-            if lives is not None and storage_use_count(address) > len(references) + 1:
+            if lives is not None and storage_use_count(address) > len(references) + ours + 1:
                 continue
             handles = {id(h.tensor): h for ref in references if (h := ref()) is not None}
             if not handles:
                 freed.append(number)
-            elif storage_use_count(address) <= len(handles) + 1:
+            elif storage_use_count(address) <= len(handles) + ours + 1:
                 self.storages[number].only_saved_from = op
                 self.storages[number].facts = facts_of(number, handles[next(iter(handles))].tensor)
                 freed.append(number)
@@ -403,6 +401,10 @@ class Recorder(modes.Mode):
             del early[number]
             early[number] = address
         return [*late.items(), *in_turn]
+
+    def _holds_of(self, number: int) -> int:
+        """How often the recorder itself holds storage `number`."""
+        return 0
 
     def _left_to_autograd(self, number: int, handles: list[Handle]) -> None:
         """From now on only `handles` hold storage `number`. Recording alone leaves it where it is."""

@@ -53,8 +53,6 @@ class StorageRow(Struct, gc=False):
     """It changed without an op that was seen: its owner (FSDP) freed or refilled it, a kernel wrote it. What reads it runs once."""
     version: int = 0
     """What its tensors' version counter says after the writes that were seen."""
-    saved_again: bool = False
-    """A backward that made a graph saved it as well, where a recording sends away what is saved: once it has been asked for, it stays."""
     lent: bool = False
     """Its bytes are somebody else's, who may change them unseen."""
     category: str = ""

@@ -20,7 +20,8 @@ from memopt.profiler import offload
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession
 from memopt.trace import Trace
-from tests.support.enforced import recorded, seeded
+from tests.enforcers.test_second_derivatives import forces, meta_learning, physics_informed
+from tests.support.enforced import Loop, problem_of, recorded, seeded
 
 
 def _loop(steps: int) -> list[str]:
@@ -39,7 +40,7 @@ def _loop(steps: int) -> list[str]:
     return found
 
 
-def _offloaded(folder: Path, seen: list[str]) -> tuple[Trace, DiskStore]:
+def _offloaded(folder: Path, seen: list[str], loop: Loop = _loop) -> tuple[Trace, DiskStore]:
     script = folder / "loop.py"
     script.write_text("# run in process\n")
     stores: list[DiskStore] = []
@@ -53,7 +54,7 @@ def _offloaded(folder: Path, seen: list[str]) -> tuple[Trace, DiskStore]:
     )
     session.install()
     with contextlib.suppress(StopScript):
-        seen += seeded(_loop, 5)
+        seen += seeded(loop, 5)
     trace = session.finished()
     assert trace is not None
     return trace, stores[0]
@@ -75,6 +76,27 @@ def test_the_trace_is_the_same_and_so_are_the_losses(tmp_path: Path) -> None:
     assert [row[:2] for row in mine] == [row[:2] for row in theirs]
     assert max(abs(a[2] - b[2]) for a, b in zip(mine, theirs, strict=True)) <= 2
     assert abs(trace.peak_bytes - plain.peak_bytes) <= 0.03 * plain.peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("loop", [physics_informed, forces, meta_learning])
+def test_what_a_backward_saves_that_makes_a_graph_is_sent_away_too(
+    loop: Loop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offload, "LEAST_BYTES", 1024)
+    plain = recorded(loop, tmp_path)
+    seen: list[str] = []
+    trace, store = _offloaded(tmp_path, seen, loop)
+    assert seen == seeded(loop, 5)
+    assert store.written_bytes > plain.peak_bytes / 2
+    for name in ("ordinal", "packed_before", "unpacks", "plain", "shape"):
+        assert getattr(trace.slots, name) == getattr(plain.slots, name), name
+    assert trace.ops.flags == plain.ops.flags
+    floor, its_floor = problem_of(trace)[1].floor_bytes, problem_of(plain)[1].floor_bytes
+    assert (
+        abs(floor - its_floor) < 0.12 * plain.peak_bytes
+    )  # a copy under way holds what it copies some ops longer
+    assert its_floor < 0.7 * plain.peak_bytes
 
 
 def _made(trace: Trace) -> list[tuple[int, int, int]]:
