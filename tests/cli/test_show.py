@@ -110,7 +110,7 @@ def without_ops() -> Trace:
     trace = toy_trace()
     empty = {name: type(value)(**{f: getattr(value, f)[:0] if isinstance(getattr(value, f), list) else type(getattr(value, f)).of([]) for f in value.__struct_fields__}) for name, value in (("ops", trace.ops), ("slots", trace.slots))}  # fmt: skip
     keep = [0, 2, 3]
-    storages = type(trace.storages)(**{f: [getattr(trace.storages, f)[i] for i in keep] for f in trace.storages.__struct_fields__} | {"death_op": [0] * 3, "only_saved_from": [-1] * 3})  # fmt: skip
+    storages = type(trace.storages)(**{f: [column[i] for i in keep] for f in trace.storages.__struct_fields__ if (column := getattr(trace.storages, f))} | {"death_op": [0] * 3, "only_saved_from": [-1] * 3})  # fmt: skip
     values = type(trace.values)(storage=[0, 1, 2], producer=[-1] * 3, output=[-1] * 3)
     return toy_trace(
         **empty, storages=storages, values=values, peak_bytes=3300, partial="it ran out of memory"
