@@ -174,6 +174,7 @@ def _tier(which: str) -> Found:
 
 
 EXAMPLES = ("char_gpt", "dcgan", "lstm", "resnet", "unet", "vit_amp")
+SECOND_DERIVATIVES = ("pinn", "forces", "maml")
 SMALL = (
     "resnet50 16 amp-fp16 sgd",
     "mobilenet_v2 16 bf16 sgd",
@@ -195,8 +196,10 @@ def script_of(name: str, *, steps: int = 12) -> list[str]:
 
         small = SMALL[f"{name}.py"] if dry() else []
         return [str(ROOT / "examples" / f"{name}.py"), "--steps", str(steps), *small]
-    model, batch, *rest = name.split()
     tiny = ["--tiny", "--device", "cpu"] if dry() else []
+    if name in SECOND_DERIVATIVES:
+        return ["-m", "benchmarks.gpu.second_derivatives", name, *tiny, "--steps", str(steps)]
+    model, batch, *rest = name.split()
     return ["-m", "benchmarks.gpu.train", model, "2" if dry() else batch, *rest, *tiny, "--steps", str(steps)]
 
 
@@ -335,7 +338,10 @@ def _jobs() -> list[Job]:
         Job(part, "calibrate", 60, calibrate),
         *(Job(part, f"tier {which}", 90, partial(tier, which)) for which in ("host", "disk")),
         Job(part, "out of memory", 150, out_of_memory, words=lambda f: json.dumps(f)[:4000]),
-        *(Job(part, f"plans {name}", 400, partial(plans, name), words=plan_words) for name in EXAMPLES),
+        *(
+            Job(part, f"plans {name}", 400, partial(plans, name), words=plan_words)
+            for name in (*EXAMPLES, *SECOND_DERIVATIVES)
+        ),
         *(Job(part, f"replays {dtype}", 300, partial(replays.replays, dtype)) for dtype in replays.DTYPES),
         Job(part, "cudnn attention", 60, replays.attention, words=replays.attention_words),
         *(Job(part, f"plans {name}", 400, partial(plans, name), words=plan_words) for name in SMALL),
