@@ -19,6 +19,7 @@ from torch import Tensor
 
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.carried_out import Account
+from memopt.enforcers.changing_parameters import ChangingParameters
 from memopt.enforcers.codecs.premises import Call, describe_call
 from memopt.enforcers.flat_call import CallForm, flatten_call
 from memopt.enforcers.guarding.makers import Makers
@@ -85,6 +86,7 @@ class Engine(modes.Mode):
         self._thread = frames.thread
         self._regions = frames.regions
         self.values = Values(frames.thread)
+        self.changing = ChangingParameters(iterations, self.values, lambda: modes.is_on(self))
         self._regions.will_rewrite = self.values.will_be_rewritten
         self._regions.rewrote = self.values.rewritten_unseen
         frames.resizes.told = self.values.will_be_resized
@@ -102,9 +104,6 @@ class Engine(modes.Mode):
         self._unsettled: list[Planned] = []
         self._later: dict[int, list[weakref.ref[Planned]]] = {}
         """By action: what leaves after a later op than the one that saves it."""
-        self._stepping: weakref.ref[torch.optim.Optimizer] | None = None
-        self._sees_writes = False
-        """An optimizer has begun its step that will call backward in it, and has not yet: what it writes is looked at."""
         self._called: Call | None = None
         """The last call, where its outputs may be compressed."""
         self.active = True
@@ -170,7 +169,7 @@ class Engine(modes.Mode):
         """Watch every op again."""
         if self.weights is not None:
             self.weights.python_reads.end()
-        self._asked_in_step()
+        self.changing.backward_ended()
         self.enter()
 
     def stop(self) -> None:
@@ -195,7 +194,8 @@ class Engine(modes.Mode):
         if not self.active:
             return run(*args, **kwargs)
         if iterations.in_step and not torch.is_grad_enabled():
-            return self._in_step(func, run, args, kwargs) if self._sees_writes else run(*args, **kwargs)
+            changing = self.changing
+            return changing.run(func, run, args, kwargs) if changing.sees_writes else run(*args, **kwargs)
         if self._regions.compiling or not self._thread.is_here:
             return run(*args, **kwargs)
         if not plain:
@@ -243,35 +243,6 @@ class Engine(modes.Mode):
             return in_place(func)(*args, **kwargs)  # as autograd does where no mode watches
         out = run(*args, **kwargs)
         self._makers.made(out)
-        return out
-
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        """What is to be made from its parameters as they are now is made now; where its step calls backward first, when it has."""
-        if self._sees_writes:  # in another one's step
-            self._asked_in_step()
-        asks = optimizer in self._iterations.asking and not self._iterations.step_has_closure
-        if asks and modes.is_on(self):
-            self._sees_writes = True
-            self._stepping = weakref.ref(optimizer)
-        else:
-            self._parameters_change(optimizer)
-
-    def _parameters_change(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups if self.values.holds_sources else ():
-            for parameter in group["params"]:
-                self.values.will_be_rewritten(parameter)
-
-    def _asked_in_step(self) -> None:
-        """A backward call has ended in an optimizer's step, which may go on with kernels that no mode sees."""
-        stepping = self._stepping() if self._stepping is not None else None
-        if self._sees_writes and self._iterations.in_step and stepping is not None:
-            self._sees_writes = False
-            self._parameters_change(stepping)
-
-    def _in_step(self, func: Any, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        written = self.values.about_to_write(kind_of(func), args, kwargs, None)
-        out = run(*args, **kwargs)
-        self.values.overwritten(written)
         return out
 
     def _let_go_now(self, actions: list[int]) -> None:
@@ -497,7 +468,7 @@ class Engine(modes.Mode):
         """Forget what ended with the iteration."""
         self.account.done.clear()
         self._later.clear()
-        self._stepping, self._sees_writes = None, False
+        self.changing.new_iteration()
         self._makers.forget()
         self._letting_go.new_iteration()
         self._streams.new_iteration()

@@ -421,7 +421,7 @@ class ApplySession:
         if self._also is not None:
             self._also.step_begins(optimizer)
         if self._engine is not None:
-            self._engine.step_begins(optimizer)
+            self._engine.changing.step_begins(optimizer)
         if self._steps is not None:
             self._steps.step_begins(optimizer)
 
