@@ -55,6 +55,9 @@ _NOT_REPLAYABLE = {
 """Ops whose result depends on more than their inputs' values, that need not give the same bits twice, or that move memory."""
 
 
+_GATHERS = {"aten::index", "aten::masked_select"}
+"""Of a mask they take as many elements as it has ones, which a second run finds again. (Of indices, torch tags `index` all the same.)"""
+
 _OTHER_BITS_ON_A_GPU = {
     f"aten::{name}" for name in (
         "nll_loss2d_forward", "kthvalue", "median", "nanmedian", "mode", "index_put", "_unsafe_index_put",
@@ -134,7 +137,7 @@ def kind_of(func: OpOverload) -> OpKind:
         replayable=own
         and packet not in _NOT_REPLAYABLE
         and torch.Tag.data_dependent_output not in func.tags
-        and torch.Tag.dynamic_output_shape not in func.tags
+        and (torch.Tag.dynamic_output_shape not in func.tags or packet in _GATHERS)
         and bool(schema.returns),
         statistics=_RUNNING_STATISTICS.get(packet),
         unread=_UNREAD_STATISTICS.get(packet),

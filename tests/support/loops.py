@@ -549,6 +549,23 @@ def clamped_in_place(steps: int) -> list[str]:
     )
 
 
+def gathers(steps: int) -> list[str]:
+    """Messages along the edges of a graph, gathered by index, and rows chosen by a mask of another size in each step."""
+    node, edge = nn.Linear(16, 64), nn.Linear(64, 64)
+    out = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
+    model = nn.ModuleList([node, edge, out])
+
+    def loss(_: nn.Module, x: Tensor) -> Tensor:
+        one, other = torch.randint(0, 40, (2, 300))
+        x = torch.tanh(node(x))
+        message = torch.tanh(edge(x)[other]) * x[one]
+        x = x + torch.zeros_like(x).index_add(0, one, message)
+        chosen = torch.rand(40) < 0.7
+        return F.cross_entropy(out(x[chosen] * 0.5), torch.arange(int(chosen.sum())) % 4)
+
+    return _train(model, lambda: torch.randn(40, 16), loss, steps)
+
+
 def tangents(steps: int) -> list[str]:
     """A loss on a directional derivative: the tangent of a weight is zeros whose bytes are never allocated."""
     model = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 16), nn.SiLU(), nn.Linear(16, 8))
@@ -621,5 +638,5 @@ LOOPS = [
     gradient_penalty, checkpointed, custom_function, two_optimizers, lbfgs, without_optimizer, lengths_that_change,
     evaluation_between, odd_ops, written_by_slices, recurrent, pools_and_pads, frozen_backbone, thawing_backbone,
     moving_threshold, functional_transforms, updates_in_backward_hooks,
-    optimizers_in_backward, observations_in_one_buffer, kernels_that_no_mode_sees, jagged, clamped_in_place,
+    optimizers_in_backward, observations_in_one_buffer, kernels_that_no_mode_sees, jagged, clamped_in_place, gathers,
 ]  # fmt: skip
