@@ -143,11 +143,11 @@ class Engine(modes.Mode):
             modes.leave(self.standby.guard)
 
     def backward_begins(
-        self, roots: tuple[Tensor, ...], *, another_watches: bool, goes_on: bool = False
+        self, roots: tuple[Tensor, ...], *, another_watches: bool, makes_graph: bool = False
     ) -> None:
-        """Stop watching, unless weights are away of which no other mode tells that they are read, or it `goes_on` as forward does, making a
-        graph of its own; where the mode stays on, formulas below `roots` that look for one find none of memopt's."""
-        if goes_on:
+        """Stop watching, unless weights are away of which no other mode tells that they are read, or the call `makes_graph`, and is forward to
+        the next one; where the mode stays on, formulas below `roots` that look for one find none of memopt's."""
+        if makes_graph:
             self.values.gradients_begin()
         else:
             self.values.gradients_end()

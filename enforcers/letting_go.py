@@ -164,7 +164,7 @@ class LettingGo:
         """The tensor, made again, read back or decoded."""
         guard = DisableTorchDispatch()  # making a tensor of bytes is nothing for a mode that watches backward
         try:
-            return self._saved_again(handle) if self._values.goes_on else self._restored(handle)
+            return self._saved_again(handle) if self._values.makes_graph else self._restored(handle)
         finally:
             del guard
 

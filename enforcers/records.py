@@ -226,7 +226,7 @@ class Record:
         return any(isinstance(each, Pinned) and each.address == address for each in self.args)
 
     def sources(self) -> list[Value]:
-        """The values that it reads, those made first first: the judge walks in this order, too."""
+        """The values that it reads, in the order in which they were made: the simulator walks in this order, too."""
         found = [argument.value for argument in self.args if type(argument) is View]
         return sorted(found, key=_number_of) if len(found) > 1 else found
 

@@ -400,7 +400,7 @@ class ApplySession:
             if self._swapper is not None and self._plan.device.kind == "cpu" and not create_graph:
                 self._swapper.wait_for_all()
         over = self._over_gradients if not create_graph and not self._engine.capturing.now() else None
-        self._engine.backward_begins(roots, another_watches=over is not None, goes_on=create_graph)
+        self._engine.backward_begins(roots, another_watches=over is not None, makes_graph=create_graph)
         self._frames.paused = True
         if over is not None:
             over.backward_begins(roots, self.standby.guard if self.standby is not None else None)

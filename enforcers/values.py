@@ -68,9 +68,9 @@ class Values:
         return bool(self._pins)
 
     @property
-    def goes_on(self) -> bool:
+    def makes_graph(self) -> bool:
         """Does a backward call run that makes a graph of its own?"""
-        return self._thread.autograd_goes_on
+        return self._thread.backward_makes_graph
 
     def freeze(self, tensor: Tensor) -> View | Pinned:
         """What a record holds of an argument, a strided one: a view of a value that can be made again, or the tensor itself."""

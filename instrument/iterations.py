@@ -109,7 +109,7 @@ class Iterations:
     def in_backward(self) -> bool:
         """Not in a call that makes a graph of its own (`create_graph`): what that computes and saves is forward to the backward call that
         goes through it."""
-        return self._depth > 0 and not self._thread.autograd_goes_on
+        return self._depth > 0 and not self._thread.backward_makes_graph
 
     @property
     def chosen(self) -> torch.optim.Optimizer | None:
@@ -201,7 +201,7 @@ class Iterations:
         tensors = tuple(root for root in roots if isinstance(root, torch.Tensor))
         keep_graph = bool(args[1]) if len(args) > 1 else False
         create_graph = bool(args[2]) if len(args) > 2 else False
-        self._thread.autograd_goes_on = create_graph
+        self._thread.backward_makes_graph = create_graph
         stepping = self.stepping() if self.stepping is not None and self.in_step else None
         if stepping is not None and not self.step_has_closure:
             self.asking.add(stepping)
@@ -211,7 +211,7 @@ class Iterations:
         self._depth -= 1
         if self._depth > 0:
             return
-        self._thread.autograd_goes_on = False
+        self._thread.backward_makes_graph = False
         self._listener.backward_ended()
         stepped_inside, self._stepped_inside = self._stepped_inside, False
         if self._chosen is not None or self._steps_open:

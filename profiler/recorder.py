@@ -223,7 +223,7 @@ class Recorder(modes.Mode):
     @property
     def _makes_graph(self) -> bool:
         """Does a backward call run that makes a graph of its own (`create_graph`)? To the next one it is forward."""
-        return self._frames.thread.autograd_goes_on
+        return self._frames.thread.backward_makes_graph
 
     def _numbered(self, number: int, *, elsewhere: bool | None = None) -> int:
         """Autograd numbers nodes in each thread by itself: those of its own threads are negative here. `elsewhere`: is it of one? Else asked."""

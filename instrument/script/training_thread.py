@@ -18,13 +18,13 @@ class TrainingThread:
         self._thread = threading.current_thread()
         self._trains = False
         self._ends = threading.local()
-        self.autograd_goes_on = False
-        """It waits for a backward call that makes a graph of its own: autograd's thread of a GPU runs what it would, were it a CPU."""
+        self.backward_makes_graph = False
+        """It waits for a backward call that makes a graph of its own (`create_graph`). On a GPU autograd's thread runs that, and is meant by `is_here`."""
 
     @property
     def is_here(self) -> bool:
         return threading.get_ident() == self.ident or (
-            self.autograd_goes_on and isinstance(threading.current_thread(), threading._DummyThread)
+            self.backward_makes_graph and isinstance(threading.current_thread(), threading._DummyThread)
         )
 
     def taken_here(self) -> bool:

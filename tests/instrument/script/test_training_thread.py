@@ -88,7 +88,7 @@ def test_autograds_threads_go_on_for_it_while_backward_makes_a_graph() -> None:
         done.set()
 
     for goes_on in (False, True):
-        thread.autograd_goes_on = goes_on
+        thread.backward_makes_graph = goes_on
         for start in (lambda done: _thread.start_new_thread(look, (done,)), lambda done: threading.Thread(target=look, args=(done,)).start()):  # fmt: skip
             start(done := threading.Event())
             assert done.wait(20)
