@@ -268,11 +268,16 @@ class Search:
             trial = self.judge(_without(plan, storage))
             if self.fits(trial) and trial.cost_ms <= plan.cost_ms:
                 plan = trial
-            elif plan.decisions[storage].again or plan.decisions[storage].each:
+            elif self._may_be_held(storage, plan.decisions[storage]):
                 trial = self.judge({**plan.decisions, storage: RECOMPUTE})
                 if self.fits(trial) and trial.cost_ms <= plan.cost_ms:
                     plan = trial
         return plan
+
+    def _may_be_held(self, storage: int, decision: Decision) -> bool:
+        """Is it made again for each, and could it be made once for all?"""
+        may = any(self.moves[index][1] == RECOMPUTE for index in self.of_storage[storage])
+        return decision.again or (decision.each and may)
 
     def exchange(self, plan: Plan) -> Plan:
         """`plan` with each decision replaced by another option for the same storage where that is cheaper and fits."""
