@@ -40,7 +40,9 @@ def refusal(reached: Reached, budget_bytes: int, who: str = "") -> BudgetInfeasi
     plain = not reached.decisions and not reached.problem.is_of_another_run
     found_by = (f"this is the best that {who} finds; --strategy auto may find more",) if who else ()
     if plain:
-        found_by = (f"that is the run as it is: no plan {f'of {who} ' if who else ''}was found that lowers it",)
+        found_by = (
+            f"that is the run as it is: no plan {f'of {who} ' if who else ''}was found that lowers it",
+        )
     lines = (*found_by, hold.held_by(), *([moved] if (moved := hold.moved_by()) else []))
     return BudgetInfeasible(
         budget_bytes, reached.peak_bytes, lines, try_=enough(reached.peak_bytes), reached=reached
