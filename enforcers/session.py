@@ -427,10 +427,8 @@ class ApplySession:
 
     def _will_change(self, parameter: torch.Tensor) -> None:
         """What is to be made from the parameter as it is now is made now."""
-        from memopt.instrument.ops import is_plain
-
-        if self._engine is not None and self._engine.values.holds_sources and is_plain(parameter):
-            self._engine.values.source_changes(parameter.untyped_storage()._cdata)
+        if self._engine is not None and self._engine.values.holds_sources:
+            self._engine.values.will_be_rewritten(parameter)
 
     def _gradient_is_whole(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
         if self._also is not None:

@@ -195,7 +195,7 @@ class Recorder(modes.Mode):
         if phase == BACKWARD:
             module, forward_op = self._backward_place(module, op)
         else:
-            self._node_ops.setdefault(self._numbered(sequence_nr() - 1), op)
+            self._node_ops.setdefault(self._numbered(sequence_nr() - 1, elsewhere=self._is_elsewhere), op)
             if self._makes_graph:
                 forward_op = self._backward_place(module, op)[1]
         tensors = tensors_in((*args, *kwargs.values()) if kwargs else args)
@@ -225,10 +225,14 @@ class Recorder(modes.Mode):
         """Does a backward call run that makes a graph of its own (`create_graph`)? To the next one it is forward."""
         return self._frames.thread.backward_makes_graph
 
-    def _numbered(self, number: int, *, elsewhere: bool | None = None) -> int:
-        """Autograd numbers nodes in each thread by itself: those of its own threads are negative here. `elsewhere`: is it of one? Else asked."""
-        if elsewhere is None:
-            elsewhere = self._makes_graph and get_ident() != self._frames.thread.ident
+    @property
+    def _is_elsewhere(self) -> bool:
+        """Does a thread of autograd's own run such a call?"""
+        return self._makes_graph and get_ident() != self._frames.thread.ident
+
+    @staticmethod
+    def _numbered(number: int, *, elsewhere: bool) -> int:
+        """Autograd numbers nodes in each thread by itself: those that were made `elsewhere` are negative here."""
         return ~number if elsewhere else number
 
     def _phase(self) -> int:
@@ -295,7 +299,7 @@ class Recorder(modes.Mode):
         if self._iterations.in_backward or number < 0:
             handle.row = -1
             return handle
-        if self._makes_graph and get_ident() != self._frames.thread.ident:
+        if self._is_elsewhere:
             self._elsewhere.add(handle.row)
         storage = tensor.untyped_storage()
         self.slots.append(

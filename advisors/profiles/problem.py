@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +21,7 @@ from memopt.estimators.simulator.decision import (
 )
 from memopt.estimators.simulator.gradients_in_place import InPlace
 from memopt.estimators.simulator.in_pieces import Pieces
+from memopt.estimators.simulator.saved import Absence
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import Ints, Saved, TraceView
 from memopt.estimators.simulator.weights_streamed import Streamed
@@ -105,16 +106,18 @@ class Candidate:
     @property
     def absences(self) -> list[slice]:
         """That, and where it need not be there once more: a weight, in each of the iteration's backward calls."""
-        return [slice(each.gone_after + 1, each.first_use) for each in self.saved.absences]
+        return _slices(self.saved.absences)
 
     def away_by(self, option: Decision) -> list[slice]:
         """Ops during which it need not be on the device under `option`."""
-        if option.each:
-            return [slice(part.gone_after + 1, part.first_use) for part in self.saved.parts]
-        return self.absences
+        return _slices(self.saved.parts) if option.each else self.absences
 
     def option(self, kind: str) -> Decision | None:
         return next((option for option in self.options if option.kind == kind), None)
+
+
+def _slices(absences: Iterable[Absence]) -> list[slice]:
+    return [slice(each.gone_after + 1, each.first_use) for each in absences]
 
 
 class Problem:

@@ -276,8 +276,7 @@ class Search:
 
     def _may_be_held(self, storage: int, decision: Decision) -> bool:
         """Is it made again for each, and could it be made once for all?"""
-        may = any(self.moves[index][1] == RECOMPUTE for index in self.of_storage[storage])
-        return decision.again or (decision.each and may)
+        return decision.again or (decision.each and RECOMPUTE in self.problem.candidates[storage].options)
 
     def exchange(self, plan: Plan) -> Plan:
         """`plan` with each decision replaced by another option for the same storage where that is cheaper and fits."""

@@ -85,17 +85,15 @@ class Replays:
             key=lambda saved: (saved.first_use, saved.order, saved.storage),
         )
         """In the order in which backward asks; what may be made early, at that moment too."""
-        self.place: dict[int, int] = {}
-        self.early_place: dict[int, int] = {}
+        self.places: dict[int, list[int]] = {}
+        """Storage -> the moment at which it is asked for."""
+        self.early_places: dict[int, list[int]] = {}
         self.part_places: dict[int, list[int]] = {}
         """Of what may be made again for each that asks: all the moments, in order."""
         for place, saved in enumerate(self.asked):
-            if saved.held_until >= 0:
-                self.part_places.setdefault(saved.storage, []).append(place)
-            elif saved is view.early.get(saved.storage):
-                self.early_place[saved.storage] = place
-            else:
-                self.place[saved.storage] = place
+            places = self.early_places if saved is view.early.get(saved.storage) else self.places
+            places = self.part_places if saved.held_until >= 0 else places
+            places.setdefault(saved.storage, []).append(place)
         self._walks: dict[tuple[int, int, int], list[_Walk]] = defaultdict(list)
         """By the storage, the op before which it is asked for, and that until which it is held then, where it goes again."""
         self._size: list[int] = view.size.tolist()
@@ -121,10 +119,10 @@ class Replays:
 
     def places_of(self, storage: int, decision: Decision | None) -> list[int]:
         """Where in `asked` it is asked for, as it is decided, in order."""
-        place = self.place[storage]
-        if decision is not None and decision.each:
-            return self.part_places.get(storage, [place])
-        return [self.early_place.get(storage, place) if decision is not None and decision.early else place]
+        if decision is None or not (decision.early or decision.each):
+            return self.places[storage]
+        others = self.early_places if decision.early else self.part_places
+        return others.get(storage, self.places[storage])
 
     def replay(self, target: Saved, standing: Standing) -> Found:
         """What happens when `target` is asked for."""
@@ -284,14 +282,14 @@ class Replays:
                     total += held[storage]
             for value in view.reads[op]:
                 storage = view.value_storage[value]
-                made = storage in stays or (storage in self.place and standing(storage) & MADE)
+                made = storage in stays or (storage in self.places and standing(storage) & MADE)
                 if last_read[storage] == op and storage in held and not made:
                     total -= held.pop(storage)
         return most, list(stays.values())
 
     def _waits(self, storage: int, value: int, target: Saved, standing: Standing) -> bool:
         """Is this value a storage to be made again that somebody will still ask for?"""
-        stands = standing(storage) if storage in self.place else 0
+        stands = standing(storage) if storage in self.places else 0
         if not stands & ASKED or stands & MADE or (stands & AGAIN and storage != target.storage):
             return False
         saved, use = target if storage == target.storage else self.view.saved[storage], target.first_use

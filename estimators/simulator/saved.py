@@ -14,12 +14,9 @@ class Absence:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Part(Absence):
     """One of several times at which a storage may be away."""
 
-    gone_after: int
-    first_use: int
-    """As in `Saved`."""
     until: int
     """Once it is back, it stays until this op has run."""
 

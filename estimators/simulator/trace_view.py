@@ -200,7 +200,7 @@ class TraceView:
         slots = self.trace.slots
         uses = sorted(op for slot in rows for op in slots.unpacks.row(slot))
         values = {slots.value[slot] for slot in rows}
-        acted = min(slots.packed_before[slot] - slots.is_output(slot) for slot in rows)
+        acted = min(map(self._saved_by, rows))
         packed = min(slots.packed_before[slot] for slot in rows)
         held_until = self.trace.storages.only_saved_from[storage]
         never_free = self.n
@@ -231,6 +231,11 @@ class TraceView:
             parts=self._parts(storage, rows),
         )
 
+    def _saved_by(self, slot: int) -> int:
+        """The op that saves it: it reads what it saves, or has made it."""
+        slots = self.trace.slots
+        return slots.packed_before[slot] - slots.is_output(slot)
+
     def _parts(self, storage: int, rows: list[int]) -> tuple[Part, ...]:
         """The times between those that ask for it, and between these and the next that saves it, where graphs are kept and there is a long one
         after the first."""
@@ -240,7 +245,7 @@ class TraceView:
         before = storages.left_before.row(storage) if storages.left_before is not None else []
         left = sorted({*before, storages.only_saved_from[storage]} - {-1})
         uses = sorted({op for slot in rows for op in slots.unpacks.row(slot) if op < self.n})
-        packs = sorted(slots.packed_before[slot] - slots.is_output(slot) for slot in rows)
+        packs = sorted(map(self._saved_by, rows))
         found: list[Part] = []
         for begin, following in zip(left, [*left[1:], self.n], strict=False):
             saved_again = next((op for op in packs if op > begin), self.n)
@@ -271,7 +276,7 @@ class TraceView:
         if not self.trace.facts.get("create_graph", 0) or not uses:
             return -1
         slots = self.trace.slots
-        last = max(slots.packed_before[slot] - slots.is_output(slot) for slot in rows)
+        last = max(map(self._saved_by, rows))
         asked = {self.node_end[op] for op in uses if op < self.n and self.phase[op] == _FORWARD}
         longest, found = (False, 0.0), -1
         for op in sorted(asked | {last}):
