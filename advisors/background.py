@@ -86,11 +86,10 @@ class Background:
         allow: tuple[str, ...] = (),
         deny: tuple[str, ...] = (),
         time_limit_s: float | None = None,
-        waits: bool = False,
         grown: float = 1.0,
     ) -> None:
-        """Plan for the profile `trace` and write the plan to `output`, and where the script `waits`, a first one soon; where that meets the
-        budget, for an iteration that saves `grown` times as much.
+        """Plan for the profile `trace` and write the plan to `output`, a first one soon, as the script waits; where that meets the budget, for
+        an iteration that saves `grown` times as much.
 
         Raises `OSError` where the process that was started is gone and no other can be."""
         self._output = output
@@ -104,7 +103,6 @@ class Background:
             "allow": allow,
             "deny": deny,
             "time_limit_s": time_limit_s,
-            "waits": waits,
             "grown": grown,
         }
         words = json.dumps(order).encode()
@@ -189,13 +187,11 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     from memopt.advisors.profiles.problem import usual_limit_s
     from memopt.trace import load_trace
 
-    if not order["waits"]:
-        _step_back()
     trace = load_trace(Path(order["trace"]))
     limit_s = float(order["time_limit_s"] or usual_limit_s(trace.op_count))
     least, most = _FIRST_S
     least = max(least, _FIRST_S_AN_OP * trace.op_count)
-    first_s = min(limit_s, most, max(least, trace.step_ms / 1000)) if order["waits"] else limit_s
+    first_s = min(limit_s, most, max(least, trace.step_ms / 1000))
     recorded, budget, began = _adviser(trace, order), order["budget"], time.monotonic()
     for adviser in _largest_first(recorded, float(order.get("grown", 1.0))):
         first = _search(adviser, budget, first_s, soon=first_s < limit_s)

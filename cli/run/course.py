@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -48,8 +47,6 @@ class Course:
     enforced_after: int | None = None
     """Iterations that had ended when the plan took effect."""
     planning_ms: float = 0.0
-    waited_ms: float = 0.0
-    """Of it, while the script waited."""
     better_after: int | None = None
     """Iterations that had ended when a better plan took over from the first."""
     first_peak_bytes: int = 0
@@ -59,8 +56,6 @@ class Course:
     """Between iterations: what starting and ending the phases took."""
     times_ms: dict[int, float] = field(default_factory=dict)
     """Iteration -> how long it took."""
-    plain: list[int] = field(default_factory=list)
-    """Iterations that nobody watched."""
     guards: list[Guard] = field(default_factory=list)
     """Those that have watched, one after the other."""
     online: bool = False
@@ -69,17 +64,11 @@ class Course:
     """How many times as many elements as the recorded iteration the largest one under the plan saved."""
 
     @property
-    def plain_ms(self) -> float | None:
-        """Median of the plain iterations, the first left out."""
-        times = [self.times_ms[each] for each in self.plain if each > 1]
-        return median(times) if times else None
-
-    @property
     def extra_ms(self) -> float:
-        """What recording and changing phases took beyond plain steps."""
-        plain = self.plain_ms
-        if plain is None:
+        """What recording, waiting and changing phases took beyond plain steps."""
+        if self.plan is None:
             return self.spent_ms
+        plain = self.plan.plain_step_ms
         return self.spent_ms + sum(max(0.0, self.times_ms[n] - plain) for n in self.recorded if n > 1)
 
 
@@ -105,9 +94,8 @@ def facts(course: Course) -> dict[str, Any]:
         "enforced_after": course.enforced_after,
         "better_after": course.better_after,
         "planning_ms": course.planning_ms,
-        "waited_ms": course.waited_ms,
         "extra_ms": course.extra_ms,
         "spent_ms": course.spent_ms,
-        "plain_step_ms": course.plain_ms,
+        "plain_step_ms": course.plan.plain_step_ms if course.plan is not None else None,
         "times_ms": [course.times_ms[each] for each in sorted(course.times_ms)],
     }

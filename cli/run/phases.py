@@ -41,15 +41,11 @@ log = logging.getLogger(__name__)
 
 _NEAR = 0.9
 """Of the budget: a first iteration that came so near is recorded with its saved tensors out of the way."""
-_MAY_GROW = 0.6
-"""Of the budget: a recorded peak from which the next iterations may come to it."""
 _MOST_WAIT_S = 10.0
 """For the first plan. A second or two are usual; a guarded step costs more than a planned one, and the planner has the processor for itself."""
 _PIECE_BYTES = 2 << 20
 _WHOLE_FROM_BYTES = 64 << 10
 """Under the guard smaller tensors of optimizer state stay, where the step is not taken in pieces."""
-_LEAST_PLAIN = 3
-"""Plain iterations whose median is better known than what the recording saw."""
 
 
 class Phases:
@@ -175,7 +171,7 @@ class Phases:
         self._trace = self._trace or trace
 
     def _plan(self, count: int) -> None:
-        """The recording is whole: wait for a plan a while, or look for it while the script goes on."""
+        """The recording is whole: wait for a plan a while, then look for it while the script goes on guarded."""
         trace, profile, course = self._trace, self._profile, self.course
         assert trace is not None
         assert profile is not None
@@ -183,18 +179,11 @@ class Phases:
         self._session = None
         budget = know_budget(course, trace)
         assert course.budget_bytes is not None
-        waits = self._is_near() or trace.peak_bytes > _MAY_GROW * course.budget_bytes
-        self._tell(f"recorded iteration {self._base + trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script {'waits' if waits else 'goes on'}")  # fmt: skip
+        self._tell(f"recorded iteration {self._base + trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script waits")  # fmt: skip
         background = self._background or Background()
         saved_before = [each for guard in course.guards for each in guard.saved_before]
-        self._planning = Planning(
-            background, trace, budget, self._wishes, self._cache, waits=waits, saved_before=saved_before
-        )
-        if not waits:
-            return
-        found = self._planning.has_news(_MOST_WAIT_S)
-        course.waited_ms = self._planning.ms
-        if found:
+        self._planning = Planning(background, trace, budget, self._wishes, self._cache, saved_before)
+        if self._planning.has_news(_MOST_WAIT_S):
             self._planned(self._planning, count)
         else:
             self._watch_over()
@@ -203,7 +192,7 @@ class Phases:
         """There is a first plan: it takes effect."""
         course = self.course
         course.planning_ms = planning.ms
-        plan = planning.first(course.plain_ms if len(course.plain) >= _LEAST_PLAIN else None)
+        plan = planning.plan()
         self._end_watch()
         self._base = count
         self._enforce(plan)
@@ -307,7 +296,6 @@ class Phases:
             session.iteration_ended(count if session is self._apply else count - self._base, milliseconds)
         elif self._loop is not None:
             self._loop.frames.new_iteration()
-            course.plain.append(count)
         if session is self._profile and session is not None:
             course.recorded.append(count)
         if session is not self._apply or session is None:

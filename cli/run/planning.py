@@ -29,12 +29,9 @@ class Planning:
         budget: str,
         wishes: Wishes,
         cache: Cache,
-        *,
-        waits: bool,
-        saved_before: Sequence[tuple[int, int]] = (),
+        saved_before: Sequence[tuple[int, int]],
     ) -> None:
-        """The script `waits` for the first plan, or goes on until it is found. `saved_before`: how many tensors, and elements, autograd saved in
-        iterations before the recorded one."""
+        """`saved_before`: how many tensors, and elements, autograd saved in iterations before the recorded one."""
         trace.save(cache.trace_path)
         self._cache = cache
         self._began = time.perf_counter()
@@ -46,7 +43,6 @@ class Planning:
             allow=wishes.allow,
             deny=wishes.deny,
             time_limit_s=wishes.time_limit_s,
-            waits=waits,
             grown=max(trace.facts.get(MAY_GROW, 100) / 100, _may_grow(trace, saved_before), cache.growth()),
         )
 
@@ -63,15 +59,9 @@ class Planning:
         """Is there a plan, or word that there is none, that nobody has asked for, or within `wait_s` seconds?"""
         return not self.is_over and self._background.has_news(wait_s)
 
-    def first(self, plain_ms: float | None) -> Plan:
-        """The plan that was found, with the steps of the script as it ran meanwhile. Raises `MemoptError` where there is none."""
-        plan = self._background.plan()
-        if plain_ms is None:
-            return plan
-        predicted_ms = max(0.0, plan.predicted_step_ms + plain_ms - plan.plain_step_ms)
-        plan = msgspec.structs.replace(plan, plain_step_ms=plain_ms, predicted_step_ms=predicted_ms)
-        plan.save(self._cache.plan_path)
-        return plan
+    def plan(self) -> Plan:
+        """The plan that was found first. Raises `MemoptError` where there is none."""
+        return self._background.plan()
 
     def better_than(self, first: Plan) -> Plan | None:
         """The plan that the search came to, where it is worth to take over."""

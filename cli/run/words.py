@@ -149,11 +149,7 @@ def _cost(course: Course, plan: Plan, outcome: Outcome) -> str:
         parts.append(f"enforced after {course.enforced_after} of {course.iterations} iterations")
         if course.better_after is not None:
             parts.append(f"under a better plan after {course.better_after}")
-        extra, planning = format_ms(course.extra_ms), format_ms(course.planning_ms)
-        if course.waited_ms:
-            parts.append(f"recording and waiting for the plan took {extra} more than plain steps")
-        else:
-            parts.append(
-                f"recording took {extra} more than plain steps, planning {planning} beside the script"
-            )
+        parts.append(
+            f"recording and waiting for the plan took {format_ms(course.extra_ms)} more than plain steps"
+        )
     return ", ".join(parts)

@@ -38,7 +38,7 @@ def test_a_script_that_waits_gets_a_plan_and_later_one_that_is_not_worse(
 ) -> None:
     output = tmp_path / "plan.json"
     planner = Background()
-    planner.look_for(trace_path, "60%", output, time_limit_s=1.0, waits=True)
+    planner.look_for(trace_path, "60%", output, time_limit_s=1.0)
     assert planner.has_news(WAIT_S)
     first = planner.plan()
     assert not planner.is_over
@@ -50,18 +50,10 @@ def test_a_script_that_waits_gets_a_plan_and_later_one_that_is_not_worse(
     assert load_plan(output) == last
 
 
-def test_a_script_that_goes_on_gets_one_plan(trace_path: Path, tmp_path: Path) -> None:
-    planner = Background()
-    planner.look_for(trace_path, "60%", tmp_path / "plan.json", time_limit_s=2.0)
-    assert planner.has_news(WAIT_S)
-    assert planner.plan().actions
-    assert planner.is_over
-
-
 def test_a_plan_that_was_taken_away_is_not_written_again(trace_path: Path, tmp_path: Path) -> None:
     output = tmp_path / "plan.json"
     planner = Background()
-    planner.look_for(trace_path, "60%", output, time_limit_s=1.0, waits=True)
+    planner.look_for(trace_path, "60%", output, time_limit_s=1.0)
     assert planner.has_news(WAIT_S)
     planner.plan()
     output.unlink()
@@ -73,7 +65,7 @@ def test_a_plan_that_was_taken_away_is_not_written_again(trace_path: Path, tmp_p
 
 def test_why_there_is_no_plan_is_told(tmp_path: Path) -> None:
     planner = Background()
-    planner.look_for(tmp_path / "none.json.gz", "60%", tmp_path / "plan.json", waits=True)
+    planner.look_for(tmp_path / "none.json.gz", "60%", tmp_path / "plan.json")
     assert planner.has_news(WAIT_S)
     with pytest.raises(RunFailed, match=r"none\.json\.gz"):
         planner.plan()
@@ -117,7 +109,7 @@ def test_an_order_that_nobody_reads_does_not_end_a_script_that_dies_of_sigpipe()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-ORDER: dict[str, Any] = {"budget": "20MiB", "allow": (), "deny": (), "time_limit_s": 60.0, "waits": True}
+ORDER: dict[str, Any] = {"budget": "20MiB", "allow": (), "deny": (), "time_limit_s": 60.0}
 
 
 def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
@@ -195,7 +187,7 @@ def test_a_first_plan_that_is_much_too_slow_is_searched_for_longer_once(
 
 def test_nothing_is_waited_for_under_a_budget_that_no_plan_can_meet(trace_path: Path, tmp_path: Path) -> None:
     planner = Background()
-    planner.look_for(trace_path, "12%", tmp_path / "plan.json", time_limit_s=1.0, waits=True)
+    planner.look_for(trace_path, "12%", tmp_path / "plan.json", time_limit_s=1.0)
     assert planner.has_news(WAIT_S)
     first = planner.plan()
     assert not planner.is_over
