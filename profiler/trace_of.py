@@ -65,11 +65,7 @@ def trace_of(result: Result, partial: str, recordings: Recordings, run: Run) -> 
     from memopt.profiler.build import build_trace
     from memopt.profiler.timing.bandwidth import measure_device
 
-    recorder, kind = result.recorder, recordings.device or "cpu"
-    try:
-        device = measure_device(kind, run.wanted.swap_dir)
-    except RuntimeError as error:
-        device = Device(kind=kind, name=f"not measured: {error}"[:200])
+    recorder, device = result.recorder, Device(kind=recordings.device or "cpu")
     trace = build_trace(
         recorder,
         result.usage,
@@ -83,7 +79,11 @@ def trace_of(result: Result, partial: str, recordings: Recordings, run: Run) -> 
         facts=_facts(result, recordings, run),
         partial=partial,
     )
-    return msgspec.structs.replace(trace, updates=result.updates, frozen=result.frozen)
+    try:
+        device = measure_device(device.kind, run.wanted.swap_dir, trace.peak_bytes - trace.base_bytes)
+    except RuntimeError as error:
+        device = Device(kind=device.kind, name=f"not measured: {error}"[:200])
+    return msgspec.structs.replace(trace, device=device, updates=result.updates, frozen=result.frozen)
 
 
 def _step_ms(result: Result, recorded_ms: float, run: Run) -> float:

@@ -18,16 +18,19 @@ from memopt.instrument.memory.cuda_statistics import beside_allocator_bytes
 
 log = logging.getLogger(__name__)
 
-_COPY_BYTES = 64 * 2**20
-_SIZES_BYTES = (512 * 2**20, 64 * 2**20, 4 * 2**20)
-"""On an accelerator, the largest for which there is room: small copies measure the latency. A script that ran out of memory leaves little."""
+_SIZES_BYTES = (512 * 2**20, 64 * 2**20, 16 * 2**20, 4 * 2**20)
+"""The largest for which there is room: small copies measure the latency, or a cache. A script that ran out of memory leaves little."""
+_MOST_ON_CPU_BYTES = 64 * 2**20
 _DISK_BYTES = 48 * 2**20
 _CHUNK_BYTES = 4 * 2**20
 
 
-def measure_device(kind: str, swap_dir: Path) -> Device:
-    """What the device `kind` (`cpu`, `cuda`) and the swap directory do here; what cannot be measured is 0."""
+def measure_device(kind: str, swap_dir: Path, room_bytes: int | None = None) -> Device:
+    """What the device `kind` (`cpu`, `cuda`) and the swap directory do here; what cannot be measured is 0. The larger copies are made
+    only within `room_bytes` of the device's memory, such as the script itself takes at other times: its budget may end there."""
     out, in_ = measure_disk(swap_dir)
+    sizes_bytes = [each for each in _SIZES_BYTES[:-1] if room_bytes is None or 2 * each <= room_bytes]
+    sizes_bytes.append(_SIZES_BYTES[-1])
     if kind == "cpu":
         return Device(
             kind="cpu",
@@ -35,12 +38,14 @@ def measure_device(kind: str, swap_dir: Path) -> Device:
             memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             disk_out_bytes_per_s=out,
             disk_in_bytes_per_s=in_,
-            copy_bytes_per_s=_copy_rate(torch.device("cpu")),
+            copy_bytes_per_s=_copy_rate(
+                torch.device("cpu"), [each for each in sizes_bytes if each <= _MOST_ON_CPU_BYTES]
+            ),
             allocator="cpu",
         )
     index = torch.accelerator.current_device_index()
     device = torch.device(kind, index)
-    host_out, host_in = _host_rates(device)
+    host_out, host_in = _host_rates(device, sizes_bytes)
     return Device(
         kind=kind,
         name=torch.cuda.get_device_name(index) if kind == "cuda" else kind,
@@ -50,7 +55,7 @@ def measure_device(kind: str, swap_dir: Path) -> Device:
         host_in_bytes_per_s=host_in,
         disk_out_bytes_per_s=out,
         disk_in_bytes_per_s=in_,
-        copy_bytes_per_s=_copy_rate(device),
+        copy_bytes_per_s=_copy_rate(device, sizes_bytes),
         allocator=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "native")),
     )
 
@@ -93,16 +98,16 @@ def _time_file(name: str) -> tuple[float, float]:
     return _DISK_BYTES / (middle - begin), _DISK_BYTES / (end - middle)
 
 
-def _copy_rate(device: torch.device) -> float:
+def _copy_rate(device: torch.device, sizes_bytes: list[int]) -> float:
     def pair(size_bytes: int) -> Callable[[], object]:
         source = torch.ones(size_bytes // 4, device=device)
         target = torch.empty_like(source)
         return lambda: target.copy_(source, non_blocking=True)
 
-    return _rate(pair, device)
+    return _rate(pair, device, sizes_bytes)
 
 
-def _host_rates(device: torch.device) -> tuple[float, float]:
+def _host_rates(device: torch.device, sizes_bytes: list[int]) -> tuple[float, float]:
     def out(size_bytes: int) -> Callable[[], object]:
         here = torch.ones(size_bytes // 4, device=device)
         host = torch.empty(here.shape, pin_memory=True)
@@ -113,12 +118,12 @@ def _host_rates(device: torch.device) -> tuple[float, float]:
         here = torch.empty(host.shape, device=device)
         return lambda: here.copy_(host, non_blocking=True)
 
-    return _rate(out, device), _rate(back, device)
+    return _rate(out, device, sizes_bytes), _rate(back, device, sizes_bytes)
 
 
-def _rate(pair: Callable[[int], Callable[[], object]], device: torch.device) -> float:
+def _rate(pair: Callable[[int], Callable[[], object]], device: torch.device, sizes_bytes: list[int]) -> float:
     """Bytes per second of the largest copy that there is room for; 0 where there is none."""
-    for size_bytes in _SIZES_BYTES if device.type != "cpu" else (_COPY_BYTES,):
+    for size_bytes in sizes_bytes:
         try:
             copy = pair(size_bytes)
             copy()

@@ -22,7 +22,8 @@ from memopt.profiler.timing import bandwidth, clock
 from memopt.trace import CATEGORIES
 from tests.support.enforced import recorded
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
+SIZES = [512 * MIB, 64 * MIB, 4 * MIB]
 
 
 @pytest.fixture
@@ -48,8 +49,8 @@ def test_a_gpu_is_described_by_what_the_driver_and_the_copies_say(
 ) -> None:
     asked: list[torch.device] = []
     monkeypatch.setattr(bandwidth, "measure_disk", lambda folder: (1e9, 2e9))
-    monkeypatch.setattr(bandwidth, "_host_rates", lambda device: asked.append(device) or (50e9, 55e9))
-    monkeypatch.setattr(bandwidth, "_copy_rate", lambda device: asked.append(device) or 1.5e12)
+    monkeypatch.setattr(bandwidth, "_host_rates", lambda device, sizes: asked.append(device) or (50e9, 55e9))
+    monkeypatch.setattr(bandwidth, "_copy_rate", lambda device, sizes: asked.append(device) or 1.5e12)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(cuda_statistics, "process_bytes", lambda index: 4 * GIB if index == 1 else 0)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -78,15 +79,26 @@ def test_where_memory_has_run_out_a_smaller_copy_is_measured(gpu: SimpleNamespac
             raise torch.OutOfMemoryError("CUDA out of memory")
         return lambda: None
 
-    assert bandwidth._rate(pair, torch.device("cuda", 1)) > 0
+    assert bandwidth._rate(pair, torch.device("cuda", 1), SIZES) > 0
     assert tried == [512 * 2**20, 64 * 2**20]
 
     def never(size_bytes: int) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    assert bandwidth._rate(never, torch.device("cuda", 1)) == 0.0
+    assert bandwidth._rate(never, torch.device("cuda", 1), SIZES) == 0.0
     with pytest.raises(RuntimeError):
-        bandwidth._rate(never, torch.device("cpu"))
+        bandwidth._rate(never, torch.device("cpu"), SIZES)
+
+
+@pytest.mark.parametrize(
+    ("room_bytes", "largest"), [(None, 64 * MIB), (128 * MIB, 64 * MIB), (100 * MIB, 16 * MIB), (0, 4 * MIB)]
+)
+def test_copies_are_measured_within_the_memory_that_the_script_takes_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_bytes: int | None, largest: int
+) -> None:
+    monkeypatch.setattr(bandwidth, "measure_disk", lambda folder: (1e9, 2e9))
+    monkeypatch.setattr(bandwidth, "_rate", lambda pair, device, sizes_bytes: float(sizes_bytes[0]))
+    assert bandwidth.measure_device("cpu", tmp_path, room_bytes).copy_bytes_per_s == largest
 
 
 def test_a_profile_of_the_moment_names_the_gpu(gpu: SimpleNamespace) -> None:

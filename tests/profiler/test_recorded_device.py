@@ -26,7 +26,7 @@ def profiled(folder: Path, monkeypatch: pytest.MonkeyPatch, *, dies: bool, wante
     """A model that lies on the CPU, and on the GPU from its first forward on."""
     moved: list[bool] = []
     monkeypatch.setattr(known, "device_in_use", lambda modules=None: "cuda" if any(moved) else "cpu")
-    monkeypatch.setattr(bandwidth, "measure_device", lambda kind, _: Device(kind=kind, name="pretended"))
+    monkeypatch.setattr(bandwidth, "measure_device", lambda kind, *_: Device(kind=kind, name="pretended"))
     script = folder / "loop.py"
     script.write_text("# run in process\n")
     session = ProfileSession(Command((str(script),)), Wanted(swap_dir=folder, device=wanted))

@@ -15,7 +15,7 @@ from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent.parent / "scripts"
-Measure = Callable[[str, Path], Device]
+Measure = Callable[..., Device]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def measured_once(measure: Measure) -> Measure:
     What a profile does with the rates of this machine is tested, not they themselves."""
     known: dict[tuple[str, int], Device] = {}
 
-    def measured(kind: str, swap_dir: Path) -> Device:
+    def measured(kind: str, swap_dir: Path, room_bytes: int | None = None) -> Device:
         if not os.access(swap_dir, os.W_OK):
             return measure(kind, swap_dir)
         where = kind, os.stat(swap_dir).st_dev
