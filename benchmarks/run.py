@@ -99,10 +99,10 @@ def _wait_for_plan(folder: Path) -> None:
 
 
 def _figures(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    outcome, begun = second["outcome"], first["outcome"]
+    outcome = second["outcome"]
     if outcome is None:
         return {"problem": second["problem"] or "no plan was there for the second run"}
-    peaks = [each["measured_peak_bytes"] for each in (begun, outcome) if each is not None]
+    peaks = [each["peak_bytes"] for each in (first, second)]
     guarded = [guard["most_bytes"] for guard in first["guards"]]
     measured = max((each for each in peaks if each is not None), default=None)
     most = max((measured or 0, *guarded))

@@ -53,8 +53,6 @@ class Measurements:
         """Largest resident set before torch's profiler, which measures, took memory of its own."""
         self._peaks: list[tuple[int, int]] = []
         """(peak, what there was when the iteration began)."""
-        self._growth: list[tuple[int, int, int]] = []
-        """(iteration, peak, what there was when it began) of the last two that were measured whole."""
         self._above_bytes = 0
         """The most that was held before that, above what was held when it was looked at."""
         self._before_bytes = 0
@@ -85,17 +83,6 @@ class Measurements:
     @property
     def peak_bytes(self) -> int | None:
         return max(self._peaks)[0] if self._peaks else None
-
-    def peak_to_come(self, count: int) -> int:
-        """The peak of iteration `count` where what iterations begin with goes on growing as it did between the last two that were measured:
-        the script keeps something of each. 0 where it does not grow."""
-        if len(self._growth) < 2:
-            return 0
-        (first, _, base), (last, peak, base_then) = self._growth
-        more = base_then - base
-        if more <= _MORE_AT_THE_START * self._plan.predicted_peak_bytes:
-            return 0
-        return peak + more * (count - last) // (last - first)
 
     def on_the_gpu(self) -> dict[str, int]:
         """For the outcome: allocated and reserved bytes at most, and what the process holds there; nothing without a GPU."""
@@ -224,7 +211,6 @@ class Measurements:
             self._times_ms.append(milliseconds)
         if not self._stop():
             return None
-        self._growth = [*self._growth[-1:], (count, *self._peaks[-1])]
         if self._peaks[-1] == max(self._peaks):
             other = not as_planned and bool(self._others)
             self._at_the_peak = self._others[-1] if other else 1.0

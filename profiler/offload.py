@@ -19,8 +19,6 @@ from memopt.instrument.torch_internals import DisableTorchDispatch
 from memopt.profiler.recorder import Handle, Recorder
 
 LEAST_BYTES = 64 * 1024
-MOST_UNDER_WAY_BYTES = 256 << 20
-"""Copies out beyond that are waited for: the host runs ahead of them, and what they have not read yet is still on the device."""
 
 
 class Tier(Protocol):
@@ -43,6 +41,8 @@ class OffloadingRecorder(Recorder):
 
     sends_away = True
     tier: Tier
+    under_way_bytes: int
+    """Copies out beyond that are waited for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -90,12 +90,12 @@ class OffloadingRecorder(Recorder):
         return int(away is not None and away.is_home)
 
     def _let_them_leave(self) -> None:
-        """Wait for the oldest copies out, until no more than `MOST_UNDER_WAY_BYTES` are under way."""
+        """Wait for the oldest copies out, until no more than `under_way_bytes` are left."""
         self.tier.collect()
         known = [away for reference in self._leaving if (away := reference()) is not None]
         leaving = deque(away for away in known if away.is_leaving)
         under_way = sum(away.size_bytes for away in leaving)
-        while under_way > MOST_UNDER_WAY_BYTES:
+        while under_way > self.under_way_bytes:
             oldest = leaving.popleft()
             under_way -= oldest.size_bytes
             try:

@@ -45,6 +45,8 @@ class Wanted:
     """`cpu` or `cuda`; empty: where the parameters are."""
     offload: OpenTier | None = None
     """For a script that does not fit: where every saved tensor goes while it is recorded."""
+    under_way_bytes: int = 256 << 20
+    """Copies out beyond that are waited for then: the host runs ahead of them, and what they have not read yet is still on the device."""
 
 
 @dataclass(slots=True)
@@ -219,7 +221,7 @@ class Recordings:
         if self._tier is None:
             self._tier = self._wanted.offload()
         recorder = OffloadingRecorder(self._frames, self._iterations, clock, self.device, most)
-        recorder.tier = self._tier
+        recorder.tier, recorder.under_way_bytes = self._tier, self._wanted.under_way_bytes
         return recorder
 
     def _clock(self, *, with_bytes: bool) -> OpClock:

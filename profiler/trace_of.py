@@ -80,10 +80,19 @@ def trace_of(result: Result, partial: str, recordings: Recordings, run: Run) -> 
         partial=partial,
     )
     try:
-        device = measure_device(device.kind, run.wanted.swap_dir, trace.peak_bytes - trace.base_bytes)
+        device = measure_device(device.kind, run.wanted.swap_dir, _room_bytes(trace, run))
     except RuntimeError as error:
         device = Device(kind=device.kind, name=f"not measured: {error}"[:200])
     return msgspec.structs.replace(trace, device=device, updates=result.updates, frozen=result.frozen)
+
+
+def _room_bytes(trace: Trace, run: Run) -> int:
+    """What may be taken between iterations: as much as the iteration itself took, or on a GPU the script until now."""
+    from memopt.instrument.memory.outside import was_above_now_bytes
+
+    if trace.device.kind == "cuda":
+        return was_above_now_bytes("cuda")
+    return trace.peak_bytes - trace.base_bytes if run.wanted.offload is None else 0
 
 
 def _step_ms(result: Result, recorded_ms: float, run: Run) -> float:

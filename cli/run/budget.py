@@ -28,6 +28,8 @@ def know_budget(course: Course, trace: Trace) -> str:
         course.budget = str(free_bytes(trace.device.kind) or trace.device.memory_bytes or trace.peak_bytes)
     if course.budget_bytes is None:
         course.budget_bytes = parse_bytes(course.budget, of_bytes=trace.peak_bytes)
+    elif course.budget.strip().endswith("%"):  # of the peak that was recorded first
+        return f"{100 * course.budget_bytes / trace.peak_bytes:.6f}%"
     return course.budget
 
 

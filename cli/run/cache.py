@@ -40,20 +40,21 @@ class Cache:
             folder = Path(self._passing.name)
         self.folder = folder
 
-    @property
-    def trace_path(self) -> Path:
-        return self.folder / f"{self._stem}.profile.json.gz"
+    def trace_path(self, phase: int = 0) -> Path:
+        """Where the profile of that phase of the training lies; the first one has the number 0."""
+        return self.folder / f"{self._stem}{_suffix(phase)}.profile.json.gz"
 
-    @property
-    def plan_path(self) -> Path:
-        return self.folder / f"{self._stem}.plan.json"
+    def plan_path(self, phase: int = 0) -> Path:
+        """The same of its plan."""
+        return self.folder / f"{self._stem}{_suffix(phase)}.plan.json"
 
-    def plan(self) -> Plan | None:
+    def plan(self, phase: int = 0) -> Plan | None:
         """The plan of the run before; none where there is no whole one."""
-        if not self.plan_path.exists():
+        path = self.plan_path(phase)
+        if not path.exists():
             return None
         try:
-            return load_plan(self.plan_path)
+            return load_plan(path)
         except MemoptError:
             return None
 
@@ -73,15 +74,19 @@ class Cache:
         with contextlib.suppress(OSError, MemoptError):
             write_atomic(self._growth_path, f"{max(factor, self.growth()):.3f}\n".encode())
 
-    def forget(self) -> None:
+    def forget(self, phase: int = 0) -> None:
         """The plan did not do what it said: the next run records again."""
         with contextlib.suppress(OSError):
-            self.plan_path.unlink(missing_ok=True)
+            self.plan_path(phase).unlink(missing_ok=True)
 
     def close(self, *, in_use: bool) -> None:
         """The run is over. A folder that goes with it goes now, unless a planner still works there."""
         if self._passing is not None and not in_use:
             shutil.rmtree(self._passing.name, ignore_errors=True)
+
+
+def _suffix(phase: int) -> str:
+    return f"-{phase + 1}" if phase else ""
 
 
 def _folder() -> Path | None:

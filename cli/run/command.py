@@ -145,7 +145,7 @@ class _Run:
         from memopt.cli.run.words import did_what_it_said, last_words, was_surprised
 
         if course.plan is not None and not did_what_it_said(course):
-            self._cache.forget()
+            self._cache.forget(course.phase)
         if was_surprised(course):
             self._cache.keep_growth(course.most_saved)
         self._cache.close(in_use=course.still_planning)

@@ -49,8 +49,14 @@ class Course:
     planning_ms: float = 0.0
     better_after: int | None = None
     """Iterations that had ended when a better plan took over from the first."""
-    first_peak_bytes: int = 0
-    """Measured under the first plan, where another took over."""
+    phase: int = 0
+    """How many times the script has gone over to another phase, for which there is a plan of its own."""
+    phases_after: list[int] = field(default_factory=list)
+    """Iterations that had ended when the plan for each of these took effect."""
+    notes: list[str] = field(default_factory=list)
+    """On the phases that are over."""
+    peak_bytes: int = 0
+    """The most that was measured under any plan, or that the guard beside it saw."""
     still_planning: bool = False
     spent_ms: float = 0.0
     """Between iterations: what starting and ending the phases took."""
@@ -93,6 +99,8 @@ def facts(course: Course) -> dict[str, Any]:
         "iterations": course.iterations,
         "enforced_after": course.enforced_after,
         "better_after": course.better_after,
+        "phases_after": course.phases_after,
+        "peak_bytes": course.peak_bytes or None,
         "planning_ms": course.planning_ms,
         "extra_ms": course.extra_ms,
         "spent_ms": course.spent_ms,

@@ -7,13 +7,12 @@ there. One loop (frames, iterations) is watched for all of them, so that names a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from memopt.advisors.background import Background
 from memopt.cli.run.budget import find_budget, know_budget, likely_device, still_holds
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from memopt.enforcers.guarding.guard import Guard
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.session import ApplySession
-    from memopt.outcome import Outcome
     from memopt.plan import Plan
     from memopt.profiler.session import ProfileSession
     from memopt.trace import Trace
@@ -43,7 +41,14 @@ _NEAR = 0.9
 """Of the budget: a first iteration that came so near is recorded with its saved tensors out of the way."""
 _MOST_WAIT_S = 10.0
 """For the first plan. A second or two are usual; a guarded step costs more than a planned one, and the planner has the processor for itself."""
+_MOST_PHASES = 3
+"""Of the training that are recorded after the first one."""
+_ALIKE = 0.02
+_AS_LONG = 2
+"""Times as long as recording and planning took before it goes on guarded: a guarded step may cost half a plain one more than a planned one."""
 _PIECE_BYTES = 2 << 20
+_UNDER_WAY = 16
+"""Of the budget, this part may be on its way out where an iteration is recorded with its saved tensors out of the way."""
 _WHOLE_FROM_BYTES = 64 << 10
 """Under the guard smaller tensors of optimizer state stay, where the step is not taken in pieces."""
 
@@ -74,6 +79,8 @@ class Phases:
         self._trace: Trace | None = None
         self._base = 0
         """Iterations that had ended when the session began."""
+        self._saved_before: list[tuple[int, int]] = []
+        """How many tensors, and elements, autograd saved in each of the iterations that had the training recorded again."""
         self.course = Course(budget=wishes.budget or "")
 
     # --- life
@@ -87,7 +94,7 @@ class Phases:
         self._loop = Loop.start(self, optimizers=plan.optimizers if plan is not None else 0)
         if plan is not None:
             self.course.from_cache = True
-            self._enforce(plan)
+            self._enforce(plan, "the kept plan")
             return
         self.course.online = self._wishes.online
         find_budget(self.course, self._wishes)
@@ -139,7 +146,7 @@ class Phases:
 
     # --- phases
 
-    def _record(self, *, warmup: int) -> None:
+    def _record(self, *, warmup: int, offloaded: bool = False) -> None:
         from memopt.profiler.recordings import Wanted
         from memopt.profiler.session import ProfileSession
 
@@ -150,8 +157,11 @@ class Phases:
             keep_running=True,
             swap_dir=wishes.swap_dir,
             device=wishes.device,
-            offload=wishes.offload if self._is_near() else None,
+            offload=wishes.offload if offloaded or self._is_near() else None,
         )
+        if self.course.budget_bytes is not None:
+            most = min(wanted.under_way_bytes, max(_PIECE_BYTES, self.course.budget_bytes // _UNDER_WAY))
+            wanted = dataclasses.replace(wanted, under_way_bytes=most)
         self._profile = ProfileSession(self._command, wanted, done=self._recorded)
         self._session = self._profile
         self._profile.begin_in(self._loop)
@@ -162,7 +172,7 @@ class Phases:
         return budget is not None and any(g.moved or g.most_bytes > _NEAR * budget for g in guards)
 
     def _start_planner(self) -> None:
-        if self._background or self.course.online or self.course.from_cache or os.getpid() != self._pid:
+        if self._background or self.course.online or self._apply is not None or os.getpid() != self._pid:
             return
         with contextlib.suppress(OSError):  # the end tells, where none can be started later either
             self._background = Background()
@@ -181,8 +191,10 @@ class Phases:
         assert course.budget_bytes is not None
         self._tell(f"recorded iteration {self._base + trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script waits")  # fmt: skip
         background = self._background or Background()
-        saved_before = [each for guard in course.guards for each in guard.saved_before]
-        self._planning = Planning(background, trace, budget, self._wishes, self._cache, saved_before)
+        saved_before = self._saved_before or [each for guard in course.guards for each in guard.saved_before]
+        self._planning = Planning(
+            background, trace, budget, self._wishes, self._cache, saved_before, course.phase
+        )
         if self._planning.has_news(_MOST_WAIT_S):
             self._planned(self._planning, count)
         else:
@@ -192,24 +204,65 @@ class Phases:
         """There is a first plan: it takes effect."""
         course = self.course
         course.planning_ms = planning.ms
-        plan = planning.plan()
+        try:
+            plan = planning.plan()
+        except MemoptError:
+            if self._goes_back(count):
+                return
+            raise
         self._end_watch()
         self._base = count
-        self._enforce(plan)
+        self._enforce(plan, "its plan")
 
     def _take_better(self, planning: Planning, count: int) -> None:
         """The planner has searched on: where that was worth it, its plan takes over from the first."""
-        first, apply = self.course.plan, self._apply
+        first = self.course.plan
         assert first is not None
-        assert apply is not None
         better = planning.better_than(first)
-        if better is None or first.in_backward or first.in_pieces or first.streamed:
+        if better is None or _changes_steps(first):
             return
-        outcome = apply.finished()
-        if outcome is not None:
-            self.course.first_peak_bytes = outcome.measured_peak_bytes or 0
+        self._end_enforcing()
         self.course.better_after = self._base = count
-        self._enforce(better)
+        self._enforce(better, "a better plan")
+
+    def _end_enforcing(self) -> None:
+        apply, self._apply, self._session = self._apply, None, None
+        assert apply is not None
+        course, standby, outcome = self.course, apply.standby, apply.finished()
+        course.most_saved = apply.most_saved
+        seen_bytes = standby.guard.most_bytes if standby is not None else 0
+        if outcome is not None:
+            course.outcome = outcome
+            course.peak_bytes = max(course.peak_bytes, outcome.measured_peak_bytes or 0, seen_bytes)
+
+    @property
+    def _is_another_phase(self) -> bool:
+        """Has the guard beside the plan had to step in for so long that the script will go on so?"""
+        apply, plan, course = self._apply, self.course.plan, self.course
+        standby = apply.standby if apply is not None and self._session is apply else None
+        if plan is None or standby is None or _changes_steps(plan) or self._pieces is not None:
+            return False
+        if course.phase == _MOST_PHASES or not standby.another_phase:
+            return False
+        guarded_ms = sum(course.times_ms[course.iterations - each] for each in range(standby.in_a_row))
+        return course.from_cache or guarded_ms > _AS_LONG * course.extra_ms
+
+    def _begin_phase(self, count: int) -> None:
+        """The script goes on otherwise than was recorded: there is a plan for that from the run before, or it is recorded in its turn."""
+        assert self._apply is not None
+        assert self._apply.standby is not None
+        self._saved_before = self._apply.standby.needed
+        self.course.notes.append(f"up to iteration {count}, {self._apply.standby.words}")
+        self._end_enforcing()
+        self._base = count
+        self.course.phase += 1
+        kept = self._cache.plan(self.course.phase) if self.course.from_cache else None
+        if kept is not None and still_holds(kept, self._wishes) and _is_for(kept, self._saved_before[-1]):
+            self._enforce(kept, "the kept plan")
+            return
+        self._tell("the training goes on otherwise than was recorded, and is recorded again")
+        self._profile = self._planning = self._trace = self._background = None
+        self._record(warmup=1, offloaded=True)
 
     def _move_state_too(self) -> None:
         """Nothing was left to move, and the budget was passed: optimizer state leaves too."""
@@ -223,17 +276,28 @@ class Phases:
         )
         self._pieces.begin(self._loop.iterations.stepped)
 
-    def _enforce(self, plan: Plan) -> None:
+    def _goes_back(self, count: int) -> bool:
+        """Is there a plan of a phase before, to go on with where there is none for this one?"""
+        before = self.course.plan
+        if before is not None:
+            self._end_watch()
+            self._base, self.course.phase = count, _MOST_PHASES
+            self._enforce(before, "the plan before")
+        return before is not None
+
+    def _enforce(self, plan: Plan, which: str) -> None:
         from memopt.cli.shared.plan_here import prepare_run
         from memopt.enforcers.session import ApplySession, Options
 
         assert self._loop is not None
-        self.course.plan = plan
-        self.course.budget_bytes = plan.budget_bytes
-        if self.course.enforced_after is None:
-            self.course.enforced_after = self._base
-        which = "a better" if self.course.better_after else "its" if self._base else "the kept"
-        self._tell(f"under {which} plan from iteration {self._base + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
+        course = self.course
+        course.plan = plan
+        course.budget_bytes = plan.budget_bytes
+        if course.enforced_after is None:
+            course.enforced_after = self._base
+        elif len(course.phases_after) < course.phase:
+            course.phases_after.append(self._base)
+        self._tell(f"under {which} from iteration {self._base + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
         prepare_run(plan, os.environ)
         options = Options(
             swap_dir=self._wishes.swap_dir,
@@ -251,9 +315,8 @@ class Phases:
         course = self.course
         self._end_watch()
         if self._apply is not None:
-            course.outcome = self._with_first_peak(self._apply.finished())
-            course.most_saved = self._apply.most_saved
-        elif self._profile is not None and self._trace is None:
+            self._end_enforcing()
+        elif self._profile is not None and self._trace is None and course.plan is None:
             self._profile.finished(problem or "the script ended while it was recorded")
             failure = self._profile.failure
             course.problem = course.problem or (str(failure) if failure is not None else "")
@@ -263,14 +326,6 @@ class Phases:
             self._loop.remove()
             self._loop = None
         return course
-
-    def _with_first_peak(self, outcome: Outcome | None) -> Outcome | None:
-        """The peak is that of all enforced iterations, under the first plan as well."""
-        first_bytes = self.course.first_peak_bytes
-        if outcome is None or not first_bytes:
-            return outcome
-        peak_bytes = max(first_bytes, outcome.measured_peak_bytes or 0)
-        return msgspec.structs.replace(outcome, measured_peak_bytes=peak_bytes)
 
     def ended_by(self, error: BaseException) -> None:
         """Call when an exception ends the script, while its frames still hold what they hold."""
@@ -314,7 +369,7 @@ class Phases:
             self._base = count
             self._record(warmup=1)
         elif profile is not None and self._session is profile:
-            if profile.failure is not None:
+            if profile.failure is not None and not self._goes_back(count):
                 raise profile.failure
             if self._trace is not None:
                 self._plan(count)
@@ -322,6 +377,8 @@ class Phases:
             self._planned(planning, count)
         elif planning is not None and self._session is self._apply and planning.has_news():
             self._take_better(planning, count)
+        elif self._is_another_phase:
+            self._begin_phase(count)
         elif self._pieces is None and self._leaves_state and self._is_stuck:
             self._move_state_too()
 
@@ -370,3 +427,14 @@ class Phases:
             self._pieces.step_ended(optimizer)
         if self._session is not None:
             self._session.step_ended(optimizer)
+
+
+def _changes_steps(plan: Plan) -> bool:
+    """Does it have the optimizer step otherwise, or weights come and go? It stays to the end, then."""
+    return bool(plan.in_backward or plan.in_pieces or plan.streamed)
+
+
+def _is_for(plan: Plan, saved: tuple[int, int]) -> bool:
+    """Was it made for iterations that save so many tensors, and elements?"""
+    tensors, elements = saved
+    return tensors == plan.saved_tensors and abs(elements - plan.saved_elements) <= _ALIKE * elements

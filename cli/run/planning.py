@@ -30,16 +30,16 @@ class Planning:
         wishes: Wishes,
         cache: Cache,
         saved_before: Sequence[tuple[int, int]],
+        phase: int,
     ) -> None:
-        """`saved_before`: how many tensors, and elements, autograd saved in iterations before the recorded one."""
-        trace.save(cache.trace_path)
-        self._cache = cache
+        """`saved_before`: how many tensors, and elements, autograd saved in iterations before the recorded one, which is of that `phase`."""
+        trace.save(cache.trace_path(phase))
         self._began = time.perf_counter()
         self._background = background
         background.look_for(
-            cache.trace_path,
+            cache.trace_path(phase),
             budget,
-            cache.plan_path,
+            cache.plan_path(phase),
             allow=wishes.allow,
             deny=wishes.deny,
             time_limit_s=wishes.time_limit_s,

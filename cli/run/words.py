@@ -29,7 +29,7 @@ def did_what_it_said(course: Course) -> bool:
     peak, counts = outcome.measured_peak_bytes, outcome.actions
     if peak is not None and peak > (1 + _OFF) * max(plan.budget_bytes, plan.predicted_peak_bytes):
         return False
-    steps = course.iterations - (course.enforced_after or 0)
+    steps = course.iterations - max(course.enforced_after or 0, *course.phases_after, 0)
     return steps < 3 or counts.skipped <= _SKIPPED * counts.planned
 
 
@@ -40,8 +40,12 @@ def last_words(course: Course) -> list[str]:
         return _guarded(course)
     if plan is None or outcome is None:
         return [_not_enforced(course)]
-    lines = [_held(plan, outcome), _beside(plan, outcome), _cost(course, plan, outcome)]
-    notes = [*outcome.notes[:_MOST_NOTES], *_grown(course)]
+    lines = [
+        _held(plan, outcome, course.peak_bytes or None),
+        _beside(plan, outcome),
+        _cost(course, plan, outcome),
+    ]
+    notes = [*course.notes, *outcome.notes[:_MOST_NOTES], *_grown(course)]
     return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in notes)]
 
 
@@ -101,9 +105,9 @@ def _not_enforced(course: Course) -> str:
     return f"nothing was enforced: the script ended after {course.iterations} iterations, before its plan was in force"
 
 
-def _held(plan: Plan, outcome: Outcome) -> str:
+def _held(plan: Plan, outcome: Outcome, peak: int | None) -> str:
     """`held`, `NOT held` with what holds the floor, or that there was nothing to do."""
-    budget, peak = format_bytes(plan.budget_bytes), outcome.measured_peak_bytes
+    budget = format_bytes(plan.budget_bytes)
     plain = format_bytes(plan.unplanned_peak_bytes)
     floor = next((note.removeprefix(NOT_MET) for note in plan.notes if note.startswith(NOT_MET)), "")
     known = peak if peak is not None else plan.predicted_peak_bytes
@@ -149,6 +153,9 @@ def _cost(course: Course, plan: Plan, outcome: Outcome) -> str:
         parts.append(f"enforced after {course.enforced_after} of {course.iterations} iterations")
         if course.better_after is not None:
             parts.append(f"under a better plan after {course.better_after}")
+        parts += [
+            f"under another after {each}, as the training goes on otherwise" for each in course.phases_after
+        ]
         parts.append(
             f"recording and waiting for the plan took {format_ms(course.extra_ms)} more than plain steps"
         )

@@ -138,6 +138,10 @@ class Guard(modes.Mode):
         """Most that was live, as far as it was seen."""
         return self._live.most
 
+    def tensor_bytes(self) -> int:
+        """Bytes that are live now, by a look at all there is."""
+        return Live(self._device).look_around().now()
+
     @property
     def frees_nothing(self) -> str:
         """Why moving has freed nothing; empty where it has."""

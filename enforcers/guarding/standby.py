@@ -2,8 +2,9 @@
 
 An iteration that saves more than was planned for (a longer text, several batches a step, an evaluation with gradients) is known as soon
 as it has saved more than the profiled one in all; one that saves other tensors (of another data type), as soon as what was to leave stays. From there on the guard counts, and moves away what no action of the plan is for. It
-stays awake a while, for what has happened once may come again; and for good where a measured iteration passed the budget without (the script
-has kept something since, or what grew is nothing that is saved), or the next one would, as the script keeps something of each. Where that does not do, it holds the iterations that follow without the plan's actions on tensors.
+stays awake a while, for what has happened once may come again; also where the script has kept something since, so that the next iteration would
+pass the budget; and for good where a measured one did without it (what grew is nothing that is saved). Where that does not do, it holds the
+iterations that follow without the plan's actions on tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ MORE = 1.02
 """Times as many elements as the profiled iteration saved are clearly more."""
 _STAYS_AWAKE = 16
 """Iterations after the last that needed it."""
+_ANOTHER_PHASE = 4
+"""Iterations in a row that needed it and saved as much as each other are another phase of the training, and no exception."""
+_OF_ALL_SIZES = 16
+"""As many that needed it, where they did not."""
+_ALIKE = 1.02
 _PASSED = 1.005
 """Times the budget, or the planned peak where that is above it."""
 
@@ -33,6 +39,9 @@ class Standby:
         self.guard = guard
         self._most_elements = int(MORE * plan.grown * plan.saved_elements)
         self._most_bytes = max(guard.budget_bytes, plan.predicted_peak_bytes)
+        self._plan = plan
+        self._held: list[int] = []
+        """Bytes that were held with nothing kept, and at the end of the last iteration."""
         self._stays_bytes = 0
         self._awake = 0
         """Iterations for which it stays so, this one included."""
@@ -41,6 +50,12 @@ class Standby:
         """Is the plan to take no action? What it makes again pins what that is made of, which the guard could move."""
         self._over_bytes: dict[bool, int] = {}
         """By which the budget was passed since it woke: alone, and beside the plan."""
+        self._moved = 0
+        """Storages, in the iterations before."""
+        self.in_a_row = 0
+        """Iterations up to the last one that needed it."""
+        self.needed: list[tuple[int, int]] = []
+        """How many tensors, and elements, autograd saved in each of the last of these."""
 
     def saved(self, elements: int) -> None:
         """So many have been saved in this iteration."""
@@ -58,10 +73,29 @@ class Standby:
             self._awake = _STAYS_AWAKE + 1
             self.guard.wake()
 
-    def iteration_ended(self, peak_bytes: int | None, to_come_bytes: int = 0) -> None:
-        """`peak_bytes`: the most that has been measured; `to_come_bytes`: of the next iteration, where the script keeps something of each."""
-        passed = (peak_bytes or 0) > _PASSED * self._most_bytes or to_come_bytes > self._most_bytes
-        self._for_good = self._for_good or passed
+    def iteration_ended(self, saved: tuple[int, int], peak_bytes: int | None, held_bytes: int) -> None:
+        """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured; `held_bytes`: now, 0 where nobody knows."""
+        needed = self.guard.moved > self._moved or self.guard.over_now_bytes > 0
+        self._moved = self.guard.moved
+        self.in_a_row = self.in_a_row + 1 if needed else 0
+        self.needed = [*self.needed[1 - _OF_ALL_SIZES :], saved] if needed else []
+        self._for_good = self._for_good or (peak_bytes or 0) > _PASSED * self._most_bytes
+        if held_bytes and self._keeps_too_much(held_bytes):
+            self._awake = _STAYS_AWAKE + 1
+
+    def _keeps_too_much(self, held_bytes: int) -> bool:
+        """Will the next iteration pass the budget, if the script keeps as much of it as of this one?"""
+        first, last = self._held or (held_bytes, held_bytes)
+        self._held = [first, held_bytes]
+        room_bytes = _PASSED * self._most_bytes - self._plan.predicted_peak_bytes
+        again_bytes = max(0, held_bytes - last)
+        if held_bytes - first + again_bytes <= room_bytes:
+            return False
+        kept_bytes = (
+            self.guard.tensor_bytes() - self._plan.base_bytes
+        )  # malloc may have given out something else
+        self._held = [held_bytes - kept_bytes, held_bytes]
+        return kept_bytes + min(again_bytes, kept_bytes) > room_bytes
 
     def new_iteration(self) -> None:
         self._stays_bytes = 0
@@ -81,6 +115,13 @@ class Standby:
         over[self.alone] = max(over.get(self.alone, 0), self.guard.over_now_bytes)
         if over[self.alone] > over.get(not self.alone, 0):
             self.alone = not self.alone
+
+    @property
+    def another_phase(self) -> bool:
+        """Does the script go on as the plan does not foresee?"""
+        last = [elements for _, elements in self.needed[-_ANOTHER_PHASE:]]
+        alike = len(last) == _ANOTHER_PHASE and max(last) <= _ALIKE * min(last)
+        return alike or len(self.needed) == _OF_ALL_SIZES
 
     @property
     def words(self) -> str:

@@ -167,16 +167,3 @@ def test_what_changes_slowly_is_measured_later(measured):
         found.iteration_ended(count, 1.0, None, plain=False)
         found.iteration_begins(count, LOOP)
     assert begun == [3, 5, 17, 33, 65]
-
-
-def test_what_the_script_keeps_of_each_iteration_is_expected_to_go_on(measured, monkeypatch):
-    found = measured([300, 340])
-    bases = iter([100, 140])
-    monkeypatch.setattr(Meter, "start", lambda meter, there=None: setattr(meter, "base_bytes", next(bases)))
-    for count in range(1, 5):
-        found.iteration_ended(count, 1.0, None, plain=False)
-        found.iteration_begins(count, LOOP)
-    assert found.peak_to_come(5) == 0, "one has been measured"
-    found.iteration_ended(5, 1.0, None, plain=False)
-    assert found.peak_to_come(6) == 360
-    assert found.peak_to_come(10) == 440

@@ -40,7 +40,7 @@ def _loop(steps: int) -> list[str]:
     return found
 
 
-def _offloaded(folder: Path, seen: list[str], loop: Loop = _loop) -> tuple[Trace, DiskStore]:
+def _offloaded(folder: Path, seen: list[str], loop: Loop = _loop, **wanted: int) -> tuple[Trace, DiskStore]:
     script = folder / "loop.py"
     script.write_text("# run in process\n")
     stores: list[DiskStore] = []
@@ -50,7 +50,7 @@ def _offloaded(folder: Path, seen: list[str], loop: Loop = _loop) -> tuple[Trace
         return stores[0]
 
     session = ProfileSession(
-        Command((str(script),)), Wanted(swap_dir=folder, offload=open_tier, keep_running=True)
+        Command((str(script),)), Wanted(swap_dir=folder, offload=open_tier, keep_running=True, **wanted)
     )
     session.install()
     with contextlib.suppress(StopScript):
@@ -111,7 +111,6 @@ def test_a_script_that_runs_ahead_of_the_copies_is_held_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 3 * 512 * 128 * 4
-    monkeypatch.setattr(offload, "MOST_UNDER_WAY_BYTES", most)
     write, write_piece = DiskStore.write_async, DiskStore._write_piece
     tickets: list[Ticket] = []
     under_way: list[int] = []
@@ -128,7 +127,7 @@ def test_a_script_that_runs_ahead_of_the_copies_is_held_back(
     monkeypatch.setattr(DiskStore, "write_async", counted)
     monkeypatch.setattr(DiskStore, "_write_piece", slow)
     seen: list[str] = []
-    trace, _ = _offloaded(tmp_path, seen)
+    trace, _ = _offloaded(tmp_path, seen, under_way_bytes=most)
     assert not trace.partial
     assert len(tickets) > 20
     assert 0 < max(under_way) <= most
