@@ -35,6 +35,7 @@ from memopt.plan import (
 from memopt.timeline import Timeline
 from memopt.units import format_bytes, format_ms
 from memopt.version import VERSION
+from memopt.workspaces import workspaces_of
 
 _MARGINS_S = 1.5
 """For so long savings are found by taking actions away one by one; after that they are the bytes at the plain peak."""
@@ -74,6 +75,7 @@ def write_plan(
         base_bytes=trace.base_bytes,
         saved_tensors=len(trace.slots.node),
         saved_elements=sum(saved_elements(trace)),
+        workspaces=workspaces_of(trace),
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,
         script_actions=[

@@ -12,7 +12,7 @@ import gc
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,8 @@ class Guard(modes.Mode):
         """Of these, what has not left: all that is tried where room is needed."""
         self._expected: dict[tuple[str, int], int] = {}
         """(overload, bytes of its inputs) -> bytes that it made the last time."""
+        self.workspaces: Mapping[str, float] = {}
+        """Overload -> bytes that it takes beside its results, to one that it reads, as a profile showed."""
         self._beyond: dict[str, float] = {}
         """Overload -> how many times as much it made as its shapes say, where it keeps what only its kernel knows of (recurrent layers)."""
         self._ahead: dict[int, SwappedStorage] = {}
@@ -236,7 +238,8 @@ class Guard(modes.Mode):
         name = kind_of(func).name
         key = name, bytes_of((*args, *kwargs.values()))
         shown = 0 if key in self._expected else would_make(func, args, kwargs)
-        self._make_room(self._expected.get(key, int(shown * self._beyond.get(name, 1.0))), name)
+        makes = self._expected.get(key, int(shown * self._beyond.get(name, 1.0)))
+        self._make_room(makes + int(self.workspaces.get(name, 0.0) * key[1]), name)
         return (*key, shown)
 
     def ended(self, op: Op, out: Any) -> None:

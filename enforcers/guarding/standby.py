@@ -138,4 +138,5 @@ def standby_of(plan: Plan, loop: Loop, swap_dir: Path, budget_bytes: int, values
         return None
     guard = Guard(loop, offload_tier(swap_dir), plan.device.kind, budget_bytes, rests=True)
     guard.values, values.kept = values, guard.held_again
+    guard.workspaces = plan.workspaces
     return Standby(guard, plan)
