@@ -313,3 +313,37 @@ def test_it_wakes_at_once_where_what_was_to_leave_is_of_another_data_type(
     assert computed == seeded(_turns_double, 8)
     assert woken_in[0] == 5
     assert guards[0].moved
+
+
+def convolutions(images: Step) -> Loop:
+    def loop(steps: int) -> list[str]:
+        block = [[nn.Conv2d(24, 24, 3, padding=1), nn.BatchNorm2d(24), nn.SiLU()] for _ in range(4)]
+        model = nn.Sequential(nn.Conv2d(3, 24, 1), *(nn.Sequential(*each) for each in block))
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        found: list[str] = []
+        for step in range(steps):
+            loss = model(torch.randn(images(step), 3, 32, 32)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(digest(loss))
+        return [*found, *everything(model, optimizer)]
+
+    return loop
+
+
+def test_it_leaves_room_for_what_ops_take_beside_their_results(tmp_path: Path) -> None:
+    plan = plan_of(recorded(convolutions(lambda step: 8), tmp_path), lambda problem: {})
+    assert plan.workspaces["aten.convolution_backward.default"] > 0.5
+    budget = int(1.25 * plan.predicted_peak_bytes)
+    plan = msgspec.structs.replace(plan, budget_bytes=budget)
+    larger = convolutions(lambda step: 8 if step < 2 else 16)
+
+    def peak_bytes(plan: Plan) -> int:
+        computed, outcome = enforced(larger, plan, tmp_path, STEPS, measure=True, holds_bytes=budget)
+        assert computed == seeded(larger, STEPS)
+        assert outcome.measured_peak_bytes is not None
+        return outcome.measured_peak_bytes
+
+    assert peak_bytes(msgspec.structs.replace(plan, workspaces={})) > 1.03 * budget
+    assert peak_bytes(plan) <= 1.01 * budget
