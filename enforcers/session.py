@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.gradients_in_place import GradientsInPlace
     from memopt.enforcers.guarding.standby import Standby
     from memopt.enforcers.lookup import Tables
+    from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.optimizer.planned_steps import PlannedSteps
     from memopt.enforcers.tiers.swapped import Swapper
@@ -279,6 +280,14 @@ class ApplySession:
         outcome = self._outcome()
         self._remove()
         return outcome
+
+    def retire(self) -> tuple[Outcome | None, OptimizerInBackward | None]:
+        """As `finished`, in a script that goes on; and who is to be told of its steps until no gradient is missed."""
+        self._measurements.end(training=self._in_training)
+        outcome = self._outcome()
+        inside = self._steps.retire() if self._steps is not None else None
+        self._remove()
+        return outcome, inside
 
     def _give_up(self) -> None:
         """What had been set up before something failed would go on alone."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from memopt.enforcers.guarding.guard import Guard
+    from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.session import ApplySession
     from memopt.plan import Plan
@@ -79,6 +80,8 @@ class Phases:
         self._trace: Trace | None = None
         self._base = 0
         """Iterations that had ended when the session began."""
+        self._retired: OptimizerInBackward | None = None
+        """Of a plan that is over: told of steps, and of who looks at gradients, while it has let go of some that the plain run would have."""
         self._saved_before: list[tuple[int, int]] = []
         """How many tensors, and elements, autograd saved in each of the iterations that had the training recorded again."""
         self.course = Course(budget=wishes.budget or "")
@@ -169,7 +172,7 @@ class Phases:
     def _is_near(self) -> bool:
         """Did the guard have to move anything, or nearly?"""
         guards, budget = self.course.guards, self.course.budget_bytes
-        return budget is not None and any(g.moved or g.most_bytes > _NEAR * budget for g in guards)
+        return budget is not None and any(g.moved or g.next_bytes > _NEAR * budget for g in guards)
 
     def _start_planner(self) -> None:
         if self._background or self.course.online or self._apply is not None or os.getpid() != self._pid:
@@ -219,16 +222,17 @@ class Phases:
         first = self.course.plan
         assert first is not None
         better = planning.better_than(first)
-        if better is None or _changes_steps(first):
+        if better is None or first.in_backward or first.in_pieces or first.streamed:
             return
         self._end_enforcing()
         self.course.better_after = self._base = count
         self._enforce(better, "a better plan")
 
-    def _end_enforcing(self) -> None:
+    def _end_enforcing(self, *, goes_on: bool = True) -> None:
         apply, self._apply, self._session = self._apply, None, None
         assert apply is not None
-        course, standby, outcome = self.course, apply.standby, apply.finished()
+        course, standby = self.course, apply.standby
+        outcome, self._retired = apply.retire() if goes_on else (apply.finished(), None)
         course.most_saved = apply.most_saved
         seen_bytes = standby.guard.most_bytes if standby is not None else 0
         if outcome is not None:
@@ -240,9 +244,9 @@ class Phases:
         """Has the guard beside the plan had to step in for so long that the script will go on so?"""
         apply, plan, course = self._apply, self.course.plan, self.course
         standby = apply.standby if apply is not None and self._session is apply else None
-        if plan is None or standby is None or _changes_steps(plan) or self._pieces is not None:
+        if plan is None or standby is None or self._retired is not None or self._pieces is not None:
             return False
-        if course.phase == _MOST_PHASES or not standby.another_phase:
+        if course.phase == _MOST_PHASES or not standby.another_phase or not _may_end(plan, standby.guard):
             return False
         guarded_ms = sum(course.times_ms[course.iterations - each] for each in range(standby.in_a_row))
         return course.from_cache or guarded_ms > _AS_LONG * course.extra_ms
@@ -315,13 +319,15 @@ class Phases:
         course = self.course
         self._end_watch()
         if self._apply is not None:
-            self._end_enforcing()
+            self._end_enforcing(goes_on=False)
         elif self._profile is not None and self._trace is None and course.plan is None:
             self._profile.finished(problem or "the script ended while it was recorded")
             failure = self._profile.failure
             course.problem = course.problem or (str(failure) if failure is not None else "")
         planning = self._planning
         course.still_planning = planning is not None and not planning.is_over and not planning.has_news()
+        if self._retired is not None:
+            self._retired.remove()
         if self._loop is not None:
             self._loop.remove()
             self._loop = None
@@ -355,6 +361,9 @@ class Phases:
             course.recorded.append(count)
         if session is not self._apply or session is None:
             course.spent_ms += 1000 * (time.perf_counter() - began)
+        if self._retired is not None and not self._retired.misses_gradients:
+            self._retired.remove()
+            self._retired = None
         self._guard(lambda: self._next(count))
 
     def _next(self, count: int) -> None:
@@ -419,8 +428,9 @@ class Phases:
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._session is not None:
             self._session.step_begins(optimizer)
-        if self._pieces is not None:
-            self._pieces.step_begins(optimizer)
+        for each in (self._pieces, self._retired):
+            if each is not None:
+                each.step_begins(optimizer)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:
@@ -429,9 +439,12 @@ class Phases:
             self._session.step_ended(optimizer)
 
 
-def _changes_steps(plan: Plan) -> bool:
-    """Does it have the optimizer step otherwise, or weights come and go? It stays to the end, then."""
-    return bool(plan.in_backward or plan.in_pieces or plan.streamed)
+def _may_end(plan: Plan, guard: Guard) -> bool:
+    """Can the script go on without what `plan` does to optimizer, gradients and weights, while an iteration is recorded?"""
+    if plan.streamed or (plan.in_pieces and plan.in_pieces.tier):
+        return False
+    inside = plan.in_backward
+    return inside is None or guard.tensor_bytes() + inside.saved_bytes <= _NEAR * guard.budget_bytes
 
 
 def _is_for(plan: Plan, saved: tuple[int, int]) -> bool:

@@ -105,6 +105,8 @@ class Guard(modes.Mode):
         self.rests = rests
         self._waits = False
         """No tensor has been saved yet."""
+        self._began_bytes = 0
+        """What there was when training began, if it has waited for that."""
         self._looking = False
         """An op has run whose backward formula looks whether a mode is on."""
         self._saved_now = 0, 0
@@ -139,6 +141,12 @@ class Guard(modes.Mode):
     def most_bytes(self) -> int:
         """Most that was live, as far as it was seen."""
         return self._live.most
+
+    @property
+    def next_bytes(self) -> int:
+        """About what the next iteration comes to at most: the first one leaves the optimizer's state, and gradients."""
+        kept = self._live.now() - self._began_bytes if self._began_bytes else 0
+        return self.most_bytes + max(0, kept)
 
     def tensor_bytes(self) -> int:
         """Bytes that are live now, by a look at all there is."""
@@ -204,7 +212,7 @@ class Guard(modes.Mode):
         if self._waits:
             self._waits = False
             self._leave_room_for_the_context()
-            self._live.look_around()
+            self._began_bytes = self._live.look_around().now()
             self._enter()
 
     def _leave_room_for_the_context(self) -> None:

@@ -104,12 +104,22 @@ class OptimizerInBackward:
             self._reads.install()
 
     def remove(self) -> None:
-        self._bring_old_ones()
+        self.retire()
         self._reads.remove()
+
+    def retire(self) -> None:
+        """From here on, an iteration boundary, the script steps by itself. Until it has cleared what the plain run would still have, who looks
+        at that, or steps with it, is told."""
+        self._bring_old_ones()
         for _, handle in self._hooked.values():
             handle.remove()
         self._hooked.clear()
         self.backward_ended()
+
+    @property
+    def misses_gradients(self) -> bool:
+        """Are gradients gone that the plain run would still have?"""
+        return any(known() is not None for known in self._used.values())
 
     # --- before, during and after backward
 

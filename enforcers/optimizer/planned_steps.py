@@ -90,6 +90,14 @@ class PlannedSteps:
             if each is not None:
                 each.remove()
 
+    def retire(self) -> OptimizerInBackward | None:
+        """As `remove`, in a script that goes on; who is to be told of its steps for a while yet."""
+        inside, self.in_backward = self.in_backward, None
+        self.remove()
+        if inside is not None:
+            inside.retire()
+        return inside
+
     def backward_begins(self, *, keep_graph: bool, create_graph: bool) -> None:
         for each in (self.in_backward, self.gradients):
             if each is not None:

@@ -77,52 +77,73 @@ class Reader(Protocol):
 
 
 class GradientReads:
-    """Tells `reader`, between `install` and `remove`."""
+    """Tells `reader`, between `install` and `remove`; several may be told at once."""
 
     def __init__(self, reader: Reader, *, everywhere: bool = False) -> None:
         """`everywhere`: tell of torch's own looks, too."""
-        self._reader = reader
-        self._expected = () if everywhere else _EXPECTED
-        self._zero_grads: list[tuple[Any, Any]] = []
+        self.reader = reader
+        self.expected = () if everywhere else _EXPECTED
 
     def install(self) -> None:
-        reader, expected = self._reader, self._expected
-
-        def read(tensor: Tensor) -> Tensor | None:
-            frame = sys._getframe(1)
-            name = frame.f_code.co_filename
-            if not name.startswith(expected):
-                reader.read(tensor, f"{name.rpartition(os.sep)[2]}:{frame.f_lineno}")
-            return gradient_of(tensor)
-
-        def write(tensor: Tensor, gradient: Tensor | None) -> None:
-            reader.set(tensor)
-            _GRAD.__set__(tensor, gradient)
-
-        def delete(tensor: Tensor) -> None:
-            reader.set(tensor)
-            _GRAD.__delete__(tensor)
-
-        torch.Tensor.grad = _Told(read, write, delete)  # type: ignore[assignment]
-        self._watch_zero_grad(
-            torch.optim.Optimizer, lambda o: [p for g in o.param_groups for p in g["params"]]
-        )
-        self._watch_zero_grad(torch.nn.Module, lambda module: module.parameters())
-
-    def _watch_zero_grad(self, owner: Any, tensors: Any) -> None:
-        original, reader = owner.zero_grad, self._reader
-
-        @functools.wraps(original)
-        def zero_grad(self: Any, set_to_none: bool = True) -> None:
-            reader.zeroed(tensors(self), to_none=set_to_none)
-            original(self, set_to_none)
-
-        self._zero_grads.append((owner, original))
-        owner.zero_grad = zero_grad
+        if not _installed:
+            _watch()
+        if self not in _installed:
+            _installed.append(self)
 
     def remove(self) -> None:
-        if self._zero_grads:
-            del torch.Tensor.grad
-        for owner, original in self._zero_grads:
-            owner.zero_grad = original
-        self._zero_grads.clear()
+        if self in _installed:
+            _installed.remove(self)
+            if not _installed:
+                _watch_no_more()
+
+
+_installed: list[GradientReads] = []
+_zero_grads: list[tuple[Any, Any]] = []
+"""Classes, and what their `zero_grad` was."""
+
+
+def _watch() -> None:
+    torch.Tensor.grad = _Told(_read, _write, _delete)  # type: ignore[assignment]
+    _watch_zero_grad(torch.optim.Optimizer, lambda o: [p for g in o.param_groups for p in g["params"]])
+    _watch_zero_grad(torch.nn.Module, lambda module: module.parameters())
+
+
+def _watch_no_more() -> None:
+    del torch.Tensor.grad
+    for owner, original in _zero_grads:
+        owner.zero_grad = original
+    _zero_grads.clear()
+
+
+def _read(tensor: Tensor) -> Tensor | None:
+    frame = sys._getframe(1)
+    name = frame.f_code.co_filename
+    for each in (*_installed,):
+        if not name.startswith(each.expected):
+            each.reader.read(tensor, f"{name.rpartition(os.sep)[2]}:{frame.f_lineno}")
+    return gradient_of(tensor)
+
+
+def _write(tensor: Tensor, gradient: Tensor | None) -> None:
+    for each in (*_installed,):
+        each.reader.set(tensor)
+    _GRAD.__set__(tensor, gradient)
+
+
+def _delete(tensor: Tensor) -> None:
+    for each in (*_installed,):
+        each.reader.set(tensor)
+    _GRAD.__delete__(tensor)
+
+
+def _watch_zero_grad(owner: Any, tensors: Any) -> None:
+    original = owner.zero_grad
+
+    @functools.wraps(original)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        for each in (*_installed,):
+            each.reader.zeroed(tensors(self), to_none=set_to_none)
+        original(self, set_to_none)
+
+    _zero_grads.append((owner, original))
+    owner.zero_grad = zero_grad
