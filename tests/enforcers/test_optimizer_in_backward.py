@@ -315,6 +315,33 @@ def test_a_gradient_that_is_gone_ends_the_run(happens, why: str, tmp_path: Path)
     assert torch.Tensor.grad is torch._C.TensorBase.grad
 
 
+@pytest.mark.parametrize("ends_after", [3, 4])
+def test_a_plan_that_ends_before_the_script_leaves_it_to_step_by_itself(
+    ends_after: int, tmp_path: Path
+) -> None:
+    """The script may look at what nobody has let go of: in step 4, after the plan, at its own gradient."""
+    loop = loop_that(5, look)
+    plan = moved_plan(recorded(loop_that(99, keep), tmp_path))
+    computed, outcome = enforced_from(loop, plan, tmp_path, STEPS, begins_after=1, ends_after=ends_after)
+    assert computed == seeded(loop, STEPS)
+    assert outcome.actions.done == 1, outcome
+    assert torch.Tensor.grad is torch._C.TensorBase.grad
+
+
+@pytest.mark.parametrize(
+    ("happens", "why"),
+    [
+        (look, "looks at a gradient after it was used"),
+        (step_again, "second step with the same gradients"),
+    ],
+)
+def test_gradients_of_a_plan_that_has_ended_are_missed(happens, why: str, tmp_path: Path) -> None:
+    plan = moved_plan(recorded(loop_that(99, keep), tmp_path))
+    with pytest.raises(NotPossibleHere, match=why):
+        enforced_from(loop_that(4, happens), plan, tmp_path, STEPS, begins_after=1, ends_after=4)
+    assert torch.Tensor.grad is torch._C.TensorBase.grad
+
+
 def test_the_moved_trace_is_whole(tmp_path: Path) -> None:
     """Nothing appears or is lost by moving: a profile of the moved iteration is accepted, and bytes at each op are explained as before."""
     for optimizer in ("adamw", "adamw-foreach"):

@@ -104,18 +104,30 @@ def enforced(
 
 
 def enforced_from(
-    loop: Loop, plan: Plan, folder: Path, steps: int, *, begins_after: int, holds_bytes: int = 0
+    loop: Loop,
+    plan: Plan,
+    folder: Path,
+    steps: int,
+    *,
+    begins_after: int,
+    ends_after: int = 0,
+    holds_bytes: int = 0,
 ) -> tuple[list[str], Outcome]:
-    """As `enforced`, in a loop that is watched already: the plan is there once `begins_after` iterations have ended, as in `memopt run`."""
+    """As `enforced`, in a loop that is watched already: the plan is there once `begins_after` iterations have ended, as in `memopt run`, and,
+    if so, gone after `ends_after`."""
     session = ApplySession(plan, Options(swap_dir=folder, measure=True, holds_bytes=holds_bytes))
 
     class Late:
         """Listens to the loop, and hands it to the session."""
 
         begun = False
+        retired: Any = None
 
         def iteration_ended(self, count: int, milliseconds: float) -> None:
-            if self.begun:
+            if count == ends_after:
+                session.iteration_ended(count, milliseconds)
+                self.begun, (self.outcome, self.retired) = False, session.retire()
+            elif self.begun:
                 session.iteration_ended(count, milliseconds)
                 return
             frames.new_iteration()
@@ -123,18 +135,26 @@ def enforced_from(
                 self.begun = True
                 session.begin_in(watched)
 
+        def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+            for each in (self.retired, session if self.begun else None):
+                if each is not None:
+                    each.step_begins(optimizer)
+
         def __getattr__(self, name: str) -> Any:
             return getattr(session, name) if self.begun else lambda *_, **__: None
 
+    late = Late()
     frames, forms = Frames(), PlainForms()
-    iterations = Iterations(Late(), frames.thread)
+    iterations = Iterations(late, frames.thread)
     watched = Watched(frames, iterations, forms)
     for part in (frames, forms, iterations):
         part.install()
     try:
         computed = seeded(loop, steps)
     finally:
-        outcome = session.finished()
+        outcome = late.outcome if ends_after else session.finished()
+        if late.retired is not None:
+            late.retired.remove()
         watched.remove()
     assert outcome is not None
     return computed, outcome
