@@ -78,6 +78,8 @@ class Phases:
         self._trace: Trace | None = None
         self._base = 0
         """Iterations that had ended when the session began."""
+        self._parts = 0
+        """Of these, what were parts of the first one: its last optimizer had not stepped yet."""
         self.course = Course(budget=wishes.budget or "")
 
     # --- life
@@ -181,6 +183,8 @@ class Phases:
         assert profile is not None
         profile.finished()
         self._session = None
+        self._parts = profile.parts
+        course.iterations = count - self._parts
         budget = know_budget(course, trace)
         assert course.budget_bytes is not None
         waits = self._is_near() or trace.peak_bytes > _MAY_GROW * course.budget_bytes
@@ -219,7 +223,8 @@ class Phases:
         outcome = apply.finished()
         if outcome is not None:
             self.course.first_peak_bytes = outcome.measured_peak_bytes or 0
-        self.course.better_after = self._base = count
+        self._base = count
+        self.course.better_after = count - self._parts
         self._enforce(better)
 
     def _move_state_too(self) -> None:
@@ -242,9 +247,9 @@ class Phases:
         self.course.plan = plan
         self.course.budget_bytes = plan.budget_bytes
         if self.course.enforced_after is None:
-            self.course.enforced_after = self._base
+            self.course.enforced_after = self._base - self._parts
         which = "a better" if self.course.better_after else "its" if self._base else "the kept"
-        self._tell(f"under {which} plan from iteration {self._base + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
+        self._tell(f"under {which} plan from iteration {self._base - self._parts + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
         prepare_run(plan, os.environ)
         options = Options(
             swap_dir=self._wishes.swap_dir,
@@ -298,7 +303,7 @@ class Phases:
         if os.getpid() != self._pid:
             return
         course = self.course
-        course.iterations = count
+        course.iterations = count - self._parts
         course.times_ms[count] = milliseconds
         session = self._session
         began = time.perf_counter()
