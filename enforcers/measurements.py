@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from memopt.instrument.memory.meter import Meter
     from memopt.profiler.known import There
 
-MEASURED = (3, 5, 8, 11, 14, 17)
-"""Iterations in which the bytes are measured on a CPU; their times do not count. From the third on only until one was like the profiled
-one, as every other is where a script does something each second time; and then those after 16, 32, 64, ... of them, for what a script does
+MEASURED = (3, 6, 8, 11, 14, 17)
+"""Iterations in which the bytes are measured on a CPU; their times do not count. An odd and an even one, for what a script does each second
+time; from the third on only until one was like the profiled one; and then those after 16, 32, 64, ... of them, for what a script does
 may change slowly (routing that comes to prefer one expert, a cache that fills).
 
 Never two in a row: the optimizer's own `record_function` is open where iterations end, and one that was opened under a profiler

@@ -6,7 +6,7 @@ import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from memopt.enforcers.carried_out import (
     decisions_about_the_run,
@@ -25,6 +25,8 @@ from memopt.outcome import Outcome
 from memopt.plan import Plan
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from memopt.enforcers.engine import Engine
@@ -173,11 +175,16 @@ class ApplySession:
         engine = self._engine_in(self._own_loop or loop, tables)
         self._install_steps()
         sends_gradients = self._steps is not None and self._steps.gradients is not None
-        if engine.watches or sends_gradients or engine.standby is not None:
+        sends_state = self._plan.in_pieces is not None and self._plan.in_pieces.tier is not None
+        if engine.watches or sends_gradients or sends_state or engine.standby is not None:
             from memopt.instrument.saved import SavedTensorHooks
 
-            unpack = self._steps.told_of(engine.unpack) if self._steps is not None else engine.unpack
-            self._hooks = SavedTensorHooks(engine.pack, unpack)
+            pack: Callable[[torch.Tensor], Any] = engine.pack
+            unpack: Callable[[Any], torch.Tensor] = engine.unpack
+            if self._steps is not None and self._frames is not None:
+                pack = self._steps.told_of_saving(pack, self._frames.thread)
+                unpack = self._steps.told_of(unpack)
+            self._hooks = SavedTensorHooks(pack, unpack)
             self._hooks.install()
         call_around_fork(self._before_fork, self._after_fork, self._forked)
 

@@ -83,6 +83,10 @@ class Iterations:
         """That one, until they have been looked for."""
         self._after_backwards = False
         """Backward calls had ended iterations before it first stepped."""
+        self._shares_backward = False
+        """It first stepped after the backward call of one that had ended an iteration: Pyro makes an optimizer for each parameter."""
+        self._backward_since = False
+        """Backward has been called since an iteration ended."""
         self._pid = os.getpid()
         self._began_ns = 0
         self._backwards = 0
@@ -132,8 +136,8 @@ class Iterations:
 
     @property
     def came_late(self) -> bool:
-        """Has the optimizer whose steps end iterations been waited for?"""
-        return self._after_backwards or self.chosen in self._expected
+        """Does the optimizer whose steps end iterations make parts of the first one of those that had ended before?"""
+        return self._after_backwards or self._shares_backward or self.chosen in self._expected
 
     @property
     def _is_left_behind(self) -> bool:
@@ -197,6 +201,7 @@ class Iterations:
         self._depth += 1
         if self._depth > 1:
             return
+        self._backward_since = True
         self.accumulates = bool(kwargs.get("accumulate_grad", True))
         tensors = tuple(root for root in roots if isinstance(root, torch.Tensor))
         keep_graph = bool(args[1]) if len(args) > 1 else False
@@ -293,6 +298,7 @@ class Iterations:
             self._steps = self.rounds + self._others_steps - 1
             self._chosen = weakref.ref(optimizer)
             self._after_backwards = self.boundary == "backward"
+            self._shares_backward = self.count > 0 and not self._backward_since
             self.boundary = "optimizer"
             chosen, self.rounds, self._others_steps, self._most_others_steps = optimizer, 0, 0, 0
         if chosen is optimizer and self._steps_open == 0:
@@ -322,6 +328,7 @@ class Iterations:
             _wait_for_gpu()
         now = time.perf_counter_ns()
         self.count += 1
+        self._backward_since = False
         elapsed_ms = (now - self._began_ns) / 1e6
         self._listener.iteration_ended(self.count, elapsed_ms)
         self._began_ns = time.perf_counter_ns()

@@ -264,6 +264,11 @@ class ProfileSession:
                 self._recordings.drop()
 
     @property
+    def parts(self) -> int:
+        """Of the first iteration, that were taken for iterations until its last optimizer had stepped."""
+        return self._plain.parts
+
+    @property
     def iterations_seen(self) -> int:
         return self._run.iterations_seen
 

@@ -84,6 +84,8 @@ class Phases:
         """Of a plan that is over: told of steps, and of who looks at gradients, while it has let go of some that the plain run would have."""
         self._saved_before: list[tuple[int, int]] = []
         """How many tensors, and elements, autograd saved in each of the iterations that had the training recorded again."""
+        self._parts = 0
+        """Of these, what were parts of the first one: its last optimizer had not stepped yet."""
         self.course = Course(budget=wishes.budget or "")
 
     # --- life
@@ -190,9 +192,12 @@ class Phases:
         assert profile is not None
         profile.finished()
         self._session = None
+        if not course.phase:
+            self._parts = profile.parts
+            course.iterations = count - self._parts
         budget = know_budget(course, trace)
         assert course.budget_bytes is not None
-        self._tell(f"recorded iteration {self._base + trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script waits")  # fmt: skip
+        self._tell(f"recorded iteration {self._base - (self._parts if course.phase else 0) + trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script waits")  # fmt: skip
         background = self._background or Background()
         saved_before = self._saved_before or [each for guard in course.guards for each in guard.saved_before]
         self._planning = Planning(
@@ -225,7 +230,8 @@ class Phases:
         if better is None or first.in_backward or first.in_pieces or first.streamed:
             return
         self._end_enforcing()
-        self.course.better_after = self._base = count
+        self._base = count
+        self.course.better_after = count - self._parts
         self._enforce(better, "a better plan")
 
     def _end_enforcing(self, *, goes_on: bool = True) -> None:
@@ -248,7 +254,7 @@ class Phases:
             return False
         if course.phase == _MOST_PHASES or not standby.another_phase or not _may_end(plan, standby.guard):
             return False
-        guarded_ms = sum(course.times_ms[course.iterations - each] for each in range(standby.in_a_row))
+        guarded_ms = sum([*course.times_ms.values()][-standby.in_a_row :])
         return course.from_cache or guarded_ms > _AS_LONG * course.extra_ms
 
     def _begin_phase(self, count: int) -> None:
@@ -256,7 +262,7 @@ class Phases:
         assert self._apply is not None
         assert self._apply.standby is not None
         self._saved_before = self._apply.standby.needed
-        self.course.notes.append(f"up to iteration {count}, {self._apply.standby.words}")
+        self.course.notes.append(f"up to iteration {count - self._parts}, {self._apply.standby.words}")
         self._end_enforcing()
         self._base = count
         self.course.phase += 1
@@ -298,10 +304,10 @@ class Phases:
         course.plan = plan
         course.budget_bytes = plan.budget_bytes
         if course.enforced_after is None:
-            course.enforced_after = self._base
+            course.enforced_after = self._base - self._parts
         elif len(course.phases_after) < course.phase:
-            course.phases_after.append(self._base)
-        self._tell(f"under {which} from iteration {self._base + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
+            course.phases_after.append(self._base - self._parts)
+        self._tell(f"under {which} from iteration {self._base - self._parts + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
         prepare_run(plan, os.environ)
         options = Options(
             swap_dir=self._wishes.swap_dir,
@@ -348,7 +354,7 @@ class Phases:
         if os.getpid() != self._pid:
             return
         course = self.course
-        course.iterations = count
+        course.iterations = count - self._parts
         course.times_ms[count] = milliseconds
         session = self._session
         began = time.perf_counter()

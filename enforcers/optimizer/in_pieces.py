@@ -64,6 +64,8 @@ class OptimizerInPieces:
         """id of an optimizer, which may be gone -> most parameters that one of its steps has stepped in pieces."""
         self._stepping_whole: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.declined: Counter[str] = Counter()
+        self._went_on = -1
+        """Iterations that had ended when `goes_on` was called for the first time since."""
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Do the step, and leave nothing to do for the script's own. A Ctrl-C comes when the update is whole."""
@@ -91,6 +93,20 @@ class OptimizerInPieces:
                         self._leave_whole(optimizer)
         finally:
             del guard
+
+    def goes_on(self) -> None:
+        """A tensor is saved for backward. At the first of an iteration state leaves again that a checkpoint, say, has looked at since the step."""
+        if self._went_on == self._iterations.count:
+            return
+        self._went_on = self._iterations.count
+        if not (self._iterations.in_step or self._iterations.in_backward or capturing.on_this_stream()):
+            self.begin([each for each in self._iterations.stepped if self._is_back(each)])
+
+    def _is_back(self, optimizer: torch.optim.Optimizer) -> bool:
+        stepped = self._stepped.get(optimizer)
+        return (stepped is not None and stepped.is_back) or (
+            self._whole is not None and self._whole.is_back(optimizer)
+        )
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = {id(each): found for group in optimizer.param_groups for each in group["params"] if (found := kept_gradient(each)) is not None}  # fmt: skip

@@ -51,6 +51,8 @@ class PagedOptimizer:
         self._names: dict[int, tuple[str, ...]] = {}
         """id of a parameter -> the order of its state, as the optimizer made it."""
         self._state: StateElsewhere | None = None
+        self.is_back = False
+        """Somebody has looked at the state, which is whole since."""
         self._first: set[int] = set()
         """Parameters that this step is the first of: none of their segments has state, whatever the ones before have left."""
 
@@ -61,6 +63,7 @@ class PagedOptimizer:
         elsewhere: GradientsElsewhere | None = None,
     ) -> None:
         """The whole update, with `gradients` and those that are `elsewhere`."""
+        self.is_back = False
         self._stand_in(optimizer)
         inner = optimizer.state
         pageable = self._pageable(inner) if self._state is not None else set()
@@ -89,6 +92,7 @@ class PagedOptimizer:
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
         """Lay the state that there is into bundles, and send them away: as after a step, without one."""
+        self.is_back = False
         self._stand_in(optimizer)
         if self._state is None:
             return
@@ -268,10 +272,11 @@ class PagedOptimizer:
         put_in_order(inner, tuple(after))
 
     def bring_back(self) -> None:
-        """All state is where the optimizer left it, in tensors of its own; until the next step."""
+        """All state is where the optimizer left it, in tensors of its own; until it is told to `leave`, or the next step."""
         state = self._state
         if state is None or all(piece.is_empty for piece in self._pieces):
             return
+        self.is_back = True
         guard = DisableTorchDispatch()
         try:
             with held(), torch.no_grad():

@@ -15,8 +15,11 @@ from memopt.enforcers.tiers.per_device import PerDevice, offload_tier
 from memopt.enforcers.tiers.planned import home_tier
 from memopt.enforcers.weights import python_reads
 from memopt.instrument.iterations import Iterations
+from memopt.instrument.script.training_thread import TrainingThread
 from memopt.plan import Plan, ScriptAction
 
+Pack = Callable[[torch.Tensor], Any]
+"""The saved-tensor hook of forward."""
 Unpack = Callable[[Any], torch.Tensor]
 """The saved-tensor hook of backward."""
 
@@ -74,6 +77,19 @@ class PlannedSteps:
                 python_reads.go_on(rests)
 
         return tell_and_unpack
+
+    def told_of_saving(self, pack: Pack, thread: TrainingThread) -> Pack:
+        """`pack`, of which state that is away between steps hears first: the script goes on to train."""
+        pieces = self.in_pieces
+        if pieces is None:
+            return pack
+
+        def tell_and_pack(tensor: torch.Tensor) -> Any:
+            if thread.is_here:
+                pieces.goes_on()
+            return pack(tensor)
+
+        return tell_and_pack
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Go on from an iteration boundary, after steps of `optimizers` that somebody else has watched."""

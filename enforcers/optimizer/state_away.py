@@ -52,6 +52,10 @@ class StateAway:
         self.most_away = max(self.most_away, sum(each.count for each in self._of.values()))
         return reason
 
+    def is_back(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Has somebody looked at its state since that has left?"""
+        return optimizer in self._of and self._of[optimizer].is_back
+
     def remove(self) -> None:
         """Nothing leaves any more. What is away comes back when somebody asks for it: the tier stays open until the process ends."""
         self._removed = True
@@ -73,6 +77,8 @@ class _Away:
         self._filled: tuple[int, set[int]] = -1, set()
         """The iteration in which storages got new memory, and their addresses: a profile of it sees them end."""
         self.stays = ""
+        self.is_back = False
+        """It has been away, and is whole since."""
 
     @property
     def count(self) -> int:
@@ -80,6 +86,7 @@ class _Away:
 
     def leave(self, optimizer: torch.optim.Optimizer, least_bytes: int) -> str:
         guard = DisableTorchDispatch()
+        self.is_back = False
         try:
             with held(), torch.no_grad(), self._lock:
                 if vars(optimizer).get("state") is not self._stand_in:
@@ -118,9 +125,10 @@ class _Away:
         return reason
 
     def bring_back(self) -> None:
-        """All of it is where the optimizer left it; until the next step has ended."""
+        """All of it is where the optimizer left it; until it is told to `leave`."""
         if not self._gone:
             return
+        self.is_back = True
         guard = DisableTorchDispatch()
         try:
             with held(), torch.no_grad(), self._lock:

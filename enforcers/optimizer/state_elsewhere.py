@@ -1,7 +1,7 @@
 """Optimizer state that is in a tier between steps: what stands for `optimizer.state` meanwhile.
 
 Whoever reads it but the paged step (`state_dict`, a checkpoint, a logger) finds it whole: the first look brings all of it back, and it
-stays until the next step has ended.
+stays until the script goes on to train: until it saves a tensor for backward, or, once it has, until the next step has ended.
 """
 
 from __future__ import annotations

@@ -115,11 +115,14 @@ def _modules() -> list[tuple[str, torch.nn.Module]]:
 
 
 def _state() -> dict[str, str]:
-    """Digests of every parameter and buffer of the modules that live."""
+    """Digests of every parameter and buffer of the modules that live, but of lazy ones, which have no shape yet."""
+    from torch.nn.parameter import is_lazy
+
     found = {}
     for top, module in _modules():
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            found[f"{top}.{name}"] = digest(tensor)
+            if not is_lazy(tensor):
+                found[f"{top}.{name}"] = digest(tensor)
     return _by_content(found)
 
 
@@ -164,7 +167,7 @@ def _short(name: str) -> str:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """Digest of shape, dtype and every bit of `tensor`."""
+    """Digest of shape, dtype and every bit of `tensor`; one on the meta device has none."""
     import torch
 
     from memopt.instrument.torch_internals import disable_current_modes, is_wrapper
@@ -179,6 +182,8 @@ def digest(tensor: torch.Tensor) -> str:
             plain = plain.to_dense()
         if type(plain) is not torch.Tensor:
             plain = plain.as_subclass(torch.Tensor)
+        if plain.is_meta:
+            plain = plain.new_empty(0, device="cpu")
         plain.data_ptr()  # a weight that is away comes back for whoever asks for its address: no mode would see the ops here
         whole = plain.resolve_conj().resolve_neg().contiguous().cpu()
         found = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=16)

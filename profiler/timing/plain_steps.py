@@ -26,17 +26,17 @@ class PlainSteps:
         self._times_ms: list[float] = []
         self._watched_ms: list[tuple[int, float]] = []
         """(plain ones before it, time)."""
-        self._joined = 0
+        self.parts = 0
         """Iterations that ended before the last optimizer had joined the first round (a GAN's): parts of one."""
         self._spent_ms = 0.0
 
     def number(self, count: int, rounds: int, *, came_late: bool = False) -> int:
         """The iteration that the `count`-th end of one ends; `rounds` of them has the optimizer whose steps end iterations ended."""
         if count > 1 and rounds == 1 and (came_late or count <= _MOST_JOINING):
-            self._joined = count - 1
+            self.parts = count - 1
             self._times_ms.clear()
             self._watched_ms.clear()
-        return count - self._joined
+        return count - self.parts
 
     def add(self, milliseconds: float, *, waited_for: bool) -> None:
         """One has ended; were it not for its time, the script would have been stopped before?"""

@@ -339,3 +339,27 @@ def test_a_plan_is_told_of_iterations_by_their_number_in_the_run() -> None:
     phases.iteration_ended(42, 1.0)
     assert told == [41, 42]
     assert not phases.course.problem
+
+
+THREE_OPTIMIZERS = """
+import torch
+torch.manual_seed(0)
+nets = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(3)]
+optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in nets]
+for step in range(12):
+    for net, optimizer in zip(nets, optimizers):
+        optimizer.zero_grad()
+        net(torch.randn(1024, 64)).square().mean().backward()
+        optimizer.step()
+"""
+
+
+def test_a_round_of_several_optimizers_is_one_iteration_from_the_first_on(tmp_path: Path) -> None:
+    """Each of them ended one in the first round, so that 12 were told to be 14."""
+    (tmp_path / "train.py").write_text(THREE_OPTIMIZERS)
+    done = memopt(tmp_path, "run", "--budget", "60%", "--outcome", "o.json", "train.py")
+    assert "recorded iteration 3;" in done.stderr
+    assert "from iteration 4 on" in done.stderr
+    assert "enforced after 3 of 12 iterations" in " ".join(done.stderr.split())
+    course = outcome_of(tmp_path)
+    assert (course["enforced_after"], course["iterations"]) == (3, 12)

@@ -63,11 +63,26 @@ def test_a_part_of_an_iteration_alone_is_no_peak(measured):
 def test_a_part_counts_beside_whole_iterations_if_it_trains(measured, training, peak_bytes):
     """What a script does when all steps are done is no part of one."""
     found = measured([300, 900])
-    for count in (1, 2, 3, 4):
+    for count in range(1, measurements.MEASURED[1]):
         found.iteration_ended(count, 1.0, None, plain=False)
         found.iteration_begins(count, LOOP)
     found.end(training=training)
     assert found.peak_bytes == peak_bytes
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_what_a_script_does_each_second_time_is_measured(measured, monkeypatch, joins):
+    """A reinforcement learner's advantages, before the first of two batches: they save nothing, so that all iterations look alike."""
+    found, turns = measured([300] * 9), []
+    monkeypatch.setattr(found, "_start", lambda: turns.append(count + 1))
+    monkeypatch.setattr(found, "_stop", lambda: count in turns and not found._peaks.append((300, 10)))
+    if joins:
+        count = 3
+        found.begin_after(count)
+    for count in range(4 if joins else 1, 12):
+        found.iteration_ended(count, 1.0, None, plain=False)
+        found.iteration_begins(count, LOOP)
+    assert {turn % 2 for turn in turns} == {0, 1}
 
 
 def test_where_a_plan_joins_a_run_the_next_iteration_is_measured(measured):
@@ -166,4 +181,4 @@ def test_what_changes_slowly_is_measured_later(measured):
     for count in range(1, 70):
         found.iteration_ended(count, 1.0, None, plain=False)
         found.iteration_begins(count, LOOP)
-    assert begun == [3, 5, 17, 33, 65]
+    assert begun == [3, 6, 17, 33, 65]

@@ -53,7 +53,8 @@ def moved_plan(trace: Trace, choose=lambda problem: Decisions()) -> Plan:
     return adviser.write(problem, choose(problem), "chosen by a test")
 
 
-def check(loop: Loop, folder: Path, *, mixtures: int = 0) -> None:
+def check(loop: Loop, folder: Path, *, mixtures: int = 0, alike: bool = True) -> None:
+    """`alike`: each step computes what the recorded one did."""
     plain = seeded(loop, STEPS)
     trace = recorded(loop, folder)
     assert seeded(loop, STEPS) == plain, "the loop does not repeat, or the profiler left something behind"
@@ -63,14 +64,14 @@ def check(loop: Loop, folder: Path, *, mixtures: int = 0) -> None:
         computed, outcome = enforced(loop, plan, folder, STEPS, measure=True)
         assert computed == plain, outcome
         assert outcome.actions.skipped == 0, outcome
-        if not plan.actions:
+        if alike and not plan.actions:
             assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=2e-4)
     assert torch.Tensor.grad is torch._C.TensorBase.grad
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_gives_the_same_bits(optimizer: str, tmp_path: Path) -> None:
-    check(stepping("language", optimizer), tmp_path)
+    check(stepping("language", optimizer), tmp_path, alike=optimizer != "radam")  # its sixth step is another
 
 
 @pytest.mark.parametrize("optimizer", ["sgd-momentum", "adamw"])

@@ -13,6 +13,7 @@ import torch
 
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.stepping.torchs_step import any_was_made
+from memopt.profiler.timing.plain_steps import PlainSteps
 from tests.support.enforced import enforced, plan_of, recorded
 
 
@@ -95,6 +96,30 @@ def test_the_first_iteration_is_a_whole_one_where_the_optimizers_of_a_round_are_
 ) -> None:
     found = steps(order, apart=True, known=2)
     assert "".join("|" if event.startswith("end") else event for event in found) == ends
+
+
+def test_optimizers_that_step_after_one_backward_call_share_an_iteration_however_many_they_are() -> None:
+    """Pyro makes one for each parameter as that is first stepped. The profile was of what lies between two of them."""
+    numbers: list[int] = []
+    plain, made = PlainSteps(), dict[int, torch.optim.Optimizer]()
+
+    class Numbered(Log):
+        def iteration_ended(self, count: int, milliseconds: float) -> None:
+            numbers.append(plain.number(count, iterations.rounds, came_late=iterations.came_late))
+
+    iterations = Iterations(Numbered())
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(6)]
+    iterations.install()
+    try:
+        for _ in range(3):
+            torch.stack([each.sum() for each in weights]).sum().backward()
+            for number, each in enumerate(weights):
+                if number not in made:
+                    made[number] = torch.optim.SGD([each], lr=0.1)
+                made[number].step()
+    finally:
+        iterations.remove()
+    assert numbers == [1, 1, 1, 1, 1, 1, 2, 3]
 
 
 def test_a_step_that_raised_is_over() -> None:

@@ -85,14 +85,21 @@ def _compilers(recorder: FakeRecorder) -> None:
             return recorder.fusion.fused(model)
         return model
 
+    script = _JIT.script
+
     def scripted(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(getattr(obj, "__module__", "")).startswith("torch._"):  # torch's own wants its graph (`jvp`)
+            return script(obj, *args, **kwargs)
+        return obj
+
+    def traced(obj: Any, *args: Any, **kwargs: Any) -> Any:
         return obj
 
     asked_compilers()
     _TORCH.compile = compiled
     _MODULE.compile = compiled
     _JIT.script = scripted
-    _JIT.trace = scripted
+    _JIT.trace = traced
 
 
 def _distributed(recorder: FakeRecorder) -> None:

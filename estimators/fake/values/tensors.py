@@ -16,8 +16,10 @@ from memopt.estimators.fake.values.lines import user_line
 from memopt.instrument.torch_internals import TensorBase
 
 # torch as something to be patched
+_FAKE: Any = FakeTensor
 _MODULE: Any = torch.nn.Module
 _PARAMETER: Any = torch.nn.Parameter
+_STORAGE: Any = torch.UntypedStorage
 _TENSOR: Any = torch.Tensor
 
 
@@ -33,8 +35,30 @@ def install(recorder: FakeRecorder) -> None:
     _truth_hints()
     _resizes(recorder)
     _shares()
+    _addresses()
     subclasses.install(recorder)
     sparse.install()
+
+
+_APART = 12
+"""Bits by which the number of a storage is moved up, so that no offset into one is an address in the next."""
+
+
+def _addresses() -> None:
+    """Addresses that tell storages apart, as real ones do: optimizers keep state by them (heavyball), and libraries look for shared weights."""
+    storage_address = _STORAGE.data_ptr
+
+    def of_storage(self: torch.UntypedStorage) -> int:
+        if self.device.type != "meta":
+            return int(storage_address(self))
+        return self._cdata << _APART if self.nbytes() else 0
+
+    def of_tensor(self: torch.Tensor) -> int:
+        base = 0 if self.device.type == "meta" else of_storage(self.untyped_storage())
+        return base and base + int(self.storage_offset()) * self.element_size()
+
+    _STORAGE.data_ptr = of_storage
+    _FAKE.data_ptr = of_tensor
 
 
 def _values(recorder: FakeRecorder) -> None:

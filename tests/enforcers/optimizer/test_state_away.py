@@ -426,3 +426,44 @@ def test_state_that_the_script_reads_between_steps_is_not_planned_away(reads: bo
     adviser = Adviser(recorded(loop, tmp_path), DEFAULT_ALLOW)
     pieces = [each.pieces for each in adviser.variants.in_pieces(adviser.problem(1))]
     assert any(each is not None and each.whole is not None for each in pieces) is not reads
+
+
+def bytes_there(optimizer: torch.optim.Optimizer) -> int:
+    """Of state, without a look at it."""
+    tensors = [each for inner in dict.values(optimizer.state) for each in inner.values()]
+    return sum(each.untyped_storage().nbytes() for each in tensors if isinstance(each, Tensor) and each.dim())
+
+
+@pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "whole"])
+def test_what_a_checkpoint_has_looked_at_leaves_again_as_training_goes_on(
+    in_pieces: bool, tmp_path: Path
+) -> None:
+    """It stayed until the next step: each iteration after a checkpoint passed the budget by all of the state."""
+    there: list[int] = []
+    plan = plan_for()
+    if in_pieces:
+        action = ScriptAction(
+            kind="optimizer", what=OPTIMIZER_IN_PIECES, why="", saved_bytes=0, parameters=1, piece_bytes=8192, tier="disk"
+        )  # fmt: skip
+        plan = plan_with(action)
+
+    def loop(steps: int) -> list[str]:
+        model, found = Net(), []
+        optimizer = torch.optim.AdamW(model.parameters()) if in_pieces else Subclass(model.parameters())
+        for step in range(steps):
+            if step == 3:
+                found += everything(model, optimizer)
+                there.append(bytes_there(optimizer))
+            loss = model(torch.randn(8, WIDE)).square().mean()
+            there.append(bytes_there(optimizer))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return [*found, *everything(model, optimizer)]
+
+    plain = seeded(loop, STEPS)
+    there.clear()
+    computed, outcome = enforced(loop, plan, tmp_path, STEPS)
+    assert computed == plain, outcome
+    looked = there.pop(3)
+    assert looked > 50 * max(there), there

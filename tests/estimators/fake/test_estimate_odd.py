@@ -214,6 +214,16 @@ for _ in range(4):
     optimizer.step(); optimizer.zero_grad()
 """
 
+HESSIANS = """
+from torch.func import functional_call, hessian, vmap
+model = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 1))
+optimizer = torch.optim.Adam(model.parameters())
+u = lambda p, x: functional_call(model, p, (x,)).squeeze(-1)
+for _ in range(4):
+    bent = vmap(hessian(u, argnums=1), (None, 0))(dict(model.named_parameters()), torch.rand(512, 3))
+    optimizer.zero_grad(); bent.diagonal(dim1=1, dim2=2).sum(1).square().mean().backward(); optimizer.step()
+"""
+
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
@@ -237,6 +247,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         (DETECTION, 0.01),
         (GAUSSIAN_PROCESS, 0.002),
         (GRADIENTS_BY_SAMPLE, 0.01),
+        (HESSIANS, 0.05),
     ],
     ids=[
         "routed",
@@ -250,6 +261,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
         "detection",
         "gaussian process",
         "gradients by sample",
+        "hessians",
     ],
     indirect=["script"],
 )

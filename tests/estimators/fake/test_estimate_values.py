@@ -58,6 +58,21 @@ for step in range(3):
 """
 """GaLore's projections are views of whole factors of gradients, which are as large as the shorter side."""
 
+BY_ADDRESS = """
+net = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 128))
+optimizer, kept = torch.optim.SGD(net.parameters(), 0.1), {}
+assert len({p.untyped_storage().data_ptr() for p in net.parameters()}) == 4
+for step in range(3):
+    net(torch.randn(1024, 128)).square().mean().backward()
+    with torch.no_grad():
+        for weight in (net[0].weight, net[2].weight):
+            for part in weight.split(64):
+                state = kept.setdefault((part.data_ptr(), part.numel()), torch.zeros_like(part))
+                part.sub_(state.mul_(0.9).add_(part, alpha=0.1))
+    optimizer.step(); optimizer.zero_grad()
+"""
+"""What heavyball does: state belongs to an address and a size, and two weights of one size have two."""
+
 
 @pytest.fixture
 def script(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -69,7 +84,10 @@ def script(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "script", [SUBCLASS, ADAPTIVE, LOW_RANK], ids=["subclass", "adaptive", "low rank"], indirect=True
+    "script",
+    [SUBCLASS, ADAPTIVE, LOW_RANK, BY_ADDRESS],
+    ids=["subclass", "adaptive", "low rank", "by address"],
+    indirect=True,
 )
 def test_the_cpu_run_needs_what_was_predicted(script: str) -> None:
     predicted = estimate_script([script], device="cpu")
