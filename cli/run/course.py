@@ -57,6 +57,8 @@ class Course:
     """On the phases that are over."""
     peak_bytes: int = 0
     """The most that was measured under any plan, or that the guard beside it saw."""
+    last_peak_bytes: int = 0
+    """The same under the last one."""
     still_planning: bool = False
     spent_ms: float = 0.0
     """Between iterations: what starting and ending the phases took."""

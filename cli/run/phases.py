@@ -243,7 +243,8 @@ class Phases:
         seen_bytes = standby.guard.most_bytes if standby is not None else 0
         if outcome is not None:
             course.outcome = outcome
-            course.peak_bytes = max(course.peak_bytes, outcome.measured_peak_bytes or 0, seen_bytes)
+            course.last_peak_bytes = max(outcome.measured_peak_bytes or 0, seen_bytes)
+            course.peak_bytes = max(course.peak_bytes, course.last_peak_bytes)
 
     @property
     def _is_another_phase(self) -> bool:

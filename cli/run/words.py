@@ -26,8 +26,8 @@ def did_what_it_said(course: Course) -> bool:
     plan, outcome = course.plan, course.outcome
     if plan is None or outcome is None:
         return False
-    peak, counts = outcome.measured_peak_bytes, outcome.actions
-    if peak is not None and peak > (1 + _OFF) * max(plan.budget_bytes, plan.predicted_peak_bytes):
+    peak, counts = course.last_peak_bytes, outcome.actions
+    if peak > (1 + _OFF) * max(plan.budget_bytes, plan.predicted_peak_bytes):
         return False
     steps = course.iterations - max(course.enforced_after or 0, *course.phases_after, 0)
     return steps < 3 or counts.skipped <= _SKIPPED * counts.planned
