@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from torch import Tensor, UntypedStorage
 
 from memopt.errors import MemoptError
+from memopt.instrument.memory.held import held_bytes
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.saved import Kept, Place, let_go_of_bytes
 from memopt.instrument.torch_internals import DisableTorchDispatch
@@ -39,19 +40,27 @@ OpenTier = Callable[[], Tier]
 class OffloadingRecorder(Recorder):
     """A recorder that sends saved storages to `tier`."""
 
-    sends_away = True
     tier: Tier
+    from_bytes = 0
+    """On the device: storages leave from then on."""
     under_way_bytes: int
     """Copies out beyond that are waited for."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.sends_away = False
+        self._kind, self._held_bytes = "", 0
+        """The device, and how much was held there as it began."""
         self._leaving: deque[weakref.ref[_Away]] = deque()
         self._streams = OneStream()
         self._away: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
         """By storage: where it has been sent."""
         self._staying: set[int] = set()
         """Storages that were saved on another stream than the first."""
+
+    def begin(self, device: str) -> None:
+        super().begin(device)
+        self._kind, self._held_bytes = device, held_bytes(device)
 
     def _poll(self, op: int, *, everything: bool = False) -> None:
         self.tier.collect()
@@ -65,8 +74,9 @@ class OffloadingRecorder(Recorder):
 
     def _left_to_autograd(self, number: int, handles: list[Handle]) -> None:
         storage = handles[0].tensor.untyped_storage()
-        if storage.nbytes() < LEAST_BYTES:
+        if storage.nbytes() < LEAST_BYTES or not self._is_full:
             return
+        self.sends_away = True
         if number in self._staying or self._streams.why_keep(storage.device):
             self.notes.add("not everything could be offloaded: the script computes on several streams")
             return
@@ -84,6 +94,12 @@ class OffloadingRecorder(Recorder):
         self._saved_by[number].clear()
         self._leaving.append(weakref.ref(away))
         self._let_them_leave()
+
+    @property
+    def _is_full(self) -> bool:
+        if self.sends_away or not self.from_bytes:
+            return True
+        return self.base_bytes + held_bytes(self._kind) - self._held_bytes >= self.from_bytes
 
     def _holds_of(self, number: int) -> int:
         away = self._away.get(number)

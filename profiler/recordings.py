@@ -45,6 +45,8 @@ class Wanted:
     """`cpu` or `cuda`; empty: where the parameters are."""
     offload: OpenTier | None = None
     """For a script that does not fit: where every saved tensor goes while it is recorded."""
+    offload_from_bytes: int = 0
+    """Once so many are on the device: with room enough nothing leaves."""
     under_way_bytes: int = 256 << 20
     """Copies out beyond that are waited for then: the host runs ahead of them, and what they have not read yet is still on the device."""
 
@@ -222,6 +224,7 @@ class Recordings:
             self._tier = self._wanted.offload()
         recorder = OffloadingRecorder(self._frames, self._iterations, clock, self.device, most)
         recorder.tier, recorder.under_way_bytes = self._tier, self._wanted.under_way_bytes
+        recorder.from_bytes = self._wanted.offload_from_bytes
         return recorder
 
     def _clock(self, *, with_bytes: bool) -> OpClock:

@@ -324,13 +324,14 @@ class ProfileSession:
         recordings = self._recordings
         assert recordings is not None
         iterations = self._iterations
+        is_first = count == 1
         count = self._plain.number(count, iterations.rounds, came_late=iterations.came_late)
         if recordings.now is not None:
             recordings.recorded_ms = milliseconds
             recordings.end()
         elif count > 1:
             self._plain.add(milliseconds, waited_for=False)
-        if count == 1 and iterations.count > 1:
+        if count == 1 and not is_first:
             self._part = recordings.result or next(iter(recordings.earlier), self._part)
             recordings.result = None
             recordings.earlier.clear()

@@ -80,24 +80,24 @@ def trace_of(result: Result, partial: str, recordings: Recordings, run: Run) -> 
         partial=partial,
     )
     try:
-        device = measure_device(device.kind, run.wanted.swap_dir, _room_bytes(trace, run))
+        device = measure_device(device.kind, run.wanted.swap_dir, _room_bytes(trace, result))
     except RuntimeError as error:
         device = Device(kind=device.kind, name=f"not measured: {error}"[:200])
     return msgspec.structs.replace(trace, device=device, updates=result.updates, frozen=result.frozen)
 
 
-def _room_bytes(trace: Trace, run: Run) -> int:
+def _room_bytes(trace: Trace, result: Result) -> int:
     """What may be taken between iterations: as much as the iteration itself took, or on a GPU the script until now."""
     from memopt.instrument.memory.outside import was_above_now_bytes
 
     if trace.device.kind == "cuda":
         return was_above_now_bytes("cuda")
-    return trace.peak_bytes - trace.base_bytes if run.wanted.offload is None else 0
+    return 0 if result.recorder.sends_away else trace.peak_bytes - trace.base_bytes
 
 
 def _step_ms(result: Result, recorded_ms: float, run: Run) -> float:
     """A plain iteration: those seen, or, where all were offloaded, the ops alone."""
-    if run.wanted.offload is not None and result.usage is not None:
+    if result.recorder.sends_away and result.usage is not None:
         return sum(result.usage.time_us) / 1000
     if not run.plain.timed and result.usage is not None:
         return min(recorded_ms or inf, sum(result.usage.time_us) / 1000)

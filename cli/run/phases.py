@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from memopt.advisors.background import Background
 from memopt.cli.run.budget import find_budget, know_budget, likely_device, still_holds
 from memopt.cli.run.cache import Cache
@@ -40,6 +42,8 @@ log = logging.getLogger(__name__)
 
 _NEAR = 0.9
 """Of the budget: a first iteration that came so near is recorded with its saved tensors out of the way."""
+_GUARDED = 2
+"""Iterations before the recorded one."""
 _MOST_WAIT_S = 10.0
 """For the first plan. A second or two are usual; a guarded step costs more than a planned one, and the planner has the processor for itself."""
 _MOST_PHASES = 3
@@ -157,16 +161,15 @@ class Phases:
 
         assert self._loop is not None
         wishes = self._wishes
-        wanted = Wanted(
-            warmup=warmup,
-            keep_running=True,
-            swap_dir=wishes.swap_dir,
-            device=wishes.device,
-            offload=wishes.offload if offloaded or self._is_near() else None,
-        )
-        if self.course.budget_bytes is not None:
-            most = min(wanted.under_way_bytes, max(_PIECE_BYTES, self.course.budget_bytes // _UNDER_WAY))
-            wanted = dataclasses.replace(wanted, under_way_bytes=most)
+        wanted = Wanted(warmup=warmup, keep_running=True, swap_dir=wishes.swap_dir, device=wishes.device)
+        budget = self.course.budget_bytes
+        if budget is not None:
+            wanted = dataclasses.replace(
+                wanted,
+                offload=wishes.offload,
+                offload_from_bytes=0 if offloaded or self._is_near() else budget // 2,
+                under_way_bytes=min(wanted.under_way_bytes, max(_PIECE_BYTES, budget // _UNDER_WAY)),
+            )
         self._profile = ProfileSession(self._command, wanted, done=self._recorded)
         self._session = self._profile
         self._profile.begin_in(self._loop)
@@ -183,7 +186,8 @@ class Phases:
             self._background = Background()
 
     def _recorded(self, trace: Trace) -> None:
-        self._trace = self._trace or trace
+        if self._trace is None:
+            self._trace = msgspec.structs.replace(trace, iteration=self._base + trace.iteration)
 
     def _plan(self, count: int) -> None:
         """The recording is whole: wait for a plan a while, then look for it while the script goes on guarded."""
@@ -197,7 +201,7 @@ class Phases:
             course.iterations = count - self._parts
         budget = know_budget(course, trace)
         assert course.budget_bytes is not None
-        self._tell(f"recorded iteration {self._base - (self._parts if course.phase else 0) + trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script waits")  # fmt: skip
+        self._tell(f"recorded iteration {trace.iteration - (self._parts if course.phase else 0)}; planning for {format_bytes(course.budget_bytes)} while the script waits")  # fmt: skip
         background = self._background or Background()
         saved_before = self._saved_before or [each for guard in course.guards for each in guard.saved_before]
         self._planning = Planning(
@@ -273,7 +277,7 @@ class Phases:
             return
         self._tell("the training goes on otherwise than was recorded, and is recorded again")
         self._profile = self._planning = self._trace = self._background = None
-        self._record(warmup=1, offloaded=True)
+        self._record(warmup=0, offloaded=True)
 
     def _move_state_too(self) -> None:
         """Nothing was left to move, and the budget was passed: optimizer state leaves too."""
@@ -379,11 +383,11 @@ class Phases:
 
         profile, planning = self._profile, self._planning
         if isinstance(self._session, Guard) and self._profile is None and not self.course.online:
-            if self._loop is None or self._loop.iterations.waits_for_another:
+            if self._loop is None or self._loop.iterations.waits_for_another or count < _GUARDED:
                 return
             self._end_watch()
             self._base = count
-            self._record(warmup=1)
+            self._record(warmup=0)
         elif profile is not None and self._session is profile:
             if profile.failure is not None and not self._goes_back(count):
                 raise profile.failure
