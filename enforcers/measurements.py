@@ -35,6 +35,12 @@ _MORE_AT_THE_START = 0.01
 
 _MOSTLY = 0.5
 
+_IN_CYCLES = "tensors in reference cycles, which are there until Python's garbage collector runs; gc.collect() after the step frees them"
+_DID_OTHER_THINGS = (
+    "the iterations that were measured did other things than the profiled one, or kernels that memopt does not see into "
+    "(torch.compile) did"
+)
+
 _ELEMENT_BYTES = 4
 """Of what an iteration saved beyond the profiled one, whose types nobody has counted."""
 
@@ -138,9 +144,9 @@ class Measurements:
                 f"a measured iteration began with {format_bytes(more)} more than the profiled one: {self._why_more()}"
             )
         if not found and self._peaks and abs(ratio := self._unlike()) > _UNLIKE:
+            why = _IN_CYCLES if self._in_cycles else _DID_OTHER_THINGS
             found.append(
-                f"the measured peak is {abs(ratio):.0%} {'above' if ratio > 0 else 'below'} the predicted one: the iterations that were "
-                "measured did other things than the profiled one, or kernels that memopt does not see into (torch.compile) did"
+                f"the measured peak is {abs(ratio):.0%} {'above' if ratio > 0 else 'below'} the predicted one: {why}"
             )
         return found
 
@@ -164,7 +170,7 @@ class Measurements:
 
     def _why_more(self) -> str:
         if self._in_cycles:
-            return "tensors in reference cycles, which are there until Python's garbage collector runs; gc.collect() after the step frees them"
+            return _IN_CYCLES
         if self._kept:
             return f"the script has kept that since, and no plan accounts for it ({self._kept})"
         from memopt.enforcers.guarding.what_is_there import GRADIENTS
@@ -320,17 +326,16 @@ class Measurements:
         )
 
     def _look_for_cycles(self, peak_bytes: int, base_bytes: int) -> None:
-        """Once, when an iteration that passed the plan's peak is over, and began with more."""
+        """Once, when an iteration is over that began with more than the profiled one and passed the plan's peak, or passed that by much."""
         from memopt.enforcers.guarding.what_is_there import freed_by_collecting
 
         plan = self._plan
         if (
             self._in_cycles is None
             and plan.device.kind == "cpu"
-            and self._is_more(base_bytes)
-            and peak_bytes > plan.predicted_peak_bytes
+            and peak_bytes > plan.predicted_peak_bytes * (1 if self._is_more(base_bytes) else 1 + _UNLIKE)
         ):
-            more = base_bytes - plan.base_bytes
+            more = max(base_bytes - plan.base_bytes, peak_bytes - plan.predicted_peak_bytes)
             self._in_cycles = freed_by_collecting(plan.device.kind) > _MOSTLY * more
 
     def _look_back(self) -> None:

@@ -115,6 +115,18 @@ def test_a_measured_peak_unlike_the_predicted_one_is_told(measured):
     assert ["100% above the predicted one" in note for note in found.notes()] == [True]
 
 
+def test_garbage_in_cycles_that_was_made_inside_a_measured_iteration_is_told(measured, monkeypatch):
+    """torchsde's Brownian paths: the one of the step before is garbage only once the script has made another."""
+    monkeypatch.setattr("memopt.enforcers.guarding.what_is_there.freed_by_collecting", lambda kind: 200)
+    found = measured([300])
+    found._plan = msgspec.structs.replace(found._plan, predicted_peak_bytes=100)
+    for count in (1, 2, 3):
+        found.iteration_ended(count, 1.0, None, plain=False)
+        found.iteration_begins(count, LOOP)
+    (note,) = found.notes()
+    assert note.startswith("the measured peak is 200% above the predicted one: tensors in reference cycles,")
+
+
 def test_what_was_held_outside_the_measured_iterations_is_told(measured, monkeypatch):
     megabytes = 1 << 20
     monkeypatch.setattr(measurements, "was_above_now_bytes", lambda kind: 300 * megabytes)
