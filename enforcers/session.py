@@ -19,7 +19,6 @@ from memopt.enforcers.measurements import Measurements
 from memopt.enforcers.memory_limit import MemoryLimit
 from memopt.errors import NotPossibleHere
 from memopt.instrument.loop import Loop, begin_at_torch
-from memopt.instrument.memory.held import held_bytes
 from memopt.instrument.script.forks import call_around_fork
 from memopt.outcome import Outcome
 from memopt.plan import Plan
@@ -385,7 +384,6 @@ class ApplySession:
             engine.standby.iteration_ended(
                 (engine.saved_tensors, engine.saved_elements),
                 self._measurements.peak_bytes,
-                held_bytes(self._plan.device.kind) if count > 1 else 0,
             )
         failed = self._swapper.failed if self._swapper is not None else {}
         account = engine.account

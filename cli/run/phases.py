@@ -277,7 +277,8 @@ class Phases:
             return
         self._tell("the training goes on otherwise than was recorded, and is recorded again")
         self._profile = self._planning = self._trace = self._background = None
-        self._record(warmup=0, offloaded=True)
+        # gradients that the plan has let go of are there again when the script has stepped by itself
+        self._record(warmup=1 if self._retired is not None else 0, offloaded=True)
 
     def _move_state_too(self) -> None:
         """Nothing was left to move, and the budget was passed: optimizer state leaves too."""

@@ -78,7 +78,7 @@ class Guard(modes.Mode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._frames, self._iterations, self._tier = loop.frames, loop.iterations, tier
         self._thread, self._regions = loop.frames.thread, loop.frames.regions
-        self._device, self.budget_bytes = device, budget_bytes
+        self.device, self.budget_bytes = device, budget_bytes
         self._whole = WholeBudget(budget_bytes) if whole and device == "cuda" else None
         self._least_bytes = min(LEAST_BYTES, max(_PAGE_BYTES, budget_bytes // _LEAST_SHARE))
         self._is_watched: Callable[[Tensor], bool] = attrgetter(f"is_{device}")
@@ -150,7 +150,7 @@ class Guard(modes.Mode):
 
     def tensor_bytes(self) -> int:
         """Bytes that are live now, by a look at all there is."""
-        return Live(self._device).look_around().now()
+        return Live(self.device).look_around().now()
 
     @property
     def frees_nothing(self) -> str:
@@ -280,7 +280,7 @@ class Guard(modes.Mode):
             or isinstance(tensor._base, Parameter)
         ):
             return Kept(tensor)
-        if self._device == "cpu" and not self.rests:
+        if self.device == "cpu" and not self.rests:
             self._live.met(storage)
         handle = Watched(tensor)
         known = self._saved.get(storage._cdata)
@@ -321,7 +321,7 @@ class Guard(modes.Mode):
 
     def held_again(self, storage: UntypedStorage) -> None:
         """Somebody has made `storage` unseen, and holds it."""
-        if self._device == "cpu" and not self.rests:
+        if self.device == "cpu" and not self.rests:
             self._live.met(storage)
 
     def _look_ahead(self) -> None:
@@ -341,7 +341,7 @@ class Guard(modes.Mode):
             room, left = room - saved.size_bytes, left - 1
             if content.here is not None:
                 self._ahead[id(content)] = content
-                if self._device == "cpu":
+                if self.device == "cpu":
                     self._live.met(content.here)
 
     # --- room
@@ -365,7 +365,7 @@ class Guard(modes.Mode):
         """At the first time that the budget is passed, and when it is passed by far more: it takes long."""
         if self.over_bytes > _FAR_MORE * self._told_bytes:
             self._told_bytes = self.over_bytes
-            self._over_held = largest(what_is_there(self._frames, self._device))
+            self._over_held = largest(what_is_there(self._frames, self.device))
 
     def _collect_garbage(self, need_bytes: int) -> int:
         """Tensors in reference cycles may be all that is left; at most once an iteration, and no more where that frees nothing. What is still
@@ -416,7 +416,7 @@ class Guard(modes.Mode):
         if self._streams.why_keep(handles[0].tensor.device):
             return None
         try:
-            use = Use(self._live) if self._device == "cpu" else None
+            use = Use(self._live) if self.device == "cpu" else None
             content = SwappedStorage(self._tier, storage_of(handles[0].tensor), use)
         except SwapFailed as error:
             without_frames(error)

@@ -12,9 +12,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from memopt.enforcers.guarding.guard import Guard
+from memopt.enforcers.guarding.keeping import Keeping
 from memopt.enforcers.tiers.per_device import offload_tier
 from memopt.enforcers.values import Values
 from memopt.instrument.loop import Loop
+from memopt.instrument.memory.held import held_bytes
 from memopt.outcome import MOVED_BESIDE
 from memopt.plan import Plan
 from memopt.units import format_bytes
@@ -39,9 +41,12 @@ class Standby:
         self.guard = guard
         self._most_elements = int(MORE * plan.grown * plan.saved_elements)
         self._most_bytes = max(guard.budget_bytes, plan.predicted_peak_bytes)
-        self._plan = plan
-        self._held: list[int] = []
-        """Bytes that were held with nothing kept, and at the end of the last iteration."""
+        self._room_bytes = _PASSED * self._most_bytes - plan.predicted_peak_bytes
+        self._at_end, self._at_first = Keeping(guard.tensor_bytes), Keeping(guard.tensor_bytes)
+        """At the end of iterations, and at their first saved tensors."""
+        self._begun = 0
+        """Iterations, under the plan; the first may have the gradients of a step before it."""
+        self._has_saved = False
         self._stays_bytes = 0
         self._awake = 0
         """Iterations for which it stays so, this one included."""
@@ -59,7 +64,16 @@ class Standby:
 
     def saved(self, elements: int) -> None:
         """So many have been saved in this iteration."""
+        if not self._has_saved:
+            self._has_saved = True
+            self._look_at_what_is_kept()
         if elements > self._most_elements:
+            self._wake()
+
+    def _look_at_what_is_kept(self) -> None:
+        """The script may have made something between iterations (a copy of its model), and keeps it."""
+        held = held_bytes(self.guard.device) if self._begun > 1 else 0
+        if held and self._at_first.more_bytes(held, self._room_bytes) > self._room_bytes:
             self._wake()
 
     def stays(self, size_bytes: int) -> None:
@@ -73,32 +87,20 @@ class Standby:
             self._awake = _STAYS_AWAKE + 1
             self.guard.wake()
 
-    def iteration_ended(self, saved: tuple[int, int], peak_bytes: int | None, held_bytes: int) -> None:
-        """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured; `held_bytes`: now, 0 where nobody knows."""
+    def iteration_ended(self, saved: tuple[int, int], peak_bytes: int | None) -> None:
+        """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured."""
         needed = self.guard.moved > self._moved or self.guard.over_now_bytes > 0
         self._moved = self.guard.moved
         self.in_a_row = self.in_a_row + 1 if needed else 0
         self.needed = [*self.needed[1 - _OF_ALL_SIZES :], saved] if needed else []
         self._for_good = self._for_good or (peak_bytes or 0) > _PASSED * self._most_bytes
-        if held_bytes and self._keeps_too_much(held_bytes):
+        held = held_bytes(self.guard.device) if self._begun else 0
+        if held and self._at_end.more_bytes(held, self._room_bytes) > self._room_bytes:
             self._awake = _STAYS_AWAKE + 1
 
-    def _keeps_too_much(self, held_bytes: int) -> bool:
-        """Will the next iteration pass the budget, if the script keeps as much of it as of this one?"""
-        first, last = self._held or (held_bytes, held_bytes)
-        self._held = [first, held_bytes]
-        room_bytes = _PASSED * self._most_bytes - self._plan.predicted_peak_bytes
-        again_bytes = max(0, held_bytes - last)
-        if held_bytes - first + again_bytes <= room_bytes:
-            return False
-        kept_bytes = (
-            self.guard.tensor_bytes() - self._plan.base_bytes
-        )  # malloc may have given out something else
-        self._held = [held_bytes - kept_bytes, held_bytes]
-        return kept_bytes + min(again_bytes, kept_bytes) > room_bytes
-
     def new_iteration(self) -> None:
-        self._stays_bytes = 0
+        self._stays_bytes, self._has_saved = 0, False
+        self._begun += 1
         self._awake = max(0, self._awake - 1)
         if self._awake or self._for_good:
             self._choose()
