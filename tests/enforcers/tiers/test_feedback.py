@@ -151,11 +151,11 @@ def test_what_came_early_and_over_the_budget_starts_later(
         return peaks[-1]
 
     monkeypatch.setattr(Measurements, "iteration_ended", noting)
-    computed, outcome = enforced(slow_net, plan, tmp_path, 6, measure=True)
-    assert computed == seeded(slow_net, 6)
+    computed, outcome = enforced(slow_net, plan, tmp_path, 7, measure=True)
+    assert computed == seeded(slow_net, 7)
     assert peaks[2] is not None
-    assert peaks[4] is not None
-    assert peaks[4] <= budget < peaks[2]
+    assert peaks[5] is not None
+    assert peaks[5] <= budget < peaks[2]
     assert any("later than planned" in note for note in outcome.notes)
 
 
