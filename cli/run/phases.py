@@ -257,10 +257,14 @@ class Phases:
         standby = apply.standby if apply is not None and self._session is apply else None
         if plan is None or standby is None or self._retired is not None or self._pieces is not None:
             return False
-        if course.phase == _MOST_PHASES or not standby.another_phase or not _may_end(plan, standby.guard):
+        if course.phase == _MOST_PHASES or not standby.another_phase:
             return False
         guarded_ms = sum([*course.times_ms.values()][-standby.in_a_row :])
-        return course.from_cache or guarded_ms > _AS_LONG * course.extra_ms
+        if not course.from_cache and guarded_ms <= _AS_LONG * course.extra_ms:
+            return False
+        if not _may_end(plan, standby.guard):
+            course.phase = _MOST_PHASES  # to look again at each iteration takes long
+        return course.phase < _MOST_PHASES
 
     def _begin_phase(self, count: int) -> None:
         """The script goes on otherwise than was recorded: there is a plan for that from the run before, or it is recorded in its turn."""

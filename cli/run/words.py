@@ -45,7 +45,8 @@ def last_words(course: Course) -> list[str]:
         _beside(plan, outcome),
         _cost(course, plan, outcome),
     ]
-    notes = [*course.notes, *outcome.notes[:_MOST_NOTES], *_grown(course)]
+    stopped = [f"the script went on without a plan: {course.problem}"] if course.problem else []
+    notes = [*course.notes, *stopped, *outcome.notes[:_MOST_NOTES], *_grown(course)]
     return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in notes)]
 
 

@@ -1,0 +1,39 @@
+"""What the allocators have given out."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from memopt.instrument.memory import held
+
+MIB = 1 << 20
+
+
+def test_malloc_tells_of_a_tensor() -> None:
+    before = held.held_bytes("cpu")
+    if not before:
+        pytest.skip("no glibc that can be asked")
+    kept = torch.empty(8 * MIB)
+    more = held.held_bytes("cpu") - before
+    assert abs(more - kept.nbytes) < MIB
+    del kept
+    assert abs(held.held_bytes("cpu") - before) < MIB
+
+
+@pytest.mark.parametrize(("takes_s", "asked"), [(0.0, 20), (0.01, 1)])
+def test_malloc_is_asked_rarely_where_it_takes_long(takes_s: float, asked: int) -> None:
+    calls: list[int] = []
+
+    def ask() -> SimpleNamespace:
+        time.sleep(takes_s) if takes_s else None
+        calls.append(1)
+        return SimpleNamespace(uordblks=len(calls), hblkhd=0)
+
+    malloc = held._Malloc(ask)
+    found = [malloc.held_bytes() for _ in range(20)]
+    assert len(calls) == asked
+    assert found[-1] == asked
