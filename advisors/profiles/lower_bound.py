@@ -32,6 +32,19 @@ _SLACK = 1e-5
 """Share by which the solver's own tolerance may have lifted its optimum."""
 
 
+class _Choice:
+    """An option of a storage, its column, and the ops outside which it relieves nothing."""
+
+    __slots__ = ("candidate", "column", "first", "option", "stop")
+
+    def __init__(self, candidate: Candidate, option: Decision, column: int) -> None:
+        self.candidate, self.option, self.column = candidate, option, column
+        self.first, self.stop = candidate.saved.gone_after + 1, candidate.saved.release + 1
+        if option.kind in ("recompute", "swap"):
+            spans = candidate.away_by(option)
+            self.first, self.stop = min(s.start for s in spans), max(s.stop for s in spans)
+
+
 @dataclass(slots=True)
 class Relief:
     """The program for one problem. `choice` has a column for each option of each candidate."""
@@ -50,6 +63,7 @@ class Relief:
     rerun: dict[int, int] = field(default_factory=dict)
     """Op -> column: does it run again?"""
     stall: int = -1
+    _choices: list[_Choice] = field(default_factory=list)
 
     def build(self) -> Relief:
         problem = self.problem
@@ -107,6 +121,7 @@ class Relief:
             column = self.program.column(cost, whole=True)
             columns[column] = 1.0
             self.choice[candidate.storage, number] = column
+            self._choices.append(_Choice(candidate, option, column))
             if option.kind == "recompute":
                 self._reruns(candidate, column)
         if len(columns) > 1:
@@ -137,22 +152,23 @@ class Relief:
         back: dict[int, float] = {}
         problem = self.problem
         first, last = problem.view.n, 0
-        for candidate in problem.candidates.values():
-            for number, option in enumerate(candidate.options):
-                column = self.choice.get((candidate.storage, number))
-                relief = problem.relief_bytes(candidate, option, moment)
-                if relief == 0 or column is None:
-                    continue
-                if option.kind == "swap":
-                    away = self.program.column()
-                    self.program.row({column: 1.0, away: -1.0}, low=0.0)
-                    column = away
-                    out[away] = problem.simulator.copy_ms(candidate.saved.size_bytes, option, out=True)
-                    back[away] = problem.simulator.copy_ms(candidate.saved.size_bytes, option, out=False)
-                    span = next(s for s in candidate.absences if s.start <= moment < s.stop)
-                    begin = candidate.saved.packed_op + 1 if span == candidate.away else span.start
-                    first, last = min(first, begin), max(last, span.stop)
-                terms[column] = relief / max(1, excess)
+        for choice in self._choices:
+            if not choice.first <= moment < choice.stop:
+                continue
+            candidate, option, column = choice.candidate, choice.option, choice.column
+            relief = problem.relief_bytes(candidate, option, moment)
+            if relief == 0:
+                continue
+            if option.kind == "swap":
+                away = self.program.column()
+                self.program.row({column: 1.0, away: -1.0}, low=0.0)
+                column = away
+                out[away] = problem.simulator.copy_ms(candidate.saved.size_bytes, option, out=True)
+                back[away] = problem.simulator.copy_ms(candidate.saved.size_bytes, option, out=False)
+                span = next(s for s in candidate.absences if s.start <= moment < s.stop)
+                begin = candidate.saved.packed_op + 1 if span == candidate.away else span.start
+                first, last = min(first, begin), max(last, span.stop)
+            terms[column] = relief / max(1, excess)
         self.program.row(terms, low=1.0)
         if out:
             starts = problem.view.start_ms
