@@ -18,7 +18,7 @@ from memopt.errors import MemoptError, RunFailed, UsageError
 if TYPE_CHECKING:
     from memopt.cli.run.cache import Cache
     from memopt.cli.run.course import Course, Wishes
-    from memopt.cli.run.phases import Phases
+    from memopt.cli.run.stages import Stages
     from memopt.instrument.script.command import Command
 
 
@@ -111,11 +111,11 @@ class _Run:
     def __init__(
         self, command: Command, wishes: Wishes, cache: Cache, outcome_path: Path | None, *, quiet: bool
     ) -> None:
-        from memopt.cli.run.phases import Phases
+        from memopt.cli.run.stages import Stages
 
         self._command, self._cache, self._outcome_path, self._quiet = command, cache, outcome_path, quiet
         self._budget = wishes.budget or "what the device has free"
-        self._phases: Phases = Phases(command, wishes, cache, self._tell)
+        self._stages: Stages = Stages(command, wishes, cache, self._tell)
         self._unwritten = False
 
     def run(self) -> int:
@@ -123,8 +123,8 @@ class _Run:
         from memopt.instrument.script.runner import run_to_the_end
 
         self._tell(f"running {self._command.in_words} within {self._budget}")
-        self._phases.install()
-        raised = leaving_traces(self._command, self._phases.ended_by)
+        self._stages.install()
+        raised = leaving_traces(self._command, self._stages.ended_by)
         code = run_to_the_end(self._command, self._end, raised=raised)
         return code or (RunFailed.exit_code if self._unwritten else 0)
 
@@ -139,7 +139,7 @@ class _Run:
         from memopt.cli.shared.console import outlive_the_scripts_stderr, say
 
         outlive_the_scripts_stderr()
-        course = self._phases.finished()
+        course = self._stages.finished()
         if course is None:
             return
         from memopt.cli.run.words import did_what_it_said, last_words, was_surprised

@@ -61,7 +61,7 @@ class Course:
     """The same under the last one."""
     still_planning: bool = False
     spent_ms: float = 0.0
-    """Between iterations: what starting and ending the phases took."""
+    """Between iterations: what starting and ending the stages took."""
     times_ms: dict[int, float] = field(default_factory=dict)
     """Iteration -> how long it took."""
     guards: list[Guard] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Course:
 
     @property
     def extra_ms(self) -> float:
-        """What recording, waiting and changing phases took beyond plain steps."""
+        """What recording, waiting and changing stages took beyond plain steps."""
         if self.plan is None:
             return self.spent_ms
         plain = self.plan.plain_step_ms

@@ -128,8 +128,8 @@ def test_no_step_is_run_twice(ran: Any) -> None:
 
 
 def test_three_lines_tell_held_predicted_and_cost(ran: Any) -> None:
-    *phases, held, beside, cost = ran[1].stderr.splitlines()
-    assert list(dict.fromkeys(line.split(maxsplit=2)[1] for line in phases)) == [
+    *stages, held, beside, cost = ran[1].stderr.splitlines()
+    assert list(dict.fromkeys(line.split(maxsplit=2)[1] for line in stages)) == [
         "running",
         "recorded",
         "under",
@@ -153,13 +153,13 @@ def test_the_second_run_starts_enforced(ran: Any) -> None:
 
 TOLD_SLOWER = """
 import msgspec
-from memopt.cli.run import phases
-class Background(phases.Background):
+from memopt.cli.run import stages
+class Background(stages.Background):
     first = True
     def plan(self):
         found, first, self.first = super().plan(), self.first, False
         return msgspec.structs.replace(found, predicted_step_ms=2 * found.predicted_step_ms) if first else found
-phases.Background = Background
+stages.Background = Background
 from memopt.cli.main import main
 main(prog_name="memopt")
 """
@@ -328,17 +328,17 @@ def test_the_iteration_before_the_recorded_one_keeps_its_saved_tensors_away_too(
 def test_a_plan_is_told_of_iterations_by_their_number_in_the_run() -> None:
     """It was told of those since it took over, and of those before as it began: after a plan that was long in coming none but the first was
     measured."""
-    from memopt.cli.run.phases import Phases
+    from memopt.cli.run.stages import Stages
 
     told: list[int] = []
     session: Any = SimpleNamespace(iteration_ended=lambda count, _: told.append(count), standby=None)
-    phases = Phases(Any, SimpleNamespace(budget=None), Any, lambda _: None)  # type: ignore[arg-type]
-    phases._session = phases._apply = session
-    phases._base = 40
-    phases.iteration_ended(41, 1.0)
-    phases.iteration_ended(42, 1.0)
+    stages = Stages(Any, SimpleNamespace(budget=None), Any, lambda _: None)  # type: ignore[arg-type]
+    stages._session = stages._apply = session
+    stages._base = 40
+    stages.iteration_ended(41, 1.0)
+    stages.iteration_ended(42, 1.0)
     assert told == [41, 42]
-    assert not phases.course.problem
+    assert not stages.course.problem
 
 
 THREE_OPTIMIZERS = """

@@ -93,7 +93,7 @@ main(prog_name="memopt")
 """
 BROKEN = {
     "recording": """
-from memopt.cli.run import phases
+from memopt.cli.run import stages
 from memopt.errors import RunFailed
 from memopt.profiler.session import ProfileSession
 begin_in, seen = ProfileSession.begin_in, []

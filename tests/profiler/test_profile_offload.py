@@ -86,16 +86,16 @@ def test_what_a_backward_saves_that_makes_a_graph_is_sent_away_too(
     monkeypatch.setattr(offload, "LEAST_BYTES", 1024)
     plain = recorded(loop, tmp_path)
     seen: list[str] = []
-    trace, store = _offloaded(tmp_path, seen, loop)
+    trace, store = _offloaded(
+        tmp_path, seen, loop, under_way_bytes=0
+    )  # or copies hold some ops longer what they copy
     assert seen == seeded(loop, 5)
     assert store.written_bytes > plain.peak_bytes / 2
     for name in ("ordinal", "packed_before", "unpacks", "plain", "shape"):
         assert getattr(trace.slots, name) == getattr(plain.slots, name), name
     assert trace.ops.flags == plain.ops.flags
     floor, its_floor = problem_of(trace)[1].floor_bytes, problem_of(plain)[1].floor_bytes
-    assert (
-        abs(floor - its_floor) < 0.12 * plain.peak_bytes
-    )  # a copy under way holds what it copies some ops longer
+    assert abs(floor - its_floor) < 0.12 * plain.peak_bytes
     assert its_floor < 0.7 * plain.peak_bytes
 
 

@@ -1,4 +1,5 @@
-"""One run of a script in phases: guarded, recorded, enforced, under a better plan once there is one; or guarded all the time.
+"""One run of a script in stages: guarded, recorded, enforced, under a better plan once there is one; or guarded all the time. Where the
+training goes over to another phase it is recorded again.
 
 Each begins at an iteration boundary; no step is run twice. The script waits for its first plan a while, then goes on guarded until it is
 there. One loop (frames, iterations) is watched for all of them, so that names and boundaries stay what they were.
@@ -58,8 +59,8 @@ _WHOLE_FROM_BYTES = 64 << 10
 """Under the guard smaller tensors of optimizer state stay, where the step is not taken in pieces."""
 
 
-class Phases:
-    """Listens to the training loop and hands it to the session of the phase."""
+class Stages:
+    """Listens to the training loop and hands it to the session of the stage."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Phases:
         cache: Cache,
         tell: Callable[[str], None],
     ) -> None:
-        """`tell` is called as a phase begins."""
+        """`tell` is called as a stage begins."""
         self._command, self._wishes, self._cache = command, wishes, cache
         self._tell = tell
         self._pid = os.getpid()
@@ -86,6 +87,8 @@ class Phases:
         """Iterations that had ended when the session began."""
         self._retired: OptimizerInBackward | None = None
         """Of a plan that is over: told of steps, and of who looks at gradients, while it has let go of some that the plain run would have."""
+        self._keeps_plan = False
+        """Whatever comes, nothing is recorded again."""
         self._saved_before: list[tuple[int, int]] = []
         """How many tensors, and elements, autograd saved in each of the iterations that had the training recorded again."""
         self._parts = 0
@@ -153,7 +156,7 @@ class Phases:
             self._session = None
         self.course.spent_ms += 1000 * (time.perf_counter() - began)
 
-    # --- phases
+    # --- stages
 
     def _record(self, *, warmup: int, offloaded: bool = False) -> None:
         from memopt.profiler.recordings import Wanted
@@ -257,14 +260,13 @@ class Phases:
         standby = apply.standby if apply is not None and self._session is apply else None
         if plan is None or standby is None or self._retired is not None or self._pieces is not None:
             return False
-        if course.phase == _MOST_PHASES or not standby.another_phase:
+        if self._keeps_plan or course.phase == _MOST_PHASES or not standby.another_phase:
             return False
         guarded_ms = sum([*course.times_ms.values()][-standby.in_a_row :])
         if not course.from_cache and guarded_ms <= _AS_LONG * course.extra_ms:
             return False
-        if not _may_end(plan, standby.guard):
-            course.phase = _MOST_PHASES  # to look again at each iteration takes long
-        return course.phase < _MOST_PHASES
+        self._keeps_plan = not _may_end(plan, standby.guard)  # to look again at each iteration takes long
+        return not self._keeps_plan
 
     def _begin_phase(self, count: int) -> None:
         """The script goes on otherwise than was recorded: there is a plan for that from the run before, or it is recorded in its turn."""
@@ -301,7 +303,8 @@ class Phases:
         before = self.course.plan
         if before is not None:
             self._end_watch()
-            self._base, self.course.phase = count, _MOST_PHASES
+            self._base, self._keeps_plan = count, True
+            self.course.phase -= 1
             self._enforce(before, "the plan before")
         return before is not None
 
@@ -383,7 +386,7 @@ class Phases:
         self._guard(lambda: self._next(count))
 
     def _next(self, count: int) -> None:
-        """Is it time for the next phase?"""
+        """Is it time for the next stage?"""
         from memopt.enforcers.guarding.guard import Guard
 
         profile, planning = self._profile, self._planning
