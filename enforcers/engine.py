@@ -110,7 +110,7 @@ class Engine(modes.Mode):
         self.divergences = 0
         """Module calls, over the run, in which something was not as planned."""
         self.saved_tensors = 0
-        self.saved_elements = 0
+        self.saved_elements = self.saved_bytes = 0
         """What autograd saved in this iteration, in the plan's own measure."""
         self.standby: Standby | None = None
         """What sees to tensors that no action of the plan is for."""
@@ -347,9 +347,10 @@ class Engine(modes.Mode):
             return Kept(tensor)
         self.saved_tensors += 1
         self.saved_elements += tensor.numel()
+        self.saved_bytes += tensor.nbytes
         standby = self.standby
         if standby is not None:
-            standby.saved(self.saved_elements)
+            standby.saved(self.saved_bytes)
         frame = self._frames.current
         ordinal = frame.packs
         frame.packs = ordinal + 1
@@ -472,7 +473,7 @@ class Engine(modes.Mode):
         self._makers.forget()
         self._letting_go.new_iteration()
         self._streams.new_iteration()
-        self.saved_tensors = self.saved_elements = 0
+        self.saved_tensors = self.saved_elements = self.saved_bytes = 0
         self.values.new_iteration()
         if self.weights is not None:
             self.weights.new_iteration()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from memopt.codecs.meta import ITEM_BYTES
 from memopt.trace import CATEGORIES, Trace
 
 _WEIGHTS = frozenset(CATEGORIES.index(name) for name in ("parameter", "buffer"))
+_ITEM_BYTES = 4
 _MOST_MORE = 1.35
 """Times the largest iteration seen so far that a plan allows for."""
 
@@ -18,6 +20,15 @@ def saved_elements(trace: Trace) -> tuple[int, int]:
     for slot, storage in enumerate(slots.storage):
         found[kinds[storage] in _WEIGHTS] += math.prod(slots.shape.row(slot))
     return found[0], found[1]
+
+
+def saved_bytes(trace: Trace) -> int:
+    """What autograd saved, weights too."""
+    slots = trace.slots
+    return sum(
+        math.prod(slots.shape.row(slot)) * ITEM_BYTES.get(trace.strings[dtype], _ITEM_BYTES)
+        for slot, dtype in enumerate(slots.dtype)
+    )
 
 
 def may_grow(saved: int, others: Sequence[int], weights: int) -> float:

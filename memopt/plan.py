@@ -208,6 +208,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """How many tensors autograd saved in the profiled iteration; 0 when not known."""
     saved_elements: int = 0
     """Their elements together: an iteration that saves others is another one than was planned for."""
+    saved_bytes: int = 0
+    """The same in bytes; 0 when not known."""
     workspaces: dict[str, float] = {}
     """Overload -> bytes that it takes while it runs beside its results, to one that it reads; of those that take much."""
     grown: float = 1.0

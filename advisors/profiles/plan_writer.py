@@ -17,7 +17,7 @@ from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.in_pieces import Pieces
 from memopt.estimators.simulator.saved import Absence, Saved
 from memopt.estimators.simulator.slot_needs import VALUES, Need, Value
-from memopt.growth import saved_elements
+from memopt.growth import saved_bytes, saved_elements
 from memopt.instrument.memory.outside import before_training
 from memopt.plan import (
     GRADIENTS_IN_PLACE,
@@ -75,6 +75,7 @@ def write_plan(
         base_bytes=trace.base_bytes,
         saved_tensors=len(trace.slots.node),
         saved_elements=sum(saved_elements(trace)),
+        saved_bytes=saved_bytes(trace),
         workspaces=workspaces_of(trace),
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,

@@ -258,15 +258,27 @@ class Stages:
         """Has the guard beside the plan had to step in for so long that the script will go on so?"""
         apply, plan, course = self._apply, self.course.plan, self.course
         standby = apply.standby if apply is not None and self._session is apply else None
-        if plan is None or standby is None or self._retired is not None or self._pieces is not None:
+        if plan is None or standby is None or self._retired is not None:
             return False
         if self._keeps_plan or course.phase == _MOST_PHASES or not standby.another_phase:
             return False
         guarded_ms = sum([*course.times_ms.values()][-standby.in_a_row :])
         if not course.from_cache and guarded_ms <= _AS_LONG * course.extra_ms:
             return False
-        self._keeps_plan = not _may_end(plan, standby.guard)  # to look again at each iteration takes long
+        # to look again at each iteration takes long
+        self._keeps_plan = not _may_end(plan, standby.guard) or not self._state_may_stay(standby.guard)
         return not self._keeps_plan
+
+    def _state_may_stay(self, guard: Guard) -> bool:
+        """Is there room for the optimizer's state while an iteration is recorded? It is on the device then."""
+        if self._pieces is None:
+            return True
+        self._pieces.bring_back()
+        if guard.tensor_bytes() > _NEAR * guard.budget_bytes:
+            return False  # the next step sends it away again
+        self._pieces.remove()
+        self._pieces = None
+        return True
 
     def _begin_phase(self, count: int) -> None:
         """The script goes on otherwise than was recorded: there is a plan for that from the run before, or it is recorded in its turn."""

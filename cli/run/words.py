@@ -29,8 +29,12 @@ def did_what_it_said(course: Course) -> bool:
     peak, counts = course.last_peak_bytes, outcome.actions
     if peak > (1 + _OFF) * max(plan.budget_bytes, plan.predicted_peak_bytes):
         return False
-    steps = course.iterations - max(course.enforced_after or 0, *course.phases_after, 0)
-    return steps < 3 or counts.skipped <= _SKIPPED * counts.planned
+    return _steps_under_it(course) < 3 or counts.skipped <= _SKIPPED * counts.planned
+
+
+def _steps_under_it(course: Course) -> int:
+    """Under the last plan."""
+    return course.iterations - max(course.enforced_after or 0, *course.phases_after, 0)
 
 
 def last_words(course: Course) -> list[str]:
@@ -119,7 +123,9 @@ def _held(plan: Plan, outcome: Outcome, peak: int | None) -> str:
     changes = bool(plan.actions or plan.script_actions)
     if not changes and not any(note.startswith(MOVED_BESIDE) for note in outcome.notes):
         return f"held: the plain run peaks at {format_bytes(known)}, within the budget of {budget}{how}; nothing was changed"
-    return f"held{how}: peak {format_bytes(known)}, within the budget of {budget}; without the plan {plain}"
+    # where the guard moved tensors beside it, the plain peak is of another iteration
+    without = f"; without the plan {plain}" if plan.unplanned_peak_bytes > known else ""
+    return f"held{how}: peak {format_bytes(known)}, within the budget of {budget}{without}"
 
 
 def _beside(plan: Plan, outcome: Outcome) -> str:
@@ -139,12 +145,13 @@ def _beside(plan: Plan, outcome: Outcome) -> str:
 
 
 def _cost(course: Course, plan: Plan, outcome: Outcome) -> str:
-    step = outcome.measured_step_ms
-    parts = [
-        f"cost {change(step, plan.plain_step_ms)} a step (plain {format_ms(plan.plain_step_ms)})"
-        if step is not None
-        else "cost not measured"
-    ]
+    step, plain = outcome.measured_step_ms, format_ms(plan.plain_step_ms)
+    if step is None:
+        parts = ["cost not measured"]
+    elif outcome.other_steps > _steps_under_it(course) // 2:
+        parts = [f"most steps saved other tensors than the profiled one (plain {plain})"]
+    else:
+        parts = [f"cost {change(step, plan.plain_step_ms)} a step (plain {plain})"]
     counts = outcome.actions
     if counts.planned:
         parts.append(f"{counts.done} of {counts.planned} actions done")

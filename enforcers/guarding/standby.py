@@ -22,7 +22,9 @@ from memopt.plan import Plan
 from memopt.units import format_bytes
 
 MORE = 1.02
-"""Times as many elements as the profiled iteration saved are clearly more."""
+"""Times as many bytes as the profiled iteration saved are clearly more."""
+_ELEMENT_BYTES = 4
+"""Of most elements, in plans that do not tell."""
 _STAYS_AWAKE = 16
 """Iterations after the last that needed it."""
 _ANOTHER_PHASE = 4
@@ -39,7 +41,9 @@ class Standby:
 
     def __init__(self, guard: Guard, plan: Plan) -> None:
         self.guard = guard
-        self._most_elements = int(MORE * plan.grown * plan.saved_elements)
+        self._most_saved_bytes = int(
+            MORE * plan.grown * (plan.saved_bytes or _ELEMENT_BYTES * plan.saved_elements)
+        )
         self._most_bytes = max(guard.budget_bytes, plan.predicted_peak_bytes)
         self._room_bytes = _PASSED * self._most_bytes - plan.predicted_peak_bytes
         self._at_end, self._at_first = Keeping(guard.tensor_bytes), Keeping(guard.tensor_bytes)
@@ -62,12 +66,12 @@ class Standby:
         self.needed: list[tuple[int, int]] = []
         """How many tensors, and elements, autograd saved in each of the last of these."""
 
-    def saved(self, elements: int) -> None:
+    def saved(self, saved_bytes: int) -> None:
         """So many have been saved in this iteration."""
         if not self._has_saved:
             self._has_saved = True
             self._look_at_what_is_kept()
-        if elements > self._most_elements:
+        if saved_bytes > self._most_saved_bytes:
             self._wake()
 
     def _look_at_what_is_kept(self) -> None:

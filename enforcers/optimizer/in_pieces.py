@@ -204,6 +204,13 @@ class OptimizerInPieces:
         why = self._tier.frees_nothing if self._tier is not None else ""
         return [why] if why else []
 
+    def bring_back(self) -> None:
+        """All state is on the device, until the next step."""
+        for optimizer, stepped in list(self._stepped.items()):
+            stepped.end(optimizer)
+        if self._whole is not None:
+            self._whole.bring_back()
+
     def remove(self) -> None:
         """Page no more. State that is away comes back when somebody asks for it: the tier stays open until the process ends."""
         if self._whole is not None:

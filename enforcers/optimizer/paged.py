@@ -6,6 +6,7 @@ With a tier no more than three pieces of state are on the device: one that comes
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,8 @@ class PagedOptimizer:
         self._pieces = [Piece(segments) for segments in cut]
         self._names: dict[int, tuple[str, ...]] = {}
         """id of a parameter -> the order of its state, as the optimizer made it."""
-        self._state: StateElsewhere | None = None
+        self._stand: weakref.ref[StateElsewhere] | None = None
+        """What stands for the optimizer's state, which goes with the optimizer, or with whoever has taken it."""
         self.is_back = False
         """Somebody has looked at the state, which is whole since."""
         self._first: set[int] = set()
@@ -126,23 +128,22 @@ class PagedOptimizer:
                 del inner[name]
 
     def _stand_in(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._pages and self._state is None and holders(optimizer) == ALONE:
-            optimizer.state = self._state = StateElsewhere(optimizer.state, self.bring_back)
+        if self._pages and self._stand is None and holders(optimizer) == ALONE:
+            optimizer.state = stand = StateElsewhere(optimizer.state, self.bring_back)
+            self._stand = weakref.ref(stand)
+
+    @property
+    def _state(self) -> StateElsewhere | None:
+        return self._stand() if self._stand is not None else None
 
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Are parameters as they were laid out, and is the state ours? The script may have put another one in its place."""
-        return (self._state is None or optimizer.state is self._state) and self._layout == layout_of(
-            optimizer
-        )
+        ours = self._stand is None or optimizer.state is self._stand()
+        return ours and self._layout == layout_of(optimizer)
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring the state back as it was laid out, unless nobody can look at it any more."""
-        if optimizer.state is self._state or (
-            self._state is not None and sys.getrefcount(self._state) > ALONE
-        ):
-            self.bring_back()
-        elif self._state is not None:
-            self._state.bring_back = lambda: None
+        self.bring_back()
 
     def _pageable(self, state: Any) -> set[int]:
         """Parameters whose state nobody else holds: those whose is away already, and those whose would be free if we let go."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,6 +57,11 @@ class StateAway:
         """Has somebody looked at its state since that has left?"""
         return optimizer in self._of and self._of[optimizer].is_back
 
+    def bring_back(self) -> None:
+        """All of it, of all optimizers."""
+        for away in list(self._of.values()):
+            away.bring_back()
+
     def remove(self) -> None:
         """Nothing leaves any more. What is away comes back when somebody asks for it: the tier stays open until the process ends."""
         self._removed = True
@@ -72,7 +78,8 @@ class _Away:
     def __init__(self, iterations: Iterations, tier: SwapTier[Any]) -> None:
         self._iterations, self._tier = iterations, tier
         self._lock = threading.RLock()
-        self._stand_in: StateElsewhere | None = None
+        self._stand_in: Callable[[], StateElsewhere | None] = lambda: None
+        """A weak reference, once there is one: it goes with the optimizer."""
         self._gone: list[EmptiedStorage] = []
         self._filled: tuple[int, set[int]] = -1, set()
         """The iteration in which storages got new memory, and their addresses: a profile of it sees them end."""
@@ -89,12 +96,13 @@ class _Away:
         self.is_back = False
         try:
             with held(), torch.no_grad(), self._lock:
-                if vars(optimizer).get("state") is not self._stand_in:
+                if vars(optimizer).get("state") is not self._stand_in():
                     self.bring_back()  # nobody's any more, unless the script kept it
                     reason = self.stays or why_state_stays(optimizer)
                     if reason:
                         return reason
-                    optimizer.state = self._stand_in = StateElsewhere(optimizer.state, self.bring_back)
+                    optimizer.state = stand_in = StateElsewhere(optimizer.state, self.bring_back)
+                    self._stand_in = weakref.ref(stand_in)
                 reason = self.stays or why_state_stays(optimizer, is_ours=True)
                 return reason or self._send(optimizer, least_bytes)
         finally:

@@ -320,7 +320,7 @@ def test_a_forked_child_trains_plain(tmp_path: Path) -> None:
 
 def test_a_plan_for_the_optimizer_alone_sees_larger_iterations(tmp_path: Path) -> None:
     """Or the guard beside it would never wake."""
-    made = msgspec.structs.replace(plan_for(None), saved_tensors=1, saved_elements=1)
+    made = msgspec.structs.replace(plan_for(None), saved_tensors=1, saved_elements=1, saved_bytes=1)
     relay, frames, forms = Relay(), Frames(), PlainForms()
     iterations = Iterations(relay, frames.thread)
     watched = Loop(frames, iterations, forms)

@@ -194,7 +194,7 @@ def test_no_loop_changes(loop: Loop, tmp_path: Path, guards: list[Guard], monkey
     monkeypatch.setattr(Standby, "_choose", lambda self: None)
     plain = seeded(loop, STEPS)
     plan = plan_of(recorded(loop, tmp_path), any_mixture(0))
-    woken = msgspec.structs.replace(plan, saved_elements=1)
+    woken = msgspec.structs.replace(plan, saved_elements=1, saved_bytes=1)
     computed, outcome = enforced(loop, woken, tmp_path, STEPS, holds_bytes=1)
     assert computed == plain, outcome
     assert outcome.actions.skipped == 0, outcome
@@ -255,7 +255,7 @@ def test_what_a_later_iteration_began_with_is_told(loop: Loop, what: str, tmp_pa
 def test_garbage_is_collected_before_the_guard_gives_up(tmp_path: Path, guards: list[Guard]) -> None:
     """What lies in cycles adds up to far more than the budget leaves room for."""
     made = plan_of(recorded(_cycles, tmp_path), lambda problem: {})
-    woken, budget = msgspec.structs.replace(made, saved_elements=1), made.unplanned_peak_bytes
+    woken, budget = msgspec.structs.replace(made, saved_elements=1, saved_bytes=1), made.unplanned_peak_bytes
     computed, _ = enforced_from(_cycles, woken, tmp_path, 2 * STEPS, begins_after=3, holds_bytes=budget)
     assert computed == seeded(_cycles, 2 * STEPS)
     assert guards[0].over_bytes == 0, guards[0].stuck
