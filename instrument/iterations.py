@@ -81,6 +81,8 @@ class Iterations:
         """Optimizers of other parameters that were there when the first one stepped."""
         self._first: torch.optim.Optimizer | None = None
         """That one, until they have been looked for."""
+        self.elsewhere = 0
+        """Backward calls in threads of the script's beside the one that trains: nobody watches those."""
         self._after_backwards = False
         """Backward calls had ended iterations before it first stepped."""
         self._shares_backward = False
@@ -175,6 +177,7 @@ class Iterations:
 
         def _engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._ours():
+                self.elsewhere += not isinstance(threading.current_thread(), threading._DummyThread)
                 return original(t_outputs, *args, **kwargs)
             self._before_backward(t_outputs, args, kwargs)
             try:

@@ -49,6 +49,8 @@ class Course:
     planning_ms: float = 0.0
     better_after: int | None = None
     """Iterations that had ended when a better plan took over from the first."""
+    elsewhere: int = 0
+    """Backward calls in other threads than the one that is watched."""
     phase: int = 0
     """How many times the script has gone over to another phase, for which there is a plan of its own."""
     phases_after: list[int] = field(default_factory=list)

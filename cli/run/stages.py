@@ -360,6 +360,7 @@ class Stages:
         if self._retired is not None:
             self._retired.remove()
         if self._loop is not None:
+            course.elsewhere = self._loop.iterations.elsewhere
             self._loop.remove()
             self._loop = None
         return course

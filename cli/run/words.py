@@ -50,6 +50,8 @@ def last_words(course: Course) -> list[str]:
         _cost(course, plan, outcome),
     ]
     stopped = [f"the script went on without a plan: {course.problem}"] if course.problem else []
+    if course.elsewhere:
+        stopped.append(f"backward was called {course.elsewhere} times in another thread, which nobody watched: what that took is not told here")  # fmt: skip
     notes = [*course.notes, *stopped, *outcome.notes[:_MOST_NOTES], *_grown(course)]
     return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in notes)]
 

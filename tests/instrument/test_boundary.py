@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,19 @@ class Quiet:
 
     def __getattr__(self, name):
         return lambda *args, **kwargs: None
+
+
+def test_backward_calls_beside_the_thread_that_trains_are_counted() -> None:
+    iterations = Iterations(Log())
+    iterations.install()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    try:
+        weight.sum().backward()
+        optimizer.step()
+        beside = threading.Thread(target=lambda: weight.sum().backward())
+        beside.start()
+        beside.join()
+    finally:
+        iterations.remove()
+    assert (iterations.elsewhere, iterations.count) == (1, 1)

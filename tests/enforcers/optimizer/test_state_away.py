@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +18,12 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.plan_reader import read_plan
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
 from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.in_pieces import why_not
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.memory.meter import living_storages
+from memopt.instrument.script.training_thread import TrainingThread
 from memopt.instrument.stepping.state_between_steps import state_tensors
 from memopt.outcome import Outcome
 from memopt.plan import OPTIMIZER_IN_PIECES, OPTIMIZER_STATE_AWAY, Plan, ScriptAction, Tier, load_plan
@@ -467,3 +473,23 @@ def test_what_a_checkpoint_has_looked_at_leaves_again_as_training_goes_on(
     assert computed == plain, outcome
     looked = there.pop(3)
     assert looked > 50 * max(there), there
+
+
+def test_state_goes_with_its_optimizer(tmp_path: Path) -> None:
+    """Nothing of it waits for the garbage collector: a script that makes a new optimizer has the memory of the old one's state."""
+    weight = torch.nn.Parameter(torch.ones(1 << 16))
+    optimizer = torch.optim.Adam([weight])
+    iterations = Iterations(SimpleNamespace(), TrainingThread())
+    with contextlib.closing(DiskStore(tmp_path)) as tier:
+        pieces = OptimizerInPieces(iterations, 1 << 20, tier)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        pieces.begin([optimizer])
+        state = weakref.ref(optimizer.state_dict()["state"][0]["exp_avg"].untyped_storage())
+        assert state() is not None, "it has come back"
+        gc.disable()
+        try:
+            del optimizer
+            assert state() is None
+        finally:
+            gc.enable()
