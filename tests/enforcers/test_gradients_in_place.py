@@ -313,7 +313,7 @@ def test_a_guard_that_is_awake_leaves_them_to_be_written_over(
     plain = seeded(loop, STEPS)
     for choose in (lambda problem: Decisions(), any_mixture(0)):
         plan = changed_plan(recorded(loop, tmp_path), choose)
-        woken = msgspec.structs.replace(plan, saved_elements=1)
+        woken = msgspec.structs.replace(plan, saved_elements=1, saved_bytes=1)
         computed, outcome = enforced(loop, woken, tmp_path, STEPS, holds_bytes=1)
         assert computed == plain, outcome
         assert outcome.actions.skipped == 0, outcome
