@@ -376,15 +376,13 @@ class ApplySession:
             engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
         plain, self._in_two_threads = self._in_two_threads, False
         self._left_plain += int(plain and count > 1)
-        saved = (engine.saved_tensors, engine.saved_elements) if self._hooks is not None else None
-        peak_bytes = self._measurements.iteration_ended(count, milliseconds, saved, plain=plain)
+        saved = engine.saved_tensors, engine.saved_elements
+        counted = saved if self._hooks is not None else None
+        peak_bytes = self._measurements.iteration_ended(count, milliseconds, counted, plain=plain)
         if self._swapper is not None and self._swapper.feedback is not None:
             self._swapper.feedback.iteration_ended(peak_bytes)
         if engine.standby is not None:
-            engine.standby.iteration_ended(
-                (engine.saved_tensors, engine.saved_elements),
-                self._measurements.peak_bytes,
-            )
+            engine.standby.iteration_ended(saved, self._measurements.peak_bytes)
         failed = self._swapper.failed if self._swapper is not None else {}
         account = engine.account
         account.declined = failed | account.declined

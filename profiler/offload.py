@@ -48,7 +48,6 @@ class OffloadingRecorder(Recorder):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.sends_away = False
         self._kind, self._held_bytes = "", 0
         """The device, and how much was held there as it began."""
         self._leaving: deque[weakref.ref[_Away]] = deque()

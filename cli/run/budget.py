@@ -18,7 +18,7 @@ def find_budget(course: Course, wishes: Wishes) -> None:
     if not course.budget:
         free = free_bytes(wishes.device or likely_device())
         course.budget = str(free) if free is not None else ""
-    if course.budget and not course.budget.strip().endswith("%"):
+    if course.budget and not course.is_share:
         course.budget_bytes = parse_bytes(course.budget)
 
 
@@ -28,7 +28,7 @@ def know_budget(course: Course, trace: Trace) -> str:
         course.budget = str(free_bytes(trace.device.kind) or trace.device.memory_bytes or trace.peak_bytes)
     if course.budget_bytes is None:
         course.budget_bytes = parse_bytes(course.budget, of_bytes=trace.peak_bytes)
-    elif course.budget.strip().endswith("%"):  # of the peak that was recorded first
+    elif course.is_share:  # of the peak that was recorded first
         return f"{100 * course.budget_bytes / trace.peak_bytes:.6f}%"
     return course.budget
 

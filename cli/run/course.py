@@ -74,6 +74,11 @@ class Course:
     """How many times as many elements as the recorded iteration the largest one under the plan saved."""
 
     @property
+    def is_share(self) -> bool:
+        """Is the budget a share of the plain peak, and so for tensors alone?"""
+        return self.budget.strip().endswith("%")
+
+    @property
     def extra_ms(self) -> float:
         """What recording, waiting and changing stages took beyond plain steps."""
         if self.plan is None:

@@ -124,7 +124,7 @@ class Stages:
         assert self.course.budget_bytes is not None
         trace = self._trace
         device = self._wishes.device or (trace.device.kind if trace is not None else likely_device())
-        tier, whole = offload_tier(self._wishes.swap_dir), not self.course.budget.strip().endswith("%")
+        tier, whole = offload_tier(self._wishes.swap_dir), not self.course.is_share
         guard = Guard(self._loop, tier, device, self.course.budget_bytes, whole=whole)
         self.course.guards.append(guard)
         self._session = guard

@@ -76,9 +76,12 @@ class Standby:
 
     def _look_at_what_is_kept(self) -> None:
         """The script may have made something between iterations (a copy of its model), and keeps it."""
-        held = held_bytes(self.guard.device) if self._begun > 1 else 0
-        if held and self._at_first.more_bytes(held, self._room_bytes) > self._room_bytes:
+        if self._begun > 1 and self._keeps_too_much(self._at_first):
             self._wake()
+
+    def _keeps_too_much(self, keeping: Keeping) -> bool:
+        held = held_bytes(self.guard.device)
+        return held > 0 and keeping.more_bytes(held, self._room_bytes) > self._room_bytes
 
     def stays(self, size_bytes: int) -> None:
         """So much stays in this iteration that was to leave: it is not as planned."""
@@ -98,8 +101,7 @@ class Standby:
         self.in_a_row = self.in_a_row + 1 if needed else 0
         self.needed = [*self.needed[1 - _OF_ALL_SIZES :], saved] if needed else []
         self._for_good = self._for_good or (peak_bytes or 0) > _PASSED * self._most_bytes
-        held = held_bytes(self.guard.device) if self._begun else 0
-        if held and self._at_end.more_bytes(held, self._room_bytes) > self._room_bytes:
+        if self._begun and self._keeps_too_much(self._at_end):
             self._awake = _STAYS_AWAKE + 1
 
     def new_iteration(self) -> None:

@@ -112,7 +112,7 @@ class OptimizerInPieces:
         gradients = {id(each): found for group in optimizer.param_groups for each in group["params"] if (found := kept_gradient(each)) is not None}  # fmt: skip
         stepped = self._stepped.get(optimizer)
         if stepped is not None and not stepped.fits(optimizer):
-            stepped.end(optimizer)
+            stepped.bring_back()
             del self._stepped[optimizer]
             self._trusted.pop(optimizer, None)
         reason = self._reason(optimizer, gradients)
@@ -206,8 +206,8 @@ class OptimizerInPieces:
 
     def bring_back(self) -> None:
         """All state is on the device, until the next step."""
-        for optimizer, stepped in list(self._stepped.items()):
-            stepped.end(optimizer)
+        for stepped in list(self._stepped.values()):
+            stepped.bring_back()
         if self._whole is not None:
             self._whole.bring_back()
 

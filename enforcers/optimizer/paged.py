@@ -141,10 +141,6 @@ class PagedOptimizer:
         ours = self._stand is None or optimizer.state is self._stand()
         return ours and self._layout == layout_of(optimizer)
 
-    def end(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring the state back as it was laid out, unless nobody can look at it any more."""
-        self.bring_back()
-
     def _pageable(self, state: Any) -> set[int]:
         """Parameters whose state nobody else holds: those whose is away already, and those whose would be free if we let go."""
         found = set()
