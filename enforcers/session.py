@@ -213,11 +213,13 @@ class ApplySession:
             tier = home_tier(streamed, self._options.swap_dir) if streamed is not None else None
             if streamed is not None and tier is not None:
                 engine.weights.stream(tier, streamed.least_bytes, ahead=streamed.ahead)
-        else:
-            options = self._options
-            engine.standby = standby_of(
-                self._plan, loop, options.swap_dir, options.holds_bytes, engine.values
-            )
+        options = self._options
+        engine.standby = standby_of(self._plan, loop, options.swap_dir, options.holds_bytes, engine.values)
+        if engine.standby is not None:
+            guard = engine.standby.guard
+            guard.sent = self._swapper.wait_for_all if self._swapper is not None else None
+            if engine.weights is not None:
+                engine.weights.come_into(guard)
         if not engine.watches:
             return engine
         if self._plan.device.kind == "cpu":

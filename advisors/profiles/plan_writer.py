@@ -76,7 +76,7 @@ def write_plan(
         saved_tensors=len(trace.slots.node),
         saved_elements=sum(saved_elements(trace)),
         saved_bytes=saved_bytes(trace),
-        workspaces=workspaces_of(trace),
+        workspaces=dict(problem.streamed.workspaces) if problem.streamed else workspaces_of(trace),
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,
         script_actions=[

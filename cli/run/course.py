@@ -97,8 +97,8 @@ def facts(course: Course) -> dict[str, Any]:
                 "most_bytes": guard.most_bytes,
                 "moved": guard.moved,
                 "moved_bytes": guard.moved_bytes,
-                "over_bytes": guard.over_bytes,
-                "stuck": guard.stuck,
+                "over_bytes": guard.passed.most_bytes,
+                "stuck": guard.passed.words,
             }
             for guard in course.guards
         ],

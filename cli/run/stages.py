@@ -438,7 +438,7 @@ class Stages:
 
         standby = self._apply.standby if self._apply is not None else None
         guard = self._session if isinstance(self._session, Guard) else standby.guard if standby else None
-        return guard is not None and guard.over_bytes > 0
+        return guard is not None and guard.passed.most_bytes > 0
 
     def thread_changed(self) -> None:
         if self._session is not None:

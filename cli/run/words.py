@@ -71,7 +71,7 @@ def _before_the_plan(course: Course) -> list[str]:
     if not passed:
         return []
     worst = max(passed, key=lambda guard: guard.most_bytes)
-    stuck = f": {worst.stuck}" if worst.stuck else ""
+    stuck = f": {worst.passed.words}" if worst.passed.words else ""
     return [f"note: before the plan took effect, live bytes reached {format_bytes(worst.most_bytes)}{stuck}; the next run starts under the plan"]  # fmt: skip
 
 
@@ -81,8 +81,8 @@ def _guarded(course: Course) -> list[str]:
     peak = format_bytes(guard.most_bytes)
     if guard.most_bytes > guard.budget_bytes:
         held = f"NOT held: live bytes reached {peak}, budget {budget}"
-        if guard.stuck:
-            held += f"; {guard.stuck}"
+        if guard.passed.words:
+            held += f"; {guard.passed.words}"
     else:
         held = f"held: live bytes reached {peak}, within the budget of {budget}"
     moved = (

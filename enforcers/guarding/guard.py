@@ -23,8 +23,8 @@ from torch.nn import Parameter
 from memopt.enforcers.capturing import Capturing
 from memopt.enforcers.guarding.live_bytes import Live, bytes_of, would_make
 from memopt.enforcers.guarding.makers import Makers
+from memopt.enforcers.guarding.passed import Passed
 from memopt.enforcers.guarding.watched import Saved, Use, Watched
-from memopt.enforcers.guarding.what_is_there import largest, what_is_there
 from memopt.enforcers.guarding.whole_budget import WholeBudget
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.tiers.swapped import SwappedStorage
@@ -38,7 +38,6 @@ from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.stepping.gradient_reads import is_leaf
 from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of, storage_use_count
-from memopt.units import format_bytes
 
 if TYPE_CHECKING:
     from memopt.enforcers.values import Values
@@ -50,7 +49,6 @@ LEAST_BYTES = 64 * 1024
 _LEAST_SHARE = 256
 """Of the budget, this part."""
 _PAGE_BYTES = 4096
-_FAR_MORE = 1.25
 _MOST_BEFORE = 16
 _AHEAD = 2
 """Storages that are asked for next and come back before they are, where there is room."""
@@ -93,11 +91,15 @@ class Guard(modes.Mode):
         """Overload -> bytes that it takes beside its results, to one that it reads, as a profile showed."""
         self._beyond: dict[str, float] = {}
         """Overload -> how many times as much it made as its shapes say, where it keeps what only its kernel knows of (recurrent layers)."""
+        self._about_bytes = 0
+        """What the op that is about to run takes."""
         self._ahead: dict[int, SwappedStorage] = {}
         """By id: brought back before they are asked for, and not asked for yet."""
         self._hooks = SavedTensorHooks(self.pack, self.unpack)
         self.values: Values | None = None
         """Of a plan beside which it holds the budget: what replays are made of may leave as well."""
+        self.sent: Callable[[], None] | None = None
+        """Waits until what that plan has sent away is away: it leaves sooner than what is sent now."""
         self._makers = Makers()
         self._capturing = Capturing(device)
         self._streams = OneStream()
@@ -115,27 +117,10 @@ class Guard(modes.Mode):
         self.moved = 0
         """Storages that have left."""
         self.moved_bytes = 0
-        self.over_bytes = 0
-        """Most by which the budget was passed, with nothing left to move."""
-        self.over_now_bytes = 0
-        """In this iteration."""
+        self.passed = Passed(loop.frames, device)
         self._collects = self._may_collect = True
-        self._over_need_bytes = self._told_bytes = 0
-        self._over_held = ""
-        """What there was then."""
-        self._over_at = ""
-        """The op before which that was, and where."""
 
     # --- life
-
-    @property
-    def stuck(self) -> str:
-        """Where the budget was passed the furthest; empty where it was held."""
-        if not self.over_bytes:
-            return ""
-        takes = f", which takes {format_bytes(self._over_need_bytes)}," if self._over_need_bytes else ""
-        held = f": {self._over_held}" if self._over_held else ""
-        return f"before {self._over_at}{takes} nothing was left that could be moved{held}"
 
     @property
     def most_bytes(self) -> int:
@@ -247,12 +232,14 @@ class Guard(modes.Mode):
         key = name, bytes_of((*args, *kwargs.values()))
         shown = 0 if key in self._expected else would_make(func, args, kwargs)
         makes = self._expected.get(key, int(shown * self._beyond.get(name, 1.0)))
-        self._make_room(makes + int(self.workspaces.get(name, 0.0) * key[1]), name)
+        self._about_bytes = makes + int(self.workspaces.get(name, 0.0) * key[1])
+        self._make_room(self._about_bytes, name)
         return (*key, shown)
 
     def ended(self, op: Op, out: Any) -> None:
         """It has given `out`."""
         name, taken, shown = op
+        self._about_bytes = 0
         made = self._expected[name, taken] = self._live.made(out)
         if made > shown > 0:
             self._beyond[name] = made / shown
@@ -324,6 +311,26 @@ class Guard(modes.Mode):
         if self.device == "cpu" and not self.rests:
             self._live.met(storage)
 
+    # --- weights that are away (Room)
+
+    def has_room(self, size_bytes: int) -> bool:
+        """For a weight that nobody has asked for yet."""
+        return not self._counts or self._live.now() + size_bytes + self._about_bytes <= self.budget_bytes
+
+    def make_room(self, size_bytes: int) -> None:
+        """A weight is about to come back, which an op waits for."""
+        if self._counts:
+            self._make_room(size_bytes + self._about_bytes, "a weight")
+
+    def resized(self, storage: UntypedStorage) -> None:
+        """A weight has come back, or has left."""
+        if self.device == "cpu" and self._counts:
+            self._live.resized(storage)
+
+    @property
+    def _counts(self) -> bool:
+        return self.active and not self.rests and not self._waits
+
     def _look_ahead(self) -> None:
         """Those that were saved last are asked for next: start to bring a few back, if there is room."""
         room, left = self.budget_bytes - self._live.now(), _AHEAD
@@ -349,23 +356,15 @@ class Guard(modes.Mode):
     def _make_room(self, need_bytes: int, what: str) -> None:
         """Move what was saved first, until `need_bytes` more are within the budget."""
         over = self._live.now() + need_bytes - self.budget_bytes
+        if over > 0 and self.sent is not None:
+            self.sent()
+            over = self._live.now() + need_bytes - self.budget_bytes
         if over <= 0:
             return
         over = self._move_away(need_bytes) if self._saved else over
         if over > 0 and self._may_collect:
             over = self._collect_garbage(need_bytes)
-        self.over_now_bytes = max(self.over_now_bytes, over)
-        if over > self.over_bytes:
-            where = self._frames.current.path
-            self._over_at = f"{what} in {where}" if where else what
-            self.over_bytes, self._over_need_bytes = over, need_bytes
-            self._look_what_is_there()
-
-    def _look_what_is_there(self) -> None:
-        """At the first time that the budget is passed, and when it is passed by far more: it takes long."""
-        if self.over_bytes > _FAR_MORE * self._told_bytes:
-            self._told_bytes = self.over_bytes
-            self._over_held = largest(what_is_there(self._frames, self.device))
+        self.passed.by(over, need_bytes, what)
 
     def _collect_garbage(self, need_bytes: int) -> int:
         """Tensors in reference cycles may be all that is left; at most once an iteration, and no more where that frees nothing. What is still
@@ -463,7 +462,7 @@ class Guard(modes.Mode):
             self.saved_before.append(self._saved_now)
         self._saved_now = 0, 0
         self._makers.forget()
-        self.over_now_bytes, self._may_collect = 0, self._collects
+        self.passed.now_bytes, self._may_collect = 0, self._collects
         self._streams.new_iteration()
         self._enter()
 

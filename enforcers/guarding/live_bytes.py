@@ -57,6 +57,17 @@ class Live:
                 self.bytes += size
             self.most = max(self.most, self.bytes)
 
+    def resized(self, storage: UntypedStorage) -> None:
+        """Count what `storage` has now, and no more what it had."""
+        address = storage._cdata
+        if address not in self._sizes:
+            self.met(storage)
+            return
+        before, reference = self._sizes[address]
+        self._sizes[address] = storage.nbytes(), reference
+        self.bytes += storage.nbytes() - before
+        self.most = max(self.most, self.bytes)
+
     def made(self, out: Any) -> int:
         """Count what an op gave, as far as it is new; its bytes."""
         before = self.now()

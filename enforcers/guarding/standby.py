@@ -96,7 +96,7 @@ class Standby:
 
     def iteration_ended(self, saved: tuple[int, int], peak_bytes: int | None) -> None:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured."""
-        needed = self.guard.moved > self._moved or self.guard.over_now_bytes > 0
+        needed = self.guard.moved > self._moved or self.guard.passed.now_bytes > 0
         self._moved = self.guard.moved
         self.in_a_row = self.in_a_row + 1 if needed else 0
         self.needed = [*self.needed[1 - _OF_ALL_SIZES :], saved] if needed else []
@@ -120,7 +120,7 @@ class Standby:
     def _choose(self) -> None:
         """Alone or beside the plan: the other way is tried once this one has passed the budget, then that which passed it by less."""
         over = self._over_bytes
-        over[self.alone] = max(over.get(self.alone, 0), self.guard.over_now_bytes)
+        over[self.alone] = max(over.get(self.alone, 0), self.guard.passed.now_bytes)
         if over[self.alone] > over.get(not self.alone, 0):
             self.alone = not self.alone
 
@@ -136,7 +136,7 @@ class Standby:
         """What was done; empty where there was no need."""
         guard = self.guard
         moved = f"{MOVED_BESIDE}, {guard.moved} storages ({format_bytes(guard.moved_bytes)}) were moved away beside the plan"
-        return "; ".join(filter(None, [moved if guard.moved else "", guard.stuck]))
+        return "; ".join(filter(None, [moved if guard.moved else "", guard.passed.words]))
 
 
 def standby_of(plan: Plan, loop: Loop, swap_dir: Path, budget_bytes: int, values: Values) -> Standby | None:

@@ -141,6 +141,8 @@ class Swapper:
         self._tier_of = tier_of_action
         self.feedback = feedback
         self._swapped: dict[int, weakref.ref[Away]] = {}
+        self._leaving: list[int] = []
+        """Of these, what has been sent since all were waited for."""
         self.reason = "there is no place to swap to"
         self.failed: dict[int, str] = {}
         """Actions of this iteration whose copies could not be made, and why."""
@@ -159,7 +161,7 @@ class Swapper:
                 self.reason = error.what
                 without_frames(error)  # the tier remembers it
                 return None
-            self._swapped[action] = weakref.ref(content)
+            self.joins(action, content)
         content.waiting += 1
         return content
 
@@ -173,6 +175,7 @@ class Swapper:
     def joins(self, action: int, content: Away) -> None:
         """Something that has left in another way comes back by the same triggers."""
         self._swapped[action] = weakref.ref(content)
+        self._leaving.append(action)
 
     def prefetch(self, actions: list[int]) -> None:
         """Start the swap-ins of `actions`."""
@@ -195,8 +198,9 @@ class Swapper:
         self.collect()
 
     def wait_for_all(self) -> None:
-        """As `wait_until_away`: the peak is near when backward begins."""
-        self.wait_until_away(tuple(self._swapped))
+        """As `wait_until_away`: the peak is near when backward begins, or the guard beside the plan needs room."""
+        leaving, self._leaving = self._leaving, []
+        self.wait_until_away(leaving)
 
     def collect(self) -> None:
         """Let go of what has safely been copied out. Asked after each op, of the one or two tiers that there are."""
@@ -215,6 +219,7 @@ class Swapper:
     def new_iteration(self) -> None:
         self.failed.clear()
         self._swapped.clear()
+        self._leaving.clear()
         self.collect()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, UntypedStorage, nn
 from memopt.enforcers.tiers.swap import SwapFailed, without_frames
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
-from memopt.enforcers.weights.emptied import EmptiedStorage
+from memopt.enforcers.weights.emptied import EmptiedStorage, Room
 from memopt.instrument.compiled import CompiledRegions
 from memopt.instrument.live_objects import living
 from memopt.instrument.memory.frozen_weights import tensors_of
@@ -53,6 +53,7 @@ class WeightsAway:
         self._owned: dict[int, list[ref[Tensor]]] = {}
         """Storage address -> parameters and buffers of modules."""
         self._looks = 0
+        self.room: Room | None = None
         self._filled: set[int] = set()
         """Got new memory in this iteration."""
         self._lock = threading.RLock()
@@ -108,7 +109,8 @@ class WeightsAway:
         if tier is None:
             return self._swapper.reason
         try:
-            emptied = EmptiedStorage(tier, storage, use, noted=address in self._filled)
+            noted = address in self._filled
+            emptied = EmptiedStorage(tier, storage, use, noted=noted, room=self.room)
         except SwapFailed as error:
             without_frames(error)
             return error.what

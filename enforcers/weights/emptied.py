@@ -6,7 +6,7 @@ import functools
 import sys
 import threading
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import UntypedStorage
@@ -17,6 +17,19 @@ from memopt.instrument.memory.allocator_events import note_freed
 
 _ARRIVED: Future[None] = Future()
 _ARRIVED.set_result(None)
+
+
+class Room(Protocol):
+    """Who holds the device within a budget: told of memory that no op takes."""
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Is there room for so much without anything leaving?"""
+
+    def make_room(self, size_bytes: int) -> None:
+        """So much is about to be taken."""
+
+    def resized(self, storage: UntypedStorage) -> None:
+        """`storage` has got its bytes, or has let go of them."""
 
 
 class _Holder:
@@ -44,15 +57,24 @@ class EmptiedStorage:
         "_home",
         "_lock",
         "_noted",
+        "_room",
         "_ticket",
         "_tier",
         "_use",
         "storage",
     )
 
-    def __init__(self, tier: SwapTier[Any], storage: UntypedStorage, use: Use | None, *, noted: bool) -> None:
+    def __init__(
+        self,
+        tier: SwapTier[Any],
+        storage: UntypedStorage,
+        use: Use | None,
+        *,
+        noted: bool,
+        room: Room | None = None,
+    ) -> None:
         """Starts the copy out. `noted`: its bytes were allocated since the profile of this iteration began, which sees them end."""
-        self._tier, self._use, self._noted = tier, use, noted
+        self._tier, self._use, self._noted, self._room = tier, use, noted, room
         if use is not None:
             use.is_later = True
         self.storage = storage
@@ -71,7 +93,7 @@ class EmptiedStorage:
                 self._gone = True
                 if not self._noted:
                     note_freed(self.storage.nbytes())
-                _resize(self.storage, 0)
+                self._resize(0)
             return self._gone or self._home
 
     def wait_until_away(self) -> None:
@@ -87,6 +109,8 @@ class EmptiedStorage:
 
     def prefetch(self) -> None:
         """Start to bring it back; one that has not left yet just stays, one for which there is no room yet waits for `get`."""
+        if self._room is not None and not self._room.has_room(self._ticket.nbytes):
+            return
         try:
             self._bring()
         except RuntimeError:  # out of memory
@@ -102,11 +126,13 @@ class EmptiedStorage:
                 return
             if self._use is not None:
                 self._use.begins()
-            _resize(self.storage, self._ticket.nbytes)
+            if self._room is not None:
+                self._room.make_room(self._ticket.nbytes)
+            self._resize(self._ticket.nbytes)
             try:
                 self._coming = self._tier.read_async(self._ticket, self.storage)
             except BaseException:
-                _resize(self.storage, 0)
+                self._resize(0)
                 raise
 
     def get(self) -> None:
@@ -131,7 +157,7 @@ class EmptiedStorage:
                 self._coming = None
                 if not noted:
                     note_freed(self.storage.nbytes())
-                _resize(self.storage, 0)
+                self._resize(0)
             return True
 
     def finish(self) -> None:
@@ -156,7 +182,8 @@ class EmptiedStorage:
         """Has it got new memory?"""
         return self._coming is not None
 
-
-def _resize(storage: UntypedStorage, nbytes: int) -> None:
-    """Past `instrument.memory.resizes`: no value changes by it."""
-    super(UntypedStorage, storage).resize_(nbytes)
+    def _resize(self, size_bytes: int) -> None:
+        """Past `instrument.memory.resizes`: no value changes by it."""
+        super(UntypedStorage, self.storage).resize_(size_bytes)
+        if self._room is not None:
+            self._room.resized(self.storage)

@@ -19,7 +19,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from memopt.enforcers.tiers.per_device import PerDevice
 from memopt.enforcers.tiers.swap import SwapFailed, without_frames
-from memopt.enforcers.weights.emptied import EmptiedStorage
+from memopt.enforcers.weights.emptied import EmptiedStorage, Room
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.live_objects import living
@@ -98,6 +98,7 @@ class StreamedWeights:
         """By the address of the storage."""
         self.here: dict[int, _Stream] = {}
         """Those of them that have been asked for, or are on their way."""
+        self.room: Room | None = None
         self._filled: set[int] = set()
         """Got new memory in this iteration, whose profile sees it end."""
         self._before: list[int] = []
@@ -151,7 +152,8 @@ class StreamedWeights:
             self.why_not_all = "something beside its module holds a weight"
             return True
         try:
-            content = EmptiedStorage(self.tier, storage, None, noted=address in self._filled)
+            noted = address in self._filled
+            content = EmptiedStorage(self.tier, storage, None, noted=noted, room=self.room)
             content.wait_until_away()
         except SwapFailed as error:
             without_frames(error)
@@ -187,7 +189,8 @@ class StreamedWeights:
     def _copy_again(self, address: int, stream: _Stream, *, noted: bool) -> None:
         stream.content.finish()
         try:
-            stream.content = EmptiedStorage(self.tier, stream.content.storage, None, noted=noted)
+            storage = stream.content.storage
+            stream.content = EmptiedStorage(self.tier, storage, None, noted=noted, room=self.room)
             stream.content.wait_until_away()
         except SwapFailed as error:
             without_frames(error)

@@ -22,7 +22,7 @@ from memopt.enforcers.tiers.per_device import PerDevice
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.enforcers.values import Values
 from memopt.enforcers.weights.away import WeightsAway
-from memopt.enforcers.weights.emptied import EmptiedStorage
+from memopt.enforcers.weights.emptied import EmptiedStorage, Room
 from memopt.enforcers.weights.python_reads import PythonReads
 from memopt.enforcers.weights.readers import ByteReads
 from memopt.enforcers.weights.streamed import StreamedWeights
@@ -163,6 +163,12 @@ class WatchedWeights:
             pins_of=lambda tensor: self._values.pins_of(storage_of(tensor)),
             saved_of=self._saved_of,
         )
+
+    def come_into(self, room: Room) -> None:
+        """What comes back asks `room` for memory from here on."""
+        for each in (self._between, self.streamed):
+            if each is not None:
+                each.room = room
 
     def settle(self) -> None:
         """Let go of what has safely been copied out."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -21,6 +21,7 @@ from memopt.estimators.simulator.state_away import least_of_the_largest
 from memopt.estimators.simulator.weights_away import REASONS_TO_STAY
 from memopt.plan import Tier
 from memopt.trace import PHASES, Trace
+from memopt.workspaces import workspaces_of
 
 TENSOR_MS = 0.05
 """Per copy: looked up, emptied and filled."""
@@ -40,6 +41,8 @@ class Streamed:
     size_bytes: int
     plain_peak_bytes: int
     plain_step_ms: float
+    workspaces: Mapping[str, float]
+    """As `workspaces_of` has them: in the changed trace weights that ops bring about stand among them."""
     cost_ms: float
 
 
@@ -88,7 +91,15 @@ def weights_streamed(
     )
     total = sum(sizes[each] for each in streamed)
     return changed, Streamed(
-        tier, least_bytes, ahead, len(streamed), total, trace.peak_bytes, trace.step_ms, cost_ms
+        tier,
+        least_bytes,
+        ahead,
+        len(streamed),
+        total,
+        trace.peak_bytes,
+        trace.step_ms,
+        workspaces_of(trace),
+        cost_ms,
     )
 
 

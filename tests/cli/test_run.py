@@ -277,7 +277,8 @@ def test_what_the_guard_could_not_hold_before_the_plan_is_told() -> None:
 
     def course(most: int, over: int) -> Any:
         stuck = "before aten.mm nothing was left that could be moved" if over else ""
-        return SimpleNamespace(guards=[SimpleNamespace(most_bytes=most, budget_bytes=2 << 20, stuck=stuck)])
+        passed = SimpleNamespace(words=stuck)
+        return SimpleNamespace(guards=[SimpleNamespace(most_bytes=most, budget_bytes=2 << 20, passed=passed)])
 
     assert _before_the_plan(course(2 << 20, 0)) == []
     (told,) = _before_the_plan(course(3 << 20, 1 << 20))

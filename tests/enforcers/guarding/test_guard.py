@@ -48,7 +48,13 @@ class Relay:
 
 
 def guarded(
-    loop: TrainingLoop, folder: Path, budget_bytes: int, steps: int = STEPS, *, waits: bool = True
+    loop: TrainingLoop,
+    folder: Path,
+    budget_bytes: int,
+    steps: int = STEPS,
+    *,
+    waits: bool = True,
+    sent: Callable[[], None] | None = None,
 ) -> tuple[list[str], Guard]:
     relay, frames, forms = Relay(), Frames(), PlainForms()
     iterations = Iterations(relay, frames.thread)
@@ -56,6 +62,7 @@ def guarded(
         part.install()
     tier, watched = disk_tier(folder), Loop(frames, iterations, forms)
     guard = relay.guard = Guard(watched, tier, "cpu", budget_bytes)
+    guard.sent = sent
     guard.begin(waits=waits)
     try:
         return seeded(loop, steps), guard
@@ -101,8 +108,19 @@ def test_a_budget_is_held_in_every_iteration_whatever_the_shapes(
     computed, guard = guarded(layers(length), tmp_path, int(share * watched.most_bytes))
     assert computed == plain
     assert guard.moved > 0
-    assert guard.over_bytes == 0
+    assert guard.passed.most_bytes == 0
     assert guard.most_bytes <= guard.budget_bytes
+
+
+def test_what_a_plan_has_sent_is_waited_for_before_anything_else_leaves(tmp_path: Path) -> None:
+    plain, watched = guarded(layers(), tmp_path, 2**40)
+    for waited in (True, False):
+        leaving = [torch.empty(watched.most_bytes // 8, device="cpu")]
+        computed, guard = guarded(
+            layers(), tmp_path, watched.most_bytes, sent=leaving.clear if waited else None
+        )
+        assert computed == plain
+        assert bool(guard.moved) is not waited
 
 
 def recurrent(steps: int) -> list[str]:
@@ -172,7 +190,7 @@ def test_what_a_second_stream_saves_or_would_move_stays(
     computed, guard = guarded(loop, tmp_path, int(0.6 * watched.most_bytes))
     assert computed == plain
     assert guard.moved <= (STEPS if call == "pack" else 0), "the first of each iteration"
-    assert guard.over_bytes > 0
+    assert guard.passed.most_bytes > 0
 
 
 def test_formulas_that_look_for_a_mode_find_none(tmp_path: Path) -> None:
@@ -249,8 +267,8 @@ def test_no_loop_changes(loop: TrainingLoop, tmp_path: Path, monkeypatch: pytest
 
 def test_what_cannot_be_moved_is_told(tmp_path: Path) -> None:
     _, guard = guarded(layers(), tmp_path, 100_000)
-    assert guard.over_bytes > 0
-    assert guard.stuck.startswith("before aten.")
+    assert guard.passed.most_bytes > 0
+    assert guard.passed.words.startswith("before aten.")
 
 
 def test_what_has_left_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +278,7 @@ def test_what_has_left_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
     send = Guard._send
     monkeypatch.setattr(Guard, "_send", lambda guard, saved: (tries.append(saved), send(guard, saved))[1])
     _, guard = guarded(layers(), tmp_path, 100_000)
-    assert guard.over_bytes > 0
+    assert guard.passed.most_bytes > 0
     assert len(tries) < 10 * guard.moved
 
 
@@ -274,7 +292,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("memopt.enforcers.tiers.disk.DiskStore", Full)
     computed, guard = guarded(layers(), tmp_path, 2_000_000)
     assert computed == seeded(layers(), STEPS)
-    assert guard.over_bytes > 0
+    assert guard.passed.most_bytes > 0
 
 
 def test_what_a_node_of_backward_uses_stays(tmp_path: Path) -> None:
@@ -295,7 +313,7 @@ def test_what_a_node_of_backward_uses_stays(tmp_path: Path) -> None:
     plain, watched = guarded(loop, tmp_path, 2**40)
     computed, guard = guarded(loop, tmp_path, int(0.7 * watched.most_bytes))
     assert computed == plain
-    assert guard.over_bytes > 0
+    assert guard.passed.most_bytes > 0
 
 
 def test_a_forked_child_trains_plain(tmp_path: Path) -> None:

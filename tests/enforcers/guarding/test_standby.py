@@ -85,7 +85,7 @@ def passed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     begin = Guard.new_iteration
 
     def told(self: Guard) -> None:
-        found.append(self.over_now_bytes)
+        found.append(self.passed.now_bytes)
         begin(self)
 
     monkeypatch.setattr(Guard, "new_iteration", told)
@@ -155,7 +155,7 @@ def test_it_moves_what_the_plan_brings_others_back_at(
     assert computed == seeded(larger, STEPS)
     (guard,) = guards
     assert guard.moved > 0
-    assert guard.over_bytes == 0
+    assert guard.passed.most_bytes == 0
 
 
 def test_what_the_script_keeps_of_each_iteration_is_held_before_it_passes_the_budget(
@@ -258,7 +258,7 @@ def test_garbage_is_collected_before_the_guard_gives_up(tmp_path: Path, guards: 
     woken, budget = msgspec.structs.replace(made, saved_elements=1, saved_bytes=1), made.unplanned_peak_bytes
     computed, _ = enforced_from(_cycles, woken, tmp_path, 2 * STEPS, begins_after=3, holds_bytes=budget)
     assert computed == seeded(_cycles, 2 * STEPS)
-    assert guards[0].over_bytes == 0, guards[0].stuck
+    assert guards[0].passed.most_bytes == 0, guards[0].passed.words
 
 
 def test_looking_at_what_is_there_brings_no_state_back(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""Where the guard had nothing left to move and the budget was passed: by how much, before which op, and what was there."""
+
+from __future__ import annotations
+
+from memopt.enforcers.guarding.what_is_there import largest, what_is_there
+from memopt.instrument.frames import Frames
+from memopt.units import format_bytes
+
+_FAR_MORE = 1.25
+
+
+class Passed:
+    """Of one run."""
+
+    def __init__(self, frames: Frames, device: str) -> None:
+        self._frames, self._device = frames, device
+        self.most_bytes = 0
+        """Above the budget, at most."""
+        self.now_bytes = 0
+        """In this iteration."""
+        self._need_bytes = self._told_bytes = 0
+        self._held = ""
+        """What there was then."""
+        self._at = ""
+        """The op before which that was, and where."""
+
+    def by(self, over_bytes: int, need_bytes: int, what: str) -> None:
+        """The budget is passed by so much, as `what` takes `need_bytes`; not passed, where that is 0 or less."""
+        self.now_bytes = max(self.now_bytes, over_bytes)
+        if over_bytes > self.most_bytes:
+            where = self._frames.current.path
+            self._at = f"{what} in {where}" if where else what
+            self.most_bytes, self._need_bytes = over_bytes, need_bytes
+            self._look_what_is_there()
+
+    def _look_what_is_there(self) -> None:
+        """At the first time that the budget is passed, and when it is passed by far more: it takes long."""
+        if self.most_bytes > _FAR_MORE * self._told_bytes:
+            self._told_bytes = self.most_bytes
+            self._held = largest(what_is_there(self._frames, self._device))
+
+    @property
+    def words(self) -> str:
+        """Where that was the furthest; empty where the budget was held."""
+        if not self.most_bytes:
+            return ""
+        takes = f", which takes {format_bytes(self._need_bytes)}," if self._need_bytes else ""
+        held = f": {self._held}" if self._held else ""
+        return f"before {self._at}{takes} nothing was left that could be moved{held}"
