@@ -72,6 +72,8 @@ class Course:
     budget_bytes: int | None = None
     most_saved: float = 1.0
     """How many times as many elements as the recorded iteration the largest one under the plan saved."""
+    state_away_bytes: int = 0
+    """Optimizer state that is in a tier between steps without the plan's doing: the recorded iteration had none on the device."""
 
     @property
     def is_share(self) -> bool:
@@ -110,6 +112,7 @@ def facts(course: Course) -> dict[str, Any]:
         "better_after": course.better_after,
         "phases_after": course.phases_after,
         "peak_bytes": course.peak_bytes or None,
+        "state_away_bytes": course.state_away_bytes,
         "planning_ms": course.planning_ms,
         "extra_ms": course.extra_ms,
         "spent_ms": course.spent_ms,

@@ -21,6 +21,7 @@ from memopt.advisors.background import Background
 from memopt.cli.run.budget import find_budget, know_budget, likely_device, still_holds
 from memopt.cli.run.cache import Cache
 from memopt.cli.run.course import Course, Wishes
+from memopt.cli.run.optimizer_state import StateBeside
 from memopt.cli.run.planning import Planning
 from memopt.errors import MemoptError
 from memopt.instrument.loop import Loop
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from memopt.enforcers.guarding.guard import Guard
     from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
-    from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.session import ApplySession
     from memopt.plan import Plan
     from memopt.profiler.session import ProfileSession
@@ -52,11 +52,9 @@ _MOST_PHASES = 3
 _ALIKE = 0.02
 _AS_LONG = 2
 """Times as long as recording and planning took before it goes on guarded: a guarded step may cost half a plain one more than a planned one."""
-_PIECE_BYTES = 2 << 20
+_LEAST_UNDER_WAY = 2 << 20
 _UNDER_WAY = 16
 """Of the budget, this part may be on its way out where an iteration is recorded with its saved tensors out of the way."""
-_WHOLE_FROM_BYTES = 64 << 10
-"""Under the guard smaller tensors of optimizer state stay, where the step is not taken in pieces."""
 
 
 class Stages:
@@ -75,8 +73,7 @@ class Stages:
         self._pid = os.getpid()
         self._loop: Loop | None = None
         self._session: ProfileSession | ApplySession | Guard | None = None
-        self._pieces: OptimizerInPieces | None = None
-        """Beside the guard: what still steps the optimizer in pieces."""
+        self._state = StateBeside(wishes)
         self._profile: ProfileSession | None = None
         self._apply: ApplySession | None = None
         self._background: Background | None = None
@@ -128,6 +125,7 @@ class Stages:
         guard = Guard(self._loop, tier, device, self.course.budget_bytes, whole=whole)
         self.course.guards.append(guard)
         self._session = guard
+        guard.goes_on = self._state.goes_on
         guard.begin(waits=waits)
 
     def _end_watch(self) -> None:
@@ -171,7 +169,7 @@ class Stages:
                 wanted,
                 offload=wishes.offload,
                 offload_from_bytes=0 if offloaded or self._is_near() else budget // 2,
-                under_way_bytes=min(wanted.under_way_bytes, max(_PIECE_BYTES, budget // _UNDER_WAY)),
+                under_way_bytes=min(wanted.under_way_bytes, max(_LEAST_UNDER_WAY, budget // _UNDER_WAY)),
             )
         self._profile = ProfileSession(self._command, wanted, done=self._recorded)
         self._session = self._profile
@@ -190,7 +188,8 @@ class Stages:
 
     def _recorded(self, trace: Trace) -> None:
         if self._trace is None:
-            self._trace = msgspec.structs.replace(trace, iteration=self._base + trace.iteration)
+            found = msgspec.structs.replace(trace, iteration=self._base + trace.iteration)
+            self._trace = self._state.told_of(found)
 
     def _plan(self, count: int) -> None:
         """The recording is whole: wait for a plan a while, then look for it while the script goes on guarded."""
@@ -208,7 +207,13 @@ class Stages:
         background = self._background or Background()
         saved_before = self._saved_before or [each for guard in course.guards for each in guard.saved_before]
         self._planning = Planning(
-            background, trace, budget, self._wishes, self._cache, saved_before, course.phase
+            background,
+            trace,
+            budget,
+            self._state.left_alone(self._wishes),
+            self._cache,
+            saved_before,
+            course.phase,
         )
         if self._planning.has_news(_MOST_WAIT_S):
             self._planned(self._planning, count)
@@ -266,24 +271,14 @@ class Stages:
         if not course.from_cache and guarded_ms <= _AS_LONG * course.extra_ms:
             return False
         # to look again at each iteration takes long
-        self._keeps_plan = not _may_end(plan, standby.guard) or not self._state_may_stay(standby.guard)
+        self._keeps_plan = not _may_end(plan, standby.guard)
         return not self._keeps_plan
-
-    def _state_may_stay(self, guard: Guard) -> bool:
-        """Is there room for the optimizer's state while an iteration is recorded? It is on the device then."""
-        if self._pieces is None:
-            return True
-        self._pieces.bring_back()
-        if guard.tensor_bytes() > _NEAR * guard.budget_bytes:
-            return False  # the next step sends it away again
-        self._pieces.remove()
-        self._pieces = None
-        return True
 
     def _begin_phase(self, count: int) -> None:
         """The script goes on otherwise than was recorded: there is a plan for that from the run before, or it is recorded in its turn."""
         assert self._apply is not None
         assert self._apply.standby is not None
+        self._state.comes_back(self._apply.standby.guard)
         self._saved_before = self._apply.standby.needed
         self.course.notes.append(f"up to iteration {count - self._parts}, {self._apply.standby.words}")
         self._end_enforcing()
@@ -297,18 +292,6 @@ class Stages:
         self._profile = self._planning = self._trace = self._background = None
         # gradients that the plan has let go of are there again when the script has stepped by itself
         self._record(warmup=1 if self._retired is not None else 0, offloaded=True)
-
-    def _move_state_too(self) -> None:
-        """Nothing was left to move, and the budget was passed: optimizer state leaves too."""
-        from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
-        from memopt.enforcers.tiers.per_device import offload_tier
-
-        assert self._loop is not None
-        tier = offload_tier(self._wishes.swap_dir)
-        self._pieces = OptimizerInPieces(
-            self._loop.iterations, _PIECE_BYTES, tier, whole_from=_WHOLE_FROM_BYTES
-        )
-        self._pieces.begin(self._loop.iterations.stepped)
 
     def _goes_back(self, count: int) -> bool:
         """Is there a plan of a phase before, to go on with where there is none for this one?"""
@@ -342,6 +325,8 @@ class Stages:
         self._apply = ApplySession(plan, options)
         self._session = self._apply
         self._apply.begin_in(self._loop)
+        if self._apply.standby is not None:
+            self._apply.standby.guard.goes_on = self._state.goes_on
 
     def finished(self, problem: str = "") -> Course | None:
         """Call when the script has ended; None in a process that was forked from ours."""
@@ -355,6 +340,8 @@ class Stages:
             self._profile.finished(problem or "the script ended while it was recorded")
             failure = self._profile.failure
             course.problem = course.problem or (str(failure) if failure is not None else "")
+        course.state_away_bytes = self._state.away_bytes
+        course.notes += [self._state.note] if self._state.note else []
         planning = self._planning
         course.still_planning = planning is not None and not planning.is_over and not planning.has_news()
         if self._retired is not None:
@@ -397,6 +384,7 @@ class Stages:
             self._retired.remove()
             self._retired = None
         self._guard(lambda: self._next(count))
+        self._state.new_iteration()
 
     def _next(self, count: int) -> None:
         """Is it time for the next stage?"""
@@ -406,6 +394,7 @@ class Stages:
         if isinstance(self._session, Guard) and self._profile is None and not self.course.online:
             if self._loop is None or self._loop.iterations.waits_for_another or count < _GUARDED:
                 return
+            self._state.comes_back(self._session)
             self._end_watch()
             self._base = count
             self._record(warmup=0)
@@ -420,13 +409,15 @@ class Stages:
             self._take_better(planning, count)
         elif self._is_another_phase:
             self._begin_phase(count)
-        elif self._pieces is None and self._leaves_state and self._is_stuck:
-            self._move_state_too()
+        elif self._loop is not None and self._leaves_state and self._is_stuck:
+            self._state.send(self._loop, self.course.budget_bytes or 0)
 
     @property
     def _leaves_state(self) -> bool:
         """Is what runs now to stay, and does it leave the optimizer's state and step as they are?"""
         plan = self.course.plan
+        if self._state.is_away:
+            return False
         if plan is None or self._session is not self._apply:
             return self.course.online
         return plan.in_backward is None and plan.in_pieces is None
@@ -434,11 +425,15 @@ class Stages:
     @property
     def _is_stuck(self) -> bool:
         """Has the guard had nothing left to move?"""
+        return self._guard_now is not None and self._guard_now.passed.most_bytes > 0
+
+    @property
+    def _guard_now(self) -> Guard | None:
+        """That of the stage, or beside the plan."""
         from memopt.enforcers.guarding.guard import Guard
 
         standby = self._apply.standby if self._apply is not None else None
-        guard = self._session if isinstance(self._session, Guard) else standby.guard if standby else None
-        return guard is not None and guard.passed.most_bytes > 0
+        return self._session if isinstance(self._session, Guard) else standby.guard if standby else None
 
     def thread_changed(self) -> None:
         if self._session is not None:
@@ -460,13 +455,20 @@ class Stages:
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._session is not None:
             self._session.step_begins(optimizer)
-        for each in (self._pieces, self._retired):
-            if each is not None:
-                each.step_begins(optimizer)
+        self._guard(lambda: self._first_step(optimizer))
+        self._state.step_begins(optimizer)
+        if self._retired is not None:
+            self._retired.step_begins(optimizer)
+
+    def _first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        plan, guard = self.course.plan, self._guard_now
+        if plan is not None and (plan.in_backward or plan.in_pieces):
+            return
+        if self._loop is not None and guard is not None:
+            self._state.first_step(optimizer, self._loop, guard)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._pieces is not None:
-            self._pieces.step_ended(optimizer)
+        self._state.step_ended(optimizer)
         if self._session is not None:
             self._session.step_ended(optimizer)
 

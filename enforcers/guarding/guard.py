@@ -100,6 +100,8 @@ class Guard(modes.Mode):
         """Of a plan beside which it holds the budget: what replays are made of may leave as well."""
         self.sent: Callable[[], None] | None = None
         """Waits until what that plan has sent away is away: it leaves sooner than what is sent now."""
+        self.goes_on: Callable[[], None] = lambda: None
+        """Told that an iteration has saved its first tensor."""
         self._makers = Makers()
         self._capturing = Capturing(device)
         self._streams = OneStream()
@@ -133,8 +135,12 @@ class Guard(modes.Mode):
         kept = self._live.now() - self._began_bytes if self._began_bytes else 0
         return self.most_bytes + max(0, kept)
 
+    def bytes_now(self) -> int:
+        """Bytes that are live now."""
+        return self._live.now() if self._counts else self.tensor_bytes()
+
     def tensor_bytes(self) -> int:
-        """Bytes that are live now, by a look at all there is."""
+        """The same, by a look at all there is."""
         return Live(self.device).look_around().now()
 
     @property
@@ -253,6 +259,8 @@ class Guard(modes.Mode):
             return Kept(tensor)
         if not self._is_watched(tensor) or not is_plain(tensor) or self._capturing.why_keep():
             return Kept(tensor)
+        if not self._saved_now[0]:
+            self.goes_on()
         self._saved_now = self._saved_now[0] + 1, self._saved_now[1] + tensor.numel()
         if self._waits:  # a script without modules
             self._training_begins()

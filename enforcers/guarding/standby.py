@@ -70,6 +70,7 @@ class Standby:
         """So many have been saved in this iteration."""
         if not self._has_saved:
             self._has_saved = True
+            self.guard.goes_on()
             self._look_at_what_is_kept()
         if saved_bytes > self._most_saved_bytes:
             self._wake()

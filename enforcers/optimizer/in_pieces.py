@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from memopt.enforcers import capturing
+from memopt.enforcers.optimizer.first_step import gradients_to_come, temporaries_of
 from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.paged import PagedOptimizer
 from memopt.enforcers.optimizer.state_away import StateAway
@@ -210,6 +211,15 @@ class OptimizerInPieces:
             stepped.bring_back()
         if self._whole is not None:
             self._whole.bring_back()
+
+    @property
+    def away_bytes(self) -> int:
+        """State of what steps in pieces that is in the tier now."""
+        return sum(each.away_bytes for each in self._stepped.values())
+
+    def plain_step_bytes(self) -> int:
+        """What there will be on the device, beside what is there now, when the optimizers step as the script does."""
+        return self.away_bytes + sum(gradients_to_come(each) + temporaries_of(each) for each in self._stepped)
 
     def remove(self) -> None:
         """Page no more. State that is away comes back when somebody asks for it: the tier stays open until the process ends."""

@@ -133,6 +133,11 @@ class PagedOptimizer:
             self._stand = weakref.ref(stand)
 
     @property
+    def away_bytes(self) -> int:
+        """Of its state, in the tier."""
+        return sum(piece.ticket.nbytes for piece in self._pieces if piece.ticket is not None)
+
+    @property
     def _state(self) -> StateElsewhere | None:
         return self._stand() if self._stand is not None else None
 

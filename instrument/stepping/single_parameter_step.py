@@ -110,7 +110,7 @@ def is_steady(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor)
     """Has `parameter` the state that the optimizer gives it in its first step?"""
     if type(optimizer) is torch.optim.SGD and not group["momentum"]:
         return True
-    return bool(optimizer.state.get(parameter))
+    return bool(dict.get(optimizer.state, parameter))
 
 
 def all_cleared(optimizer: torch.optim.Optimizer) -> bool:

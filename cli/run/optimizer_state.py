@@ -1,0 +1,113 @@
+"""Optimizer state in a tier beside the guard, and beside a plan that does nothing about it: where the first step would have no room for
+it, and where nothing else is left to move."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    import torch
+
+    from memopt.cli.run.course import Wishes
+    from memopt.enforcers.guarding.guard import Guard
+    from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+    from memopt.instrument.loop import Loop
+    from memopt.trace import Trace
+
+FROM_THE_FIRST = "the optimizer's state had no room in its first step: it steps in pieces, its state in a tier between steps"
+_LEAST_PIECE, _MOST_PIECE, _PIECES = 256 << 10, 32 << 20, 128
+"""So much of the parameters steps at once: this part of the budget, between these."""
+_WHOLE_FROM_BYTES = 64 << 10
+"""Smaller tensors of state stay, where the step is not taken in pieces."""
+
+
+class StateBeside:
+    """Told of the steps of one run."""
+
+    def __init__(self, wishes: Wishes) -> None:
+        self._wishes = wishes
+        self._pieces: OptimizerInPieces | None = None
+        self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers whose first step has begun."""
+        self._spent_ms = 0.0
+        """For steps of this iteration."""
+        self.note = ""
+        """For the last words."""
+
+    @property
+    def is_away(self) -> bool:
+        """Is it in a tier between steps?"""
+        return self._pieces is not None
+
+    def send(self, loop: Loop, budget_bytes: int) -> None:
+        """What there is leaves now, what steps make when they have made it."""
+        from memopt.advisors.profiles.problem import allowed
+        from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+        from memopt.enforcers.tiers.per_device import offload_tier
+
+        if "optimizer" not in allowed(self._wishes.allow, self._wishes.deny):
+            return
+        piece_bytes = min(max(_LEAST_PIECE, budget_bytes // _PIECES), _MOST_PIECE)
+        tier = offload_tier(self._wishes.swap_dir)
+        self._pieces = OptimizerInPieces(loop.iterations, piece_bytes, tier, whole_from=_WHOLE_FROM_BYTES)
+        self._pieces.begin(loop.iterations.stepped)
+
+    def left_alone(self, wishes: Wishes) -> Wishes:
+        """For a plan beside which it is away."""
+        return dataclasses.replace(wishes, deny=(*wishes.deny, "optimizer")) if self.is_away else wishes
+
+    def first_step(self, optimizer: torch.optim.Optimizer, loop: Loop, guard: Guard) -> None:
+        """A step begins: if it is the optimizer's first, and would pass the budget with what it makes, it is taken in pieces."""
+        from memopt.enforcers.optimizer.first_step import made_by_first_step, temporaries_of
+
+        if self.is_away or optimizer in self._seen:
+            return
+        self._seen.add(optimizer)
+        made = made_by_first_step(optimizer)
+        if made and guard.bytes_now() + made + temporaries_of(optimizer) > guard.budget_bytes:
+            self.send(loop, guard.budget_bytes)
+            self.note = FROM_THE_FIRST
+
+    def comes_back(self, guard: Guard) -> None:
+        """Between iterations: it is on the device from here on, as in the plain run, if there is room for that."""
+        pieces = self._pieces
+        if pieces is not None and pieces.plain_step_bytes() + guard.bytes_now() <= guard.budget_bytes:
+            pieces.bring_back()
+            pieces.remove()
+            self._pieces, self.note = None, ""
+
+    @property
+    def away_bytes(self) -> int:
+        """In the tier now."""
+        return self._pieces.away_bytes if self._pieces is not None else 0
+
+    def told_of(self, trace: Trace) -> Trace:
+        """With the time that the steps of the recorded iteration have taken, which no op in it shows."""
+        if not self._spent_ms or not trace.op_count:
+            return trace
+        *others, last = trace.ops.time_us
+        ops = msgspec.structs.replace(trace.ops, time_us=[*others, last + 1000 * self._spent_ms])
+        return msgspec.structs.replace(trace, ops=ops, step_ms=trace.step_ms + self._spent_ms)
+
+    def goes_on(self) -> None:
+        """An iteration has saved its first tensor: what a checkpoint, say, has looked at since the last step leaves again."""
+        if self._pieces is not None:
+            self._pieces.goes_on()
+
+    def new_iteration(self) -> None:
+        self._spent_ms = 0.0
+
+    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._pieces is not None:
+            began = time.perf_counter()
+            self._pieces.step_begins(optimizer)
+            self._spent_ms += 1000 * (time.perf_counter() - began)
+
+    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._pieces is not None:
+            self._pieces.step_ended(optimizer)

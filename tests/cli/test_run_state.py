@@ -1,0 +1,86 @@
+"""`memopt run` where the optimizer's state has no room from its first step on."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_run import memopt, outcome_of, plain
+
+SCRIPT = """
+import hashlib
+import torch
+from torch import nn
+torch.manual_seed(0)
+def checked(state):
+    return sum(each["exp_avg_sq"].sum().item() for each in state.values()).hex()
+model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(8)])
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+for step in range(10):
+    loss = model(torch.randn(128, 512)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    print(step, loss.item().hex(), flush=True)
+    if step == 7:
+        print(checked(optimizer.state_dict()["state"]))
+print(hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters())).hexdigest())
+"""
+BUDGET = 25 << 20
+"""Parameters and gradients take 16 MiB, the state as much again, activations 4."""
+
+Ran = tuple[Path, subprocess.CompletedProcess[str], subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A folder in which the script ran twice."""
+    folder = tmp_path_factory.mktemp("state")
+    (folder / "train.py").write_text(SCRIPT)
+    args = ("run", "--budget", f"{BUDGET}B", "--outcome")
+    first = memopt(folder, *args, "o.json", "train.py")
+    return folder, first, memopt(folder, *args, "o2.json", "train.py")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_it_is_in_a_tier_from_the_first_step_on(ran: Ran, number: int) -> None:
+    folder, done = ran[0], ran[number]
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain(folder).stdout
+    assert "memopt: held: " in done.stderr
+    assert "had no room in its first step" in done.stderr
+    course = outcome_of(folder, "o.json" if number == 1 else "o2.json")
+    assert course["from_cache"] is (number == 2)
+    assert course["state_away_bytes"] > 15 << 20
+    assert all(guard["most_bytes"] <= BUDGET for guard in course["guards"])
+    assert course["outcome"]["measured_peak_bytes"] <= BUDGET
+    assert not list(folder.glob("*swap*"))
+
+
+def test_the_time_of_its_way_is_in_the_plain_step(ran: Ran) -> None:
+    """What the recorded steps take besides their ops no plan can save."""
+    course = outcome_of(ran[0])
+    assert course["plain_step_ms"] > 2
+
+
+def test_it_stays_where_the_optimizer_is_denied(ran: Ran) -> None:
+    folder = ran[0]
+    done = memopt(
+        folder,
+        "run",
+        "--fresh",
+        "--deny",
+        "optimizer",
+        "--budget",
+        f"{BUDGET}B",
+        "--outcome",
+        "d.json",
+        "train.py",
+    )
+    assert done.stdout == plain(folder).stdout
+    course = outcome_of(folder, "d.json")
+    assert course["state_away_bytes"] == 0
+    assert max(guard["most_bytes"] for guard in course["guards"]) > BUDGET
