@@ -41,12 +41,13 @@ class _Malloc:
         self._found, self._good_until = 0, 0.0
 
     def held_bytes(self) -> int:
-        began = time.perf_counter()
-        if began >= self._good_until:
+        now = time.perf_counter()
+        if now >= self._good_until:
+            began = time.thread_time()  # which does not tell of other processes
             found = self._ask()
             self._found = int(found.uordblks + found.hblkhd)
-            took = time.perf_counter() - began
-            self._good_until = began + (_REST * took if took > _QUICK_S else 0.0)
+            took = time.thread_time() - began
+            self._good_until = now + (_REST * took if took > _QUICK_S else 0.0)
         return self._found
 
 
