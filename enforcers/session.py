@@ -173,6 +173,8 @@ class ApplySession:
         self._limit.begin()
         engine = self._engine_in(self._own_loop or loop, tables)
         self._install_steps()
+        if engine.standby is not None and self._steps is not None and self._steps.in_pieces is not None:
+            self._steps.in_pieces.come_into(engine.standby.guard)
         sends_gradients = self._steps is not None and self._steps.gradients is not None
         sends_state = self._plan.in_pieces is not None and self._plan.in_pieces.tier is not None
         if engine.watches or sends_gradients or sends_state or engine.standby is not None:

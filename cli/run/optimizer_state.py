@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -26,11 +27,31 @@ _WHOLE_FROM_BYTES = 64 << 10
 """Smaller tensors of state stay, where the step is not taken in pieces."""
 
 
+class _Room:
+    """For state that comes back as a whole: that of whoever holds the budget then."""
+
+    def __init__(self, guard: Callable[[], Guard | None]) -> None:
+        self._guard = guard
+
+    def has_room(self, size_bytes: int) -> bool:
+        guard = self._guard()
+        return guard is None or guard.has_room(size_bytes)
+
+    def make_room(self, size_bytes: int) -> None:
+        if (guard := self._guard()) is not None:
+            guard.make_room(size_bytes)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        if (guard := self._guard()) is not None:
+            guard.resized(storage)
+
+
 class StateBeside:
     """Told of the steps of one run."""
 
-    def __init__(self, wishes: Wishes) -> None:
-        self._wishes = wishes
+    def __init__(self, wishes: Wishes, guard: Callable[[], Guard | None]) -> None:
+        """`guard`: who holds the budget now."""
+        self._wishes, self._room = wishes, _Room(guard)
         self._pieces: OptimizerInPieces | None = None
         self._seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Optimizers whose first step has begun."""
@@ -55,6 +76,7 @@ class StateBeside:
         piece_bytes = min(max(_LEAST_PIECE, budget_bytes // _PIECES), _MOST_PIECE)
         tier = offload_tier(self._wishes.swap_dir)
         self._pieces = OptimizerInPieces(loop.iterations, piece_bytes, tier, whole_from=_WHOLE_FROM_BYTES)
+        self._pieces.come_into(self._room)
         self._pieces.begin(loop.iterations.stepped)
 
     def left_alone(self, wishes: Wishes) -> Wishes:

@@ -73,7 +73,7 @@ class Stages:
         self._pid = os.getpid()
         self._loop: Loop | None = None
         self._session: ProfileSession | ApplySession | Guard | None = None
-        self._state = StateBeside(wishes)
+        self._state = StateBeside(wishes, lambda: self._guard_now)
         self._profile: ProfileSession | None = None
         self._apply: ApplySession | None = None
         self._background: Background | None = None

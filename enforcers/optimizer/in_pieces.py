@@ -22,6 +22,7 @@ from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.paged import PagedOptimizer
 from memopt.enforcers.optimizer.state_away import StateAway
 from memopt.enforcers.tiers.swap import SwapTier
+from memopt.enforcers.weights.emptied import Room
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.script.signals import held
 from memopt.instrument.stepping.gradient_reads import give_back, gradient_of, kept_gradient, let_go
@@ -67,6 +68,11 @@ class OptimizerInPieces:
         self.declined: Counter[str] = Counter()
         self._went_on = -1
         """Iterations that had ended when `goes_on` was called for the first time since."""
+
+    def come_into(self, room: Room) -> None:
+        """State that comes back as a whole asks `room` for memory from here on; of pieces there are never more than three."""
+        if self._whole is not None:
+            self._whole.room = room
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         """Do the step, and leave nothing to do for the script's own. A Ctrl-C comes when the update is whole."""

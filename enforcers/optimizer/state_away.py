@@ -18,7 +18,7 @@ from torch import UntypedStorage
 from memopt.enforcers import capturing
 from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
-from memopt.enforcers.weights.emptied import EmptiedStorage
+from memopt.enforcers.weights.emptied import EmptiedStorage, Room
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.script.signals import held
 from memopt.instrument.stepping.state_between_steps import state_tensors, why_state_stays
@@ -31,6 +31,7 @@ class StateAway:
     def __init__(self, iterations: Iterations, tier: SwapTier[Any], least_bytes: int) -> None:
         """`least_bytes`: smaller storages stay."""
         self._iterations, self._tier, self._least_bytes = iterations, tier, least_bytes
+        self.room: Room | None = None
         self._of: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Away] = weakref.WeakKeyDictionary()
         self.most_away = 0
         """Most storages that were away at once."""
@@ -49,7 +50,7 @@ class StateAway:
         if self._removed:
             return ""
         away = self._away_of(optimizer)
-        reason = away.leave(optimizer, self._least_bytes)
+        reason = away.leave(optimizer, self._least_bytes, self.room)
         self.most_away = max(self.most_away, sum(each.count for each in self._of.values()))
         return reason
 
@@ -91,7 +92,7 @@ class _Away:
     def count(self) -> int:
         return len(self._gone)
 
-    def leave(self, optimizer: torch.optim.Optimizer, least_bytes: int) -> str:
+    def leave(self, optimizer: torch.optim.Optimizer, least_bytes: int, room: Room | None) -> str:
         guard = DisableTorchDispatch()
         self.is_back = False
         try:
@@ -104,11 +105,11 @@ class _Away:
                     optimizer.state = stand_in = StateElsewhere(optimizer.state, self.bring_back)
                     self._stand_in = weakref.ref(stand_in)
                 reason = self.stays or why_state_stays(optimizer, is_ours=True)
-                return reason or self._send(optimizer, least_bytes)
+                return reason or self._send(optimizer, least_bytes, room)
         finally:
             del guard
 
-    def _send(self, optimizer: torch.optim.Optimizer, least_bytes: int) -> str:
+    def _send(self, optimizer: torch.optim.Optimizer, least_bytes: int, room: Room | None) -> str:
         reason = ""
         count, filled = self._filled
         away = {each.storage._cdata for each in self._gone}
@@ -118,7 +119,7 @@ class _Away:
                 continue
             noted = count == self._iterations.count and storage._cdata in filled
             try:
-                self._gone.append(EmptiedStorage(self._tier, storage, None, noted=noted))
+                self._gone.append(EmptiedStorage(self._tier, storage, None, noted=noted, room=room))
             except SwapFailed as error:
                 without_frames(error)
                 reason = error.what
