@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from memopt.instrument.memory.room import free_bytes
+
 if TYPE_CHECKING:
     import torch
 
@@ -65,8 +67,12 @@ class StateBeside:
         """Is it in a tier between steps?"""
         return self._pieces is not None
 
-    def send(self, loop: Loop, budget_bytes: int) -> None:
-        """What there is leaves now, what steps make when they have made it."""
+    def leaves(self, loop: Loop, budget_bytes: int) -> None:
+        """Nothing else is left to move: if there is any it leaves, as what the steps that follow make."""
+        if not self.is_away and any(map(_has_state, loop.iterations.stepped)):
+            self._send(loop, budget_bytes)
+
+    def _send(self, loop: Loop, budget_bytes: int) -> None:
         from memopt.advisors.profiles.problem import allowed
         from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
         from memopt.enforcers.tiers.per_device import offload_tier
@@ -92,15 +98,32 @@ class StateBeside:
         self._seen.add(optimizer)
         made = made_by_first_step(optimizer)
         if made and guard.bytes_now() + made + temporaries_of(optimizer) > guard.budget_bytes:
-            self.send(loop, guard.budget_bytes)
+            self._send(loop, guard.budget_bytes)
             self.note = FROM_THE_FIRST
 
     def comes_back(self, guard: Guard) -> None:
         """Between iterations: it is on the device from here on, as in the plain run, if there is room for that."""
         pieces = self._pieces
         if pieces is not None and pieces.plain_step_bytes() + guard.bytes_now() <= guard.budget_bytes:
-            pieces.bring_back()
-            pieces.remove()
+            self.end()
+
+    def comes_back_for_a_better_plan(self, device: str) -> bool:
+        """Between iterations: the same where the budget has no room, but the device has. Is it so?"""
+        from memopt.enforcers.guarding.live_bytes import Live
+
+        if self._pieces is None:
+            return False
+        needed = self._pieces.plain_step_bytes() + Live(device).look_around().now()
+        if needed > (free_bytes(device) or 0):
+            return False
+        self.end()
+        return True
+
+    def end(self) -> None:
+        """All of it is on the device from here on."""
+        if self._pieces is not None:
+            self._pieces.bring_back()
+            self._pieces.remove()
             self._pieces, self.note = None, ""
 
     @property
@@ -133,3 +156,7 @@ class StateBeside:
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:
             self._pieces.step_ended(optimizer)
+
+
+def _has_state(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer.state, dict) and dict.__len__(optimizer.state) > 0

@@ -125,7 +125,7 @@ class Stages:
         guard = Guard(self._loop, tier, device, self.course.budget_bytes, whole=whole)
         self.course.guards.append(guard)
         self._session = guard
-        guard.goes_on = self._state.goes_on
+        self._stands_behind(guard)
         guard.begin(waits=waits)
 
     def _end_watch(self) -> None:
@@ -230,9 +230,19 @@ class Stages:
             if self._goes_back(count):
                 return
             raise
+        if plan.over_bytes and self._state.comes_back_for_a_better_plan(plan.device.kind):
+            self._record_again(count, "with the optimizer's state on the device, for a plan that moves more")
+            return
         self._end_watch()
         self._base = count
         self._enforce(plan, "its plan")
+
+    def _record_again(self, count: int, how: str) -> None:
+        self._end_watch()
+        self._base = count
+        self._tell(f"an iteration is recorded once more {how}")
+        self._profile = self._planning = self._trace = self._background = None
+        self._record(warmup=0)
 
     def _take_better(self, planning: Planning, count: int) -> None:
         """The planner has searched on: where that was worth it, its plan takes over from the first."""
@@ -316,6 +326,8 @@ class Stages:
         elif len(course.phases_after) < course.phase:
             course.phases_after.append(self._base - self._parts)
         self._tell(f"under {which} from iteration {self._base - self._parts + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
+        if plan.in_backward or plan.in_pieces:
+            self._state.end()
         prepare_run(plan, os.environ)
         options = Options(
             swap_dir=self._wishes.swap_dir,
@@ -326,7 +338,7 @@ class Stages:
         self._session = self._apply
         self._apply.begin_in(self._loop)
         if self._apply.standby is not None:
-            self._apply.standby.guard.goes_on = self._state.goes_on
+            self._stands_behind(self._apply.standby.guard)
 
     def finished(self, problem: str = "") -> Course | None:
         """Call when the script has ended; None in a process that was forked from ours."""
@@ -409,23 +421,21 @@ class Stages:
             self._take_better(planning, count)
         elif self._is_another_phase:
             self._begin_phase(count)
-        elif self._loop is not None and self._leaves_state and self._is_stuck:
-            self._state.send(self._loop, self.course.budget_bytes or 0)
+
+    def _stands_behind(self, guard: Guard) -> None:
+        """Optimizer state is what leaves where `guard` has nothing left to move."""
+        guard.goes_on = self._state.goes_on
+        guard.last_resort = lambda: self._guard(self._send_state)
+
+    def _send_state(self) -> None:
+        if self._loop is not None and not self._is_planned:
+            self._state.leaves(self._loop, self.course.budget_bytes or 0)
 
     @property
-    def _leaves_state(self) -> bool:
-        """Is what runs now to stay, and does it leave the optimizer's state and step as they are?"""
-        plan = self.course.plan
-        if self._state.is_away:
-            return False
-        if plan is None or self._session is not self._apply:
-            return self.course.online
-        return plan.in_backward is None and plan.in_pieces is None
-
-    @property
-    def _is_stuck(self) -> bool:
-        """Has the guard had nothing left to move?"""
-        return self._guard_now is not None and self._guard_now.passed.most_bytes > 0
+    def _is_planned(self) -> bool:
+        """Does a plan say how the optimizer steps?"""
+        plan = self.course.plan if self._session is self._apply else None
+        return plan is not None and bool(plan.in_backward or plan.in_pieces)
 
     @property
     def _guard_now(self) -> Guard | None:
@@ -461,10 +471,8 @@ class Stages:
             self._retired.step_begins(optimizer)
 
     def _first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        plan, guard = self.course.plan, self._guard_now
-        if plan is not None and (plan.in_backward or plan.in_pieces):
-            return
-        if self._loop is not None and guard is not None:
+        guard = self._guard_now
+        if self._loop is not None and guard is not None and not self._is_planned:
             self._state.first_step(optimizer, self._loop, guard)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:

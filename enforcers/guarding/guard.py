@@ -100,6 +100,8 @@ class Guard(modes.Mode):
         """Of a plan beside which it holds the budget: what replays are made of may leave as well."""
         self.sent: Callable[[], None] | None = None
         """Waits until what that plan has sent away is away: it leaves sooner than what is sent now."""
+        self.last_resort: Callable[[], None] = lambda: None
+        """Frees what the guard does not move itself, where it has nothing left and the optimizer is not stepping."""
         self.goes_on: Callable[[], None] = lambda: None
         """Told that an iteration has saved its first tensor."""
         self._makers = Makers()
@@ -372,6 +374,9 @@ class Guard(modes.Mode):
         over = self._move_away(need_bytes) if self._saved else over
         if over > 0 and self._may_collect:
             over = self._collect_garbage(need_bytes)
+        if over > 0 and self._thread.is_here and not self._iterations.in_step:
+            self.last_resort()
+            over = self._live.now() + need_bytes - self.budget_bytes
         self.passed.by(over, need_bytes, what)
 
     def _collect_garbage(self, need_bytes: int) -> int:

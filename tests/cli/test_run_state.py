@@ -84,3 +84,15 @@ def test_it_stays_where_the_optimizer_is_denied(ran: Ran) -> None:
     course = outcome_of(folder, "d.json")
     assert course["state_away_bytes"] == 0
     assert max(guard["most_bytes"] for guard in course["guards"]) > BUDGET
+
+
+def test_where_no_such_plan_holds_the_budget_it_is_recorded_with_the_state(ran: Ran) -> None:
+    """Parameters and gradients alone pass it: a plan that moves gradients has to see how the optimizer steps."""
+    folder = ran[0]
+    done = memopt(folder, "run", "--fresh", "--budget", "15MiB", "--outcome", "low.json", "train.py")
+    assert done.stdout == plain(folder).stdout
+    assert "recorded once more with the optimizer's state on the device" in done.stderr
+    course = outcome_of(folder, "low.json")
+    assert course["state_away_bytes"] == 0
+    assert course["outcome"]["actions"]["done"] > 0
+    assert course["enforced_after"] == 4
