@@ -210,6 +210,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Their elements together: an iteration that saves others is another one than was planned for."""
     saved_bytes: int = 0
     """The same in bytes; 0 when not known."""
+    state_beside_bytes: int = 0
+    """Optimizer state that the recorded iteration had in a tier between steps, where it stays beside this plan; not in `unplanned_peak_bytes`."""
     workspaces: dict[str, float] = {}
     """Overload -> bytes that it takes while it runs beside its results, to one that it reads; of those that take much."""
     grown: float = 1.0

@@ -58,6 +58,8 @@ BEFORE_TRAINING = "held_before_training_bytes"
 MAY_GROW = "may_grow_percent"
 """A fact's name: iterations of the same ops saved other sizes, so that one may come that saves so many percent of the recorded one."""
 
+STATE_BESIDE = "state_beside_bytes"
+"""A fact: optimizer state that was in a tier while the iteration was recorded."""
 IN_A_LIST = " (in a list)"
 """End of the name of a tensor with a graph that a list held when the iteration began."""
 

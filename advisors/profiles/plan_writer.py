@@ -33,6 +33,7 @@ from memopt.plan import (
     SlotRef,
 )
 from memopt.timeline import Timeline
+from memopt.trace import STATE_BESIDE
 from memopt.units import format_bytes, format_ms
 from memopt.version import VERSION
 from memopt.workspaces import workspaces_of
@@ -76,6 +77,7 @@ def write_plan(
         saved_tensors=len(trace.slots.node),
         saved_elements=sum(saved_elements(trace)),
         saved_bytes=saved_bytes(trace),
+        state_beside_bytes=trace.facts.get(STATE_BESIDE, 0),
         workspaces=dict(problem.streamed.workspaces) if problem.streamed else workspaces_of(trace),
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,

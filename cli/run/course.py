@@ -73,7 +73,7 @@ class Course:
     most_saved: float = 1.0
     """How many times as many elements as the recorded iteration the largest one under the plan saved."""
     state_away_bytes: int = 0
-    """Optimizer state that is in a tier between steps without the plan's doing: the recorded iteration had none on the device."""
+    """Optimizer state that is in a tier between steps without the plan's doing."""
 
     @property
     def is_share(self) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memopt.instrument.memory.room import free_bytes
+from memopt.trace import STATE_BESIDE
 
 if TYPE_CHECKING:
     import torch
@@ -20,31 +21,36 @@ if TYPE_CHECKING:
     from memopt.enforcers.guarding.guard import Guard
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.instrument.loop import Loop
+    from memopt.plan import Plan
     from memopt.trace import Trace
 
-FROM_THE_FIRST = "the optimizer's state had no room in its first step: it steps in pieces, its state in a tier between steps"
+FROM_THE_FIRST = "the optimizer's state had no room in its first step: it steps in pieces, and what has no room is in a tier between steps; the plain step that the cost is beside is one that moves it"
 _LEAST_PIECE, _MOST_PIECE, _PIECES = 256 << 10, 32 << 20, 128
 """So much of the parameters steps at once: this part of the budget, between these."""
 _WHOLE_FROM_BYTES = 64 << 10
 """Smaller tensors of state stay, where the step is not taken in pieces."""
+_AT_ONCE = 9
+"""Times a piece of parameters that a step has on the device: three pieces of state of two tensors each, and temporaries."""
+_SHARE = 0.99
+"""Of the budget that state which stays may fill."""
 
 
 class _Room:
     """For state that comes back as a whole: that of whoever holds the budget then."""
 
     def __init__(self, guard: Callable[[], Guard | None]) -> None:
-        self._guard = guard
+        self.guard = guard
 
     def has_room(self, size_bytes: int) -> bool:
-        guard = self._guard()
+        guard = self.guard()
         return guard is None or guard.has_room(size_bytes)
 
     def make_room(self, size_bytes: int) -> None:
-        if (guard := self._guard()) is not None:
+        if (guard := self.guard()) is not None:
             guard.make_room(size_bytes)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        if (guard := self._guard()) is not None:
+        if (guard := self.guard()) is not None:
             guard.resized(storage)
 
 
@@ -59,6 +65,10 @@ class StateBeside:
         """Optimizers whose first step has begun."""
         self._spent_ms = 0.0
         """For steps of this iteration."""
+        self._is_planned = False
+        """Is the plan that is in force one beside which state is away?"""
+        self._keeps_bytes: int | None = None
+        """What the plan's budget has room for may stay, once it is known how much the step has room for."""
         self.note = ""
         """For the last words."""
 
@@ -97,7 +107,10 @@ class StateBeside:
             return
         self._seen.add(optimizer)
         made = made_by_first_step(optimizer)
-        if made and guard.bytes_now() + made + temporaries_of(optimizer) > guard.budget_bytes:
+        if not made:
+            return
+        needed = made + temporaries_of(optimizer)
+        if self._is_planned or guard.bytes_now() + needed > guard.budget_bytes:
             self._send(loop, guard.budget_bytes)
             self.note = FROM_THE_FIRST
 
@@ -137,7 +150,23 @@ class StateBeside:
             return trace
         *others, last = trace.ops.time_us
         ops = msgspec.structs.replace(trace.ops, time_us=[*others, last + 1000 * self._spent_ms])
-        return msgspec.structs.replace(trace, ops=ops, step_ms=trace.step_ms + self._spent_ms)
+        facts = trace.facts | {STATE_BESIDE: self.away_bytes}
+        return msgspec.structs.replace(trace, ops=ops, facts=facts, step_ms=trace.step_ms + self._spent_ms)
+
+    def beside(self, plan: Plan) -> Plan:
+        """`plan` takes effect: as it is with so much of the state on the device as its budget has room for."""
+        self._is_planned = plan.state_beside_bytes > 0
+        room = max(0, int(_SHARE * plan.budget_bytes) - plan.predicted_peak_bytes)
+        self._keeps_bytes = keeps = min(plan.state_beside_bytes, room)
+        peak, base = plan.predicted_peak_bytes + keeps, plan.base_bytes + keeps
+        return msgspec.structs.replace(plan, predicted_peak_bytes=peak, base_bytes=base)
+
+    def _keep(self, pieces: OptimizerInPieces, guard: Guard) -> None:
+        """At the first step under a plan."""
+        if self._keeps_bytes is not None:
+            others = guard.bytes_now() - pieces.kept_bytes + _AT_ONCE * pieces.piece_bytes
+            pieces.keeps_bytes = max(0, min(self._keeps_bytes, guard.budget_bytes - others))
+            self._keeps_bytes = None
 
     def goes_on(self) -> None:
         """An iteration has saved its first tensor: what a checkpoint, say, has looked at since the last step leaves again."""
@@ -150,6 +179,8 @@ class StateBeside:
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:
             began = time.perf_counter()
+            if (guard := self._room.guard()) is not None:
+                self._keep(self._pieces, guard)
             self._pieces.step_begins(optimizer)
             self._spent_ms += 1000 * (time.perf_counter() - began)
 

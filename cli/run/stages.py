@@ -319,7 +319,7 @@ class Stages:
 
         assert self._loop is not None
         course = self.course
-        course.plan = plan
+        course.plan = plan = self._state.beside(plan)
         course.budget_bytes = plan.budget_bytes
         if course.enforced_after is None:
             course.enforced_after = self._base - self._parts

@@ -45,7 +45,7 @@ def last_words(course: Course) -> list[str]:
     if plan is None or outcome is None:
         return [_not_enforced(course)]
     lines = [
-        _held(plan, outcome, course.peak_bytes or None, course.state_away_bytes),
+        _held(plan, outcome, course.peak_bytes or None, state_is_away=course.state_away_bytes > 0),
         _beside(plan, outcome),
         _cost(course, plan, outcome),
     ]
@@ -112,21 +112,22 @@ def _not_enforced(course: Course) -> str:
     return f"nothing was enforced: the script ended after {course.iterations} iterations, before its plan was in force"
 
 
-def _held(plan: Plan, outcome: Outcome, peak: int | None, away_bytes: int = 0) -> str:
-    """`held`, `NOT held` with what holds the floor, or that there was nothing to do. `away_bytes` of state the recorded iteration did not have."""
+def _held(plan: Plan, outcome: Outcome, peak: int | None, *, state_is_away: bool = False) -> str:
+    """`held`, `NOT held` with what holds the floor, or that there was nothing to do."""
     budget = format_bytes(plan.budget_bytes)
-    plain = format_bytes(plan.unplanned_peak_bytes + away_bytes)
+    plain_bytes = plan.unplanned_peak_bytes + plan.state_beside_bytes
+    plain = format_bytes(plain_bytes)
     floor = next((note.removeprefix(NOT_MET) for note in plan.notes if note.startswith(NOT_MET)), "")
     known = peak if peak is not None else plan.predicted_peak_bytes
     how = "" if peak is not None else " by prediction: no enforced iteration was measured"
     if known > plan.budget_bytes:
         told = f"NOT held: peak {format_bytes(known)}, {format_bytes(known - plan.budget_bytes)} above the budget of {budget}{how}"
         return f"{told}, without the plan {plain}; {floor}" if floor else told
-    changes = bool(plan.actions or plan.script_actions or away_bytes)
+    changes = bool(plan.actions or plan.script_actions or state_is_away)
     if not changes and not any(note.startswith(MOVED_BESIDE) for note in outcome.notes):
         return f"held: the plain run peaks at {format_bytes(known)}, within the budget of {budget}{how}; nothing was changed"
     # where the guard moved tensors beside it, the plain peak is of another iteration
-    without = f"; without the plan {plain}" if plan.unplanned_peak_bytes + away_bytes > known else ""
+    without = f"; without the plan {plain}" if plain_bytes > known else ""
     return f"held{how}: peak {format_bytes(known)}, within the budget of {budget}{without}"
 
 

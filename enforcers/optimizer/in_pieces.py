@@ -48,9 +48,9 @@ class OptimizerInPieces:
         bytes and more goes there, too; 0: none. `piece_bytes` of 0: they are all the plan is about."""
         self._elsewhere = gradients
         self._whole = StateAway(iterations, tier, whole_from) if tier is not None and whole_from else None
-        self._iterations, self._piece_bytes, self._tier, self._most_away = (
+        self.piece_bytes = piece_bytes
+        self._iterations, self._tier, self._most_away = (
             iterations,
-            piece_bytes,
             tier,
             most_away,
         )
@@ -66,6 +66,8 @@ class OptimizerInPieces:
         """id of an optimizer, which may be gone -> most parameters that one of its steps has stepped in pieces."""
         self._stepping_whole: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.declined: Counter[str] = Counter()
+        self.keeps_bytes = 0
+        """So much of what steps in pieces may stay on the device between steps."""
         self._went_on = -1
         """Iterations that had ended when `goes_on` was called for the first time since."""
 
@@ -130,7 +132,9 @@ class OptimizerInPieces:
                 self._whole.step_begins(optimizer)
                 self._stepping_whole.add(optimizer)
             return
-        self._stepped_of(optimizer).step(optimizer, gradients, self._elsewhere)
+        stepped = self._stepped_of(optimizer)
+        stepped.keeps_bytes = max(0, self.keeps_bytes - self.kept_bytes + stepped.kept_bytes)
+        stepped.step(optimizer, gradients, self._elsewhere)
         used = len(gradients)
         if self._elsewhere is not None:
             used += sum(self._elsewhere.holds(each) for _, each in parameters_of(optimizer))
@@ -156,7 +160,7 @@ class OptimizerInPieces:
 
     def _reason(self, optimizer: torch.optim.Optimizer, gradients: dict[int, Tensor]) -> str:
         """Why it must not step in pieces; empty when nothing speaks against it."""
-        if not self._piece_bytes:
+        if not self.piece_bytes:
             return "no step is to be taken in pieces"
         reason = (
             why_not(optimizer, with_closure=self._iterations.step_has_closure)
@@ -170,7 +174,7 @@ class OptimizerInPieces:
     def _stepped_of(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
         if optimizer not in self._stepped:
             self._stepped[optimizer] = PagedOptimizer(
-                optimizer, self._piece_bytes, self._tier, self._most_away
+                optimizer, self.piece_bytes, self._tier, self._most_away
             )
         return self._stepped[optimizer]
 
@@ -217,6 +221,11 @@ class OptimizerInPieces:
             stepped.bring_back()
         if self._whole is not None:
             self._whole.bring_back()
+
+    @property
+    def kept_bytes(self) -> int:
+        """State of what steps in pieces that has stayed there."""
+        return sum(each.kept_bytes for each in self._stepped.values())
 
     @property
     def away_bytes(self) -> int:

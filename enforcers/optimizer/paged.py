@@ -53,6 +53,8 @@ class PagedOptimizer:
         """id of a parameter -> the order of its state, as the optimizer made it."""
         self._stand: weakref.ref[StateElsewhere] | None = None
         """What stands for the optimizer's state, which goes with the optimizer, or with whoever has taken it."""
+        self.keeps_bytes = 0
+        """So much may stay on the device between steps."""
         self.is_back = False
         """Somebody has looked at the state, which is whole since."""
         self._first: set[int] = set()
@@ -80,6 +82,7 @@ class PagedOptimizer:
                 return elsewhere.part_of(segment)
             return segment.of(as_it_lies(gradients[id(parameter)], parameter))
 
+        room = self.keeps_bytes
         for number, piece in enumerate(due):
             self._pager.fetch(piece)
             if number + 1 < len(due):
@@ -87,7 +90,7 @@ class PagedOptimizer:
             self._pager.arrive(piece)
             taken = [n for n, s in enumerate(piece.segments) if id(s.parameter) in stepped]
             self._step_piece(optimizer, inner, piece, taken, gradient_of, pageable)
-            self._pager.leave(piece)
+            room -= self._leave(piece, room)
             if number:
                 self._pager.gone(due[number - 1])
         self._pager.all_gone(due)
@@ -98,14 +101,22 @@ class PagedOptimizer:
         self._stand_in(optimizer)
         if self._state is None:
             return
-        pageable = self._pageable(self._state)
+        pageable, room = self._pageable(self._state), self.keeps_bytes
         for number, piece in enumerate(self._pieces):
             if piece.is_empty:
                 self._lay(piece, pageable)
-                self._pager.leave(piece)
+                room -= self._leave(piece, room)
             if number:
                 self._pager.gone(self._pieces[number - 1])
         self._pager.all_gone(self._pieces)
+
+    def _leave(self, piece: Piece, room_bytes: int) -> int:
+        """It leaves, or takes of the room that there is: how much."""
+        size = piece.bundle.nbytes() if piece.bundle is not None else 0
+        if size <= room_bytes:
+            return size
+        self._pager.leave(piece)
+        return 0
 
     def _lay(self, piece: Piece, pageable: set[int]) -> None:
         fresh: dict[tuple[int, str], Tensor] = {}
@@ -131,6 +142,11 @@ class PagedOptimizer:
         if self._pages and self._stand is None and holders(optimizer) == ALONE:
             optimizer.state = stand = StateElsewhere(optimizer.state, self.bring_back)
             self._stand = weakref.ref(stand)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of its state, in pieces that have stayed."""
+        return sum(piece.bundle.nbytes() for piece in self._pieces if piece.bundle is not None)
 
     @property
     def away_bytes(self) -> int:
