@@ -33,7 +33,7 @@ from memopt.plan import (
     SlotRef,
 )
 from memopt.timeline import Timeline
-from memopt.trace import STATE_BESIDE
+from memopt.trace import STATE_BESIDE, Trace
 from memopt.units import format_bytes, format_ms
 from memopt.version import VERSION
 from memopt.workspaces import workspaces_of
@@ -87,8 +87,19 @@ def write_plan(
             *_of_frozen_weights(problem, timeline),
         ],
         moments=moments_of(problem, decisions, timeline),
-        notes=[*notes, *filter(None, [before_training(trace, problem.unplanned_peak_bytes)])],
+        notes=[
+            *notes,
+            *filter(None, [before_training(trace, problem.unplanned_peak_bytes), _beside_state(trace)]),
+        ],
     )
+
+
+def _beside_state(trace: Trace) -> str:
+    """What only `memopt run` does under such a plan."""
+    away_bytes = trace.facts.get(STATE_BESIDE, 0)
+    if not away_bytes:
+        return ""
+    return f"recorded with {format_bytes(away_bytes)} of optimizer state in a tier, where memopt run keeps it: under memopt apply it comes on top"
 
 
 def _host_bytes(problem: Problem, decisions: Decisions) -> int:
