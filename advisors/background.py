@@ -1,8 +1,8 @@
 """Plans in a process of its own: a first plan soon, for which the script may wait, and a better one while the script goes on.
 
 The process leaves the script's at once (it becomes nobody's child: a script that waits for any child of its own never meets it), works
-when the processor has nothing else to do once nobody waits for it, does not hear the terminal's Ctrl-C, and ends by itself. What it finds
-is one file: the plan, or why there is none.
+when the processor has nothing else to do once nobody waits for it, does not hear the terminal's Ctrl-C, and ends by itself, on a processor
+that always has something else to do after some minutes. What it finds is one file: the plan, or why there is none.
 
 It stays in the script's session. Linux shares the processor among sessions before it looks at priorities (autogroups, `man 7 sched`), and
 OpenMP threads that wait for one that does not run take up to twenty times as long for a step: two cores, beside a loop in Python.
@@ -43,6 +43,8 @@ _LEAST_GROWN: Final = 1.1
 _LONG_S: Final = 5.0
 """A search that would go on after this, by the wall, is left for later where there is a plan that does something, be it above the budget:
 the script waits ten seconds at most."""
+_LATEST_S: Final = 600
+"""By the wall, once nobody waits: a process that gets no time would keep its memory for as long as the machine is busy."""
 _ENTRY: Final = (
     "import os, sys\nif os.fork(): os._exit(0)\nfrom memopt.advisors.background import main\nmain()"
 )
@@ -252,6 +254,8 @@ def _adviser(trace: Trace, order: dict[str, Any]) -> Adviser:
 
 
 def _step_back() -> None:
-    """Run when the processor has nothing else to do: nobody waits any more."""
+    """Run when the processor has nothing else to do, and not for ever: nobody waits any more."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_LATEST_S)
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -254,3 +256,11 @@ def test_searches_share_what_the_profile_gives(trace_path: Path, monkeypatch: py
     first = looked.index(-1)
     assert first > 0
     assert looked[first + 1 : -1] == []
+
+
+def test_a_planner_that_gets_no_time_ends_all_the_same() -> None:
+    """Also where the script ignores SIGALRM, which its processes inherit."""
+    lines = ("import signal, time", "from memopt.advisors import background", "signal.signal(signal.SIGALRM, signal.SIG_IGN)")  # fmt: skip
+    then = ("background._LATEST_S = 1", "background._step_back()", "time.sleep(60)")
+    ended = subprocess.run([sys.executable, "-c", "\n".join((*lines, *then))], timeout=50)
+    assert ended.returncode == -signal.SIGALRM
