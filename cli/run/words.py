@@ -109,7 +109,10 @@ def _not_enforced(course: Course) -> str:
             f"nothing was enforced: {course.iterations} iterations of training were seen in this process, and three are needed; "
             "memopt profile tells what was there"
         )
-    return f"nothing was enforced: the script ended after {course.iterations} iterations, before its plan was in force"
+    told = f"nothing was enforced: the script ended after {course.iterations} iterations, before its plan was in force"
+    if course.no_plan_until:
+        told += f"; no optimizer of torch's stepped, so each backward call was one, and a plan waits for {course.no_plan_until} of those"
+    return told
 
 
 def _held(plan: Plan, outcome: Outcome, peak: int | None) -> str:
