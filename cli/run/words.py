@@ -62,7 +62,11 @@ def was_surprised(course: Course) -> bool:
 
 
 def _grown(course: Course) -> list[str]:
-    return ["the next run of this command plans for the largest of them from the beginning"] if was_surprised(course) else []  # fmt: skip
+    """No plan that is above the budget already leaves room for larger ones."""
+    plan = course.plan
+    if plan is None or plan.predicted_peak_bytes > plan.budget_bytes or not was_surprised(course):
+        return []
+    return ["the next run of this command plans for the largest of them from the beginning, as far as the budget allows"]  # fmt: skip
 
 
 def _before_the_plan(course: Course) -> list[str]:
