@@ -45,6 +45,8 @@ _LONG_S: Final = 5.0
 the script waits ten seconds at most."""
 _LATEST_S: Final = 600
 """By the wall, once nobody waits: a process that gets no time would keep its memory for as long as the machine is busy."""
+_LATEST: Final = 10
+"""Times as long as it may search, where that is more."""
 _ENTRY: Final = (
     "import os, sys\nif os.fork(): os._exit(0)\nfrom memopt.advisors.background import main\nmain()"
 )
@@ -215,7 +217,7 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         return
     with contextlib.suppress(BrokenPipeError):  # the script has ended; the plan is for its next run
         os.write(order["alive"], b".")
-    _step_back()
+    _step_back(limit_s)
     longer = _search(adviser, budget, limit_s)
     if longer.is_better_than(first) and output.exists():
         longer.save(output)
@@ -253,9 +255,9 @@ def _adviser(trace: Trace, order: dict[str, Any]) -> Adviser:
     return Adviser(trace, allow, profile=order["trace"])
 
 
-def _step_back() -> None:
-    """Run when the processor has nothing else to do, and not for ever: nobody waits any more."""
+def _step_back(limit_s: float) -> None:
+    """Run when the processor has nothing else to do, and not for ever: nobody waits any more, and `limit_s` of its time are wanted."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(_LATEST_S)
+    signal.alarm(max(_LATEST_S, int(_LATEST * limit_s)))
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
