@@ -1,8 +1,8 @@
 """Plans in a process of its own: a first plan soon, for which the script may wait, and a better one while the script goes on.
 
 The process leaves the script's at once (it becomes nobody's child: a script that waits for any child of its own never meets it), works
-when the processor has nothing else to do once nobody waits for it, does not hear the terminal's Ctrl-C, and ends by itself. What it finds
-is one file: the plan, or why there is none.
+when the processor has nothing else to do once nobody waits for it, does not hear the terminal's Ctrl-C, and ends by itself, on a processor
+that always has something else to do after some minutes. What it finds is one file: the plan, or why there is none.
 
 It stays in the script's session. Linux shares the processor among sessions before it looks at priorities (autogroups, `man 7 sched`), and
 OpenMP threads that wait for one that does not run take up to twenty times as long for a step: two cores, beside a loop in Python.
@@ -43,6 +43,10 @@ _LEAST_GROWN: Final = 1.1
 _LONG_S: Final = 5.0
 """A search that would go on after this, by the wall, is left for later where there is a plan that does something, be it above the budget:
 the script waits ten seconds at most."""
+_LATEST_S: Final = 600
+"""By the wall, once nobody waits: a process that gets no time would keep its memory for as long as the machine is busy."""
+_LATEST: Final = 10
+"""Times as long as it may search, where that is more."""
 _ENTRY: Final = (
     "import os, sys\nif os.fork(): os._exit(0)\nfrom memopt.advisors.background import main\nmain()"
 )
@@ -213,7 +217,7 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         return
     with contextlib.suppress(BrokenPipeError):  # the script has ended; the plan is for its next run
         os.write(order["alive"], b".")
-    _step_back()
+    _step_back(limit_s)
     longer = _search(adviser, budget, limit_s)
     if longer.is_better_than(first) and output.exists():
         longer.save(output)
@@ -251,7 +255,9 @@ def _adviser(trace: Trace, order: dict[str, Any]) -> Adviser:
     return Adviser(trace, allow, profile=order["trace"])
 
 
-def _step_back() -> None:
-    """Run when the processor has nothing else to do: nobody waits any more."""
+def _step_back(limit_s: float) -> None:
+    """Run when the processor has nothing else to do, and not for ever: nobody waits any more, and `limit_s` of its time are wanted."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(max(_LATEST_S, int(_LATEST * limit_s)))
     with contextlib.suppress(OSError, AttributeError):
         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

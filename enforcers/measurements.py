@@ -35,6 +35,10 @@ _MORE_AT_THE_START = 0.01
 
 _MOSTLY = 0.5
 
+_ALIKE = 0.005
+"""Of the elements that the profiled iteration saved: an iteration that saves as many tensors, and no more or fewer elements than this, costs
+and holds what that did (a mask that selects some more of a batch)."""
+
 _IN_CYCLES = "tensors in reference cycles, which are there until Python's garbage collector runs; gc.collect() after the step frees them"
 _DID_OTHER_THINGS = (
     "the iterations that were measured did other things than the profiled one, or kernels that memopt does not see into "
@@ -127,9 +131,10 @@ class Measurements:
         """Why the measured peak may be another than the predicted one."""
         found = []
         if self._others:
+            ends = dict.fromkeys((f"{min(self._others):.2f}", f"{max(self._others):.2f}"))
             found.append(
-                f"{len(self._others)} iterations saved other tensors than the profiled one, {min(self._others):.2f} to "
-                f"{max(self._others):.2f} times as many elements; {self._how_it_moves()}"
+                f"{len(self._others)} iterations saved other tensors than the profiled one, {' to '.join(ends)} times as many "
+                f"elements; {self._how_it_moves()}"
             )
         if self._evaluation_bytes:
             found.append(
@@ -218,12 +223,12 @@ class Measurements:
         if not self._stop():
             return None
         if self._peaks[-1] == max(self._peaks):
-            other = not as_planned and bool(self._others)
+            other = self._is_unlike(saved) and bool(self._others)
             self._at_the_peak = self._others[-1] if other else 1.0
             self._of_more_tensors = other and saved is not None and saved[0] > self._plan.saved_tensors
+        self._measured_planned |= as_planned or (not plain and count > 1 and not self._is_unlike(saved))
         if not as_planned:
             return None
-        self._measured_planned = True
         return self._peaks[-1][0]
 
     def iteration_begins(self, after: int, iterations: Iterations) -> None:
@@ -282,12 +287,19 @@ class Measurements:
             self._peaks[:] = whole
 
     def _is_as_planned(self, saved: tuple[int, int] | None) -> bool:
-        """Did the iteration save what the profiled one did? Notes one that did not."""
+        """Did the iteration save just what the profiled one did? Notes one that is unlike it."""
         plan = self._plan
         if saved is None or not plan.saved_tensors or saved == (plan.saved_tensors, plan.saved_elements):
             return True
-        self._others.append(saved[1] / max(1, plan.saved_elements))
+        if self._is_unlike(saved):
+            self._others.append(saved[1] / max(1, plan.saved_elements))
         return False
+
+    def _is_unlike(self, saved: tuple[int, int] | None) -> bool:
+        planned, elements = self._plan.saved_tensors, self._plan.saved_elements
+        if saved is None or not planned:
+            return False
+        return saved[0] != planned or abs(saved[1] - elements) > _ALIKE * elements
 
     def _start(self) -> None:
         self._look_back()

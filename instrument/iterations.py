@@ -137,6 +137,11 @@ class Iterations:
         return self.rounds < _MOST_ROUNDS and any(each not in self._stepped for each in self._expected)
 
     @property
+    def waits_until(self) -> int:
+        """Backward calls that end iterations, until no first optimizer is waited for any more; 0 where none is."""
+        return _MOST_ROUNDS if self.boundary == "backward" and self.count <= _MOST_ROUNDS else 0
+
+    @property
     def came_late(self) -> bool:
         """Does the optimizer whose steps end iterations make parts of the first one of those that had ended before?"""
         return self._after_backwards or self._shares_backward or self.chosen in self._expected

@@ -51,7 +51,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     """Iterations that were enforced."""
     other_steps: int = 0
-    """Those of them, but for the first, in which autograd saved other tensors than in the profiled one."""
+    """Those of them, but for the first, in which autograd saved other tensors than in the profiled one: another number of them, or elements by
+    half a per cent more or fewer."""
     notes: list[str] = []
     """What the reader should know: why actions were skipped, where the run left the plan, ..."""
 

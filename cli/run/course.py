@@ -62,6 +62,8 @@ class Course:
     last_peak_bytes: int = 0
     """The same under the last one."""
     still_planning: bool = False
+    no_plan_until: int = 0
+    """Iterations, which backward calls end, before which nothing is planned, as the script may yet make an optimizer; 0 elsewhere."""
     spent_ms: float = 0.0
     """Between iterations: what starting and ending the stages took."""
     times_ms: dict[int, float] = field(default_factory=dict)

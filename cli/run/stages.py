@@ -360,6 +360,7 @@ class Stages:
             self._retired.remove()
         if self._loop is not None:
             course.elsewhere = self._loop.iterations.elsewhere
+            course.no_plan_until = self._loop.iterations.waits_until
             self._loop.remove()
             self._loop = None
         return course

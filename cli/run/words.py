@@ -62,7 +62,11 @@ def was_surprised(course: Course) -> bool:
 
 
 def _grown(course: Course) -> list[str]:
-    return ["the next run of this command plans for the largest of them from the beginning"] if was_surprised(course) else []  # fmt: skip
+    """No plan that is above the budget already leaves room for larger ones."""
+    plan = course.plan
+    if plan is None or plan.predicted_peak_bytes > plan.budget_bytes or not was_surprised(course):
+        return []
+    return ["the next run of this command plans for the largest of them from the beginning, as far as the budget allows"]  # fmt: skip
 
 
 def _before_the_plan(course: Course) -> list[str]:
@@ -109,7 +113,10 @@ def _not_enforced(course: Course) -> str:
             f"nothing was enforced: {course.iterations} iterations of training were seen in this process, and three are needed; "
             "memopt profile tells what was there"
         )
-    return f"nothing was enforced: the script ended after {course.iterations} iterations, before its plan was in force"
+    told = f"nothing was enforced: the script ended after {course.iterations} iterations, before its plan was in force"
+    if course.no_plan_until:
+        told += f"; no optimizer of torch's stepped, so each backward call was one, and a plan waits for {course.no_plan_until} of those"
+    return told
 
 
 def _held(plan: Plan, outcome: Outcome, peak: int | None, *, state_is_away: bool = False) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +131,9 @@ def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
     monkeypatch.setattr(background, "_search", search)
     monkeypatch.setattr(background, "_LONG_S", float("inf"))
     monkeypatch.setattr(Adviser, "floor", Floor(found.budget_bytes, ""))
-    monkeypatch.setattr(background, "_step_back", lambda: told.append(load_plan(output).predicted_peak_bytes))
+    monkeypatch.setattr(
+        background, "_step_back", lambda limit_s: told.append(load_plan(output).predicted_peak_bytes)
+    )
     here, there = os.pipe()
     order = {**ORDER, "trace": str(trace_path), "alive": there}
     background._plan(order, output)
@@ -155,7 +159,7 @@ def test_a_first_plan_that_does_nothing_is_searched_for_longer(
 
     monkeypatch.setattr(background, "_search", search)
     monkeypatch.setattr(Adviser, "floor", Floor(found.budget_bytes + 1, ""))
-    monkeypatch.setattr(background, "_step_back", lambda: None)
+    monkeypatch.setattr(background, "_step_back", lambda limit_s: None)
     here, there = os.pipe()
     background._plan({**ORDER, "trace": str(trace_path), "alive": there}, output)
     assert os.read(here, 2) == b"."
@@ -177,7 +181,7 @@ def test_a_first_plan_that_is_much_too_slow_is_searched_for_longer_once(
 
     monkeypatch.setattr(background, "_search", search)
     monkeypatch.setattr(background, "_LONG_S", float("inf"))
-    monkeypatch.setattr(background, "_step_back", lambda: None)
+    monkeypatch.setattr(background, "_step_back", lambda limit_s: None)
     here, there = os.pipe()
     background._plan({**ORDER, "trace": str(trace_path), "alive": there}, output)
     assert os.read(here, 2) == b"."
@@ -210,7 +214,7 @@ def test_a_script_that_waits_gets_a_plan_above_the_budget_before_a_long_search(
     monkeypatch.setattr(background, "_search", search)
     monkeypatch.setattr(background, "_LONG_S", 0.0)
     monkeypatch.setattr(Adviser, "floor", Floor(found.budget_bytes, ""))
-    monkeypatch.setattr(background, "_step_back", lambda: None)
+    monkeypatch.setattr(background, "_step_back", lambda limit_s: None)
     here, there = os.pipe()
     background._plan({**ORDER, "trace": str(trace_path), "alive": there}, output)
     assert os.read(here, 2) == b"."
@@ -230,7 +234,7 @@ def test_a_first_search_has_time_for_every_op(
 
     monkeypatch.setattr(background, "_search", search)
     monkeypatch.setattr(background, "_FIRST_S_AN_OP", 1.0 / load_trace(trace_path).op_count)
-    monkeypatch.setattr(background, "_step_back", lambda: None)
+    monkeypatch.setattr(background, "_step_back", lambda limit_s: None)
     _, there = os.pipe()
     background._plan({**ORDER, "trace": str(trace_path), "alive": there}, tmp_path / "plan.json")
     assert asked[0] == pytest.approx(1.0)
@@ -254,3 +258,11 @@ def test_searches_share_what_the_profile_gives(trace_path: Path, monkeypatch: py
     first = looked.index(-1)
     assert first > 0
     assert looked[first + 1 : -1] == []
+
+
+def test_a_planner_that_gets_no_time_ends_all_the_same() -> None:
+    """Also where the script ignores SIGALRM, which its processes inherit."""
+    lines = ("import signal, time", "from memopt.advisors import background", "signal.signal(signal.SIGALRM, signal.SIG_IGN)")  # fmt: skip
+    then = ("background._LATEST_S = 1", "background._step_back(0.01)", "time.sleep(60)")
+    ended = subprocess.run([sys.executable, "-c", "\n".join((*lines, *then))], timeout=50)
+    assert ended.returncode == -signal.SIGALRM

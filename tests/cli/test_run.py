@@ -301,6 +301,18 @@ def test_a_budget_is_told_to_be_passed_where_it_was_and_by_how_much(peak_bytes: 
     assert _held(plan, SimpleNamespace(notes=[]), peak_bytes) == words  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("predicted_bytes", "told"), [(900, True), (1100, False)])
+def test_a_next_run_is_said_to_plan_for_more_only_where_the_budget_leaves_room(
+    predicted_bytes: int, told: bool
+) -> None:
+    """Under a budget below the smallest peak each run had the same plan, and said again that the next one would not."""
+    from memopt.cli.run.words import _grown
+
+    plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=predicted_bytes, grown=1.0)
+    course = SimpleNamespace(plan=plan, outcome=SimpleNamespace(actions=None), last_peak_bytes=2000, most_saved=1.5)  # fmt: skip
+    assert bool(_grown(course)) == told  # type: ignore[arg-type]
+
+
 NEAR = """
 import torch
 from memopt.instrument.memory.meter import living_storages
@@ -353,6 +365,14 @@ for step in range(12):
         net(torch.randn(1024, 64)).square().mean().backward()
         optimizer.step()
 """
+
+
+def test_where_torch_has_no_optimizer_what_a_plan_waits_for_is_said(tmp_path: Path) -> None:
+    """Weights updated by hand, or Keras: the script may yet make one, so that the recorded iteration may be part of another."""
+    (tmp_path / "train.py").write_text((ROOT / "tests/scripts/no_optimizer.py").read_text())
+    told = " ".join(memopt(tmp_path, "run", "--budget", "60%", "train.py").stderr.split())
+    assert "ended after 6 iterations, before its plan was in force; no optimizer of torch's stepped" in told
+    assert "a plan waits for 16 of those" in told
 
 
 def test_a_round_of_several_optimizers_is_one_iteration_from_the_first_on(tmp_path: Path) -> None:

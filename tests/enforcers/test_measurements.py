@@ -185,6 +185,29 @@ def test_a_peak_that_grows_with_nothing_that_is_saved_is_told(measured):
     assert "one of 0.97 times as many, and is 1.50 times the predicted one: what grew most there" in note
 
 
+def outcomes_of(measured, *elements):
+    """Measurements of a plan for 2 tensors of 1,000 elements, after iterations that saved so many."""
+    found = measured([1] * len(elements))
+    found._plan = msgspec.structs.replace(found._plan, saved_tensors=2, saved_elements=1000)
+    found.begin_after(7)
+    for count, saved in enumerate(elements, 8):
+        found.iteration_ended(count, 1.0, (2, saved), plain=False)
+    return found
+
+
+def test_hardly_any_more_elements_are_no_other_iteration(measured):
+    """A spline's mask selects some more of a batch each time: what a step costs is told all the same."""
+    found = outcomes_of(measured, 1003, 998, 1000)
+    assert (found.other_steps, found.notes()) == (0, [])
+
+
+def test_how_many_times_as_many_elements_is_told_once(measured):
+    (note,) = outcomes_of(measured, 780, 781, 1003).notes()
+    assert note.startswith(
+        "2 iterations saved other tensors than the profiled one, 0.78 times as many elements;"
+    )
+
+
 def test_what_changes_slowly_is_measured_later(measured):
     found = measured([1] * 9)
     begun = []
