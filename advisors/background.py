@@ -167,8 +167,7 @@ def _path_to_memopt() -> str:
 
 def main() -> None:
     """The process: its standard input is the order, `sys.argv[1]` the descriptor that tells of news."""
-    import memopt.advisors.best_effort  # noqa: F401  most of what is needed, while nobody waits
-
+    _import_all()
     text = sys.stdin.buffer.read()
     if not text:  # nothing was recorded
         return
@@ -181,6 +180,19 @@ def main() -> None:
         if not output.exists():
             with contextlib.suppress(OSError):
                 _why_file(output).write_text(words, encoding="utf-8")
+
+
+def _import_all() -> None:
+    """What planning needs, while nobody waits for it."""
+    import numpy.ma  # noqa: F401  which `np.median` asks for
+
+    import memopt.advisors.best_effort
+    import memopt.estimators.elsewhere.trace_grown  # noqa: F401
+    from memopt.advisors.registry import registered
+
+    registered()
+    with contextlib.suppress(ImportError):
+        import highspy  # noqa: F401
 
 
 def _plan(order: dict[str, Any], output: Path) -> None:
