@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
     from memopt.enforcers.session import ApplySession
     from memopt.plan import Plan
+    from memopt.profiler.known import There
     from memopt.profiler.session import ProfileSession
     from memopt.trace import Trace
 
@@ -158,7 +159,8 @@ class Stages:
 
     # --- stages
 
-    def _record(self, *, warmup: int, offloaded: bool = False) -> None:
+    def _record(self, *, warmup: int, offloaded: bool = False, there: There | None = None) -> None:
+        """`there`: what lives, where it has just been looked for."""
         from memopt.profiler.recordings import Wanted
         from memopt.profiler.session import ProfileSession
 
@@ -171,11 +173,12 @@ class Stages:
                 wanted,
                 offload=wishes.offload,
                 offload_from_bytes=0 if offloaded or self._is_near() else budget // 2,
+                offload_most_bytes=int(_NEAR * budget),
                 under_way_bytes=min(wanted.under_way_bytes, max(_PIECE_BYTES, budget // _UNDER_WAY)),
             )
         self._profile = ProfileSession(self._command, wanted, done=self._recorded)
         self._session = self._profile
-        self._profile.begin_in(self._loop)
+        self._profile.begin_in(self._loop, there)
 
     def _is_near(self) -> bool:
         """Did the guard have to move anything, or nearly?"""
@@ -197,7 +200,6 @@ class Stages:
         trace, profile, course = self._trace, self._profile, self.course
         assert trace is not None
         assert profile is not None
-        profile.finished()
         self._session = None
         if not course.phase:
             self._parts = profile.parts
@@ -210,13 +212,26 @@ class Stages:
         self._planning = Planning(
             background, trace, budget, self._wishes, self._cache, saved_before, course.phase
         )
+        profile.finished()
+        there = self._get_ready()
         if self._planning.has_news(_MOST_WAIT_S):
-            self._planned(self._planning, count)
-        else:
-            self._watch_over()
+            self._planned(self._planning, count, there)
+            return
+        del there
+        self._watch_over()
 
-    def _planned(self, planning: Planning, count: int) -> None:
-        """There is a first plan: it takes effect."""
+    def _get_ready(self) -> There | None:
+        """What enforcing a plan takes whatever it says, while it is looked for: imports, and a look at what lives, if that stays as it is."""
+        import memopt.enforcers.engine
+        import memopt.enforcers.session
+        import memopt.enforcers.tiers.planned  # noqa: F401
+        from memopt.instrument.script.other_threads import threads_of_the_script
+        from memopt.profiler.known import there_now
+
+        return there_now().with_lists() if self._wishes.measure and not threads_of_the_script() else None
+
+    def _planned(self, planning: Planning, count: int, there: There | None = None) -> None:
+        """There is a first plan: it takes effect. `there`: what lives, where it has just been looked for."""
         course = self.course
         course.planning_ms = planning.ms
         try:
@@ -227,7 +242,7 @@ class Stages:
             raise
         self._end_watch()
         self._base = count
-        self._enforce(plan, "its plan")
+        self._enforce(plan, "its plan", there)
 
     def _take_better(self, planning: Planning, count: int) -> None:
         """The planner has searched on: where that was worth it, its plan takes over from the first."""
@@ -320,7 +335,7 @@ class Stages:
             self._enforce(before, "the plan before")
         return before is not None
 
-    def _enforce(self, plan: Plan, which: str) -> None:
+    def _enforce(self, plan: Plan, which: str, there: There | None = None) -> None:
         from memopt.cli.shared.plan_here import prepare_run
         from memopt.enforcers.session import ApplySession, Options
 
@@ -341,7 +356,7 @@ class Stages:
         )
         self._apply = ApplySession(plan, options)
         self._session = self._apply
-        self._apply.begin_in(self._loop)
+        self._apply.begin_in(self._loop, there)
 
     def finished(self, problem: str = "") -> Course | None:
         """Call when the script has ended; None in a process that was forked from ours."""
@@ -404,11 +419,12 @@ class Stages:
 
         profile, planning = self._profile, self._planning
         if isinstance(self._session, Guard) and self._profile is None and not self.course.online:
-            if self._loop is None or self._loop.iterations.waits_for_another or count < _GUARDED:
+            there = self._are_all_there(count)
+            if there is None:
                 return
             self._end_watch()
             self._base = count
-            self._record(warmup=0)
+            self._record(warmup=0, there=there)
         elif profile is not None and self._session is profile:
             if profile.failure is not None and not self._goes_back(count):
                 raise profile.failure
@@ -422,6 +438,17 @@ class Stages:
             self._begin_phase(count)
         elif self._pieces is None and self._leaves_state and self._is_stuck:
             self._move_state_too()
+
+    def _are_all_there(self, count: int) -> There | None:
+        """Is the next iteration to be recorded: has the guard had its own, and is no other optimizer waited for? What lives, then."""
+        from memopt.profiler.known import there_now
+
+        iterations = self._loop.iterations if self._loop is not None else None
+        if iterations is None or count < _GUARDED or (count > _GUARDED and iterations.waits_for_another):
+            return None
+        there = there_now()
+        iterations.others_are_among(there.optimizers)
+        return None if iterations.waits_for_another else there
 
     @property
     def _leaves_state(self) -> bool:
