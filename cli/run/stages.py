@@ -166,7 +166,13 @@ class Stages:
 
         assert self._loop is not None
         wishes = self._wishes
-        wanted = Wanted(warmup=warmup, keep_running=True, swap_dir=wishes.swap_dir, device=wishes.device)
+        wanted = Wanted(
+            warmup=warmup,
+            keep_running=True,
+            swap_dir=wishes.swap_dir,
+            disk_rates=lambda: self._background.disk_rates() if self._background else None,
+            device=wishes.device,
+        )
         budget = self.course.budget_bytes
         if budget is not None:
             wanted = dataclasses.replace(
@@ -399,6 +405,8 @@ class Stages:
         course.times_ms[count] = milliseconds
         session = self._session
         began = time.perf_counter()
+        if session is not None and session is self._profile and self._background is not None:
+            self._background.measure(self._wishes.swap_dir)  # while what was recorded is put together
         if session is not None:
             # a plan's session was told at its beginning how many had ended
             session.iteration_ended(count if session is self._apply else count - self._base, milliseconds)
