@@ -42,7 +42,7 @@ class Wanted:
     """Iterations over which op times are medians."""
     keep_running: bool = False
     swap_dir: Path = Path(".")
-    disk_rates: Callable[[], Rates | None] = lambda: None
+    disk_rates: Callable[[], Rates | None] | None = None
     """What its disk does, where somebody else has measured that."""
     device: str = ""
     """`cpu` or `cuda`; empty: where the parameters are."""
