@@ -290,8 +290,6 @@ class Iterations:
         self._stepped.add(optimizer)
         if chosen is None:
             self._first = optimizer
-        if is_new and chosen is not None:
-            self._look_for_others()
         joins = self.rounds < (_MOST_ROUNDS if optimizer in self._expected else 2)
         self._others_steps += chosen is not optimizer and self._steps_open == 0
         if chosen is None and self._round_is_not_over:
@@ -311,8 +309,7 @@ class Iterations:
             self._most_others_steps = max(self._most_others_steps, self._others_steps)
             self._others_steps = 0
             self._end_iteration()
-            if self.count > 1:  # by then a recording has looked at all that lives, mostly
-                self._look_for_others()
+            self._look_for_others()
 
     def others_are_among(self, there: Iterable[torch.optim.Optimizer]) -> None:
         """These live now, between two iterations. Optimizers that share parameters with the first one to step are not waited for: one may be

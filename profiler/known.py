@@ -45,11 +45,6 @@ class There:
         """ids of those tensors with a graph that a list holds."""
         return self.with_lists()._listed or set()
 
-    def let_go(self) -> None:
-        """It keeps nothing alive any more, whoever holds it."""
-        for found in (self.modules, self.optimizers, self.tensors, self.storages):
-            found.clear()
-
     def with_lists(self) -> There:
         """Itself, once these have been looked for: another look at each object."""
         if self._listed is None:

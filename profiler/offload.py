@@ -20,8 +20,6 @@ from memopt.instrument.torch_internals import DisableTorchDispatch
 from memopt.profiler.recorder import Handle, Recorder
 
 LEAST_BYTES = 64 * 1024
-_AHEAD = 4
-"""Storages that come back before they are asked for, where there is room."""
 
 
 class Tier(Protocol):
@@ -47,16 +45,12 @@ class OffloadingRecorder(Recorder):
     """On the device: storages leave from then on."""
     under_way_bytes: int
     """Copies out beyond that are waited for."""
-    most_bytes = 0
-    """On the device: within them storages come back before they are asked for; 0: none does."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._kind, self._held_bytes = "", 0
         """The device, and how much was held there as it began."""
         self._leaving: deque[weakref.ref[_Away]] = deque()
-        self._sent: list[weakref.ref[_Away]] = []
-        """In the order in which they left: backward asks for the last one first."""
         self._streams = OneStream()
         self._away: weakref.WeakValueDictionary[int, _Away] = weakref.WeakValueDictionary()
         """By storage: where it has been sent."""
@@ -88,8 +82,7 @@ class OffloadingRecorder(Recorder):
         away = self._away.get(number)
         try:
             if away is None or any(handle.version != away.version for handle in handles):
-                away = self._away[number] = _Away(self, number, storage, place=len(self._sent))
-                self._sent.append(weakref.ref(away))
+                away = self._away[number] = _Away(self, number, storage)
             else:  # a backward call that makes a graph has saved it again
                 away.leave_again(storage)
         except MemoptError as error:
@@ -103,26 +96,9 @@ class OffloadingRecorder(Recorder):
 
     @property
     def _is_full(self) -> bool:
-        return self.sends_away or not self.from_bytes or self._now_bytes >= self.from_bytes
-
-    @property
-    def _now_bytes(self) -> int:
-        return self.base_bytes + held_bytes(self._kind) - self._held_bytes
-
-    def look_ahead(self, place: int) -> None:
-        """What left in that place has been asked for: what left before it comes next."""
-        room = self.most_bytes - self._now_bytes if self.most_bytes and place else 0
-        for reference in reversed(self._sent[max(0, place - _AHEAD) : place]):
-            away = reference()
-            if away is None or away.is_here:
-                continue
-            room -= away.size_bytes
-            if room < 0 or away.is_leaving:
-                return
-            try:
-                away.come()
-            except (MemoptError, RuntimeError):  # out of memory: whoever needs it asks again
-                return
+        if self.sends_away or not self.from_bytes:
+            return True
+        return self.base_bytes + held_bytes(self._kind) - self._held_bytes >= self.from_bytes
 
     def _holds_of(self, number: int) -> int:
         away = self._away.get(number)
@@ -151,19 +127,14 @@ class OffloadingRecorder(Recorder):
 class _Away:
     """One storage in the tier, and the handles that it was taken from."""
 
-    def __init__(
-        self, recorder: OffloadingRecorder, number: int, storage: UntypedStorage, *, place: int
-    ) -> None:
-        """`place`: how many have been sent before it."""
+    def __init__(self, recorder: OffloadingRecorder, number: int, storage: UntypedStorage) -> None:
         self._recorder = recorder
-        self._number, self._place = number, place
+        self._number = number
         self._device = storage.device
         self.size_bytes = storage.nbytes()
         self._back: weakref.ref[UntypedStorage] | None = None
         self._home: UntypedStorage | None = None
         """The storage itself, where it was asked for before it had left."""
-        self._coming: tuple[UntypedStorage, Any] | None = None
-        """Where its bytes are on their way to, and what to wait for."""
         self._handles: list[weakref.ref[Handle]] = []
         self.version = -1
         """Of the tensors that show it since it has come back."""
@@ -181,17 +152,6 @@ class _Away:
             self.ticket = self._recorder.tier.write_async(storage)
             self._home = None
         self._recorder.met.forget(storage._cdata)
-
-    @property
-    def is_here(self) -> bool:
-        """Or on its way back."""
-        back = self._back() if self._back is not None else None
-        return self.is_home or self._coming is not None or back is not None
-
-    def come(self) -> None:
-        """Start to bring it back."""
-        storage = UntypedStorage(self.size_bytes, device=self._device)
-        self._coming = storage, self._recorder.tier.read_async(self.ticket, storage)
 
     @property
     def is_leaving(self) -> bool:
@@ -231,12 +191,8 @@ class _Away:
         if self._home is not None:
             self._recorder.met.came_back(self._number, self._home)
             return self._home
-        if self._coming is None:
-            self.come()
-        self._recorder.look_ahead(self._place)
-        assert self._coming is not None
-        (storage, arrival), self._coming = self._coming, None
+        storage = UntypedStorage(self.size_bytes, device=self._device)
         self._recorder.met.came_back(self._number, storage)
-        arrival.result()
+        self._recorder.tier.read_async(self.ticket, storage).result()
         self._back = weakref.ref(storage)
         return storage

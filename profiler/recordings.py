@@ -50,8 +50,6 @@ class Wanted:
     """For a script that does not fit: where every saved tensor goes while it is recorded."""
     offload_from_bytes: int = 0
     """Once so many are on the device: with room enough nothing leaves."""
-    offload_most_bytes: int = 0
-    """Within them storages come back before they are asked for."""
     under_way_bytes: int = 256 << 20
     """Copies out beyond that are waited for then: the host runs ahead of them, and what they have not read yet is still on the device."""
 
@@ -136,9 +134,9 @@ class Recordings:
         self._is_between = False
 
     @contextmanager
-    def between(self, there: There | None = None) -> Iterator[None]:
-        """Between two iterations, where nothing of the script's runs: what lives is looked for once. `there`: what has just been found."""
-        self._is_between, self._there = True, there
+    def between(self) -> Iterator[None]:
+        """Between two iterations, where nothing of the script's runs: what lives is looked for once."""
+        self._is_between = True
         try:
             yield
         finally:
@@ -173,7 +171,7 @@ class Recordings:
         most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
         recorder = self._recorder(clock, most)
         names = tell_all(recorder.met.know, self._frames, there)
-        there.let_go()
+        del there  # or it keeps tensors alive
         self._there = None
         recorder.met.expect(self.hidden_buckets(in_use), in_use)
         recorder.begin(in_use)
@@ -230,7 +228,6 @@ class Recordings:
         recorder = OffloadingRecorder(self._frames, self._iterations, clock, self.device, most)
         recorder.tier, recorder.under_way_bytes = self._tier, self._wanted.under_way_bytes
         recorder.from_bytes = self._wanted.offload_from_bytes
-        recorder.most_bytes = self._wanted.offload_most_bytes
         return recorder
 
     def _clock(self, *, with_bytes: bool) -> OpClock:

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import Kept, SavedTensorHooks
-    from memopt.profiler.known import There
     from memopt.profiler.timing.watched_iteration import WatchedIteration
 
 log = logging.getLogger(__name__)
@@ -108,16 +107,15 @@ class ProfileSession:
         self._own_loop = Loop.start(self)
         self._begin(self._own_loop)
 
-    def begin_in(self, loop: Loop, there: There | None = None) -> None:
-        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported. `there`:
-        what lives, where it has just been looked for.
+    def begin_in(self, loop: Loop) -> None:
+        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported.
 
         What does not fit is recorded, its saved tensors away, from the first iteration on that follows."""
         self._begin(loop)
         recordings = self._recordings
         if self._wanted.offload is not None and loop.iterations.count and recordings is not None:
             loop.frames.before_training = None
-            with recordings.between(there):
+            with recordings.between():
                 self._guard(lambda: recordings.begin(iteration=1))
 
     def _begin(self, loop: Loop) -> None:

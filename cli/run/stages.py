@@ -81,7 +81,8 @@ class Stages:
         self._profile: ProfileSession | None = None
         self._apply: ApplySession | None = None
         self._background: Background | None = None
-        """The planner's process, from the first backward on: it imports what it needs before anything is recorded."""
+        """The planner's process, from the first forward that trains on, or the first backward: it imports what it needs before anything is
+        recorded, or the recorded times would be of a busier machine."""
         self._planning: Planning | None = None
         self._trace: Trace | None = None
         self._base = 0
@@ -130,6 +131,15 @@ class Stages:
         self.course.guards.append(guard)
         self._session = guard
         guard.begin(waits=waits)
+        if waits:
+            frames, begin = self._loop.frames, self._loop.frames.before_training
+
+            def training_begins() -> None:
+                self._start_planner()
+                if begin is not None:
+                    begin()
+
+            frames.before_training = training_begins
 
     def _end_watch(self) -> None:
         from memopt.enforcers.guarding.guard import Guard
@@ -159,8 +169,7 @@ class Stages:
 
     # --- stages
 
-    def _record(self, *, warmup: int, offloaded: bool = False, there: There | None = None) -> None:
-        """`there`: what lives, where it has just been looked for."""
+    def _record(self, *, warmup: int, offloaded: bool = False) -> None:
         from memopt.profiler.recordings import Wanted
         from memopt.profiler.session import ProfileSession
 
@@ -179,12 +188,11 @@ class Stages:
                 wanted,
                 offload=wishes.offload,
                 offload_from_bytes=0 if offloaded or self._is_near() else budget // 2,
-                offload_most_bytes=int(_NEAR * budget),
                 under_way_bytes=min(wanted.under_way_bytes, max(_PIECE_BYTES, budget // _UNDER_WAY)),
             )
         self._profile = ProfileSession(self._command, wanted, done=self._recorded)
         self._session = self._profile
-        self._profile.begin_in(self._loop, there)
+        self._profile.begin_in(self._loop)
 
     def _is_near(self) -> bool:
         """Did the guard have to move anything, or nearly?"""
@@ -273,6 +281,12 @@ class Stages:
             course.outcome = outcome
             course.last_peak_bytes = max(outcome.measured_peak_bytes or 0, seen_bytes)
             course.peak_bytes = max(course.peak_bytes, course.last_peak_bytes)
+
+    @property
+    def _is_as_profiled(self) -> bool:
+        """Is the plan enforced, and did the last iteration do without the guard beside it? The guard beside another plan would rest at first."""
+        apply = self._apply
+        return apply is not None and self._session is apply and not (apply.standby and apply.standby.in_a_row)
 
     @property
     def _is_another_phase(self) -> bool:
@@ -427,12 +441,11 @@ class Stages:
 
         profile, planning = self._profile, self._planning
         if isinstance(self._session, Guard) and self._profile is None and not self.course.online:
-            there = self._are_all_there(count)
-            if there is None:
+            if self._loop is None or self._loop.iterations.waits_for_another or count < _GUARDED:
                 return
             self._end_watch()
             self._base = count
-            self._record(warmup=0, there=there)
+            self._record(warmup=0)
         elif profile is not None and self._session is profile:
             if profile.failure is not None and not self._goes_back(count):
                 raise profile.failure
@@ -440,23 +453,12 @@ class Stages:
                 self._plan(count)
         elif planning is not None and self._apply is None and planning.has_news():
             self._planned(planning, count)
-        elif planning is not None and self._session is self._apply and planning.has_news():
+        elif self._is_as_profiled and planning is not None and planning.has_news():
             self._take_better(planning, count)
         elif self._is_another_phase:
             self._begin_phase(count)
         elif self._pieces is None and self._leaves_state and self._is_stuck:
             self._move_state_too()
-
-    def _are_all_there(self, count: int) -> There | None:
-        """Is the next iteration to be recorded: has the guard had its own, and is no other optimizer waited for? What lives, then."""
-        from memopt.profiler.known import there_now
-
-        iterations = self._loop.iterations if self._loop is not None else None
-        if iterations is None or count < _GUARDED or (count > _GUARDED and iterations.waits_for_another):
-            return None
-        there = there_now()
-        iterations.others_are_among(there.optimizers)
-        return None if iterations.waits_for_another else there
 
     @property
     def _leaves_state(self) -> bool:

@@ -97,8 +97,8 @@ from memopt.cli.run import stages
 from memopt.errors import RunFailed
 from memopt.profiler.session import ProfileSession
 begin_in, seen = ProfileSession.begin_in, []
-def once(self, *args):
-    begin_in(self, *args)
+def once(self, loop):
+    begin_in(self, loop)
     if seen:
         self.failure = RunFailed("no profile was written", why="it is the second")
     seen.append(self)

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from memopt.cli.run.cache import Cache
+from memopt.cli.run.course import Wishes
+from memopt.cli.run.stages import Stages
+from memopt.instrument.script.command import Command
 from tests.cli.test_run import SCRIPT, memopt
 
 LOGGED = """
 import sys
 from memopt.cli.main import main
+from memopt.advisors import background
 from memopt.cli.run import planning, stages
+from memopt.enforcers.guarding import guard
 from memopt.profiler import known, session
 from memopt.profiler.timing import bandwidth
 
@@ -26,6 +34,8 @@ logged(known, "there_now", "")
 logged(planning.Planning, "__init__", "order")
 logged(session.ProfileSession, "finished", "finished")
 logged(bandwidth, "measure_disk", "disk")  # the planner's process has done that
+logged(background.Background, "__init__", "planner")
+logged(guard.Guard, "_training_begins", "training")
 logged(stages.Stages, "_enforce", "enforce")
 main(prog_name="memopt")
 """
@@ -43,12 +53,36 @@ def test_what_another_process_can_do_and_what_can_be_done_meanwhile_is_not_waite
     done = memopt(tmp_path, *args, until="memopt: under its plan", program=("logged.py",), cold=True)
     assert done.returncode == 0, done.stderr
     words = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("LOG ")]
+    at = words.index("enforce")
     ready = ["enforce", "_first_look"] if beside else ["_get_ready", "enforce"]
-    assert words[: words.index("enforce") + 1 + bool(beside)] == [
-        "_are_all_there",
+    assert words[: at + 1 + bool(beside)] == [
+        "planner",
+        "training",
+        "there",
         "there",
         "order",
         "finished",
         *ready,
     ]
-    assert "_first_look" not in words or beside
+    assert beside or words[at + 1 : at + 2] != ["_first_look"]
+
+
+@pytest.mark.parametrize("in_a_row", [0, 1])
+def test_no_better_plan_takes_over_while_the_guard_is_needed_beside_the_first(
+    in_a_row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard beside the better one would rest until its first iteration has saved too much."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    command = Command(("train.py",))
+    cache = Cache(command, {})
+    stages: Any = Stages(
+        command, Wishes(budget="1GB", device="cpu", swap_dir=tmp_path), cache, lambda words: None
+    )
+    standby = SimpleNamespace(in_a_row=in_a_row, another_phase=False, guard=SimpleNamespace(over_bytes=0))
+    stages._apply = stages._session = SimpleNamespace(standby=standby)
+    stages._planning = SimpleNamespace(has_news=lambda: True)
+    taken = []
+    monkeypatch.setattr(stages, "_take_better", lambda planning, count: taken.append(count))
+    stages._next(5)
+    assert taken == ([] if in_a_row else [5])

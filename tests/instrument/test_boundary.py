@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from memopt.instrument import iterations as iterations_module
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.stepping.torchs_step import any_was_made
 from memopt.profiler.timing.plain_steps import PlainSteps
@@ -254,17 +253,6 @@ def test_where_no_optimizer_lives_backward_calls_end_iterations(monkeypatch, was
     monkeypatch.setattr("memopt.instrument.iterations.any_was_made", lambda: was_made)
     monkeypatch.setattr("memopt.instrument.iterations.living", lambda *kinds: [[]])
     assert _after_backwards(3).count == ended
-
-
-@pytest.mark.parametrize(("order", "looks"), [("1", 0), ("11", 1), ("12", 1), ("1111", 1), ("1212", 1)])
-def test_others_are_looked_for_once_another_steps_or_a_second_iteration_ends(
-    monkeypatch: pytest.MonkeyPatch, order: str, looks: int
-) -> None:
-    """When the first ends nobody asks yet, and when the second does a recording has looked at all that lives."""
-    looked, whole = [], iterations_module.living
-    monkeypatch.setattr(iterations_module, "living", lambda *kinds: looked.append(kinds) or whole(*kinds))
-    steps(order, apart=True)
-    assert len(looked) == looks
 
 
 def test_an_optimizer_that_was_made_is_seen_also_below_what_the_script_puts_around_its_step():

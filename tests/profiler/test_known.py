@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from memopt.instrument.frames import Frames
-from memopt.instrument.iterations import Iterations
-from memopt.profiler.known import there_now
-from memopt.profiler.recordings import Recordings, Wanted
 from tests.support.profiled import Profiler, Run
 
 SCRIPT = """
@@ -92,17 +87,3 @@ def test_views_that_autograd_refuses_since_their_base_was_written_stop_nothing(t
     run = profiled(REFUSED_VIEWS, tmp_path, says="refused\nrefused\n")
     assert "memopt failed" not in run.stderr
     assert run.trace.peak_bytes > 0
-
-
-def test_a_recording_lets_go_of_what_somebody_else_has_looked_for() -> None:
-    """Whoever handed it in still holds it: it would keep tensors alive that the script lets go of."""
-    frames, nobody = Frames(), Any
-    recordings = Recordings(Wanted(warmup=0, device="cpu"), frames, Iterations(nobody, frames.thread))
-    there = there_now()
-    with recordings.between(there):
-        assert recordings.there() is there
-        recordings.begin(iteration=1)
-    try:
-        assert (there.modules, there.optimizers, there.tensors, there.storages) == ([], [], [], [])
-    finally:
-        recordings.end()

@@ -61,11 +61,10 @@ def _offloaded(folder: Path, seen: list[str], loop: Loop = _loop, **wanted: int)
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("most_bytes", [0, 1 << 40], ids=["asked for", "before"])
-def test_the_trace_is_the_same_and_so_are_the_losses(most_bytes: int, tmp_path: Path) -> None:
+def test_the_trace_is_the_same_and_so_are_the_losses(tmp_path: Path) -> None:
     plain = recorded(_loop, tmp_path)
     seen: list[str] = []
-    trace, store = _offloaded(tmp_path, seen, offload_most_bytes=most_bytes)
+    trace, store = _offloaded(tmp_path, seen)
     assert seen == seeded(_loop, 5)
     assert not trace.partial
     assert store.written_bytes > 3 * 10 * 512 * 128 * 4
@@ -88,7 +87,7 @@ def test_what_a_backward_saves_that_makes_a_graph_is_sent_away_too(
     plain = recorded(loop, tmp_path)
     seen: list[str] = []
     trace, store = _offloaded(
-        tmp_path, seen, loop, under_way_bytes=0, offload_most_bytes=1 << 40
+        tmp_path, seen, loop, under_way_bytes=0
     )  # or copies hold some ops longer what they copy
     assert seen == seeded(loop, 5)
     assert store.written_bytes > plain.peak_bytes / 2
@@ -98,34 +97,6 @@ def test_what_a_backward_saves_that_makes_a_graph_is_sent_away_too(
     floor, its_floor = problem_of(trace)[1].floor_bytes, problem_of(plain)[1].floor_bytes
     assert abs(floor - its_floor) < 0.12 * plain.peak_bytes
     assert its_floor < 0.7 * plain.peak_bytes
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("room", [True, False])
-def test_what_backward_asks_for_next_is_on_its_way_by_then_where_there_is_room(
-    room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The iteration that is recorded waits for each read in its turn, else."""
-    come, look_ahead = offload._Away.come, offload.OffloadingRecorder.look_ahead
-    asked, ahead, looking = list[int](), list[int](), list[bool]()
-
-    def looked(recorder: offload.OffloadingRecorder, place: int) -> None:
-        looking.append(True)
-        look_ahead(recorder, place)
-        looking.clear()
-
-    def comes(away: offload._Away) -> None:
-        (ahead if looking else asked).append(away._place)
-        come(away)
-
-    monkeypatch.setattr(offload._Away, "come", comes)
-    monkeypatch.setattr(offload.OffloadingRecorder, "look_ahead", looked)
-    _offloaded(tmp_path, [], offload_most_bytes=(1 << 40) if room else 1)
-    assert bool(ahead) == room
-    assert asked
-    if room:
-        assert len(ahead) > len(asked), "most of them, the last one first"
-        assert all(place < max(asked) for place in ahead)
 
 
 def _made(trace: Trace) -> list[tuple[int, int, int]]:
