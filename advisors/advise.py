@@ -21,6 +21,8 @@ from memopt.units import format_bytes
 
 _CHEAP = 0.05
 """Share of the step that is not worth another search, in which backward writes over gradients."""
+_STEPS_UNDER_THE_FIRST = 4
+"""Steps that a script that waits for its first plan runs under it, about, until there is a better one."""
 _SHARE_FOR_IN_PLACE = 0.5
 """Of the time limit."""
 
@@ -291,7 +293,7 @@ class Adviser:
         found = plan_with_pieces(
             planner,
             problem,
-            self.variants.in_pieces(problem, margin=margin),
+            lambda: self.variants.in_pieces(problem, margin=margin),
             lambda: self._in_one(problem, planner, margin),
             floor_bytes=min(each.floor_bytes for each in (problem, moved) if each is not None),
         )
@@ -312,7 +314,9 @@ class Adviser:
     def strategy(self, name: str) -> Strategy | Auto:
         """The strategy called `name`, with this adviser's time limit. Raises `UsageError`."""
         found = find_strategy(name)
-        return Auto(self.time_limit_s) if found.name == "auto" else found
+        if found.name != "auto":
+            return found
+        return Auto(self.time_limit_s, for_steps=_STEPS_UNDER_THE_FIRST if self.soon else 0)
 
 
 def _with_floor(blockers: tuple[str, ...], floor: str) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from memopt.errors import MemoptError, RunFailed
 from memopt.plan import Plan, load_plan
+from memopt.profiler.timing.disk_rates import Rates, measure_disk
 from memopt.version import IMPORT_ROOT
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ _LATEST_S: Final = 600
 """By the wall, once nobody waits: a process that gets no time would keep its memory for as long as the machine is busy."""
 _LATEST: Final = 10
 """Times as long as it may search, where that is more."""
+_MEASURED_S: Final = 10.0
+"""To measure a disk takes a tenth of a second; first of all the process has imported what it needs."""
 _ENTRY: Final = (
     "import os, sys\nif os.fork(): os._exit(0)\nfrom memopt.advisors.background import main\nmain()"
 )
@@ -65,6 +68,7 @@ class Background:
     def _start(self) -> None:
         orders, self._orders = os.pipe()
         self._read, alive = os.pipe()
+        self._measures = False
         self._pipe = os.fstat(self._orders).st_ino
         try:
             started = subprocess.Popen(
@@ -80,6 +84,24 @@ class Background:
         finally:
             os.close(orders)
             os.close(alive)
+
+    def measure(self, folder: Path) -> None:
+        """Have it measure the disk of `folder`, while the script's process does other things; then ask for `disk_rates`."""
+        if not self._measures:
+            self._measures = self._send({"measure": str(folder)})
+
+    def disk_rates(self) -> Rates | None:
+        """What it was told to measure; None where it was not, or is gone."""
+        if not self._measures:
+            return None
+        self._measures = False
+        with contextlib.suppress(OSError, ValueError):
+            known = select.select([self._read], [], [], _MEASURED_S)[0]
+            out, in_ = map(float, os.read(self._read, 256).split() if known else ())
+            return out, in_
+        with contextlib.suppress(OSError):  # what it says from now on would be taken for news
+            self._start()
+        return None
 
     def look_for(
         self,
@@ -109,18 +131,18 @@ class Background:
             "time_limit_s": time_limit_s,
             "grown": grown,
         }
-        words = json.dumps(order).encode()
-        if not self._send(words):
+        if not self._send(order):
             self._start()
-            self._send(words)
+            self._send(order)
+        with contextlib.suppress(OSError):
+            os.close(self._orders)
 
-    def _send(self, order: bytes) -> bool:
+    def _send(self, order: dict[str, Any]) -> bool:
         """False where the script has closed every descriptor that it did not open; ours may be a file of its own since."""
         try:
             if os.fstat(self._orders).st_ino != self._pipe:
                 return False
-            _write(self._orders, order)
-            os.close(self._orders)
+            _write(self._orders, json.dumps(order).encode() + b"\n")
         except OSError:
             return False
         return True
@@ -171,12 +193,18 @@ def _path_to_memopt() -> str:
 
 def main() -> None:
     """The process: its standard input is the order, `sys.argv[1]` the descriptor that tells of news."""
-    import memopt.advisors.best_effort  # noqa: F401  most of what is needed, while nobody waits
-
-    text = sys.stdin.buffer.read()
-    if not text:  # nothing was recorded
+    _import_all()
+    order: dict[str, Any] = {}
+    for line in sys.stdin.buffer:
+        order = json.loads(line)
+        if "measure" not in order:
+            break
+        rates = measure_disk(Path(order["measure"]))
+        with contextlib.suppress(BrokenPipeError):
+            os.write(int(sys.argv[1]), " ".join(map(str, rates)).encode())
+    if "output" not in order:  # nothing was recorded
         return
-    order = json.loads(text) | {"alive": int(sys.argv[1])}
+    order["alive"] = int(sys.argv[1])
     output = Path(order["output"])
     try:
         _plan(order, output)
@@ -185,6 +213,19 @@ def main() -> None:
         if not output.exists():
             with contextlib.suppress(OSError):
                 _why_file(output).write_text(words, encoding="utf-8")
+
+
+def _import_all() -> None:
+    """What planning needs, while nobody waits for it."""
+    import numpy.ma  # noqa: F401  which `np.median` asks for
+
+    import memopt.advisors.best_effort
+    import memopt.estimators.elsewhere.trace_grown  # noqa: F401
+    from memopt.advisors.registry import registered
+
+    registered()
+    with contextlib.suppress(ImportError):
+        import highspy  # noqa: F401
 
 
 def _plan(order: dict[str, Any], output: Path) -> None:

@@ -258,12 +258,13 @@ class Measurements:
         if self._meter is not None:
             self._meter.without_gradients(begins)
 
-    def begin_after(self, ended: int) -> None:
-        """The plan is enforced from here on, where `ended` iterations have ended without it: the next one is measured."""
+    def begin_after(self, ended: int, there: There | None = None) -> None:
+        """The plan is enforced from here on, where `ended` iterations have ended without it: the next one is measured. `there`: what lives,
+        where it has just been looked for."""
         self._parts = ended + 1 - MEASURED[0]
         self._joined = True
         if self._wanted:
-            self._start()
+            self._start(there)
 
     def forget_this_iteration(self) -> None:
         """What was begun in another thread cannot be ended in this one."""
@@ -301,13 +302,13 @@ class Measurements:
             return False
         return saved[0] != planned or abs(saved[1] - elements) > _ALIKE * elements
 
-    def _start(self) -> None:
+    def _start(self, there: There | None = None) -> None:
         self._look_back()
         self._resident_bytes = self._resident_bytes or _resident_peak_bytes()
         from memopt.instrument.memory.meter import meter_for
 
         self._meter = meter_for(self._plan.device.kind)
-        there = self._first_look()
+        there = there or self._first_look()
         self._meter.start((there.tensors, there.storages) if there is not None else None)
         self._before_bytes = max(self._before_bytes, self._meter.base_bytes + self._above_bytes)
         self._look_what_is_there(self._meter.base_bytes, there)

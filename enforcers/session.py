@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import SavedTensorHooks
+    from memopt.profiler.known import There
 
 log = logging.getLogger(__name__)
 
@@ -140,13 +141,14 @@ class ApplySession:
         """Enforce the plan in a loop of our own."""
         self._try_to_set_up(None)
 
-    def begin_in(self, loop: Loop) -> None:
-        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported."""
+    def begin_in(self, loop: Loop, there: There | None = None) -> None:
+        """Start in a loop that somebody else watches, and tells this session of; at an iteration boundary, or when torch is imported. `there`:
+        what lives, where it has just been looked for."""
         self._try_to_set_up(loop)
         if self._engine is not None and loop.iterations.count:
             if self._steps is not None:
                 self._steps.begin(loop.iterations.stepped)
-            self._measurements.begin_after(loop.iterations.count)
+            self._measurements.begin_after(loop.iterations.count, there)
 
     def _try_to_set_up(self, loop: Loop | None) -> None:
         try:

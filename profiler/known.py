@@ -43,9 +43,13 @@ class There:
     @property
     def in_lists(self) -> set[int]:
         """ids of those tensors with a graph that a list holds."""
+        return self.with_lists()._listed or set()
+
+    def with_lists(self) -> There:
+        """Itself, once these have been looked for: another look at each object."""
         if self._listed is None:
             self._listed = _held_by_lists(self.tensors)
-        return self._listed
+        return self
 
 
 def there_now() -> There:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from memopt.profiler.offload import OpenTier, Tier
     from memopt.profiler.recorder import Recorder
     from memopt.profiler.timing.clock import OpClock, Usage
+    from memopt.profiler.timing.disk_rates import Rates
     from memopt.profiler.updates import UpdateWatch
     from memopt.updates import Updates
 
@@ -41,6 +42,8 @@ class Wanted:
     """Iterations over which op times are medians."""
     keep_running: bool = False
     swap_dir: Path = Path(".")
+    disk_rates: Callable[[], Rates | None] | None = None
+    """What its disk does, where somebody else has measured that."""
     device: str = ""
     """`cpu` or `cuda`; empty: where the parameters are."""
     offload: OpenTier | None = None

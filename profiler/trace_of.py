@@ -80,7 +80,8 @@ def trace_of(result: Result, partial: str, recordings: Recordings, run: Run) -> 
         partial=partial,
     )
     try:
-        device = measure_device(device.kind, run.wanted.swap_dir, _room_bytes(trace, result))
+        rates = run.wanted.disk_rates() if run.wanted.disk_rates is not None else None
+        device = measure_device(device.kind, run.wanted.swap_dir, _room_bytes(trace, result), rates)
     except RuntimeError as error:
         device = Device(kind=device.kind, name=f"not measured: {error}"[:200])
     return msgspec.structs.replace(trace, device=device, updates=result.updates, frozen=result.frozen)

@@ -88,10 +88,20 @@ _STALLED = 640
 class Auto:
     """The planner, with a time limit."""
 
-    def __init__(self, time_limit_s: float = TIME_LIMIT_S) -> None:
-        self.time_limit_s = time_limit_s
+    def __init__(self, time_limit_s: float = TIME_LIMIT_S, *, for_steps: int = 0) -> None:
+        """`for_steps`: a script waits for the plan, and runs about so many steps under it until there is a better one; 0: none waits."""
+        self.time_limit_s, self.for_steps = time_limit_s, for_steps
+        self._began = now()
         self.interrupted = False
         """Did Ctrl-C end the last search?"""
+
+    def is_enough(self, extra_ms: float) -> bool:
+        """Does a script wait, and has the search taken all of its time, or longer than a plan whose steps take `extra_ms` more costs?"""
+        worth_s = min(self.time_limit_s, self._worth_s(extra_ms))
+        return bool(self.for_steps) and now() - self._began >= worth_s
+
+    def _worth_s(self, extra_ms: float) -> float:
+        return self.for_steps * max(0.0, extra_ms) / 1000
 
     def plan(self, problem: Problem, /) -> Decisions:
         kinds = find_kinds(problem.view)
@@ -108,6 +118,8 @@ class Auto:
                 if rest_s and search.fits(best):
                     search.lengthen(rest_s)
                     rest_s = 0.0
+                if self.for_steps and search.fits(best):
+                    search.end_within(self._worth_s(best.cost_ms - problem.plain_step_ms))
             if not (search.fits(best) or small):
                 best = self._going_on(search, best)
         except KeyboardInterrupt:
@@ -160,7 +172,7 @@ class Auto:
 
     def within(self, problem: Problem, seconds: float) -> Decisions:
         """A plan for another problem; Ctrl-C ends both searches."""
-        other = Auto(seconds)
+        other = Auto(seconds, for_steps=self.for_steps)
         found = other.plan(problem)
         if other.interrupted:
             self.interrupted = True
@@ -244,10 +256,12 @@ class Auto:
         if problem.fastest_tier or not _is_met(search, judged):
             yield from self._from_graph(search, judged)
         yield from _judged(search, [problem.free], judged)
-        if search.is_over and not _is_met(search, judged):
+        is_met = _is_met(search, judged)
+        if search.is_over and not is_met:
             return
-        problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
-        yield from _judged(search, programs(search), judged)
+        if not (self.for_steps and is_met):  # they take longer than most first searches
+            problem.least_step_ms = least_step_ms(problem, _SHARE_FOR_BOUND * self.time_limit_s)
+            yield from _judged(search, programs(search), judged)
         if problem.floor_bytes > problem.target_bytes:
             return
         fitting = sorted((p for p in judged.values() if search.fits(p)), key=lambda p: p.cost_ms)

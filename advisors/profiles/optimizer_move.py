@@ -2,7 +2,7 @@
 
 That is a choice between two problems: the run as it is, and the run with the step moved. The moved one is searched first, since
 what it frees costs next to nothing; the other one where a plan for it could still be cheaper. A plan that fits without the
-move goes without it.
+move goes without it. Where a script waits, the run as it is comes first.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ def plan_jointly(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
     plain, limit_s = moved.instead_of, auto.time_limit_s
     assert plain is not None
     hopeless = plain.floor_bytes > plain.target_bytes
+    if auto.for_steps and not hopeless:
+        return _plain_first(auto, plain, moved)
     alone = hopeless and plain.floor_bytes >= moved.floor_bytes
     try:
         found = auto.within(moved, limit_s * (1.0 if alone else _SHARE_OF_THE_FIRST))
@@ -47,6 +49,23 @@ def plan_jointly(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
     return (plain, other) if plain.run(other).step_ms <= moved.run(found).step_ms else (moved, found)
 
 
+def _plain_first(auto: Auto, plain: Problem, moved: Problem) -> tuple[Problem, Decisions]:
+    """As `plan_jointly` where a script waits: no better plan takes over from one that moves the step, so that one has to be worth it."""
+    first_s = auto.time_limit_s * _SHARE_OF_THE_FIRST
+    try:
+        found = auto.within(plain, first_s)
+    except BudgetInfeasible as error:
+        return moved, _instead(auto, moved, auto.time_limit_s - first_s, error)
+    step_ms = plain.run(found).step_ms
+    if auto.interrupted or auto.is_enough(step_ms - plain.plain_step_ms):
+        return plain, found
+    try:
+        other = auto.within(moved, auto.time_limit_s - first_s)
+    except BudgetInfeasible:
+        return plain, found
+    return (plain, found) if step_ms <= moved.run(other).step_ms else (moved, other)
+
+
 def plan_moved_at_last(auto: Auto, moved: Problem) -> tuple[Problem, Decisions]:
     """As `plan_jointly` where moving the step lowers nothing by itself, but may lower what a plan leaves of the peak: only where there is
     none for the run as it is."""
@@ -67,13 +86,13 @@ _SHARE_FOR_PIECES = 0.4
 def plan_with_pieces(
     auto: Auto,
     plain: Problem,
-    others: list[Problem],
+    in_pieces: Callable[[], list[Problem]],
     in_one: Callable[[], tuple[Problem, Decisions]],
     *,
     floor_bytes: int,
 ) -> tuple[Problem, Decisions]:
-    """What `in_one` finds where that is cheap; else the cheapest of that and of `others`, whose optimizer steps in pieces. `floor_bytes`: of
-    what `in_one` looks at. Raises `BudgetInfeasible` with the lowest peak of all."""
+    """What `in_one` finds where that is cheap; else the cheapest of that and of those `in_pieces`, whose optimizer steps so. `floor_bytes`:
+    of what `in_one` looks at. Raises `BudgetInfeasible` with the lowest peak of all."""
     errors: list[BudgetInfeasible] = []
     found: list[tuple[Problem, Decisions]] = []
     if floor_bytes <= plain.target_bytes:
@@ -82,8 +101,10 @@ def plan_with_pieces(
         except BudgetInfeasible as error:
             errors.append(error)
         else:
-            if auto.interrupted or _overhead(plain, *found[0]) <= _CHEAP:
+            extra_ms = found[0][0].run(found[0][1]).step_ms - plain.plain_step_ms
+            if auto.interrupted or extra_ms <= _CHEAP * plain.plain_step_ms or auto.is_enough(extra_ms):
                 return found[0]
+    others = in_pieces()
     possible = [each for each in others if each.floor_bytes <= each.target_bytes]
     if not possible and not found and not errors:  # nothing meets it: what comes nearest
         if not others or floor_bytes < min(each.floor_bytes for each in others):
@@ -102,10 +123,6 @@ def plan_with_pieces(
     if not found:
         raise min(errors, key=lambda each: each.min_peak_bytes)
     return min(found, key=lambda pair: pair[0].run(pair[1]).step_ms)
-
-
-def _overhead(plain: Problem, problem: Problem, decisions: Decisions) -> float:
-    return problem.run(decisions).step_ms / plain.plain_step_ms - 1 if plain.plain_step_ms else 0.0
 
 
 def _instead(auto: Auto, problem: Problem, seconds: float, error: BudgetInfeasible) -> Decisions:

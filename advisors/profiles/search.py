@@ -45,8 +45,8 @@ class Search:
 
     def __init__(self, problem: Problem, deadline: float, seed: int = 0) -> None:
         self.problem = problem
-        self.deadline = deadline
-        self.seconds = max(0.0, deadline - now())
+        self.began, self.deadline = now(), deadline
+        self.seconds = max(0.0, deadline - self.began)
         self.random = random.Random(seed)
         self.evaluations = 0
         self.moves = [
@@ -87,6 +87,10 @@ class Search:
         """Give it so much more time."""
         self.seconds += seconds
         self.deadline += seconds
+
+    def end_within(self, seconds: float) -> None:
+        """Have it end so long after it began, if that is sooner."""
+        self.deadline = min(self.deadline, self.began + seconds)
 
     def until(self, share: float) -> Search:
         """The same search, which ends when only `share` of the time is left."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from memopt.enforcers.optimizer.in_backward import OptimizerInBackward
     from memopt.enforcers.session import ApplySession
     from memopt.plan import Plan
+    from memopt.profiler.known import There
     from memopt.profiler.session import ProfileSession
     from memopt.trace import Trace
 
@@ -77,7 +78,8 @@ class Stages:
         self._profile: ProfileSession | None = None
         self._apply: ApplySession | None = None
         self._background: Background | None = None
-        """The planner's process, from the first backward on: it imports what it needs before anything is recorded."""
+        """The planner's process, from the first forward that trains on, or the first backward: it imports what it needs before anything is
+        recorded, or the recorded times would be of a busier machine."""
         self._planning: Planning | None = None
         self._trace: Trace | None = None
         self._base = 0
@@ -127,6 +129,15 @@ class Stages:
         self._session = guard
         self._stands_behind(guard)
         guard.begin(waits=waits)
+        if waits:
+            frames, begin = self._loop.frames, self._loop.frames.before_training
+
+            def training_begins() -> None:
+                self._start_planner()
+                if begin is not None:
+                    begin()
+
+            frames.before_training = training_begins
 
     def _end_watch(self) -> None:
         from memopt.enforcers.guarding.guard import Guard
@@ -162,7 +173,13 @@ class Stages:
 
         assert self._loop is not None
         wishes = self._wishes
-        wanted = Wanted(warmup=warmup, keep_running=True, swap_dir=wishes.swap_dir, device=wishes.device)
+        wanted = Wanted(
+            warmup=warmup,
+            keep_running=True,
+            swap_dir=wishes.swap_dir,
+            disk_rates=lambda: self._background.disk_rates() if self._background else None,
+            device=wishes.device,
+        )
         budget = self.course.budget_bytes
         if budget is not None:
             wanted = dataclasses.replace(
@@ -196,7 +213,6 @@ class Stages:
         trace, profile, course = self._trace, self._profile, self.course
         assert trace is not None
         assert profile is not None
-        profile.finished()
         self._session = None
         if not course.phase:
             self._parts = profile.parts
@@ -215,13 +231,26 @@ class Stages:
             saved_before,
             course.phase,
         )
+        profile.finished()
+        there = self._get_ready()
         if self._planning.has_news(_MOST_WAIT_S):
-            self._planned(self._planning, count)
-        else:
-            self._watch_over()
+            self._planned(self._planning, count, there)
+            return
+        del there
+        self._watch_over()
 
-    def _planned(self, planning: Planning, count: int) -> None:
-        """There is a first plan: it takes effect."""
+    def _get_ready(self) -> There | None:
+        """What enforcing a plan takes whatever it says, while it is looked for: imports, and a look at what lives, if that stays as it is."""
+        import memopt.enforcers.engine
+        import memopt.enforcers.session
+        import memopt.enforcers.tiers.planned  # noqa: F401
+        from memopt.instrument.script.other_threads import threads_of_the_script
+        from memopt.profiler.known import there_now
+
+        return there_now().with_lists() if self._wishes.measure and not threads_of_the_script() else None
+
+    def _planned(self, planning: Planning, count: int, there: There | None = None) -> None:
+        """There is a first plan: it takes effect. `there`: what lives, where it has just been looked for."""
         course = self.course
         course.planning_ms = planning.ms
         try:
@@ -235,7 +264,7 @@ class Stages:
             return
         self._end_watch()
         self._base = count
-        self._enforce(plan, "its plan")
+        self._enforce(plan, "its plan", there)
 
     def _record_again(self, count: int, how: str) -> None:
         self._end_watch()
@@ -267,6 +296,12 @@ class Stages:
             course.outcome = outcome
             course.last_peak_bytes = max(outcome.measured_peak_bytes or 0, seen_bytes)
             course.peak_bytes = max(course.peak_bytes, course.last_peak_bytes)
+
+    @property
+    def _is_as_profiled(self) -> bool:
+        """Is the plan enforced, and did the last iteration do without the guard beside it? The guard beside another plan would rest at first."""
+        apply = self._apply
+        return apply is not None and self._session is apply and not (apply.standby and apply.standby.in_a_row)
 
     @property
     def _is_another_phase(self) -> bool:
@@ -313,7 +348,7 @@ class Stages:
             self._enforce(before, "the plan before")
         return before is not None
 
-    def _enforce(self, plan: Plan, which: str) -> None:
+    def _enforce(self, plan: Plan, which: str, there: There | None = None) -> None:
         from memopt.cli.shared.plan_here import prepare_run
         from memopt.enforcers.session import ApplySession, Options
 
@@ -326,8 +361,9 @@ class Stages:
         elif len(course.phases_after) < course.phase:
             course.phases_after.append(self._base - self._parts)
         self._tell(f"under {which} from iteration {self._base - self._parts + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
-        if plan.in_backward or plan.in_pieces:
+        if self._state.is_away and (plan.in_backward or plan.in_pieces):
             self._state.end()
+            there = None
         prepare_run(plan, os.environ)
         options = Options(
             swap_dir=self._wishes.swap_dir,
@@ -336,7 +372,7 @@ class Stages:
         )
         self._apply = ApplySession(plan, options)
         self._session = self._apply
-        self._apply.begin_in(self._loop)
+        self._apply.begin_in(self._loop, there)
         if self._apply.standby is not None:
             self._stands_behind(self._apply.standby.guard)
 
@@ -384,6 +420,8 @@ class Stages:
         course.times_ms[count] = milliseconds
         session = self._session
         began = time.perf_counter()
+        if session is not None and session is self._profile and self._background is not None:
+            self._background.measure(self._wishes.swap_dir)  # while what was recorded is put together
         if session is not None:
             # a plan's session was told at its beginning how many had ended
             session.iteration_ended(count if session is self._apply else count - self._base, milliseconds)
@@ -418,7 +456,7 @@ class Stages:
                 self._plan(count)
         elif planning is not None and self._apply is None and planning.has_news():
             self._planned(planning, count)
-        elif planning is not None and self._session is self._apply and planning.has_news():
+        elif self._is_as_profiled and planning is not None and planning.has_news():
             self._take_better(planning, count)
         elif self._is_another_phase:
             self._begin_phase(count)

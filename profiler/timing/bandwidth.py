@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,20 +13,22 @@ import torch
 
 from memopt.device import Device
 from memopt.instrument.memory.cuda_statistics import beside_allocator_bytes
+from memopt.profiler.timing.disk_rates import Rates, measure_disk
 
 log = logging.getLogger(__name__)
 
 _SIZES_BYTES = (512 * 2**20, 64 * 2**20, 16 * 2**20, 4 * 2**20)
 """The largest for which there is room: small copies measure the latency, or a cache. A script that ran out of memory leaves little."""
 _MOST_ON_CPU_BYTES = 64 * 2**20
-_DISK_BYTES = 48 * 2**20
-_CHUNK_BYTES = 4 * 2**20
 
 
-def measure_device(kind: str, swap_dir: Path, room_bytes: int | None = None) -> Device:
-    """What the device `kind` (`cpu`, `cuda`) and the swap directory do here; what cannot be measured is 0. The larger copies are made
-    only within `room_bytes` of the device's memory, such as the script itself takes at other times: its budget may end there."""
-    out, in_ = measure_disk(swap_dir)
+def measure_device(
+    kind: str, swap_dir: Path, room_bytes: int | None = None, disk: Rates | None = None
+) -> Device:
+    """What the device `kind` (`cpu`, `cuda`) and the swap directory do here (`disk`, where that has been measured); what cannot be measured
+    is 0. The larger copies are made only within `room_bytes` of the device's memory, such as the script itself takes at other times: its
+    budget may end there."""
+    out, in_ = disk or measure_disk(swap_dir)
     sizes_bytes = [each for each in _SIZES_BYTES[:-1] if room_bytes is None or 2 * each <= room_bytes]
     sizes_bytes.append(_SIZES_BYTES[-1])
     if kind == "cpu":
@@ -58,44 +58,6 @@ def measure_device(kind: str, swap_dir: Path, room_bytes: int | None = None) -> 
         copy_bytes_per_s=_copy_rate(device, sizes_bytes),
         allocator=os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "native")),
     )
-
-
-def measure_disk(folder: Path) -> tuple[float, float]:
-    """Bytes per second written to and read from `folder`, past the page cache where it allows; zeros when it cannot be written."""
-    try:
-        handle, name = tempfile.mkstemp(dir=folder, prefix="memopt-measure-")
-        os.close(handle)
-        try:
-            return _time_file(name)
-        finally:
-            os.unlink(name)
-    except OSError:
-        return 0.0, 0.0
-
-
-def _time_file(name: str) -> tuple[float, float]:
-    buffer = mmap.mmap(-1, _CHUNK_BYTES)
-    buffer.write(os.urandom(2**16) * (_CHUNK_BYTES // 2**16))
-    try:
-        descriptor = os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
-    except OSError:
-        descriptor = os.open(name, os.O_RDWR)
-    try:
-        os.posix_fallocate(descriptor, 0, _DISK_BYTES)
-        offsets = range(0, _DISK_BYTES, _CHUNK_BYTES)
-        begin = time.perf_counter()
-        for offset in offsets:
-            os.pwrite(descriptor, buffer, offset)
-        os.fdatasync(descriptor)
-        middle = time.perf_counter()
-        with contextlib.suppress(OSError):
-            os.posix_fadvise(descriptor, 0, _DISK_BYTES, os.POSIX_FADV_DONTNEED)
-        for offset in offsets:
-            os.preadv(descriptor, [buffer], offset)
-        end = time.perf_counter()
-    finally:
-        os.close(descriptor)
-    return _DISK_BYTES / (middle - begin), _DISK_BYTES / (end - middle)
 
 
 def _copy_rate(device: torch.device, sizes_bytes: list[int]) -> float:

@@ -111,6 +111,44 @@ def test_an_order_that_nobody_reads_does_not_end_a_script_that_dies_of_sigpipe()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
+def test_it_measures_a_disk_before_it_plans(trace_path: Path, tmp_path: Path) -> None:
+    planner = Background()
+    assert planner.disk_rates() is None, "it was not told to"
+    planner.measure(tmp_path)
+    planner.measure(tmp_path)
+    rates = planner.disk_rates()
+    assert rates is not None
+    assert min(rates) > 0
+    assert planner.disk_rates() is None
+    planner.look_for(trace_path, "60%", tmp_path / "plan.json", time_limit_s=0.3)
+    assert planner.has_news(WAIT_S)
+    assert planner.plan().actions
+
+
+@pytest.mark.parametrize("said", [b"", b"no rates"])
+def test_another_plans_where_one_has_not_measured(
+    said: bytes, trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says from then on might be about the disk."""
+    monkeypatch.setattr(background, "_MEASURED_S", 0.0)
+    planner = Background()
+    planner.measure(tmp_path)
+    if said:
+        planner._read, pipe = os.pipe()
+        os.write(pipe, said)
+    assert planner.disk_rates() is None
+    planner.look_for(trace_path, "60%", tmp_path / "plan.json", time_limit_s=0.3)
+    assert planner.has_news(WAIT_S)
+    assert planner.plan().actions
+
+
+def test_a_script_that_closes_all_descriptors_has_its_disk_measured_by_itself(tmp_path: Path) -> None:
+    planner = Background()
+    os.close(planner._orders)
+    planner.measure(tmp_path)
+    assert planner.disk_rates() is None
+
+
 ORDER: dict[str, Any] = {"budget": "20MiB", "allow": (), "deny": (), "time_limit_s": 60.0}
 
 

@@ -6,10 +6,14 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+import torch
 
 from memopt.device import Device
 from memopt.enforcers import measurements
+from memopt.enforcers.guarding.what_is_there import UNNAMED
+from memopt.instrument.frames import Frames
 from memopt.plan import Plan
+from memopt.profiler.known import There
 from tests.support.toy_trace import toy_trace
 
 
@@ -74,7 +78,7 @@ def test_a_part_counts_beside_whole_iterations_if_it_trains(measured, training, 
 def test_what_a_script_does_each_second_time_is_measured(measured, monkeypatch, joins):
     """A reinforcement learner's advantages, before the first of two batches: they save nothing, so that all iterations look alike."""
     found, turns = measured([300] * 9), []
-    monkeypatch.setattr(found, "_start", lambda: turns.append(count + 1))
+    monkeypatch.setattr(found, "_start", lambda there=None: turns.append(count + 1))
     monkeypatch.setattr(found, "_stop", lambda: count in turns and not found._peaks.append((300, 10)))
     if joins:
         count = 3
@@ -92,6 +96,18 @@ def test_where_a_plan_joins_a_run_the_next_iteration_is_measured(measured):
     found.iteration_begins(8, LOOP)
     found.end(training=True)
     assert found.peak_bytes == 300
+
+
+def test_what_lives_is_not_looked_for_again_where_a_plan_joins_a_run(measured, monkeypatch):
+    """It takes long, and was looked for while the script waited for the plan."""
+    found, there = measured([300]), There([], [], [torch.zeros(3)], [])
+    given = []
+    monkeypatch.setattr(Meter, "start", lambda self, there=None: given.append(there))
+    monkeypatch.setattr("memopt.profiler.known.there_now", lambda: pytest.fail("it looked again"))
+    found.frames = Frames()
+    found.begin_after(7, there)
+    assert given == [(there.tensors, there.storages)]
+    assert found._there == {UNNAMED: 12}
 
 
 def test_the_iteration_that_was_profiled_is_measured_where_there_are_no_more(measured):
@@ -212,7 +228,7 @@ def test_what_changes_slowly_is_measured_later(measured):
     found = measured([1] * 9)
     begun = []
     start = found._start
-    found._start = lambda: (begun.append(count + 1), start())
+    found._start = lambda there=None: (begun.append(count + 1), start())
     for count in range(1, 70):
         found.iteration_ended(count, 1.0, None, plain=False)
         found.iteration_begins(count, LOOP)

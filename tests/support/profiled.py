@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from memopt.device import Device
 from memopt.trace import CATEGORIES, PHASES, Trace, load_trace
@@ -59,7 +60,7 @@ def measured_once(measure: Measure) -> Measure:
     What a profile does with the rates of this machine is tested, not they themselves."""
     known: dict[tuple[str, int], Device] = {}
 
-    def measured(kind: str, swap_dir: Path, room_bytes: int | None = None) -> Device:
+    def measured(kind: str, swap_dir: Path, room_bytes: int | None = None, disk: Any = None) -> Device:
         if not os.access(swap_dir, os.W_OK):
             return measure(kind, swap_dir)
         where = kind, os.stat(swap_dir).st_dev

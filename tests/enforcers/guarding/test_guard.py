@@ -444,7 +444,7 @@ def test_a_plan_that_is_long_in_coming_is_awaited_under_the_guard(
     """The script waits for a while only, then goes on guarded until the plan is there."""
     (tmp_path / "train.py").write_text(SCRIPT)
     budget = int(0.7 * free[1])
-    impatient = "import runpy; from memopt.cli.run import stages; stages._MOST_WAIT_S = 0.0; runpy.run_module('memopt', run_name='__main__')"
+    impatient = "import runpy; from memopt.cli.run.planning import Planning; news = Planning.has_news; Planning.has_news = lambda self, *wait: not wait and news(self); runpy.run_module('memopt', run_name='__main__')"
     done = memopt(tmp_path, "run", "--budget", str(budget), "--time-limit", "0.5", "--outcome", "run.json", "train.py", "9999", program=("-c", impatient), until=PLANNED)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[:12] == free[0].splitlines()

@@ -1,0 +1,88 @@
+"""What `memopt run` does while the script waits for its plan, and how often it looks at all that lives: each look takes long."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from memopt.cli.run.cache import Cache
+from memopt.cli.run.course import Wishes
+from memopt.cli.run.stages import Stages
+from memopt.instrument.script.command import Command
+from tests.cli.test_run import SCRIPT, memopt
+
+LOGGED = """
+import sys
+from memopt.cli.main import main
+from memopt.advisors import background
+from memopt.cli.run import planning, stages
+from memopt.enforcers.guarding import guard
+from memopt.profiler import known, session
+from memopt.profiler.timing import bandwidth
+
+def logged(owner, name, word):
+    whole = getattr(owner, name)
+    def told(*args, **kwargs):
+        print("LOG", word or sys._getframe(1).f_code.co_name, file=sys.stderr)
+        return whole(*args, **kwargs)
+    setattr(owner, name, told)
+
+logged(known, "there_now", "")
+logged(planning.Planning, "__init__", "order")
+logged(session.ProfileSession, "finished", "finished")
+logged(bandwidth, "measure_disk", "disk")  # the planner's process has done that
+logged(background.Background, "__init__", "planner")
+logged(guard.Guard, "_training_begins", "training")
+logged(stages.Stages, "_enforce", "enforce")
+main(prog_name="memopt")
+"""
+BESIDE = "\nimport threading\nstopped = threading.Event()\nthreading.Thread(target=lambda: stopped.wait(30), daemon=True).start()\n"
+
+
+@pytest.mark.parametrize("beside", ["", BESIDE], ids=["alone", "beside a thread"])
+def test_what_another_process_can_do_and_what_can_be_done_meanwhile_is_not_waited_for(
+    beside: str, tmp_path: Path
+) -> None:
+    """A thread of the script's may make tensors meanwhile: then what lives is looked for when the plan is there."""
+    (tmp_path / "train.py").write_text(beside + SCRIPT)
+    (tmp_path / "logged.py").write_text(LOGGED)
+    args = ("run", "--budget", "4MiB", "--time-limit", "0.5", "train.py")
+    done = memopt(tmp_path, *args, until="memopt: under its plan", program=("logged.py",), cold=True)
+    assert done.returncode == 0, done.stderr
+    words = [line.split()[1] for line in done.stderr.splitlines() if line.startswith("LOG ")]
+    at = words.index("enforce")
+    ready = ["enforce", "_first_look"] if beside else ["_get_ready", "enforce"]
+    assert words[: at + 1 + bool(beside)] == [
+        "planner",
+        "training",
+        "there",
+        "there",
+        "order",
+        "finished",
+        *ready,
+    ]
+    assert beside or words[at + 1 : at + 2] != ["_first_look"]
+
+
+@pytest.mark.parametrize("in_a_row", [0, 1])
+def test_no_better_plan_takes_over_while_the_guard_is_needed_beside_the_first(
+    in_a_row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard beside the better one would rest until its first iteration has saved too much."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    command = Command(("train.py",))
+    cache = Cache(command, {})
+    stages: Any = Stages(
+        command, Wishes(budget="1GB", device="cpu", swap_dir=tmp_path), cache, lambda words: None
+    )
+    standby = SimpleNamespace(in_a_row=in_a_row, another_phase=False, guard=SimpleNamespace(over_bytes=0))
+    stages._apply = stages._session = SimpleNamespace(standby=standby)
+    stages._planning = SimpleNamespace(has_news=lambda: True)
+    taken = []
+    monkeypatch.setattr(stages, "_take_better", lambda planning, count: taken.append(count))
+    stages._next(5)
+    assert taken == ([] if in_a_row else [5])
