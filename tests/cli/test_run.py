@@ -297,7 +297,7 @@ def test_a_budget_is_told_to_be_passed_where_it_was_and_by_how_much(peak_bytes: 
     from memopt.advisors.best_effort import NOT_MET
     from memopt.cli.run.words import _held
 
-    plan = SimpleNamespace(budget_bytes=1_288_586, unplanned_peak_bytes=2_147_644, predicted_peak_bytes=1_409_660, actions=[1], script_actions=[], notes=[f"{NOT_MET}the smallest peak found is 1.34 MiB"])  # fmt: skip
+    plan = SimpleNamespace(budget_bytes=1_288_586, unplanned_peak_bytes=2_147_644, predicted_peak_bytes=1_409_660, actions=[1], script_actions=[], state_beside_bytes=0, notes=[f"{NOT_MET}the smallest peak found is 1.34 MiB"])  # fmt: skip
     assert _held(plan, SimpleNamespace(notes=[]), peak_bytes) == words  # type: ignore[arg-type]
 
 
