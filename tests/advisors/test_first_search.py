@@ -135,7 +135,7 @@ import os, sys
 from pathlib import Path
 from memopt.advisors import background
 background._import_all()
-background._step_back = lambda: print(*sorted(set(sys.modules) - before))
+background._step_back = lambda limit_s: print(*sorted(set(sys.modules) - before))
 before = {{*sys.modules, "logging", "traceback", "string", "_string", "atexit"}}
 order = {{"trace": {str(trace)!r}, "budget": "60%", "allow": (), "deny": (), "time_limit_s": 0.3, "grown": 1.1, "alive": os.pipe()[1]}}
 background._plan(order, Path({str(tmp_path / "plan.json")!r}))
