@@ -259,19 +259,17 @@ class Stages:
             if self._goes_back(count):
                 return
             raise
+        self._end_watch()
+        self._base = count
         if plan.over_bytes and self._state.comes_back_for_a_better_plan(plan.device.kind):
-            self._record_again(count, "with the optimizer's state on the device, for a plan that moves more")
-            return
-        self._end_watch()
-        self._base = count
-        self._enforce(plan, "its plan", there)
+            self._record_again("an iteration is recorded once more with the optimizer's state on the device, for a plan that moves more")  # fmt: skip
+        else:
+            self._enforce(plan, "its plan", there)
 
-    def _record_again(self, count: int, how: str) -> None:
-        self._end_watch()
-        self._base = count
-        self._tell(f"an iteration is recorded once more {how}")
+    def _record_again(self, why: str, *, warmup: int = 0, offloaded: bool = False) -> None:
+        self._tell(why)
         self._profile = self._planning = self._trace = self._background = None
-        self._record(warmup=0)
+        self._record(warmup=warmup, offloaded=offloaded)
 
     def _take_better(self, planning: Planning, count: int) -> None:
         """The planner has searched on: where that was worth it, its plan takes over from the first."""
@@ -333,10 +331,10 @@ class Stages:
         if kept is not None and still_holds(kept, self._wishes) and _is_for(kept, self._saved_before[-1]):
             self._enforce(kept, "the kept plan")
             return
-        self._tell("the training goes on otherwise than was recorded, and is recorded again")
-        self._profile = self._planning = self._trace = self._background = None
         # gradients that the plan has let go of are there again when the script has stepped by itself
-        self._record(warmup=1 if self._retired is not None else 0, offloaded=True)
+        warmup = 1 if self._retired is not None else 0
+        why = "the training goes on otherwise than was recorded, and is recorded again"
+        self._record_again(why, warmup=warmup, offloaded=True)
 
     def _goes_back(self, count: int) -> bool:
         """Is there a plan of a phase before, to go on with where there is none for this one?"""
