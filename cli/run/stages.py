@@ -85,6 +85,8 @@ class Stages:
         recorded, or the recorded times would be of a busier machine."""
         self._planning: Planning | None = None
         self._trace: Trace | None = None
+        self._there: There | None = None
+        """What lives, as it was looked for while the script waits for its plan."""
         self._base = 0
         """Iterations that had ended when the session began."""
         self._retired: OptimizerInBackward | None = None
@@ -227,14 +229,14 @@ class Stages:
             background, trace, budget, self._wishes, self._cache, saved_before, course.phase
         )
         profile.finished()
-        there = self._get_ready()
+        self._get_ready()
         if self._planning.has_news(_MOST_WAIT_S):
-            self._planned(self._planning, count, there)
-            return
-        del there
-        self._watch_over()
+            self._planned(self._planning, count)
+        else:
+            self._there = None
+            self._watch_over()
 
-    def _get_ready(self) -> There | None:
+    def _get_ready(self) -> None:
         """What enforcing a plan takes whatever it says, while it is looked for: imports, and a look at what lives, if that stays as it is."""
         import memopt.enforcers.engine
         import memopt.enforcers.session
@@ -242,10 +244,11 @@ class Stages:
         from memopt.instrument.script.other_threads import threads_of_the_script
         from memopt.profiler.known import there_now
 
-        return there_now().with_lists() if self._wishes.measure and not threads_of_the_script() else None
+        if self._wishes.measure and not threads_of_the_script():
+            self._there = there_now().with_lists()
 
-    def _planned(self, planning: Planning, count: int, there: There | None = None) -> None:
-        """There is a first plan: it takes effect. `there`: what lives, where it has just been looked for."""
+    def _planned(self, planning: Planning, count: int) -> None:
+        """There is a first plan: it takes effect."""
         course = self.course
         course.planning_ms = planning.ms
         try:
@@ -256,7 +259,7 @@ class Stages:
             raise
         self._end_watch()
         self._base = count
-        self._enforce(plan, "its plan", there)
+        self._enforce(plan, "its plan")
 
     def _take_better(self, planning: Planning, count: int) -> None:
         """The planner has searched on: where that was worth it, its plan takes over from the first."""
@@ -355,7 +358,7 @@ class Stages:
             self._enforce(before, "the plan before")
         return before is not None
 
-    def _enforce(self, plan: Plan, which: str, there: There | None = None) -> None:
+    def _enforce(self, plan: Plan, which: str) -> None:
         from memopt.cli.shared.plan_here import prepare_run
         from memopt.enforcers.session import ApplySession, Options
 
@@ -376,6 +379,9 @@ class Stages:
         )
         self._apply = ApplySession(plan, options)
         self._session = self._apply
+        if plan.in_backward or plan.in_pieces or plan.streamed:
+            self._there = None  # as it begins, some of that leaves
+        there, self._there = self._there, None
         self._apply.begin_in(self._loop, there)
 
     def finished(self, problem: str = "") -> Course | None:
