@@ -37,8 +37,9 @@ _FIRST_S_AN_OP: Final = 1e-4
 """Nor less than this for each op: what has no time for one rule finds nothing."""
 _LONGER: Final = 4
 """Times as long is searched for the first plan where none was found that meets the budget."""
-_SLOW: Final = 10.0
-"""Plain steps that a step under a first plan may take before a better one is searched for so much longer, once."""
+_SLOW: Final = (2.0, 10.0)
+"""Plain steps that a step may take under a first plan that meets the budget, and under one that does not, before a better one is searched
+for so much longer, once."""
 _LEAST_GROWN: Final = 1.1
 """Below it no smaller growth is tried."""
 _LONG_S: Final = 5.0
@@ -243,7 +244,8 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         if not first.over_bytes:
             break
     can_be_met = first.over_bytes and first_s < limit_s and adviser.floor.bytes <= first.budget_bytes
-    slow_s = _LONGER * first_s if first.predicted_step_ms > _SLOW * first.plain_step_ms else 0.0
+    slow_ms = _SLOW[bool(first.over_bytes)] * first.plain_step_ms
+    slow_s = _LONGER * first_s if first.predicted_step_ms > slow_ms else 0.0
     while first_s < limit_s and (
         (first.over_bytes and (can_be_met or not _does_something(first))) or first_s < slow_s
     ):

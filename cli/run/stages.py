@@ -82,6 +82,8 @@ class Stages:
         recorded, or the recorded times would be of a busier machine."""
         self._planning: Planning | None = None
         self._trace: Trace | None = None
+        self._there: There | None = None
+        """What lives, as it was looked for while the script waits for its plan."""
         self._base = 0
         """Iterations that had ended when the session began."""
         self._retired: OptimizerInBackward | None = None
@@ -232,14 +234,14 @@ class Stages:
             course.phase,
         )
         profile.finished()
-        there = self._get_ready()
+        self._get_ready()
         if self._planning.has_news(_MOST_WAIT_S):
-            self._planned(self._planning, count, there)
-            return
-        del there
-        self._watch_over()
+            self._planned(self._planning, count)
+        else:
+            self._there = None
+            self._watch_over()
 
-    def _get_ready(self) -> There | None:
+    def _get_ready(self) -> None:
         """What enforcing a plan takes whatever it says, while it is looked for: imports, and a look at what lives, if that stays as it is."""
         import memopt.enforcers.engine
         import memopt.enforcers.session
@@ -247,15 +249,17 @@ class Stages:
         from memopt.instrument.script.other_threads import threads_of_the_script
         from memopt.profiler.known import there_now
 
-        return there_now().with_lists() if self._wishes.measure and not threads_of_the_script() else None
+        if self._wishes.measure and not threads_of_the_script():
+            self._there = there_now().with_lists()
 
-    def _planned(self, planning: Planning, count: int, there: There | None = None) -> None:
-        """There is a first plan: it takes effect. `there`: what lives, where it has just been looked for."""
+    def _planned(self, planning: Planning, count: int) -> None:
+        """There is a first plan: it takes effect."""
         course = self.course
         course.planning_ms = planning.ms
         try:
             plan = planning.plan()
         except MemoptError:
+            self._there = None
             if self._goes_back(count):
                 return
             raise
@@ -264,11 +268,11 @@ class Stages:
         if plan.over_bytes and self._state.comes_back_for_a_better_plan(plan.device.kind):
             self._record_again("an iteration is recorded once more with the optimizer's state on the device, for a plan that moves more")  # fmt: skip
         else:
-            self._enforce(plan, "its plan", there)
+            self._enforce(plan, "its plan")
 
     def _record_again(self, why: str, *, warmup: int = 0, offloaded: bool = False) -> None:
         self._tell(why)
-        self._profile = self._planning = self._trace = self._background = None
+        self._profile = self._planning = self._trace = self._background = self._there = None
         self._record(warmup=warmup, offloaded=offloaded)
 
     def _take_better(self, planning: Planning, count: int) -> None:
@@ -346,7 +350,7 @@ class Stages:
             self._enforce(before, "the plan before")
         return before is not None
 
-    def _enforce(self, plan: Plan, which: str, there: There | None = None) -> None:
+    def _enforce(self, plan: Plan, which: str) -> None:
         from memopt.cli.shared.plan_here import prepare_run
         from memopt.enforcers.session import ApplySession, Options
 
@@ -359,9 +363,8 @@ class Stages:
         elif len(course.phases_after) < course.phase:
             course.phases_after.append(self._base - self._parts)
         self._tell(f"under {which} from iteration {self._base - self._parts + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
-        if self._state.is_away and (plan.in_backward or plan.in_pieces):
+        if plan.in_backward or plan.in_pieces:
             self._state.end()
-            there = None
         prepare_run(plan, os.environ)
         options = Options(
             swap_dir=self._wishes.swap_dir,
@@ -370,6 +373,9 @@ class Stages:
         )
         self._apply = ApplySession(plan, options)
         self._session = self._apply
+        if plan.in_backward or plan.in_pieces or plan.streamed:
+            self._there = None  # as it begins, some of that leaves
+        there, self._there = self._there, None
         self._apply.begin_in(self._loop, there)
         if self._apply.standby is not None:
             self._stands_behind(self._apply.standby.guard)

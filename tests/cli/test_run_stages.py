@@ -12,6 +12,7 @@ from memopt.cli.run.cache import Cache
 from memopt.cli.run.course import Wishes
 from memopt.cli.run.stages import Stages
 from memopt.instrument.script.command import Command
+from memopt.profiler.known import There
 from tests.cli.test_run import SCRIPT, memopt
 
 LOGGED = """
@@ -67,18 +68,39 @@ def test_what_another_process_can_do_and_what_can_be_done_meanwhile_is_not_waite
     assert beside or words[at + 1 : at + 2] != ["_first_look"]
 
 
-@pytest.mark.parametrize("in_a_row", [0, 1])
-def test_no_better_plan_takes_over_while_the_guard_is_needed_beside_the_first(
-    in_a_row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The guard beside the better one would rest until its first iteration has saved too much."""
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a script that has not begun."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     command = Command(("train.py",))
-    cache = Cache(command, {})
-    stages: Any = Stages(
-        command, Wishes(budget="1GB", device="cpu", swap_dir=tmp_path), cache, lambda words: None
-    )
+    wishes = Wishes(budget="1GB", device="cpu", swap_dir=tmp_path)
+    return Stages(command, wishes, Cache(command, {}), lambda words: None)
+
+
+@pytest.mark.parametrize("moves", ["", "in_backward", "in_pieces", "streamed"])
+def test_what_lived_before_a_plan_sent_some_of_it_away_is_not_measured(
+    moves: str, stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Optimizer state, gradients or weights leave as such a plan begins: they would count, and stay for so long."""
+    begun = []
+    session = SimpleNamespace(begin_in=lambda loop, there: begun.append(there))
+    monkeypatch.setattr("memopt.enforcers.session.ApplySession", lambda plan, options: session)
+    monkeypatch.setattr("memopt.cli.shared.plan_here.prepare_run", lambda plan, environment: None)
+    kinds = {"in_backward": None, "in_pieces": None, "streamed": None}
+    changes = kinds | ({moves: True} if moves else {})
+    there = There([], [], [], [])
+    stages._loop, stages._there = True, there
+    stages._enforce(SimpleNamespace(budget_bytes=1, predicted_peak_bytes=1, **changes), "its plan")
+    assert begun == [None if moves else there]
+    assert stages._there is None
+
+
+@pytest.mark.parametrize("in_a_row", [0, 1])
+def test_no_better_plan_takes_over_while_the_guard_is_needed_beside_the_first(
+    in_a_row: int, stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard beside the better one would rest until its first iteration has saved too much."""
     standby = SimpleNamespace(in_a_row=in_a_row, another_phase=False, guard=SimpleNamespace(over_bytes=0))
     stages._apply = stages._session = SimpleNamespace(standby=standby)
     stages._planning = SimpleNamespace(has_news=lambda: True)
