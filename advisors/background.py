@@ -42,7 +42,7 @@ _SLOW: Final = (2.0, 10.0)
 for so much longer, once."""
 _LEAST_GROWN: Final = 1.1
 """Below it no smaller growth is tried."""
-_LONG_S: Final = 5.0
+_LONG_S: Final = 8.0
 """A search that would go on after this, by the wall, is left for later where there is a plan that does something, be it above the budget:
 the script waits ten seconds at most."""
 _LATEST_S: Final = 600
@@ -253,7 +253,8 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         if time.monotonic() - began + next_s > _LONG_S and _does_something(first):
             break
         first_s = next_s  # the guard holds the budget, this plan would not
-        again = _search(adviser, budget, first_s, soon=first_s < limit_s)
+        # the smallest peak of all has been looked for, if this is one
+        again = _search(adviser, budget, first_s, soon=first_s < limit_s, once=_does_something(first))
         first = again if again.is_better_than(first) else first
     first.save(output)
     if first_s == limit_s or not _does_something(first):
@@ -270,11 +271,11 @@ def _does_something(plan: Plan) -> bool:
     return bool(plan.actions or plan.script_actions)
 
 
-def _search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False) -> Plan:
-    from memopt.advisors.best_effort import best_effort
+def _search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False, once: bool = False) -> Plan:
+    from memopt.advisors.best_effort import TRIES, best_effort
 
     adviser.search_for(limit_s, soon=soon)
-    return best_effort(adviser, budget)
+    return best_effort(adviser, budget, tries=1 if once else TRIES)
 
 
 def _largest_first(recorded: Adviser, grown: float) -> Iterator[Adviser]:

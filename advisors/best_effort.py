@@ -12,20 +12,20 @@ from memopt.units import format_bytes
 
 NOT_MET = "the budget cannot be met: "
 """Begin of the note that says what holds the floor."""
-_TRIES = 6
+TRIES = 6
 """Each asks for what the refusal of the one before told; the plain peak is what is left then."""
 _WIDER = 1.05
 """From the second try on: where time is short, a search may miss a peak that the one before came to."""
 
 
-def best_effort(adviser: Adviser, budget: str) -> Plan:
+def best_effort(adviser: Adviser, budget: str, *, tries: int = TRIES) -> Plan:
     """The plan for `budget` (`16GB`, `60%` of the unplanned peak, as recorded). Where it cannot be met, the plan of the smallest peak found, with a
     note that begins with `NOT_MET`; its `budget_bytes` are those that were asked for."""
     meant = adviser.recorded or adviser
     asked = parse_budget(budget, meant.trace, unplanned_bytes=meant.unplanned_peak_bytes)
     budget_bytes = wanted_bytes = asked.tensors_bytes
     blocked: BudgetInfeasible | None = None
-    for tried in range(_TRIES):
+    for tried in range(tries):
         try:
             plan = adviser.plan(wanted_bytes)
         except BudgetInfeasible as error:

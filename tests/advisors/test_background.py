@@ -15,9 +15,10 @@ import pytest
 from memopt.advisors import background
 from memopt.advisors.advise import Adviser
 from memopt.advisors.background import Background
+from memopt.advisors.best_effort import TRIES
 from memopt.advisors.profiles.blockers import Floor
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
-from memopt.errors import RunFailed
+from memopt.errors import BudgetInfeasible, RunFailed
 from memopt.plan import Plan, load_plan
 from memopt.trace import load_trace
 from tests.support.layers_trace import Layer, build
@@ -160,7 +161,9 @@ def test_the_first_plan_is_searched_for_longer_until_it_meets_the_budget(
     output, asked, told = tmp_path / "plan.json", list[float](), list[int]()
     whole: list[bool] = []
 
-    def search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False) -> Plan:
+    def search(
+        adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False, once: bool = False
+    ) -> Plan:
         asked.append(limit_s)
         whole.append(not soon)
         over = 3 * MIB - len(asked) * MIB
@@ -191,7 +194,9 @@ def test_a_first_plan_that_does_nothing_is_searched_for_longer(
     over = msgspec.structs.replace(found, predicted_peak_bytes=2 * found.budget_bytes)
     output, asked = tmp_path / "plan.json", list[float]()
 
-    def search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False) -> Plan:
+    def search(
+        adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False, once: bool = False
+    ) -> Plan:
         asked.append(limit_s)
         return over if len(asked) > 1 else msgspec.structs.replace(over, predicted_peak_bytes=3 * found.budget_bytes, actions=[], script_actions=[])  # fmt: skip
 
@@ -213,7 +218,9 @@ def test_a_first_plan_that_is_much_too_slow_is_searched_for_longer_once(
     found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
     output, asked = tmp_path / "plan.json", list[float]()
 
-    def search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False) -> Plan:
+    def search(
+        adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False, once: bool = False
+    ) -> Plan:
         asked.append(limit_s)
         step_ms = (slower - len(asked)) * found.plain_step_ms
         return msgspec.structs.replace(found, predicted_step_ms=step_ms)
@@ -246,7 +253,9 @@ def test_a_script_that_waits_gets_a_plan_above_the_budget_before_a_long_search(
     over = msgspec.structs.replace(found, predicted_peak_bytes=2 * found.budget_bytes)
     output, asked = tmp_path / "plan.json", list[float]()
 
-    def search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False) -> Plan:
+    def search(
+        adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False, once: bool = False
+    ) -> Plan:
         asked.append(limit_s)
         return over
 
@@ -267,7 +276,9 @@ def test_a_first_search_has_time_for_every_op(
     found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
     asked = list[float]()
 
-    def search(adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False) -> Plan:
+    def search(
+        adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False, once: bool = False
+    ) -> Plan:
         asked.append(limit_s)
         return found
 
@@ -305,3 +316,24 @@ def test_a_planner_that_gets_no_time_ends_all_the_same() -> None:
     then = ("background._LATEST_S = 1", "background._step_back(0.01)", "time.sleep(60)")
     ended = subprocess.run([sys.executable, "-c", "\n".join((*lines, *then))], timeout=50)
     assert ended.returncode == -signal.SIGALRM
+
+
+def test_a_longer_search_for_a_plan_that_meets_the_budget_asks_for_no_other(
+    trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each search for the smallest peak found took as long again, and the script's patience ended before the one that would have met it."""
+    adviser, asked = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3), list[int]()
+    all_bytes = adviser.unplanned_peak_bytes
+    plain = adviser.plan(all_bytes)
+
+    def plan(adviser: Adviser, budget_bytes: int) -> Plan:
+        if budget_bytes >= all_bytes:
+            return plain
+        asked.append(budget_bytes)
+        raise BudgetInfeasible(budget_bytes, budget_bytes + 1)
+
+    monkeypatch.setattr(Adviser, "plan", plan)
+    background._search(adviser, "20MiB", 0.1, once=True)
+    assert len(asked) == 1
+    background._search(adviser, "20MiB", 0.1)
+    assert len(asked) == 1 + TRIES
