@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memopt.plan import Plan
     from memopt.trace import Trace
 
-FROM_THE_FIRST = "the optimizer's state had no room in its first step: it steps in pieces, and what has no room is in a tier between steps; the plain step that the cost is beside is one that moves it"
+FROM_THE_FIRST = "the optimizer's state had no room in its first step: the optimizer steps piece by piece, and state that has no room is on disk or in the host's memory between steps; the cost is told beside a step that does so, too"
 _LEAST_PIECE, _MOST_PIECE, _PIECES = 256 << 10, 32 << 20, 128
 """So much of the parameters steps at once: this part of the budget, between these."""
 _WHOLE_FROM_BYTES = 64 << 10
