@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -12,8 +12,10 @@ from memopt.cli.run.cache import Cache
 from memopt.cli.run.course import Wishes
 from memopt.cli.run.stages import Stages
 from memopt.instrument.script.command import Command
+from memopt.plan import OPTIMIZER_IN_BACKWARD, OPTIMIZER_IN_PIECES, WEIGHTS_STREAMED, ScriptAction
 from memopt.profiler.known import There
 from tests.cli.test_run import SCRIPT, memopt
+from tests.support.enforced import plan_with
 
 LOGGED = """
 import sys
@@ -78,20 +80,29 @@ def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return Stages(command, wishes, Cache(command, {}), lambda words: None)
 
 
-@pytest.mark.parametrize("moves", ["", "in_backward", "in_pieces", "streamed"])
+MOVES: dict[str, tuple[Literal["optimizer", "weights"], str]] = {
+    "": ("optimizer", "nothing"),
+    "in_backward": ("optimizer", OPTIMIZER_IN_BACKWARD),
+    "in_pieces": ("optimizer", OPTIMIZER_IN_PIECES),
+    "streamed": ("weights", WEIGHTS_STREAMED),
+}
+
+
+@pytest.mark.parametrize("moves", MOVES)
 def test_what_lived_before_a_plan_sent_some_of_it_away_is_not_measured(
     moves: str, stages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Optimizer state, gradients or weights leave as such a plan begins: they would count, and stay for so long."""
     begun = []
-    session = SimpleNamespace(begin_in=lambda loop, there: begun.append(there))
+    session = SimpleNamespace(begin_in=lambda loop, there: begun.append(there), standby=None)
     monkeypatch.setattr("memopt.enforcers.session.ApplySession", lambda plan, options: session)
     monkeypatch.setattr("memopt.cli.shared.plan_here.prepare_run", lambda plan, environment: None)
-    kinds = {"in_backward": None, "in_pieces": None, "streamed": None}
-    changes = kinds | ({moves: True} if moves else {})
+    kind, what = MOVES[moves]
+    plan = plan_with(ScriptAction(kind=kind, what=what, why="", saved_bytes=0))
+    assert bool(plan.in_backward or plan.in_pieces or plan.streamed) is bool(moves)
     there = There([], [], [], [])
     stages._loop, stages._there = True, there
-    stages._enforce(SimpleNamespace(budget_bytes=1, predicted_peak_bytes=1, **changes), "its plan")
+    stages._enforce(plan, "its plan")
     assert begun == [None if moves else there]
     assert stages._there is None
 
