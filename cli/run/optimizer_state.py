@@ -69,6 +69,8 @@ class StateBeside:
         """Is the plan that is in force one beside which state is away?"""
         self._keeps_bytes: int | None = None
         """What the plan's budget has room for may stay, once it is known how much the step has room for."""
+        self.last_away_bytes = 0
+        """What was in the tier after the last step: the script may have looked at it since."""
         self.note = ""
         """For the last words."""
 
@@ -107,10 +109,10 @@ class StateBeside:
             return
         self._seen.add(optimizer)
         made = made_by_first_step(optimizer)
-        if not made:
+        if not (made or _has_state(optimizer)):
             return
         needed = made + temporaries_of(optimizer)
-        if self._is_planned or guard.bytes_now() + needed > guard.budget_bytes:
+        if (made and self._is_planned) or guard.bytes_now() + needed > guard.budget_bytes:
             self._send(loop, guard.budget_bytes)
             self.note = FROM_THE_FIRST
 
@@ -137,7 +139,7 @@ class StateBeside:
         if self._pieces is not None:
             self._pieces.bring_back()
             self._pieces.remove()
-            self._pieces, self.note = None, ""
+            self._pieces, self.note, self.last_away_bytes = None, "", 0
 
     @property
     def away_bytes(self) -> int:
@@ -187,6 +189,7 @@ class StateBeside:
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:
             self._pieces.step_ended(optimizer)
+            self.last_away_bytes = self.away_bytes
 
 
 def _has_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -392,7 +392,7 @@ class Stages:
             self._profile.finished(problem or "the script ended while it was recorded")
             failure = self._profile.failure
             course.problem = course.problem or (str(failure) if failure is not None else "")
-        course.state_away_bytes = self._state.away_bytes
+        course.state_away_bytes = self._state.last_away_bytes
         course.notes += [self._state.note] if self._state.note else []
         planning = self._planning
         course.still_planning = planning is not None and not planning.is_over and not planning.has_news()

@@ -76,7 +76,8 @@ def _before_the_plan(course: Course) -> list[str]:
         return []
     worst = max(passed, key=lambda guard: guard.most_bytes)
     stuck = f": {worst.passed.words}" if worst.passed.words else ""
-    return [f"note: before the plan took effect, live bytes reached {format_bytes(worst.most_bytes)}{stuck}; the next run starts under the plan"]  # fmt: skip
+    again = "; the next run starts under the plan" if did_what_it_said(course) else ""
+    return [f"note: before the plan took effect, live bytes reached {format_bytes(worst.most_bytes)}{stuck}{again}"]  # fmt: skip
 
 
 def _guarded(course: Course) -> list[str]:

@@ -21,6 +21,7 @@ from memopt.enforcers.optimizer.first_step import gradients_to_come, temporaries
 from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.paged import PagedOptimizer
 from memopt.enforcers.optimizer.state_away import StateAway
+from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
 from memopt.enforcers.tiers.swap import SwapTier
 from memopt.enforcers.weights.emptied import Room
 from memopt.instrument.iterations import Iterations
@@ -96,6 +97,7 @@ class OptimizerInPieces:
                 for optimizer in optimizers:
                     if self._tier is None:
                         continue
+                    self._find_state(optimizer)
                     if not self._reason(optimizer, {}):
                         self._stepped_of(optimizer).leave(optimizer)
                     elif self._whole is not None:
@@ -119,11 +121,7 @@ class OptimizerInPieces:
 
     def _step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = {id(each): found for group in optimizer.param_groups for each in group["params"] if (found := kept_gradient(each)) is not None}  # fmt: skip
-        stepped = self._stepped.get(optimizer)
-        if stepped is not None and not stepped.fits(optimizer):
-            stepped.bring_back()
-            del self._stepped[optimizer]
-            self._trusted.pop(optimizer, None)
+        self._find_state(optimizer)
         reason = self._reason(optimizer, gradients)
         if reason:
             if self._whole is None:
@@ -147,6 +145,19 @@ class OptimizerInPieces:
         ]
         for each, _ in self._hidden[optimizer]:
             let_go(each)
+
+    def _find_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Whatever is not in pieces of ours is there whole: state that has left as a whole, or in pieces as they were laid out before, and that of
+        another optimizer, where the script has two share it."""
+        stepped = self._stepped.get(optimizer)
+        if stepped is not None and not stepped.fits(optimizer):
+            stepped.bring_back()
+            del self._stepped[optimizer]
+            self._trusted.pop(optimizer, None)
+            stepped = None
+        state = vars(optimizer).get("state")
+        if isinstance(state, StateElsewhere) and not (stepped is not None and stepped.stands_for(state)):
+            state.bring_back()
 
     @property
     def most_used(self) -> int:

@@ -157,6 +157,10 @@ class PagedOptimizer:
     def _state(self) -> StateElsewhere | None:
         return self._stand() if self._stand is not None else None
 
+    def stands_for(self, state: StateElsewhere) -> bool:
+        """Is it what we have put in the place of the optimizer's state?"""
+        return self._stand is not None and self._stand() is state
+
     def fits(self, optimizer: torch.optim.Optimizer) -> bool:
         """Are parameters as they were laid out, and is the state ours? The script may have put another one in its place."""
         ours = self._stand is None or optimizer.state is self._stand()

@@ -7,7 +7,7 @@ stays until the script goes on to train: until it saves a tensor for backward, o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, ValuesView
 from typing import Any
 
 
@@ -26,6 +26,26 @@ class StateElsewhere(defaultdict[Any, Any]):
         """Copied and pickled as what torch makes: a plain `defaultdict`."""
         self.bring_back()
         return defaultdict, (dict,), None, None, iter(list(dict.items(self)))
+
+    def copy(self) -> Any:
+        self.bring_back()
+        return defaultdict(dict, dict.items(self))
+
+    __copy__ = copy
+
+    def __or__(self, other: Any) -> Any:
+        return self.copy() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self.copy()
+
+    def items(self) -> Any:
+        """Looked at whenever the script goes on with it, also after steps."""
+        return ItemsView(self)
+
+    def values(self) -> Any:
+        """As `items`."""
+        return ValuesView(self)
 
     def __iter__(self) -> Any:  # `dict(state)` would go past __getitem__ were this not here
         return iter(list(dict.keys(self)))
@@ -47,19 +67,14 @@ for _name in (
     "__setitem__",
     "__delitem__",
     "__eq__",
-    "__or__",
+    "__ne__",
     "__ior__",
-    "__ror__",
-    "__copy__",
     "__repr__",
     "get",
-    "items",
-    "values",
     "pop",
     "popitem",
     "setdefault",
     "update",
-    "copy",
     "clear",
 ):
     setattr(StateElsewhere, _name, _whole_first(_name))
