@@ -272,8 +272,14 @@ def _planners(folder: Path) -> list[str]:
     return [line for line in done.stdout.splitlines() if "background" in line and str(folder) in line]
 
 
-def test_what_the_guard_could_not_hold_before_the_plan_is_told() -> None:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_the_guard_could_not_hold_before_the_plan_is_told(
+    is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memopt.cli.run import words
     from memopt.cli.run.words import _before_the_plan
+
+    monkeypatch.setattr(words, "did_what_it_said", lambda course: is_kept)
 
     def course(most: int, over: int) -> Any:
         stuck = "before aten.mm nothing was left that could be moved" if over else ""
@@ -283,6 +289,7 @@ def test_what_the_guard_could_not_hold_before_the_plan_is_told() -> None:
     assert _before_the_plan(course(2 << 20, 0)) == []
     (told,) = _before_the_plan(course(3 << 20, 1 << 20))
     assert "reached 3.00 MiB: before aten.mm nothing was left" in told
+    assert ("the next run starts under the plan" in told) is is_kept
 
 
 @pytest.mark.parametrize(
