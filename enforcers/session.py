@@ -242,7 +242,7 @@ class ApplySession:
 
             will_read = self._weights.before if self._weights is not None else None
             self._over_gradients = GradientsInPlace(self._plan.in_place.least_bytes, will_read)
-        if self._plan.in_backward is not None or self._plan.in_pieces is not None:
+        if self._plan.moves_the_step:
             from memopt.enforcers.optimizer.planned_steps import PlannedSteps
 
             self._steps = PlannedSteps()

@@ -235,6 +235,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self._decided(OPTIMIZER_IN_PIECES) or self._decided(OPTIMIZER_STATE_AWAY)
 
     @property
+    def moves_the_step(self) -> bool:
+        """Does it say how the optimizer steps, or where its state is?"""
+        return self.in_backward is not None or self.in_pieces is not None
+
+    @property
     def in_place(self) -> ScriptAction | None:
         """The decision to write over gradients that are used up, if it is made."""
         return self._decided(GRADIENTS_IN_PLACE)

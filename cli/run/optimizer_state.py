@@ -81,7 +81,9 @@ class StateBeside:
 
     def leaves(self, loop: Loop, budget_bytes: int) -> None:
         """Nothing else is left to move: if there is any it leaves, as what the steps that follow make."""
-        if not self.is_away and any(map(_has_state, loop.iterations.stepped)):
+        from memopt.enforcers.optimizer.first_step import has_state
+
+        if not self.is_away and any(map(has_state, loop.iterations.stepped)):
             self._send(loop, budget_bytes)
 
     def _send(self, loop: Loop, budget_bytes: int) -> None:
@@ -103,13 +105,13 @@ class StateBeside:
 
     def first_step(self, optimizer: torch.optim.Optimizer, loop: Loop, guard: Guard) -> None:
         """A step begins: if it is the optimizer's first, and would pass the budget with what it makes, it is taken in pieces."""
-        from memopt.enforcers.optimizer.first_step import made_by_first_step, temporaries_of
+        from memopt.enforcers.optimizer.first_step import has_state, made_by_first_step, temporaries_of
 
         if self.is_away or optimizer in self._seen:
             return
         self._seen.add(optimizer)
         made = made_by_first_step(optimizer)
-        if not (made or _has_state(optimizer)):
+        if not (made or has_state(optimizer)):
             return
         needed = made + temporaries_of(optimizer)
         if (made and self._is_planned) or guard.bytes_now() + needed > guard.budget_bytes:
@@ -163,9 +165,9 @@ class StateBeside:
         peak, base = plan.predicted_peak_bytes + keeps, plan.base_bytes + keeps
         return msgspec.structs.replace(plan, predicted_peak_bytes=peak, base_bytes=base)
 
-    def _keep(self, pieces: OptimizerInPieces, guard: Guard) -> None:
+    def _keep(self, pieces: OptimizerInPieces) -> None:
         """At the first step under a plan."""
-        if self._keeps_bytes is not None:
+        if self._keeps_bytes is not None and (guard := self._room.guard()) is not None:
             others = guard.bytes_now() - pieces.kept_bytes + _AT_ONCE * pieces.piece_bytes
             pieces.keeps_bytes = max(0, min(self._keeps_bytes, guard.budget_bytes - others))
             self._keeps_bytes = None
@@ -181,8 +183,7 @@ class StateBeside:
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:
             began = time.perf_counter()
-            if (guard := self._room.guard()) is not None:
-                self._keep(self._pieces, guard)
+            self._keep(self._pieces)
             self._pieces.step_begins(optimizer)
             self._spent_ms += 1000 * (time.perf_counter() - began)
 
@@ -190,7 +191,3 @@ class StateBeside:
         if self._pieces is not None:
             self._pieces.step_ended(optimizer)
             self.last_away_bytes = self.away_bytes
-
-
-def _has_state(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer.state, dict) and dict.__len__(optimizer.state) > 0

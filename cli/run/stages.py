@@ -280,7 +280,7 @@ class Stages:
         first = self.course.plan
         assert first is not None
         better = planning.better_than(first)
-        if better is None or first.in_backward or first.in_pieces or first.streamed:
+        if better is None or first.moves_the_step or first.streamed:
             return
         self._end_enforcing()
         self._base = count
@@ -317,8 +317,7 @@ class Stages:
         guarded_ms = sum([*course.times_ms.values()][-standby.in_a_row :])
         if not course.from_cache and guarded_ms <= _AS_LONG * course.extra_ms:
             return False
-        # to look again at each iteration takes long
-        self._keeps_plan = not _may_end(plan, standby.guard)
+        self._keeps_plan = not _may_end(plan, standby.guard)  # to look again at each iteration takes long
         return not self._keeps_plan
 
     def _begin_phase(self, count: int) -> None:
@@ -363,7 +362,7 @@ class Stages:
         elif len(course.phases_after) < course.phase:
             course.phases_after.append(self._base - self._parts)
         self._tell(f"under {which} from iteration {self._base - self._parts + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
-        if plan.in_backward or plan.in_pieces:
+        if plan.moves_the_step:
             self._state.end()
         prepare_run(plan, os.environ)
         options = Options(
@@ -373,7 +372,7 @@ class Stages:
         )
         self._apply = ApplySession(plan, options)
         self._session = self._apply
-        if plan.in_backward or plan.in_pieces or plan.streamed:
+        if plan.moves_the_step or plan.streamed:
             self._there = None  # as it begins, some of that leaves
         there, self._there = self._there, None
         self._apply.begin_in(self._loop, there)
@@ -478,7 +477,7 @@ class Stages:
     def _is_planned(self) -> bool:
         """Does a plan say how the optimizer steps?"""
         plan = self.course.plan if self._session is self._apply else None
-        return plan is not None and bool(plan.in_backward or plan.in_pieces)
+        return plan is not None and plan.moves_the_step
 
     @property
     def _guard_now(self) -> Guard | None:

@@ -325,7 +325,7 @@ class Guard(modes.Mode):
 
     def has_room(self, size_bytes: int) -> bool:
         """For a weight that nobody has asked for yet."""
-        return not self._counts or self._live.now() + size_bytes + self._about_bytes <= self.budget_bytes
+        return not self._counts or self._above(size_bytes + self._about_bytes) <= 0
 
     def make_room(self, size_bytes: int) -> None:
         """A weight is about to come back, which an op waits for."""
@@ -363,12 +363,16 @@ class Guard(modes.Mode):
 
     # --- room
 
+    def _above(self, need_bytes: int) -> int:
+        """By how much `need_bytes` more pass the budget; 0 or less where they do not."""
+        return self._live.now() + need_bytes - self.budget_bytes
+
     def _make_room(self, need_bytes: int, what: str) -> None:
         """Move what was saved first, until `need_bytes` more are within the budget."""
-        over = self._live.now() + need_bytes - self.budget_bytes
+        over = self._above(need_bytes)
         if over > 0 and self.sent is not None:
             self.sent()
-            over = self._live.now() + need_bytes - self.budget_bytes
+            over = self._above(need_bytes)
         if over <= 0:
             return
         over = self._move_away(need_bytes) if self._saved else over
@@ -376,7 +380,7 @@ class Guard(modes.Mode):
             over = self._collect_garbage(need_bytes)
         if over > 0 and self._thread.is_here and not self._iterations.in_step:
             self.last_resort()
-            over = self._live.now() + need_bytes - self.budget_bytes
+            over = self._above(need_bytes)
         self.passed.by(over, need_bytes, what)
 
     def _collect_garbage(self, need_bytes: int) -> int:
@@ -386,7 +390,7 @@ class Guard(modes.Mode):
         self._may_collect = False
         gc.collect()
         self._collects = self._live.now() < before
-        return self._live.now() + need_bytes - self.budget_bytes
+        return self._above(need_bytes)
 
     def _move_away(self, need_bytes: int) -> int:
         """What is still above the budget then."""
@@ -396,7 +400,7 @@ class Guard(modes.Mode):
                 self._ahead.popitem()[1].send_back()
             self._tier.collect()
             leaving: list[SwappedStorage] = []
-            over = self._live.now() + need_bytes - self.budget_bytes
+            over = self._above(need_bytes)
             for saved in list(self._here.values()):
                 if over <= 0:
                     break

@@ -13,11 +13,16 @@ _TRIED = 1024
 """Elements."""
 
 
+def has_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Has it made any? Asked without a look at what may be in a tier."""
+    return isinstance(optimizer.state, dict) and dict.__len__(optimizer.state) > 0
+
+
 def made_by_first_step(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of state that it will make; 0 where it has some, and of an optimizer that cannot be stepped in pieces.
 
     One tensor of each data type is stepped on trial: no parameter is touched."""
-    if why_not(optimizer) or not isinstance(optimizer.state, dict) or dict.__len__(optimizer.state):
+    if why_not(optimizer) or not isinstance(optimizer.state, dict) or has_state(optimizer):
         return 0
     try:
         with torch.no_grad():

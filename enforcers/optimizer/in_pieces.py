@@ -50,11 +50,7 @@ class OptimizerInPieces:
         self._elsewhere = gradients
         self._whole = StateAway(iterations, tier, whole_from) if tier is not None and whole_from else None
         self.piece_bytes = piece_bytes
-        self._iterations, self._tier, self._most_away = (
-            iterations,
-            tier,
-            most_away,
-        )
+        self._iterations, self._tier, self._most_away = iterations, tier, most_away
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, PagedOptimizer] = (
             weakref.WeakKeyDictionary()
         )

@@ -112,7 +112,7 @@ def test_no_better_plan_takes_over_while_the_guard_is_needed_beside_the_first(
     in_a_row: int, stages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The guard beside the better one would rest until its first iteration has saved too much."""
-    standby = SimpleNamespace(in_a_row=in_a_row, another_phase=False, guard=SimpleNamespace(over_bytes=0))
+    standby = SimpleNamespace(in_a_row=in_a_row, another_phase=False)
     stages._apply = stages._session = SimpleNamespace(standby=standby)
     stages._planning = SimpleNamespace(has_news=lambda: True)
     taken = []
