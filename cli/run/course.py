@@ -61,6 +61,8 @@ class Course:
     """The most that was measured under any plan, or that the guard beside it saw."""
     last_peak_bytes: int = 0
     """The same under the last one."""
+    most_at_looks: int = 0
+    """Most that was live where the script looked at optimizer state that the plan has away."""
     still_planning: bool = False
     no_plan_until: int = 0
     """Iterations, which backward calls end, before which nothing is planned, as the script may yet make an optimizer; 0 elsewhere."""
@@ -114,6 +116,7 @@ def facts(course: Course) -> dict[str, Any]:
         "better_after": course.better_after,
         "phases_after": course.phases_after,
         "peak_bytes": course.peak_bytes or None,
+        "looked_at_bytes": course.most_at_looks or None,
         "state_away_bytes": course.state_away_bytes,
         "planning_ms": course.planning_ms,
         "extra_ms": course.extra_ms,

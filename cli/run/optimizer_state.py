@@ -53,6 +53,10 @@ class _Room:
         if (guard := self.guard()) is not None:
             guard.resized(storage)
 
+    def state_looked_at(self, size_bytes: int) -> None:
+        if (guard := self.guard()) is not None:
+            guard.state_looked_at(size_bytes)
+
 
 class StateBeside:
     """Told of the steps of one run."""

@@ -294,6 +294,8 @@ class Stages:
         outcome, self._retired = apply.retire() if goes_on else (apply.finished(), None)
         course.most_saved = apply.most_saved
         seen_bytes = standby.guard.most_bytes if standby is not None else 0
+        if standby is not None:
+            course.most_at_looks = max(course.most_at_looks, standby.guard.most_at_looks)
         if outcome is not None:
             course.outcome = outcome
             course.last_peak_bytes = max(outcome.measured_peak_bytes or 0, seen_bytes)

@@ -45,7 +45,8 @@ def last_words(course: Course) -> list[str]:
     if plan is None or outcome is None:
         return [_not_enforced(course)]
     lines = [
-        _held(plan, outcome, course.peak_bytes or None, state_is_away=course.state_away_bytes > 0),
+        _looked_at(course, plan)
+        or _held(plan, outcome, course.peak_bytes or None, state_is_away=course.state_away_bytes > 0),
         _beside(plan, outcome),
         _cost(course, plan, outcome),
     ]
@@ -118,6 +119,18 @@ def _not_enforced(course: Course) -> str:
     if course.no_plan_until:
         told += f"; no optimizer of torch's stepped, so each backward call was one, and a plan waits for {course.no_plan_until} of those"
     return told
+
+
+def _looked_at(course: Course, plan: Plan) -> str:
+    """The budget was passed where the script looked at optimizer state, and nowhere by more."""
+    peak, budget = course.most_at_looks, plan.budget_bytes
+    if peak <= max(budget, course.peak_bytes):
+        return ""
+    others = f"; iterations peak at {format_bytes(course.peak_bytes)}" if course.peak_bytes else ""
+    return (
+        f"NOT held: {format_bytes(peak)}, {format_bytes(peak - budget)} above the budget of {format_bytes(budget)}, when the script looked at "
+        f"the optimizer's state between steps (a checkpoint, say), all of which comes back for that{others}"
+    )
 
 
 def _held(plan: Plan, outcome: Outcome, peak: int | None, *, state_is_away: bool = False) -> str:

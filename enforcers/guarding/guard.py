@@ -122,6 +122,8 @@ class Guard(modes.Mode):
         """Storages that have left."""
         self.moved_bytes = 0
         self.passed = Passed(loop.frames, device)
+        self.most_at_looks = 0
+        """Most that was live where the script looked at optimizer state that was away, while the guard rested."""
         self._collects = self._may_collect = True
 
     # --- life
@@ -336,6 +338,13 @@ class Guard(modes.Mode):
         """A weight has come back, or has left."""
         if self.device == "cpu" and self._counts:
             self._live.resized(storage)
+
+    def state_looked_at(self, size_bytes: int) -> None:
+        """Optimizer state comes back between steps, which no plan foresees: room is made for it, or it is noted how much there is then."""
+        if self._counts:
+            self._make_room(size_bytes, "the optimizer's state came back, as the script looked at it (a checkpoint, say)")  # fmt: skip
+        elif self.active:
+            self.most_at_looks = max(self.most_at_looks, self.tensor_bytes() + size_bytes)
 
     @property
     def _counts(self) -> bool:

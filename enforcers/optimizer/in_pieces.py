@@ -63,13 +63,15 @@ class OptimizerInPieces:
         """id of an optimizer, which may be gone -> most parameters that one of its steps has stepped in pieces."""
         self._stepping_whole: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.declined: Counter[str] = Counter()
+        self._room: Room | None = None
         self.keeps_bytes = 0
         """So much of what steps in pieces may stay on the device between steps."""
         self._went_on = -1
         """Iterations that had ended when `goes_on` was called for the first time since."""
 
     def come_into(self, room: Room) -> None:
-        """State that comes back as a whole asks `room` for memory from here on; of pieces there are never more than three."""
+        """State that comes back asks `room` for memory from here on; of pieces in a step there are never more than three."""
+        self._room = room
         if self._whole is not None:
             self._whole.room = room
 
@@ -181,7 +183,7 @@ class OptimizerInPieces:
     def _stepped_of(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
         if optimizer not in self._stepped:
             self._stepped[optimizer] = PagedOptimizer(
-                optimizer, self.piece_bytes, self._tier, self._most_away
+                optimizer, self.piece_bytes, self._tier, self._most_away, self._room
             )
         return self._stepped[optimizer]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.piece import Pager, Piece
@@ -25,6 +25,7 @@ from memopt.enforcers.optimizer.state_looks import (
     trained,
 )
 from memopt.enforcers.tiers.swap import SwapTier
+from memopt.enforcers.weights.emptied import Room
 from memopt.instrument.script.signals import held
 from memopt.instrument.stepping.in_pieces import Segment, State, pieces_of, step_slices
 from memopt.instrument.stepping.state_between_steps import ALONE, holders
@@ -40,7 +41,10 @@ class PagedOptimizer:
         piece_bytes: int,
         tier: SwapTier[Any] | None,
         most_away: int | None,
+        room: Room | None = None,
     ) -> None:
+        """`room`: who is told of state that stays, and of state that comes back."""
+        self._room = room
         self._pages, self._pager = tier is not None, Pager(tier)
         self._layout = layout_of(optimizer)
         self._leave_it = {
@@ -114,6 +118,8 @@ class PagedOptimizer:
         """It leaves, or takes of the room that there is: how much."""
         size = piece.bundle.nbytes() if piece.bundle is not None else 0
         if size <= room_bytes:
+            if piece.bundle is not None:
+                self._is_here(piece.bundle)
             return size
         self._pager.leave(piece)
         return 0
@@ -140,7 +146,7 @@ class PagedOptimizer:
 
     def _stand_in(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pages and self._stand is None and holders(optimizer) == ALONE:
-            optimizer.state = stand = StateElsewhere(optimizer.state, self.bring_back)
+            optimizer.state = stand = StateElsewhere(optimizer.state, self.bring_back, self._looked_at)
             self._stand = weakref.ref(stand)
 
     @property
@@ -293,6 +299,15 @@ class PagedOptimizer:
             inner.pop(name, None)
         put_in_order(inner, tuple(after))
 
+    def _is_here(self, storage: UntypedStorage) -> None:
+        if self._room is not None:
+            self._room.resized(storage)
+
+    def _looked_at(self) -> None:
+        if self._room is not None and (size := self.away_bytes):
+            self._room.state_looked_at(size)
+        self.bring_back()
+
     def bring_back(self) -> None:
         """All state is where the optimizer left it, in tensors of its own; until it is told to `leave`, or the next step."""
         state = self._state
@@ -325,5 +340,6 @@ class PagedOptimizer:
             whole = inner.get(name)
             if whole is None:
                 whole = inner[name] = segment.empty_whole(row.dtype, row.device)
+                self._is_here(whole.untyped_storage())
             segment.of(whole).copy_(row)
         piece.bundle, piece.last, piece.entries = None, None, []

@@ -84,6 +84,7 @@ class _Away:
         self._gone: list[EmptiedStorage] = []
         self._filled: tuple[int, set[int]] = -1, set()
         """The iteration in which storages got new memory, and their addresses: a profile of it sees them end."""
+        self._room: Room | None = None
         self.stays = ""
         self.is_back = False
         """It has been away, and is whole since."""
@@ -94,7 +95,7 @@ class _Away:
 
     def leave(self, optimizer: torch.optim.Optimizer, least_bytes: int, room: Room | None) -> str:
         guard = DisableTorchDispatch()
-        self.is_back = False
+        self.is_back, self._room = False, room
         try:
             with held(), torch.no_grad(), self._lock:
                 if vars(optimizer).get("state") is not self._stand_in():
@@ -102,7 +103,9 @@ class _Away:
                     reason = self.stays or why_state_stays(optimizer)
                     if reason:
                         return reason
-                    optimizer.state = stand_in = StateElsewhere(optimizer.state, self.bring_back)
+                    optimizer.state = stand_in = StateElsewhere(
+                        optimizer.state, self.bring_back, self._looked_at
+                    )
                     self._stand_in = weakref.ref(stand_in)
                 reason = self.stays or why_state_stays(optimizer, is_ours=True)
                 return reason or self._send(optimizer, least_bytes, room)
@@ -132,6 +135,11 @@ class _Away:
                 reason = error.what
         self._tier.collect()
         return reason
+
+    def _looked_at(self) -> None:
+        if self._room is not None and self._gone:
+            self._room.state_looked_at(sum(each.size_bytes for each in self._gone))
+        self.bring_back()
 
     def bring_back(self) -> None:
         """All of it is where the optimizer left it; until it is told to `leave`."""

@@ -15,20 +15,28 @@ class StateElsewhere(defaultdict[Any, Any]):
     """`optimizer.state`, as its owner's `bring_back` makes it whole. What goes on inside uses `dict`'s own methods."""
 
     bring_back: Callable[[], None]
+    looked_at: Callable[[], None]
 
-    def __init__(self, state: dict[Any, Any], bring_back: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        state: dict[Any, Any],
+        bring_back: Callable[[], None],
+        looked_at: Callable[[], None] | None = None,
+    ) -> None:
+        """`looked_at`: in place of `bring_back` where it is the script that looks."""
         super().__init__(dict)
         for key in dict.keys(state):
             dict.__setitem__(self, key, dict.__getitem__(state, key))
         self.bring_back = bring_back
+        self.looked_at = looked_at or bring_back
 
     def __reduce__(self) -> Any:
         """Copied and pickled as what torch makes: a plain `defaultdict`."""
-        self.bring_back()
+        self.looked_at()
         return defaultdict, (dict,), None, None, iter(list(dict.items(self)))
 
     def copy(self) -> Any:
-        self.bring_back()
+        self.looked_at()
         return defaultdict(dict, dict.items(self))
 
     __copy__ = copy
@@ -55,7 +63,7 @@ def _whole_first(name: str) -> Callable[..., Any]:
     plain = getattr(defaultdict, name)
 
     def method(self: StateElsewhere, *args: Any, **kwargs: Any) -> Any:
-        self.bring_back()
+        self.looked_at()
         return plain(self, *args, **kwargs)
 
     method.__name__ = name

@@ -31,6 +31,9 @@ class Room(Protocol):
     def resized(self, storage: UntypedStorage) -> None:
         """`storage` has got its bytes, or has let go of them."""
 
+    def state_looked_at(self, size_bytes: int) -> None:
+        """Optimizer state of so many bytes is about to come back, as the script looks at it."""
+
 
 class _Holder:
     __slots__ = ("storage",)
@@ -85,6 +88,10 @@ class EmptiedStorage:
         """It has never lost them, and will not."""
         self._coming: Pending | None = None
         self._lock = threading.RLock()
+
+    @property
+    def size_bytes(self) -> int:
+        return self._ticket.nbytes
 
     def settle(self) -> bool:
         """Let go of the bytes, if the copy out is safe; True when there is nothing left to wait for."""

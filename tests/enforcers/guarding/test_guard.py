@@ -271,6 +271,51 @@ def test_what_cannot_be_moved_is_told(tmp_path: Path) -> None:
     assert guard.passed.words.startswith("before aten.")
 
 
+def looks(steps: int) -> list[str]:
+    """State of 4 MB comes back in the midst of forward."""
+    model, found = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), []
+    for _ in range(steps):
+        loss = model(torch.randn(512, 256)).square().mean()
+        LOOKS[0](4_000_000)
+        loss.backward()
+        found.append(digest(loss))
+    return found
+
+
+LOOKS: list[Callable[[int], None]] = []
+
+
+def test_room_is_made_for_state_that_the_script_looks_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, budget = Guard.begin, 9_000_000
+    LOOKS[:] = [lambda size: None]
+    plain = seeded(looks, 3)
+
+    def begin_and_look(guard: Guard, *, waits: bool) -> None:
+        LOOKS[:] = [guard.state_looked_at]
+        begin(guard, waits=waits)
+
+    monkeypatch.setattr(Guard, "begin", begin_and_look)
+    computed, guard = guarded(looks, tmp_path, budget)
+    assert computed[:3] == plain
+    assert guard.moved > 0
+    assert guard.passed.most_bytes == 0
+    assert guard.most_at_looks == 0
+    computed, guard = guarded(looks, tmp_path, 5_000_000)
+    assert "the script looked at it" in guard.passed.words
+
+
+def test_a_guard_at_rest_notes_what_there_is_where_state_is_looked_at(tmp_path: Path) -> None:
+    tier = disk_tier(tmp_path)
+    guard = Guard(Loop(Frames(), Iterations(SimpleNamespace()), PlainForms()), tier, "cpu", 1, rests=True)
+    there, size = guard.tensor_bytes(), 1 << 20
+    guard.state_looked_at(size)
+    assert guard.most_at_looks == there + size
+    assert guard.passed.most_bytes == 0
+    tier.close()
+
+
 def test_what_has_left_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor a view of a weight, which its module holds. Before each op of a run over its budget all that was saved was tried: a tenth of the
     time of a script of small ops."""

@@ -475,6 +475,44 @@ def test_what_a_checkpoint_has_looked_at_leaves_again_as_training_goes_on(
     assert looked > 50 * max(there), there
 
 
+class Room:
+    """What it was told."""
+
+    def __init__(self) -> None:
+        self.looks = list[int]()
+
+    def has_room(self, size_bytes: int) -> bool:
+        return True
+
+    def make_room(self, size_bytes: int) -> None:
+        return None
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        return None
+
+    def state_looked_at(self, size_bytes: int) -> None:
+        self.looks.append(size_bytes)
+
+
+@pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "whole"])
+def test_whoever_holds_the_budget_is_told_of_a_look(in_pieces: bool, tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(1 << 16))
+    optimizer = torch.optim.Adam([weight]) if in_pieces else Subclass([weight])
+    iterations, room = Iterations(SimpleNamespace(), TrainingThread()), Room()
+    with contextlib.closing(DiskStore(tmp_path)) as tier:
+        pieces = OptimizerInPieces(iterations, 1 << 14, tier, whole_from=1 << 12)
+        pieces.come_into(room)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        pieces.begin([optimizer])
+        pieces.step_begins(optimizer)
+        pieces.step_ended(optimizer)
+        assert not room.looks
+        optimizer.state_dict()
+        optimizer.state_dict()
+        assert room.looks == [2 * weight.nbytes]
+
+
 def test_state_goes_with_its_optimizer(tmp_path: Path) -> None:
     """Nothing of it waits for the garbage collector: a script that makes a new optimizer has the memory of the old one's state."""
     weight = torch.nn.Parameter(torch.ones(1 << 16))

@@ -74,7 +74,7 @@ def test_the_same_state_whichever_way_it_has_left(odd: Odd, whole_from: int, tmp
 def elsewhere() -> tuple[StateElsewhere, list[int]]:
     looks: list[int] = []
     state = StateElsewhere({"a": {"b": 1}}, lambda: None)
-    state.bring_back = lambda: looks.append(1)
+    state.looked_at = lambda: looks.append(1)
     return state, looks
 
 
