@@ -2,13 +2,14 @@
 
 An iteration that saves more than was planned for (a longer text, several batches a step, an evaluation with gradients) is known as soon
 as it has saved more than the profiled one in all; one that saves other tensors (of another data type), as soon as what was to leave stays. From there on the guard counts, and moves away what no action of the plan is for. It
-stays awake a while, for what has happened once may come again; also where the script has kept something since, so that the next iteration would
-pass the budget; and for good where a measured one did without it (what grew is nothing that is saved). Where that does not do, it holds the
+stays awake for the next iterations, the more of them the more often it was needed of late; for a while where the script has kept something
+since, so that the next iteration would pass the budget; and for good where a measured one did without it (what grew is nothing that is saved). Where that does not do, it holds the
 iterations that follow without the plan's actions on tensors.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 from memopt.enforcers.guarding.guard import Guard
@@ -26,7 +27,7 @@ MORE = 1.02
 _ELEMENT_BYTES = 4
 """Of most elements, in plans that do not tell."""
 _STAYS_AWAKE = 16
-"""Iterations after the last that needed it."""
+"""Iterations after the last that needed it, at most: one after the first of them, twice as many after each other of the last so many."""
 _ANOTHER_PHASE = 4
 """Iterations in a row that needed it and saved as much as each other are another phase of the training, and no exception."""
 _OF_ALL_SIZES = 16
@@ -54,6 +55,8 @@ class Standby:
         self._stays_bytes = 0
         self._awake = 0
         """Iterations for which it stays so, this one included."""
+        self._woken = deque[int](maxlen=_STAYS_AWAKE)
+        """Iterations that were not as planned."""
         self._for_good = False
         self.alone = False
         """Is the plan to take no action? What it makes again pins what that is made of, which the guard could move."""
@@ -91,9 +94,15 @@ class Standby:
             self._wake()
 
     def _wake(self) -> None:
-        if self._awake <= _STAYS_AWAKE:
-            self._awake = _STAYS_AWAKE + 1
+        if not (self._woken and self._woken[-1] == self._begun):
+            self._woken.append(self._begun)
+            often = sum(each > self._begun - _STAYS_AWAKE for each in self._woken)
+            self._stay_awake(2 ** (often - 1))
             self.guard.wake()
+
+    def _stay_awake(self, iterations: int) -> None:
+        """In so many after this one."""
+        self._awake = max(self._awake, 1 + min(iterations, _STAYS_AWAKE))
 
     def iteration_ended(self, saved: tuple[int, int], peak_bytes: int | None) -> None:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured."""
@@ -103,7 +112,7 @@ class Standby:
         self.needed = [*self.needed[1 - _OF_ALL_SIZES :], saved] if needed else []
         self._for_good = self._for_good or (peak_bytes or 0) > _PASSED * self._most_bytes
         if self._begun and self._keeps_too_much(self._at_end):
-            self._awake = _STAYS_AWAKE + 1
+            self._stay_awake(_STAYS_AWAKE)
 
     def new_iteration(self) -> None:
         self._stays_bytes, self._has_saved = 0, False

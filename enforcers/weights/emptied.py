@@ -91,7 +91,7 @@ class EmptiedStorage:
 
     @property
     def size_bytes(self) -> int:
-        return self._ticket.nbytes
+        return int(self._ticket.nbytes)
 
     def settle(self) -> bool:
         """Let go of the bytes, if the copy out is safe; True when there is nothing left to wait for."""

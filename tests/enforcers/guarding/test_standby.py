@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -177,6 +178,30 @@ def test_it_rests_where_all_iterations_are_alike(plan: Plan, guards: list[Guard]
     (guard,) = guards
     assert guard.rests
     assert (guard.moved, guard.most_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("each", "awake"), [(20, [9, 10, 29, 30]), (4, [9, 10, 13, 14, 15, *range(17, 37)])])
+def test_it_stays_awake_the_longer_the_more_often_it_is_needed(
+    each: int,
+    awake: list[int],
+    plan: Plan,
+    guards: list[Guard],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After each evaluation it stayed awake for 16 iterations, which cost a script of small ops eight times its own."""
+    found: list[int] = []
+    end = Standby.iteration_ended
+
+    def told(self: Standby, *args: Any) -> None:
+        found.extend([] if self.guard.rests else [self.guard._iterations.count])
+        end(self, *args)
+
+    monkeypatch.setattr(Standby, "iteration_ended", told)
+    loop = layers(looks=lambda step: int(step % each == 8 % each and step > 4))
+    computed, _ = enforced_from(loop, plan, tmp_path, 36, begins_after=3, holds_bytes=plan.budget_bytes)
+    assert computed == seeded(loop, 36)
+    assert found == awake
 
 
 def test_it_rests_again(plan: Plan, guards: list[Guard], tmp_path: Path) -> None:
