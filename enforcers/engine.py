@@ -112,6 +112,8 @@ class Engine(modes.Mode):
         self.saved_tensors = 0
         self.saved_elements = self.saved_bytes = 0
         """What autograd saved in this iteration, in the plan's own measure."""
+        self._leaving_bytes = 0
+        """Of these, what the plan has an action for."""
         self.standby: Standby | None = None
         """What sees to tensors that no action of the plan is for."""
 
@@ -345,12 +347,12 @@ class Engine(modes.Mode):
             return Kept(tensor)
         if not is_plain(tensor) or not self._is_watched(tensor):
             return Kept(tensor)
+        standby = self.standby
+        if standby is not None:
+            standby.saved(self.saved_bytes, self._leaving_bytes)
         self.saved_tensors += 1
         self.saved_elements += tensor.numel()
         self.saved_bytes += tensor.nbytes
-        standby = self.standby
-        if standby is not None:
-            standby.saved(self.saved_bytes)
         frame = self._frames.current
         ordinal = frame.packs
         frame.packs = ordinal + 1
@@ -376,6 +378,7 @@ class Engine(modes.Mode):
             self.account.decline(slot.action, "its bytes are numpy's or a file's, which may change unseen")
             return Kept(tensor)
         handle = Planned(tensor, slot)
+        self._leaving_bytes += tensor.nbytes
         if slot.later:
             self._later.setdefault(slot.action, []).append(weakref.ref(handle))
         elif slot.ref.is_output and slot.ref.node:
@@ -473,7 +476,7 @@ class Engine(modes.Mode):
         self._makers.forget()
         self._letting_go.new_iteration()
         self._streams.new_iteration()
-        self.saved_tensors = self.saved_elements = self.saved_bytes = 0
+        self.saved_tensors = self.saved_elements = self.saved_bytes = self._leaving_bytes = 0
         self.values.new_iteration()
         if self.weights is not None:
             self.weights.new_iteration()

@@ -1,15 +1,14 @@
 """The guard beside a plan: it rests while iterations are as the profiled one was, and holds the budget in those that are not.
 
 An iteration that saves more than was planned for (a longer text, several batches a step, an evaluation with gradients) is known as soon
-as it has saved more than the profiled one in all; one that saves other tensors (of another data type), as soon as what was to leave stays. From there on the guard counts, and moves away what no action of the plan is for. It
-stays awake for the next iterations, the more of them the more often it was needed of late; for a while where the script has kept something
-since, so that the next iteration would pass the budget; and for good where a measured one did without it (what grew is nothing that is saved). Where that does not do, it holds the
+as more of what it saved stays than in an iteration that was as planned, or it has saved more in all; one that saves other tensors (of another data type), as soon as what was to leave stays. From there on the guard counts, and moves away what no action of the plan is for. It
+stays awake for the next iterations, the more of them the more in a row have needed it; for a while where it woke too late, or the script has
+kept something since, so that the next iteration would pass the budget; and for good where a measured one did without it (what grew is nothing that is saved). Where that does not do, it holds the
 iterations that follow without the plan's actions on tensors.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from pathlib import Path
 
 from memopt.enforcers.guarding.guard import Guard
@@ -27,7 +26,7 @@ MORE = 1.02
 _ELEMENT_BYTES = 4
 """Of most elements, in plans that do not tell."""
 _STAYS_AWAKE = 16
-"""Iterations after the last that needed it, at most: one after the first of them, twice as many after each other of the last so many."""
+"""Iterations, at most, after the last that needed it."""
 _ANOTHER_PHASE = 4
 """Iterations in a row that needed it and saved as much as each other are another phase of the training, and no exception."""
 _OF_ALL_SIZES = 16
@@ -45,6 +44,12 @@ class Standby:
         self._most_saved_bytes = int(
             MORE * plan.grown * (plan.saved_bytes or _ELEMENT_BYTES * plan.saved_elements)
         )
+        self._more_saved_bytes = self._most_saved_bytes - plan.saved_bytes
+        self._as_planned = plan.saved_tensors, plan.saved_elements
+        self._staying_bytes = 0
+        """Of what was saved in this iteration."""
+        self._most_staying_bytes = 0
+        """Of one that is as planned, once there was one."""
         self._most_bytes = max(guard.budget_bytes, plan.predicted_peak_bytes)
         self._room_bytes = _PASSED * self._most_bytes - plan.predicted_peak_bytes
         self._at_end, self._at_first = Keeping(guard.tensor_bytes), Keeping(guard.tensor_bytes)
@@ -55,8 +60,10 @@ class Standby:
         self._stays_bytes = 0
         self._awake = 0
         """Iterations for which it stays so, this one included."""
-        self._woken = deque[int](maxlen=_STAYS_AWAKE)
-        """Iterations that were not as planned."""
+        self._woken = -1
+        """The last iteration that was not as planned."""
+        self._woken_in_a_row = 0
+        """Such iterations up to that one."""
         self._for_good = False
         self.alone = False
         """Is the plan to take no action? What it makes again pins what that is made of, which the guard could move."""
@@ -69,13 +76,16 @@ class Standby:
         self.needed: list[tuple[int, int]] = []
         """How many tensors, and elements, autograd saved in each of the last of these."""
 
-    def saved(self, saved_bytes: int) -> None:
-        """So many have been saved in this iteration."""
+    def saved(self, saved_bytes: int, leaving_bytes: int) -> None:
+        """So many have been saved in this iteration, and so many of these are to leave."""
         if not self._has_saved:
             self._has_saved = True
             self.guard.goes_on()
             self._look_at_what_is_kept()
-        if saved_bytes > self._most_saved_bytes:
+        self._staying_bytes = saved_bytes - leaving_bytes
+        if saved_bytes > self._most_saved_bytes or (
+            self._most_staying_bytes and self._staying_bytes > self._most_staying_bytes and not self.alone
+        ):
             self._wake()
 
     def _look_at_what_is_kept(self) -> None:
@@ -94,10 +104,10 @@ class Standby:
             self._wake()
 
     def _wake(self) -> None:
-        if not (self._woken and self._woken[-1] == self._begun):
-            self._woken.append(self._begun)
-            often = sum(each > self._begun - _STAYS_AWAKE for each in self._woken)
-            self._stay_awake(2 ** (often - 1))
+        if self._woken != self._begun:
+            self._woken_in_a_row = self._woken_in_a_row + 1 if self._woken == self._begun - 1 else 1
+            self._woken = self._begun
+            self._stay_awake(2 ** (self._woken_in_a_row - 1) - 1)
             self.guard.wake()
 
     def _stay_awake(self, iterations: int) -> None:
@@ -106,12 +116,19 @@ class Standby:
 
     def iteration_ended(self, saved: tuple[int, int], peak_bytes: int | None) -> None:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured."""
-        needed = self.guard.moved > self._moved or self.guard.passed.now_bytes > 0
+        over = self.guard.passed.now_bytes
+        needed = self.guard.moved > self._moved or over > 0
+        needed = needed and (self._woken == self._begun or self._for_good)
         self._moved = self.guard.moved
+        if saved == self._as_planned and not self.alone and self._more_saved_bytes > 0:
+            self._most_staying_bytes = max(
+                self._most_staying_bytes, self._staying_bytes + self._more_saved_bytes
+            )
         self.in_a_row = self.in_a_row + 1 if needed else 0
         self.needed = [*self.needed[1 - _OF_ALL_SIZES :], saved] if needed else []
         self._for_good = self._for_good or (peak_bytes or 0) > _PASSED * self._most_bytes
-        if self._begun and self._keeps_too_much(self._at_end):
+        too_late = over > (_PASSED - 1) * self._most_bytes
+        if too_late or (self._begun and self._keeps_too_much(self._at_end)):
             self._stay_awake(_STAYS_AWAKE)
 
     def new_iteration(self) -> None:
