@@ -180,7 +180,9 @@ def test_it_rests_where_all_iterations_are_alike(plan: Plan, guards: list[Guard]
     assert (guard.moved, guard.most_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize(("each", "awake"), [(20, [9, 29]), (4, [9, 13, 17, 21, 25, 29, 33]), (1, [*range(6, 37)])])
+@pytest.mark.parametrize(
+    ("each", "awake"), [(20, [9, 29]), (4, [9, 13, 17, 21, 25, 29, 33]), (1, [*range(6, 37)])]
+)
 def test_it_stays_awake_the_longer_the_more_often_it_is_needed(
     each: int,
     awake: list[int],
