@@ -54,12 +54,16 @@ class Standby:
         self._room_bytes = _PASSED * self._most_bytes - plan.predicted_peak_bytes
         self._at_end, self._at_first = Keeping(guard.tensor_bytes), Keeping(guard.tensor_bytes)
         """At the end of iterations, and at their first saved tensors."""
+        self._kept_bytes = 0
+        """What the script has kept since, for which the guard stays awake."""
         self._begun = 0
         """Iterations, under the plan; the first may have the gradients of a step before it."""
         self._has_saved = False
         self._stays_bytes = 0
         self._awake = 0
         """Iterations for which it stays so, this one included."""
+        self._was_awake = False
+        """From the beginning of this iteration on."""
         self._woken = -1
         """The last iteration that was not as planned."""
         self._woken_in_a_row = 0
@@ -95,7 +99,10 @@ class Standby:
 
     def _keeps_too_much(self, keeping: Keeping) -> bool:
         held = held_bytes(self.guard.device)
-        return held > 0 and keeping.more_bytes(held, self._room_bytes) > self._room_bytes
+        more = keeping.more_bytes(held, self._room_bytes) if held else 0
+        if more > self._room_bytes:
+            self._kept_bytes = more
+        return more > self._room_bytes
 
     def stays(self, size_bytes: int) -> None:
         """So much stays in this iteration that was to leave: it is not as planned."""
@@ -117,8 +124,11 @@ class Standby:
     def iteration_ended(self, saved: tuple[int, int], peak_bytes: int | None) -> None:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured."""
         over = self.guard.passed.now_bytes
-        needed = self.guard.moved > self._moved or over > 0
-        needed = needed and (self._woken == self._begun or self._for_good)
+        helped = self.guard.moved > self._moved or over > 0
+        needed = helped and (self._woken == self._begun or self._for_good)
+        if self._kept_bytes and self._was_awake and not helped:  # there is room for that
+            self._room_bytes, self._kept_bytes = max(self._room_bytes, self._kept_bytes), 0
+            self._awake = min(self._awake, 1)
         self._moved = self.guard.moved
         if saved == self._as_planned and not self.alone and self._more_saved_bytes > 0:
             self._most_staying_bytes = max(
@@ -135,7 +145,8 @@ class Standby:
         self._stays_bytes, self._has_saved = 0, False
         self._begun += 1
         self._awake = max(0, self._awake - 1)
-        if self._awake or self._for_good:
+        self._was_awake = self._awake > 0 or self._for_good
+        if self._was_awake:
             self._choose()
             self.guard.wake()
         elif not self.guard.rests:
