@@ -3,8 +3,8 @@
 Five things differ while a `TorchDispatchMode` is on, and each is put right here:
 1. Inside an op that was handed to a mode, conjugate and negative views are not resolved: complex `linalg.pinv` came out wrong.
 2. Nor does autocast reach what such an op calls: `linalg.pinv` and `nn.Bilinear` came out in another precision.
-3. The backward formulas of `prod`, `cumprod`, `max`, `min`, `median` and `det` take another way, with other bits, or other bits of its own
-   derivative.
+3. The backward formulas of `prod`, `cumprod`, `max`, `min`, `median`, `det` and `matrix_exp` take another way, with other bits, or other bits
+   of its own derivative.
 4. `svdvals`, `eigvalsh` and `eigvals` of what needs no gradient compute vectors as well, by another routine of LAPACK's.
 5. `matmul` of batches, one of them of a single matrix that needs no gradient, multiplies them as one large matrix, not one by one.
 """
@@ -82,6 +82,7 @@ LOOKING = {
     "MedianBackward0": "aten.median.default",
     "NanmedianBackward0": "aten.nanmedian.default",
     "LinalgDetBackward": "aten._linalg_det.",
+    "LinalgMatrixExpBackward": "aten.linalg_matrix_exp.",
 }
 """Nodes whose formula looks whether a mode is on, by the beginning of their names, and their ops."""
 _LOOKING_NODES, _LOOKING_OPS = tuple(LOOKING), tuple(LOOKING.values())

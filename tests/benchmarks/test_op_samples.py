@@ -43,3 +43,12 @@ def test_samples_are_the_same(kind: str, tmp_path: Path) -> None:
     assert held.different == []
     assert held.compared > OPS_EACH / 2
     assert held.actions > 0
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_second_derivative_of_a_matrix_exponential_is_plain_s(tmp_path: Path) -> None:
+    """Of a matrix whose exponential overflows NaNs had another sign: the formula looks whether a mode is on."""
+    held = Held()
+    hold(list(samples(("second",), ("matrix_exp",), most=2)), tmp_path, held)
+    assert held.different == []
+    assert held.compared == 6
