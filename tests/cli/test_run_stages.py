@@ -121,6 +121,15 @@ def test_no_better_plan_takes_over_while_the_guard_is_needed_beside_the_first(
     assert taken == ([] if in_a_row else [5])
 
 
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_phase_that_is_not_planned_for_any_more_is_told_of_once(planned: bool, stages: Any) -> None:
+    """The last plan's outcome tells what was moved away beside it, and so did the note of the phase that had begun."""
+    course = stages.course
+    course.notes, course.phase, course.outcome = ["up to iteration 9, 26 storages"], 1, SimpleNamespace()
+    course.phases_after = [9] if planned else []
+    assert stages.finished().notes == (["up to iteration 9, 26 storages"] if planned else [])
+
+
 ONE_BY_ONE = """
 import torch
 torch.manual_seed(0)
