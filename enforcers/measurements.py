@@ -133,7 +133,7 @@ class Measurements:
         if self._others:
             ends = dict.fromkeys((f"{min(self._others):.2f}", f"{max(self._others):.2f}"))
             found.append(
-                f"{len(self._others)} iterations saved other tensors than the profiled one, {' to '.join(ends)} times as many "
+                f"{len(self._others)} iteration{'s' * (len(self._others) > 1)} saved other tensors than the profiled one, {' to '.join(ends)} times as many "
                 f"elements; {self._how_it_moves()}"
             )
         if self._evaluation_bytes:

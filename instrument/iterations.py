@@ -147,6 +147,11 @@ class Iterations:
         return self._after_backwards or self._shares_backward or self.chosen in self._expected
 
     @property
+    def more_may_join(self) -> bool:
+        """Is this the first round of optimizers that step after one backward call, each made as it first steps, and may there be more of them?"""
+        return self._shares_backward and self.rounds == 1
+
+    @property
     def _is_left_behind(self) -> bool:
         """Has the script gone on to another phase, without the optimizer whose steps have ended iterations so far?"""
         usual = 2 * self._most_others_steps + 1
@@ -243,8 +248,10 @@ class Iterations:
             self._end_iteration()
 
     def _is_an_optimizer_there(self) -> bool:
-        """Or has one been made before the first backward call? To look for it takes long."""
-        return (self._backwards == 1 and any_was_made()) or bool(living(torch.optim.Optimizer)[0])
+        """Or has one been made before the first backward call, or was there in an earlier run? To look for it takes long."""
+        if self._optimizers or (self._backwards == 1 and any_was_made()):
+            return True
+        return bool(living(torch.optim.Optimizer)[0])
 
     def _steps_for_us(self) -> bool:
         """Is it the training thread that steps, or autograd's for it? Hooks of a GPU's backward run in a thread of the device's."""

@@ -278,6 +278,8 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     """How the optimizer was used; none where that was not recorded."""
     frozen: list[int] = []
     """Storages of weights that nothing trains and that may be streamed (`instrument.memory.frozen_weights`)."""
+    held_beside: list[int] = []
+    """Storages of weights in which tensors lie that are no module's (a list of `.data`): such a weight stays."""
     value_facts: list[ValueFacts] = []
     """Of large saved storages whose values a codec may make use of. Empty where nobody looked, as in older profiles."""
 
@@ -397,7 +399,7 @@ def _bad_ranges(trace: Trace) -> str:
         ("slots.ordinal", slots.ordinal, 0, _MOST), ("slots.consumer", slots.consumer, -1, n),
         ("slots.packed_before", slots.packed_before, 0, n + 1), ("slots.unpacks", slots.unpacks.items, 0, n + 1),
         ("slots.unpack_order", slots.unpack_order, -1, _MOST),
-        ("frozen", trace.frozen, 0, m), ("slots.shape", slots.shape.items, 0, _MOST), ("slots.offset", slots.offset, 0, _MOST),
+        ("frozen", trace.frozen, 0, m), ("held_beside", trace.held_beside, 0, m), ("slots.shape", slots.shape.items, 0, _MOST), ("slots.offset", slots.offset, 0, _MOST),
     )  # fmt: skip
     for name, column, low, high in checks:
         if column and not (low <= min(column) and max(column) < high):

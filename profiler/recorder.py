@@ -390,6 +390,11 @@ class Recorder(modes.Mode):
             self._pending.pop(number, None)
             self._held_long.pop(number, None)
 
+    def saved_now(self) -> set[int]:
+        """ids of the tensors that are saved, and live."""
+        handles = (reference() for references in self._saved_by.values() for reference in references)
+        return {id(handle.tensor) for handle in handles if handle is not None}
+
     def _to_ask_after(self, op: int, everything: bool) -> list[tuple[int, int]]:
         """The latest of the saved storages, and some of the others in turn, where a script keeps very many (the states of a recurrent
         net): those come to light late."""

@@ -107,6 +107,8 @@ class Result:
     updates: Updates | None = None
     frozen: list[int] = field(default_factory=list)
     """Storages of weights that nothing trains."""
+    held_beside: list[int] = field(default_factory=list)
+    """Storages of weights that something beside their modules holds."""
 
 
 class Recordings:
@@ -250,7 +252,7 @@ class Recordings:
         # parameters and states that this very iteration made
         there = self.there()
         tell_all(now.recorder.met.know_again, self._frames, there)
-        frozen = _frozen_in(now.recorder, there)
+        frozen, held = _frozen_in(now.recorder, there), _held_beside_in(now.recorder, there)
         updates = now.watch_no_more()
         if not self.device:
             self.device = "cuda" if out_of_memory and _uses_cuda() else device_in_use(there.modules)
@@ -262,7 +264,9 @@ class Recordings:
         if now.iteration <= self._wanted.warmup and now.recorder.overflow:
             return
         if now.iteration <= self._wanted.warmup:
-            result = Result(now.recorder, usage, now.iteration, updates=updates, frozen=frozen)
+            result = Result(
+                now.recorder, usage, now.iteration, updates=updates, frozen=frozen, held_beside=held
+            )
             if not whole:
                 self.fragment = result
             elif now.recorder.backward_calls:
@@ -270,7 +274,13 @@ class Recordings:
         elif self.result is None:
             times = [] if usage is not None else [now.clock.time_us]
             self.result = Result(
-                now.recorder, usage, now.iteration, more_times_us=times, updates=updates, frozen=frozen
+                now.recorder,
+                usage,
+                now.iteration,
+                more_times_us=times,
+                updates=updates,
+                frozen=frozen,
+                held_beside=held,
             )
         elif same_ops(self.result.recorder, now.recorder):
             self.result.more_times_us.append(now.clock.time_us)
@@ -325,6 +335,14 @@ def _frozen_in(recorder: Recorder, there: There) -> list[int]:
 
     rows = {recorder.met.row_of(tensors[0]) for tensors in frozen_weights(there.modules).values()}
     return sorted(row for row in rows if row >= 0)
+
+
+def _held_beside_in(recorder: Recorder, there: There) -> list[int]:
+    """Rows of the weights in which tensors lie that are neither a module's nor saved."""
+    from memopt.instrument.memory.frozen_weights import held_beside
+
+    rows = map(recorder.met.row_of, held_beside(there.modules, there.tensors, recorder.saved_now()))
+    return sorted({row for row in rows if row >= 0})
 
 
 def _uses_cuda() -> bool:

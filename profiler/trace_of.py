@@ -84,7 +84,13 @@ def trace_of(result: Result, partial: str, recordings: Recordings, run: Run) -> 
         device = measure_device(device.kind, run.wanted.swap_dir, _room_bytes(trace, result), rates)
     except RuntimeError as error:
         device = Device(kind=device.kind, name=f"not measured: {error}"[:200])
-    return msgspec.structs.replace(trace, device=device, updates=result.updates, frozen=result.frozen)
+    return msgspec.structs.replace(
+        trace,
+        device=device,
+        updates=result.updates,
+        frozen=result.frozen,
+        held_beside=result.held_beside,
+    )
 
 
 def _room_bytes(trace: Trace, result: Result) -> int:

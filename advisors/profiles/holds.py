@@ -22,6 +22,7 @@ _SHARE = 0.1
 _NAMED = 3
 """Parts that are named one by one: a line for a screen."""
 LESS = "less with "
+OF_THE_STEP = "temporaries of the step"
 
 
 class Hold:
@@ -74,11 +75,15 @@ class Hold:
         view, trace = self.problem.view, self.problem.view.trace
         kinds = trace.storages.category
         parts = [(self.by_kind[name], name if name == "optimizer state" else name + "s") for name in STATE]
-        parts += [
-            (int(view.size[s]), _without_shape(trace.storage_label(s)))
-            for s in self.storages
-            if CATEGORIES[kinds[s]] not in STATE
-        ]
+        others: dict[str, list[int]] = {}
+        for s in self.storages:
+            if CATEGORIES[kinds[s]] not in STATE:
+                of_the_step = view.birth[s] >= 0 and PHASES[int(view.phase[view.birth[s]])] == "optimizer"
+                name = OF_THE_STEP if of_the_step else _without_shape(trace.storage_label(s))
+                others.setdefault(name, []).append(int(view.size[s]))
+        for name, sizes in others.items():
+            several = len(sizes) > 1 and name != OF_THE_STEP
+            parts.append((sum(sizes), f"{name} ×{len(sizes)}" if several else name))
         parts.append((self.by_kind["working"], "the op itself"))
         largest = sorted((part for part in parts if part[0]), key=lambda part: -part[0])[:_NAMED]
         said = ", ".join(f"{name} {format_bytes(size)}" for size, name in largest)

@@ -207,7 +207,7 @@ class Stages:
 
     def _recorded(self, trace: Trace) -> None:
         if self._trace is None:
-            found = msgspec.structs.replace(trace, iteration=self._base + trace.iteration)
+            found = msgspec.structs.replace(trace, iteration=self._base - self._parts + trace.iteration)
             self._trace = self._state.told_of(found)
 
     def _plan(self, count: int) -> None:
@@ -217,11 +217,11 @@ class Stages:
         assert profile is not None
         self._session = None
         if not course.phase:
-            self._parts = profile.parts
+            self._parts += profile.parts
             course.iterations = count - self._parts
         budget = know_budget(course, trace)
         assert course.budget_bytes is not None
-        self._tell(f"recorded iteration {trace.iteration - (self._parts if course.phase else 0)}; planning for {format_bytes(course.budget_bytes)} while the script waits")  # fmt: skip
+        self._tell(f"recorded iteration {trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script waits")  # fmt: skip
         background = self._background or Background()
         saved_before = self._saved_before or [each for guard in course.guards for each in guard.saved_before]
         self._planning = Planning(
@@ -394,6 +394,8 @@ class Stages:
             failure = self._profile.failure
             course.problem = course.problem or (str(failure) if failure is not None else "")
         course.state_away_bytes = self._state.last_away_bytes
+        if course.notes and course.outcome is not None and len(course.phases_after) < course.phase:
+            course.notes.pop()  # it ended before there was another plan: the outcome of the last one says the same
         course.notes += [self._state.note] if self._state.note else []
         planning = self._planning
         course.still_planning = planning is not None and not planning.is_over and not planning.has_news()
@@ -448,7 +450,11 @@ class Stages:
 
         profile, planning = self._profile, self._planning
         if isinstance(self._session, Guard) and self._profile is None and not self.course.online:
-            if self._loop is None or self._loop.iterations.waits_for_another or count < _GUARDED:
+            iterations = self._loop.iterations if self._loop is not None else None
+            if iterations is None or iterations.waits_for_another or count < _GUARDED:
+                return
+            if iterations.more_may_join:
+                self._parts = count - 1
                 return
             self._state.comes_back(self._session)
             self._end_watch()

@@ -29,7 +29,10 @@ def weights_away(
     facts = trace.facts
     if any(map(facts.get, REASONS_TO_STAY)):
         return {}
-    large = [storage for storage in range(trace.storage_count) if _is_large_weight(trace, storage)]
+    held = set(trace.held_beside)
+    large = [
+        each for each in range(trace.storage_count) if each not in held and _is_large_weight(trace, each)
+    ]
     calls = _backward_calls(trace) if large else []
     if not calls or len(calls) != facts.get("backward_calls", 0):
         return {}

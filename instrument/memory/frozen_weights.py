@@ -1,4 +1,6 @@
-"""Frozen weights: what nothing trains, as LoRA's base, a teacher or the network of a perceptual loss.
+"""Frozen weights, and those that something beside their modules holds.
+
+Frozen is what nothing trains, as LoRA's base, a teacher or the network of a perceptual loss.
 
 One rule for the profile, which tells which there are, and for the run, which streams them: parameters and buffers of modules without
 modules below them (a linear layer, a convolution, an embedding), so that whoever reads one past torch's dispatcher is inside a call of
@@ -7,10 +9,11 @@ the module that owns it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from torch import Tensor, nn
 
+from memopt.instrument.identity import NO_STORAGE
 from memopt.instrument.ops import is_lent, is_plain, is_shared
 
 LEAST_BYTES = 1 << 20
@@ -35,6 +38,34 @@ def frozen_weights(modules: Iterable[nn.Module]) -> dict[int, list[Tensor]]:
         for address, tensors in found.items()
         if address not in others and _may_leave(next(iter(tensors.values())))
     }
+
+
+def held_beside(
+    modules: Iterable[nn.Module], tensors: Iterable[Tensor], saved: Container[int]
+) -> list[Tensor]:
+    """Parameters and buffers of `modules`, of `LEAST_BYTES` or more, one of each storage that is lent, or shared, or in which others of
+    `tensors` lie: a list of `.data` as averages of weights are made with. `saved`: ids of those that autograd holds, which do not count."""
+    owned: dict[int, Tensor] = {}
+    own: set[int] = set()
+    found: dict[int, Tensor] = {}
+    for module in modules:
+        for each in tensors_of(module):
+            storage = each.untyped_storage() if is_plain(each) else None
+            if storage is not None and storage.nbytes() >= LEAST_BYTES:
+                owned.setdefault(storage._cdata, each)
+                own.add(id(each))
+                if is_lent(storage) or is_shared(storage):
+                    found[storage._cdata] = each
+    for each in tensors if owned else ():
+        if id(each) in own or id(each) in saved:
+            continue
+        try:
+            address = each.untyped_storage()._cdata
+        except NO_STORAGE:
+            continue
+        if address in owned:
+            found[address] = owned[address]
+    return [*found.values()]
 
 
 def owners_of(modules: Iterable[nn.Module]) -> dict[int, list[nn.Module]]:

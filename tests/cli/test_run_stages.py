@@ -14,7 +14,7 @@ from memopt.cli.run.stages import Stages
 from memopt.instrument.script.command import Command
 from memopt.plan import OPTIMIZER_IN_BACKWARD, OPTIMIZER_IN_PIECES, WEIGHTS_STREAMED, ScriptAction
 from memopt.profiler.known import There
-from tests.cli.test_run import SCRIPT, memopt
+from tests.cli.test_run import SCRIPT, memopt, outcome_of
 from tests.support.enforced import plan_with
 
 LOGGED = """
@@ -119,3 +119,42 @@ def test_no_better_plan_takes_over_while_the_guard_is_needed_beside_the_first(
     monkeypatch.setattr(stages, "_take_better", lambda planning, count: taken.append(count))
     stages._next(5)
     assert taken == ([] if in_a_row else [5])
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_phase_that_is_not_planned_for_any_more_is_told_of_once(planned: bool, stages: Any) -> None:
+    """The last plan's outcome tells what was moved away beside it, and so did the note of the phase that had begun."""
+    course = stages.course
+    course.notes, course.phase, course.outcome = ["up to iteration 9, 26 storages"], 1, SimpleNamespace()
+    course.phases_after = [9] if planned else []
+    assert stages.finished().notes == (["up to iteration 9, 26 storages"] if planned else [])
+
+
+ONE_BY_ONE = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(6)])
+optimizers = {}
+for step in range(9):
+    loss = model(torch.randn(1024, 64)).square().mean()
+    loss.backward()
+    for weight in model.parameters():
+        if weight not in optimizers:
+            optimizers[weight] = torch.optim.SGD([weight], lr=0.01)
+        optimizers[weight].step()
+        weight.grad = None
+    print(step, loss.item().hex(), flush=True)
+"""
+
+
+def test_nothing_is_recorded_between_the_optimizers_of_the_first_round(tmp_path: Path) -> None:
+    """Pyro makes one for each parameter as that is first stepped. The plan was for what lies between two of them."""
+    (tmp_path / "train.py").write_text(ONE_BY_ONE)
+    done = memopt(
+        tmp_path, "run", "--budget", "4MiB", "--time-limit", "0.5", "--outcome", "o.json", "train.py"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "memopt: recorded iteration 3; planning" in done.stderr
+    course = outcome_of(tmp_path)
+    assert (course["enforced_after"], course["iterations"]) == (3, 9)
+    assert course["outcome"]["actions"]["done"] == course["outcome"]["actions"]["planned"] > 0

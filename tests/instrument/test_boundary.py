@@ -123,6 +123,28 @@ def test_optimizers_that_step_after_one_backward_call_share_an_iteration_however
     assert numbers == [1, 1, 1, 1, 1, 1, 2, 3]
 
 
+@pytest.mark.parametrize(("known", "ends"), [(0, ["end 1", "end 2", "end 3"]), (1, ["end 1", "end 2"])])
+def test_an_optimizer_that_an_earlier_run_has_shown_is_waited_for_though_backward_comes_first(
+    known: int, ends: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pyro makes optimizers when there are gradients. The kept plan's first iteration was what lies before the first step."""
+    monkeypatch.setattr("memopt.instrument.iterations.any_was_made", lambda: False)
+    monkeypatch.setattr("memopt.instrument.iterations.living", lambda kind: ([], []))
+    log = Log()
+    weight = torch.nn.Parameter(torch.ones(2))
+    iterations = Iterations(log, optimizers=known)
+    iterations.install()
+    optimizer = None
+    try:
+        for _ in range(2):
+            weight.square().sum().backward()
+            optimizer = optimizer or torch.optim.SGD([weight], lr=0.1)
+            optimizer.step()
+    finally:
+        iterations.remove()
+    assert [event for event in log.events if event.startswith("end")] == ends
+
+
 def test_a_step_that_raised_is_over() -> None:
     log = Log()
     weight = torch.nn.Parameter(torch.ones(2))

@@ -101,6 +101,27 @@ def test_they_are_away_at_the_peak_and_stepped_as_ever(trace: Trace, plan: Plan,
     assert not list(tmp_path.glob("*swap*"))
 
 
+def held(steps: int) -> list[str]:
+    """As an average of the weights is made: a list of `.data` of the first three. The fourth is numpy's."""
+    kept: list[object] = []
+
+    def keep(model: nn.Module) -> str:
+        weights = [layer.base.weight for layer in model.children()]
+        kept[:] = [*(each.data for each in weights[:3]), weights[3].detach().numpy()]
+        return ""
+
+    return trained(steps, in_between=keep)
+
+
+def test_what_something_beside_its_module_holds_is_not_planned_to_leave(tmp_path: Path) -> None:
+    plan = plan_of(recorded(held, tmp_path), all_away)
+    assert 1 <= weights_of(plan) <= LAYERS - 4
+    computed, outcome = enforced(held, plan, tmp_path, 4, measure=True)
+    assert computed == seeded(held, 4)
+    assert outcome.actions.done == outcome.actions.planned, outcome.notes
+    assert close(outcome), outcome
+
+
 def test_with_all_else_that_a_plan_may_do(trace: Trace, tmp_path: Path) -> None:
     """Saved tensors are made again, the state and the gradients are in the tier, backward writes over its gradients."""
     loop = functools.partial(trained, make=lambda p: torch.optim.AdamW(p, lr=1e-3), clip=True)
