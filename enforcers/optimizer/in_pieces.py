@@ -22,6 +22,7 @@ from memopt.enforcers.optimizer.gradients_elsewhere import GradientsElsewhere
 from memopt.enforcers.optimizer.paged import PagedOptimizer
 from memopt.enforcers.optimizer.state_away import StateAway
 from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
+from memopt.enforcers.optimizer.state_looks import trained
 from memopt.enforcers.tiers.swap import SwapTier
 from memopt.enforcers.weights.emptied import Room
 from memopt.instrument.iterations import Iterations
@@ -44,7 +45,7 @@ class OptimizerInPieces:
         gradients: GradientsElsewhere | None = None,
         whole_from: int = 0,
     ) -> None:
-        """`tier`: where state goes between steps; none: it stays. `most_away`: of so many parameters, the largest; none: of all.
+        """`tier`: where state goes between steps; none: it stays. `most_away`: of so many parameters, the largest of all optimizers'; none: of all.
         `gradients`: where those are that are in a tier, too. `whole_from`: of optimizers that cannot step in pieces, state of so many
         bytes and more goes there, too; 0: none. `piece_bytes` of 0: they are all the plan is about."""
         self._elsewhere = gradients
@@ -183,9 +184,15 @@ class OptimizerInPieces:
     def _stepped_of(self, optimizer: torch.optim.Optimizer) -> PagedOptimizer:
         if optimizer not in self._stepped:
             self._stepped[optimizer] = PagedOptimizer(
-                optimizer, self.piece_bytes, self._tier, self._most_away, self._room
+                optimizer, self.piece_bytes, self._tier, self._to_leave(optimizer), self._room
             )
         return self._stepped[optimizer]
+
+    def _to_leave(self, optimizer: torch.optim.Optimizer) -> set[int]:
+        """ids of its parameters whose state leaves: all, or those of the largest of all optimizers that have stepped."""
+        of_all = [each for one in {optimizer, *self._iterations.stepped} for each in trained(one)]
+        largest = sorted(of_all, key=lambda each: (-each.nbytes, id(each)))[: self._most_away]
+        return {id(each) for each in largest}
 
     def _is_trusted(self, optimizer: torch.optim.Optimizer) -> bool:
         if optimizer not in self._trusted:

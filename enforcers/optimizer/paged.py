@@ -40,17 +40,15 @@ class PagedOptimizer:
         optimizer: torch.optim.Optimizer,
         piece_bytes: int,
         tier: SwapTier[Any] | None,
-        most_away: int | None,
+        leave_it: set[int],
         room: Room | None = None,
     ) -> None:
-        """`room`: who is told of state that stays, and of state that comes back."""
+        """`leave_it`: ids of parameters whose state is to be in the tier between steps. `room`: who is told of state that stays, and of
+        state that comes back."""
         self._room = room
         self._pages, self._pager = tier is not None, Pager(tier)
         self._layout = layout_of(optimizer)
-        self._leave_it = {
-            id(each) for each in sorted(trained(optimizer), key=lambda each: -each.nbytes)[:most_away]
-        }
-        """ids of parameters whose state is to be in the tier between steps: all, or as many as were asked for, the largest first."""
+        self._leave_it = leave_it
         cut = pieces_of(optimizer, piece_bytes, lambda each: id(each) in self._leave_it)
         self._pieces = [Piece(segments) for segments in cut]
         self._names: dict[int, tuple[str, ...]] = {}

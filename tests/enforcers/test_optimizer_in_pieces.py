@@ -449,6 +449,7 @@ def test_a_parameter_that_grows(momentum: float, tier: Tier | None, tmp_path: Pa
 
 class _Nobody:
     step_has_closure = False
+    stepped: tuple[torch.optim.Optimizer, ...] = ()
 
 
 def alone() -> OptimizerInPieces:

@@ -513,6 +513,21 @@ def test_whoever_holds_the_budget_is_told_of_a_look(in_pieces: bool, tmp_path: P
         assert room.looks == [2 * weight.nbytes]
 
 
+def test_of_several_optimizers_the_largest_parameters_of_all_leave(tmp_path: Path) -> None:
+    """Of each optimizer as many left as of all together were to."""
+    weights = [torch.nn.Parameter(torch.ones(1 << size)) for size in (16, 14, 15)]
+    optimizers = [torch.optim.Adam([weight]) for weight in weights]
+    iterations = Iterations(SimpleNamespace(), TrainingThread())
+    with contextlib.closing(DiskStore(tmp_path)) as tier:
+        pieces = OptimizerInPieces(iterations, 1 << 20, tier, 2)
+        for weight, optimizer in zip(weights, optimizers, strict=True):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            iterations._stepped.add(optimizer)
+        pieces.begin(optimizers)
+        assert pieces.away_bytes == 2 * (weights[0].nbytes + weights[2].nbytes)
+
+
 def test_state_goes_with_its_optimizer(tmp_path: Path) -> None:
     """Nothing of it waits for the garbage collector: a script that makes a new optimizer has the memory of the old one's state."""
     weight = torch.nn.Parameter(torch.ones(1 << 16))
