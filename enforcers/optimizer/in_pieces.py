@@ -190,8 +190,9 @@ class OptimizerInPieces:
 
     def _to_leave(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """ids of its parameters whose state leaves: all, or those of the largest of all optimizers that have stepped."""
-        of_all = [each for one in {optimizer, *self._iterations.stepped} for each in trained(one)]
-        largest = sorted(of_all, key=lambda each: (-each.nbytes, id(each)))[: self._most_away]
+        optimizers = sorted({optimizer, *self._iterations.stepped}, key=id)
+        of_all = [each for one in optimizers for each in trained(one)]
+        largest = sorted(of_all, key=lambda each: -each.nbytes)[: self._most_away]
         return {id(each) for each in largest}
 
     def _is_trusted(self, optimizer: torch.optim.Optimizer) -> bool:
