@@ -28,9 +28,10 @@ _ELEMENT_BYTES = 4
 _STAYS_AWAKE = 16
 """Iterations, at most, after the last that needed it."""
 _ANOTHER_PHASE = 4
-"""Iterations in a row that needed it and saved as much as each other are another phase of the training, and no exception."""
+"""Iterations that needed it and saved as much as each other are another phase of the training, and no exception, where they are half of those
+since the first of them."""
 _OF_ALL_SIZES = 16
-"""As many that needed it, where they did not."""
+"""As many in a row that needed it are, where they did not."""
 _ALIKE = 1.02
 _PASSED = 1.005
 """Times the budget, or the planned peak where that is above it."""
@@ -77,8 +78,10 @@ class Standby:
         """Storages, in the iterations before."""
         self.in_a_row = 0
         """Iterations up to the last one that needed it."""
-        self.needed: list[tuple[int, int]] = []
-        """How many tensors, and elements, autograd saved in each of the last of these."""
+        self._needed_in: list[tuple[int, tuple[int, int]]] = []
+        """Of the last iterations, those that needed it, and how many tensors, and elements, autograd saved in each."""
+        self.since_needed = 0
+        """Iterations since it was needed for the first time, without as many in between as are remembered."""
 
     def saved(self, saved_bytes: int, leaving_bytes: int) -> None:
         """So many have been saved in this iteration, and so many of these are to leave."""
@@ -135,7 +138,9 @@ class Standby:
                 self._most_staying_bytes, self._staying_bytes + self._more_saved_bytes
             )
         self.in_a_row = self.in_a_row + 1 if needed else 0
-        self.needed = [*self.needed[1 - _OF_ALL_SIZES :], saved] if needed else []
+        self._needed_in = [each for each in self._needed_in if each[0] > self._begun - _OF_ALL_SIZES]
+        self._needed_in += [(self._begun, saved)] if needed else []
+        self.since_needed = self.since_needed + 1 if self._needed_in else 0
         self._for_good = self._for_good or (peak_bytes or 0) > _PASSED * self._most_bytes
         too_late = over > (_PASSED - 1) * self._most_bytes
         if too_late or (self._begun and self._keeps_too_much(self._at_end)):
@@ -165,9 +170,16 @@ class Standby:
     @property
     def another_phase(self) -> bool:
         """Does the script go on as the plan does not foresee?"""
-        last = [elements for _, elements in self.needed[-_ANOTHER_PHASE:]]
-        alike = len(last) == _ANOTHER_PHASE and max(last) <= _ALIKE * min(last)
-        return alike or len(self.needed) == _OF_ALL_SIZES
+        last = self._needed_in[-_ANOTHER_PHASE:]
+        elements = [found for _, (_, found) in last]
+        if len(last) == _ANOTHER_PHASE and max(elements) <= _ALIKE * min(elements):
+            return self._begun - last[0][0] < 2 * _ANOTHER_PHASE
+        return len(self._needed_in) == _OF_ALL_SIZES
+
+    @property
+    def needed(self) -> list[tuple[int, int]]:
+        """How many tensors, and elements, autograd saved in each of the last iterations that needed it."""
+        return [saved for _, saved in self._needed_in]
 
     @property
     def words(self) -> str:

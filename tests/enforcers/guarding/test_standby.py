@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -226,6 +227,53 @@ def test_no_loop_changes(loop: Loop, tmp_path: Path, guards: list[Guard], monkey
     assert computed == plain, outcome
     assert outcome.actions.skipped == 0, outcome
     assert not any(guard.rests for guard in guards)
+
+
+class Played:
+    """A guard that moves something in each iteration in which it is woken."""
+
+    budget_bytes, device = 1 << 40, "cpu"
+    rests, moved = True, 0
+    passed = SimpleNamespace(now_bytes=0)
+
+    def tensor_bytes(self) -> int:
+        return 0
+
+    def wake(self) -> None:
+        self.rests, self.moved = False, self.moved + 1
+
+    def rest(self) -> None:
+        self.rests = True
+
+    def goes_on(self) -> None:
+        return None
+
+    def new_iteration(self) -> None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_another"),
+    [
+        ([2, 2, 2, 2], True),
+        ([1, 2, 2, 1, 2, 2], True),
+        ([2, 1, 2, 1, 2, 1, 2], True),
+        ([2, 2, 2, 1, 1, 1, 1, 1, 2], False),
+        ([2, 1, 1, 1, 1, 1, 2] * 3, False),
+        ([2, 3, 4, 5, 6], False),
+        ([*range(2, 18)], True),
+    ],
+)
+def test_another_phase_is_what_most_iterations_of_late_are(
+    rows: list[int], is_another: bool, plan: Plan
+) -> None:
+    """Of an epoch of three batches the last is small, and was the profiled one."""
+    standby = Standby(cast(Guard, Played()), plan)
+    for count in rows:
+        standby.new_iteration()
+        standby.saved(count * plan.saved_bytes, 0)
+        standby.iteration_ended((plan.saved_tensors, count * plan.saved_elements), None)
+    assert standby.another_phase is is_another
 
 
 class Cycle:
