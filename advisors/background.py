@@ -244,10 +244,12 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         if not first.over_bytes:
             break
     can_be_met = first.over_bytes and first_s < limit_s and adviser.floor.bytes <= first.budget_bytes
+    can_be_less = adviser.floor.bytes < first.unplanned_peak_bytes
     slow_ms = _SLOW[bool(first.over_bytes)] * first.plain_step_ms
     slow_s = _LONGER * first_s if first.predicted_step_ms > slow_ms else 0.0
     while first_s < limit_s and (
-        (first.over_bytes and (can_be_met or not _does_something(first))) or first_s < slow_s
+        (first.over_bytes and (can_be_met or (can_be_less and not _does_something(first))))
+        or first_s < slow_s
     ):
         next_s = min(limit_s, _LONGER * first_s)
         if time.monotonic() - began + next_s > _LONG_S and _does_something(first):

@@ -158,7 +158,7 @@ def outcome_of(
 
 def _declined(account: Account, done: Container[int]) -> list[str]:
     reasons = Counter(why for action, why in account.declined.items() if action not in done)
-    return [f"{count} actions skipped: {why}" for why, count in reasons.most_common()]
+    return [f"{count} action{'s' * (count > 1)} skipped: {why}" for why, count in reasons.most_common()]
 
 
 def _beyond(account: Account, done: Container[int]) -> list[str]:

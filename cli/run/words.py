@@ -86,9 +86,11 @@ def _guarded(course: Course) -> list[str]:
     guard, budget = course.guards[-1], format_bytes(course.budget_bytes or 0)
     peak = format_bytes(guard.most_bytes)
     if guard.most_bytes > guard.budget_bytes:
-        held = f"NOT held: live bytes reached {peak}, budget {budget}"
-        if guard.passed.words:
-            held += f"; {guard.passed.words}"
+        above = format_bytes(guard.most_bytes - guard.budget_bytes)
+        why = (
+            guard.passed.words or "after an op that made more than its shapes tell, until something was moved"
+        )
+        held = f"NOT held: live bytes reached {peak}, {above} above the budget of {budget}; {why}"
     else:
         held = f"held: live bytes reached {peak}, within the budget of {budget}"
     moved = (

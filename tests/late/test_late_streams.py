@@ -91,7 +91,7 @@ def test_what_another_stream_saves_too_stays(tmp_path: Path, monkeypatch: pytest
     assert (outcome.actions.planned, outcome.actions.done) == (2, 1), (
         "what the first stream alone saves leaves"
     )
-    assert outcome.notes == [f"1 actions skipped: {SEVERAL}"]
+    assert outcome.notes == [f"1 action skipped: {SEVERAL}"]
 
 
 @pytest.mark.parametrize("kind", ["recompute", "swap"])
