@@ -1,10 +1,12 @@
 """The guard beside a plan: it rests while iterations are as the profiled one was, and holds the budget in those that are not.
 
 An iteration that saves more than was planned for (a longer text, several batches a step, an evaluation with gradients) is known as soon
-as more of what it saved stays than in an iteration that was as planned, or it has saved more in all; one that saves other tensors (of another data type), as soon as what was to leave stays. From there on the guard counts, and moves away what no action of the plan is for. It
-stays awake for the next iterations, the more of them the more in a row have needed it; for a while where it woke too late, or the script has
-kept something since, so that the next iteration would pass the budget; and for good where a measured one did without it (what grew is nothing that is saved). Where that does not do, it holds the
-iterations that follow without the plan's actions on tensors.
+as more of what it saved stays than in an iteration that was as planned, or it has saved more in all; one that saves other tensors (of
+another data type), as soon as what was to leave stays. From there on the guard counts, and moves away what no action of the plan is for.
+
+It stays awake for the next iterations, the more of them the more in a row have needed it; for a while where it woke too late, or the
+script has kept something since, so that the next iteration would pass the budget; and for good where a measured one did without it
+(what grew is nothing that is saved). Where that does not do, it holds the iterations that follow without the plan's actions on tensors.
 """
 
 from __future__ import annotations
@@ -65,10 +67,10 @@ class Standby:
         """Iterations for which it stays so, this one included."""
         self._was_awake = False
         """From the beginning of this iteration on."""
-        self._woken = -1
+        self._woken = -2
         """The last iteration that was not as planned."""
-        self._woken_in_a_row = 0
-        """Such iterations up to that one."""
+        self._stays_after = 0
+        """Iterations for which it stays awake after that one: none, and more where the one before was not, either."""
         self._for_good = False
         self.alone = False
         """Is the plan to take no action? What it makes again pins what that is made of, which the guard could move."""
@@ -115,14 +117,14 @@ class Standby:
 
     def _wake(self) -> None:
         if self._woken != self._begun:
-            self._woken_in_a_row = self._woken_in_a_row + 1 if self._woken == self._begun - 1 else 1
-            self._woken = self._begun
-            self._stay_awake(2 ** (self._woken_in_a_row - 1) - 1)
+            more = 2 * self._stays_after + 1 if self._woken == self._begun - 1 else 0
+            self._woken, self._stays_after = self._begun, min(more, _STAYS_AWAKE)
+            self._stay_awake(self._stays_after)
             self.guard.wake()
 
     def _stay_awake(self, iterations: int) -> None:
         """In so many after this one."""
-        self._awake = max(self._awake, 1 + min(iterations, _STAYS_AWAKE))
+        self._awake = max(self._awake, 1 + iterations)
 
     def iteration_ended(self, saved: tuple[int, int], peak_bytes: int | None) -> None:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured."""
