@@ -349,7 +349,8 @@ class Engine(modes.Mode):
             return Kept(tensor)
         standby = self.standby
         if standby is not None:
-            standby.saved(self.saved_bytes, self._leaving_bytes)
+            # whether this one leaves is not known yet
+            standby.saved(self.saved_bytes + tensor.nbytes, self.saved_bytes - self._leaving_bytes)
         self.saved_tensors += 1
         self.saved_elements += tensor.numel()
         self.saved_bytes += tensor.nbytes

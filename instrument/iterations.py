@@ -249,7 +249,9 @@ class Iterations:
 
     def _is_an_optimizer_there(self) -> bool:
         """Or has one been made before the first backward call, or was there in an earlier run? To look for it takes long."""
-        if self._optimizers or (self._backwards == 1 and any_was_made()):
+        if self._optimizers and self._backwards <= _MOST_ROUNDS:
+            return True
+        if self._backwards == 1 and any_was_made():
             return True
         return bool(living(torch.optim.Optimizer)[0])
 

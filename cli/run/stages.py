@@ -316,7 +316,7 @@ class Stages:
             return False
         if self._keeps_plan or course.phase == _MOST_PHASES or not standby.another_phase:
             return False
-        guarded_ms = sum([*course.times_ms.values()][-standby.since_needed :])
+        guarded_ms = sum([*course.times_ms.values()][-standby.often_needed :])
         if not course.from_cache and guarded_ms <= _AS_LONG * course.extra_ms:
             return False
         self._keeps_plan = not _may_end(plan, standby.guard)  # to look again at each iteration takes long

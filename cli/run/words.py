@@ -87,9 +87,7 @@ def _guarded(course: Course) -> list[str]:
     peak = format_bytes(guard.most_bytes)
     if guard.most_bytes > guard.budget_bytes:
         above = format_bytes(guard.most_bytes - guard.budget_bytes)
-        why = (
-            guard.passed.words or "after an op that made more than its shapes tell, until something was moved"
-        )
+        why = guard.passed.words or "for a moment, until something was moved or collected"
         held = f"NOT held: live bytes reached {peak}, {above} above the budget of {budget}; {why}"
     else:
         held = f"held: live bytes reached {peak}, within the budget of {budget}"
@@ -131,7 +129,7 @@ def _looked_at(course: Course, plan: Plan) -> str:
     others = f"; iterations peak at {format_bytes(course.peak_bytes)}" if course.peak_bytes else ""
     return (
         f"NOT held: {format_bytes(peak)}, {format_bytes(peak - budget)} above the budget of {format_bytes(budget)}, when the script looked at "
-        f"the optimizer's state between steps (a checkpoint, say), all of which comes back for that{others}"
+        f"the optimizer's state (a checkpoint, say), all of which comes back for that{others}"
     )
 
 

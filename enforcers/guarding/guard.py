@@ -32,6 +32,7 @@ from memopt.instrument import modes
 from memopt.instrument.accumulate import goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
+from memopt.instrument.memory.held import held_bytes
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
@@ -341,9 +342,9 @@ class Guard(modes.Mode):
 
     def state_looked_at(self, size_bytes: int) -> None:
         """Optimizer state comes back between steps, which no plan foresees: room is made for it, or it is noted how much there is then."""
-        if self._counts:
+        if self._counts and self._thread.is_here:
             self._make_room(size_bytes, "the optimizer's state came back, as the script looked at it (a checkpoint, say)")  # fmt: skip
-        elif self.active:
+        elif self.active and not 0 < held_bytes(self.device) <= self.budget_bytes - size_bytes:
             self.most_at_looks = max(self.most_at_looks, self.tensor_bytes() + size_bytes)
 
     @property

@@ -48,6 +48,7 @@ class Standby:
             MORE * plan.grown * (plan.saved_bytes or _ELEMENT_BYTES * plan.saved_elements)
         )
         self._more_saved_bytes = self._most_saved_bytes - plan.saved_bytes
+        """So much more than planned may be saved, or stay."""
         self._as_planned = plan.saved_tensors, plan.saved_elements
         self._staying_bytes = 0
         """Of what was saved in this iteration."""
@@ -68,7 +69,7 @@ class Standby:
         self._was_awake = False
         """From the beginning of this iteration on."""
         self._woken = -2
-        """The last iteration that was not as planned."""
+        """The last iteration that was not as planned; at first neither this one nor the one before."""
         self._stays_after = 0
         """Iterations for which it stays awake after that one: none, and more where the one before was not, either."""
         self._for_good = False
@@ -82,16 +83,16 @@ class Standby:
         """Iterations up to the last one that needed it."""
         self._needed_in: list[tuple[int, tuple[int, int]]] = []
         """Of the last iterations, those that needed it, and how many tensors, and elements, autograd saved in each."""
-        self.since_needed = 0
-        """Iterations since it was needed for the first time, without as many in between as are remembered."""
+        self.often_needed = 0
+        """Iterations that needed it, since there was none such among the last ones."""
 
-    def saved(self, saved_bytes: int, leaving_bytes: int) -> None:
-        """So many have been saved in this iteration, and so many of these are to leave."""
+    def saved(self, saved_bytes: int, staying_bytes: int) -> None:
+        """So many have been saved in this iteration, the tensor that is being saved among them; of those before it so many are not to leave."""
         if not self._has_saved:
             self._has_saved = True
             self.guard.goes_on()
             self._look_at_what_is_kept()
-        self._staying_bytes = saved_bytes - leaving_bytes
+        self._staying_bytes = staying_bytes
         if saved_bytes > self._most_saved_bytes or (
             self._most_staying_bytes and self._staying_bytes > self._most_staying_bytes and not self.alone
         ):
@@ -106,7 +107,7 @@ class Standby:
         held = held_bytes(self.guard.device)
         more = keeping.more_bytes(held, self._room_bytes) if held else 0
         if more > self._room_bytes:
-            self._kept_bytes = more
+            self._kept_bytes = max(self._kept_bytes, more)
         return more > self._room_bytes
 
     def stays(self, size_bytes: int) -> None:
@@ -131,7 +132,8 @@ class Standby:
         over = self.guard.passed.now_bytes
         helped = self.guard.moved > self._moved or over > 0
         needed = helped and (self._woken == self._begun or self._for_good)
-        if self._kept_bytes and self._was_awake and not helped:  # there is room for that
+        is_whole = saved[1] >= self._as_planned[1]
+        if self._kept_bytes and self._was_awake and is_whole and not helped:  # there is room for that
             self._room_bytes, self._kept_bytes = max(self._room_bytes, self._kept_bytes), 0
             self._awake = min(self._awake, 1)
         self._moved = self.guard.moved
@@ -142,7 +144,7 @@ class Standby:
         self.in_a_row = self.in_a_row + 1 if needed else 0
         self._needed_in = [each for each in self._needed_in if each[0] > self._begun - _OF_ALL_SIZES]
         self._needed_in += [(self._begun, saved)] if needed else []
-        self.since_needed = self.since_needed + 1 if self._needed_in else 0
+        self.often_needed = self.often_needed + needed if self._needed_in else 0
         self._for_good = self._for_good or (peak_bytes or 0) > _PASSED * self._most_bytes
         too_late = over > (_PASSED - 1) * self._most_bytes
         if too_late or (self._begun and self._keeps_too_much(self._at_end)):
@@ -171,11 +173,11 @@ class Standby:
 
     @property
     def another_phase(self) -> bool:
-        """Does the script go on as the plan does not foresee?"""
+        """Does the script go on as the plan does not foresee? Asked when the next iteration has begun."""
         last = self._needed_in[-_ANOTHER_PHASE:]
         elements = [found for _, (_, found) in last]
         if len(last) == _ANOTHER_PHASE and max(elements) <= _ALIKE * min(elements):
-            return self._begun - last[0][0] < 2 * _ANOTHER_PHASE
+            return self._begun - last[0][0] <= 2 * _ANOTHER_PHASE
         return len(self._needed_in) == _OF_ALL_SIZES
 
     @property

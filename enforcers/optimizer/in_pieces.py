@@ -189,10 +189,11 @@ class OptimizerInPieces:
         return self._stepped[optimizer]
 
     def _to_leave(self, optimizer: torch.optim.Optimizer) -> set[int]:
-        """ids of its parameters whose state leaves: all, or those of the largest of all optimizers that have stepped."""
+        """ids of its parameters whose state leaves: all, or those of the largest of all optimizers that have stepped, and step in pieces."""
         optimizers = sorted({optimizer, *self._iterations.stepped}, key=id)
-        of_all = [each for one in optimizers for each in trained(one)]
-        largest = sorted(of_all, key=lambda each: -each.nbytes)[: self._most_away]
+        in_pieces = [one for one in optimizers if one is optimizer or not self._reason(one, {})]
+        of_all = {id(each): each for one in in_pieces for each in trained(one)}
+        largest = sorted(of_all.values(), key=lambda each: -each.nbytes)[: self._most_away]
         return {id(each) for each in largest}
 
     def _is_trusted(self, optimizer: torch.optim.Optimizer) -> bool:

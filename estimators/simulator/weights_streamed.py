@@ -60,11 +60,11 @@ def streamable(trace: Trace) -> list[int]:
     if trace.partial or any(map(trace.facts.get, REASONS_TO_STAY)):
         return []
     storages, n = trace.storages, trace.op_count
-    written = {trace.values.storage[value] for value in trace.ops.writes.items}
+    stay = {trace.values.storage[value] for value in trace.ops.writes.items} | set(trace.held_beside)
     return [
         each
         for each in trace.frozen
-        if each not in written and storages.birth_op[each] < 0 and storages.death_op[each] >= n
+        if each not in stay and storages.birth_op[each] < 0 and storages.death_op[each] >= n
     ]
 
 

@@ -271,8 +271,9 @@ def test_another_phase_is_what_most_iterations_of_late_are(
     standby = Standby(cast(Guard, Played()), plan)
     for count in rows:
         standby.new_iteration()
-        standby.saved(count * plan.saved_bytes, 0)
+        standby.saved(count * plan.saved_bytes, count * plan.saved_bytes)
         standby.iteration_ended((plan.saved_tensors, count * plan.saved_elements), None)
+    standby.new_iteration()
     assert standby.another_phase is is_another
 
 

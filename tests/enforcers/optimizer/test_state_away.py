@@ -528,6 +528,25 @@ def test_of_several_optimizers_the_largest_parameters_of_all_leave(tmp_path: Pat
         assert pieces.away_bytes == 2 * (weights[0].nbytes + weights[2].nbytes)
 
 
+def test_parameters_count_once_and_only_where_they_step_in_pieces(tmp_path: Path) -> None:
+    """A wrapper has those of the optimizer that it wraps; another one's cannot be cut, and took their places."""
+    small, other = torch.nn.Parameter(torch.ones(1 << 14)), torch.nn.Parameter(torch.ones(1 << 16))
+    large = torch.nn.Parameter(torch.ones(1 << 15))
+    inner = torch.optim.Adam([small, large])
+    wrapper, odd = torch.optim.Adam(inner.param_groups), Subclass([other])
+    iterations = Iterations(SimpleNamespace(), TrainingThread())
+    with contextlib.closing(DiskStore(tmp_path)) as tier:
+        pieces = OptimizerInPieces(iterations, 1 << 20, tier, 2)
+        for weight in (small, large, other):
+            weight.grad = torch.ones_like(weight)
+        for optimizer in (inner, odd):
+            optimizer.step()
+        for optimizer in (inner, odd, wrapper):
+            iterations._stepped.add(optimizer)
+        pieces.begin([inner])
+        assert pieces.away_bytes == 2 * (small.nbytes + large.nbytes)
+
+
 def test_state_goes_with_its_optimizer(tmp_path: Path) -> None:
     """Nothing of it waits for the garbage collector: a script that makes a new optimizer has the memory of the old one's state."""
     weight = torch.nn.Parameter(torch.ones(1 << 16))
