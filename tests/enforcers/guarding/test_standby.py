@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import Decisions, Problem, allowed
 from memopt.enforcers.guarding.guard import Guard
+from memopt.enforcers.guarding.keeping import Keeping
 from memopt.enforcers.guarding.standby import Standby
 from memopt.enforcers.verify.digests import digest
 from memopt.plan import Plan
@@ -389,6 +390,65 @@ def test_it_wakes_at_once_where_what_was_to_leave_is_of_another_data_type(
     assert computed == seeded(_turns_double, 8)
     assert woken_in[0] == 5
     assert guards[0].moved
+
+
+def _logits_that_grow(steps: int) -> list[str]:
+    """What is saved last of all is, in the sixth step, three times what it was."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)])
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    found: list[str] = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        logits = model(torch.randn(512, 64)).repeat(3 if step == 5 else 1, 1)
+        loss = nn.functional.log_softmax(logits, 1)[:, 0].mean()
+        loss.backward()
+        optimizer.step()
+        found.append(digest(loss))
+    return [*found, *everything(model, optimizer)]
+
+
+def test_it_wakes_where_the_last_saved_tensor_alone_is_larger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan_of(recorded(_logits_that_grow, tmp_path), lambda problem: {})
+    woken_in: list[int] = []
+    wake = Guard.wake
+
+    def told(self: Guard) -> None:
+        woken_in.append(self._iterations.count)
+        wake(self)
+
+    monkeypatch.setattr(Guard, "wake", told)
+    computed, _ = enforced_from(
+        _logits_that_grow, made, tmp_path, 8, begins_after=3, holds_bytes=made.unplanned_peak_bytes
+    )
+    assert computed == seeded(_logits_that_grow, 8)
+    assert woken_in[:1] == [5]
+
+
+class Idle(Played):
+    """One that finds nothing to do."""
+
+    def wake(self) -> None:
+        self.rests = False
+
+
+def test_a_small_iteration_shows_no_room_for_what_is_kept(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard rested then, and the next whole one passed the budget unseen."""
+    kept = [1 << 41, 0, 0]
+    monkeypatch.setattr("memopt.enforcers.guarding.standby.held_bytes", lambda kind: 1)
+    monkeypatch.setattr(Keeping, "more_bytes", lambda self, held, room: kept.pop(0))
+    guard = Idle()
+    standby = Standby(cast(Guard, guard), plan)
+    rested = []
+    for parts in (1, 4, 1):
+        standby.new_iteration()
+        standby.iteration_ended((plan.saved_tensors, plan.saved_elements // parts), None)
+        rested.append(guard.rests)
+    standby.new_iteration()
+    assert [*rested, guard.rests] == [True, False, False, True]
 
 
 def convolutions(images: Step) -> Loop:
