@@ -263,25 +263,16 @@ class Recordings:
         modes.leave(now.recorder)
         if now.iteration <= self._wanted.warmup and now.recorder.overflow:
             return
+        result = Result(now.recorder, usage, now.iteration, updates=updates, frozen=frozen, held_beside=held)
         if now.iteration <= self._wanted.warmup:
-            result = Result(
-                now.recorder, usage, now.iteration, updates=updates, frozen=frozen, held_beside=held
-            )
             if not whole:
                 self.fragment = result
             elif now.recorder.backward_calls:
                 self.earlier.insert(0, result)
         elif self.result is None:
-            times = [] if usage is not None else [now.clock.time_us]
-            self.result = Result(
-                now.recorder,
-                usage,
-                now.iteration,
-                more_times_us=times,
-                updates=updates,
-                frozen=frozen,
-                held_beside=held,
-            )
+            self.result = result
+            if usage is None:
+                result.more_times_us.append(now.clock.time_us)
         elif same_ops(self.result.recorder, now.recorder):
             self.result.more_times_us.append(now.clock.time_us)
         else:

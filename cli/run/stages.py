@@ -305,7 +305,9 @@ class Stages:
     def _is_as_profiled(self) -> bool:
         """Is the plan enforced, and did the last iteration do without the guard beside it? The guard beside another plan would rest at first."""
         apply = self._apply
-        return apply is not None and self._session is apply and not (apply.standby and apply.standby.in_a_row)
+        return (
+            apply is not None and self._session is apply and not (apply.standby and apply.standby.was_needed)
+        )
 
     @property
     def _is_another_phase(self) -> bool:

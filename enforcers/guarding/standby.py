@@ -79,8 +79,8 @@ class Standby:
         """By which the budget was passed since it woke: alone, and beside the plan."""
         self._moved = 0
         """Storages, in the iterations before."""
-        self.in_a_row = 0
-        """Iterations up to the last one that needed it."""
+        self.was_needed = False
+        """In the last iteration."""
         self._needed_in: list[tuple[int, tuple[int, int]]] = []
         """Of the last iterations, those that needed it, and how many tensors, and elements, autograd saved in each."""
         self.often_needed = 0
@@ -141,7 +141,7 @@ class Standby:
             self._most_staying_bytes = max(
                 self._most_staying_bytes, self._staying_bytes + self._more_saved_bytes
             )
-        self.in_a_row = self.in_a_row + 1 if needed else 0
+        self.was_needed = needed
         self._needed_in = [each for each in self._needed_in if each[0] > self._begun - _OF_ALL_SIZES]
         self._needed_in += [(self._begun, saved)] if needed else []
         self.often_needed = self.often_needed + needed if self._needed_in else 0

@@ -190,6 +190,8 @@ class OptimizerInPieces:
 
     def _to_leave(self, optimizer: torch.optim.Optimizer) -> set[int]:
         """ids of its parameters whose state leaves: all, or those of the largest of all optimizers that have stepped, and step in pieces."""
+        if self._most_away is None:
+            return {id(each) for each in trained(optimizer)}
         optimizers = sorted({optimizer, *self._iterations.stepped}, key=id)
         in_pieces = [one for one in optimizers if one is optimizer or not self._reason(one, {})]
         of_all = {id(each): each for one in in_pieces for each in trained(one)}

@@ -9,7 +9,7 @@ the module that owns it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 
 from torch import Tensor, nn
 
@@ -25,14 +25,11 @@ def frozen_weights(modules: Iterable[nn.Module]) -> dict[int, list[Tensor]]:
     has a gradient is, if not just now (a discriminator while its generator steps)."""
     found: dict[int, dict[int, Tensor]] = {}
     others: set[int] = set()
-    for module in modules:
-        for each in tensors_of(module):
-            if not is_plain(each):
-                continue
-            address = each.untyped_storage()._cdata
-            if each.requires_grad or each.grad is not None or not is_leaf(module):
-                others.add(address)
-            found.setdefault(address, {})[id(each)] = each
+    for module, each in _plain_tensors(modules):
+        address = each.untyped_storage()._cdata
+        if each.requires_grad or each.grad is not None or not is_leaf(module):
+            others.add(address)
+        found.setdefault(address, {})[id(each)] = each
     return {
         address: [*tensors.values()]
         for address, tensors in found.items()
@@ -48,14 +45,13 @@ def held_beside(
     owned: dict[int, Tensor] = {}
     own: set[int] = set()
     found: dict[int, Tensor] = {}
-    for module in modules:
-        for each in tensors_of(module):
-            storage = each.untyped_storage() if is_plain(each) else None
-            if storage is not None and storage.nbytes() >= LEAST_BYTES:
-                owned.setdefault(storage._cdata, each)
-                own.add(id(each))
-                if is_lent(storage) or is_shared(storage):
-                    found[storage._cdata] = each
+    for _, each in _plain_tensors(modules):
+        storage = each.untyped_storage()
+        if storage.nbytes() >= LEAST_BYTES:
+            owned.setdefault(storage._cdata, each)
+            own.add(id(each))
+            if not _may_leave(each):
+                found[storage._cdata] = each
     for each in tensors if owned else ():
         if id(each) in own or id(each) in saved:
             continue
@@ -71,11 +67,16 @@ def held_beside(
 def owners_of(modules: Iterable[nn.Module]) -> dict[int, list[nn.Module]]:
     """Address of a storage -> those of `modules` that have parameters or buffers in it."""
     found: dict[int, dict[int, nn.Module]] = {}
+    for module, each in _plain_tensors(modules):
+        found.setdefault(each.untyped_storage()._cdata, {})[id(module)] = module
+    return {address: [*owners.values()] for address, owners in found.items()}
+
+
+def _plain_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, Tensor]]:
     for module in modules:
         for each in tensors_of(module):
             if is_plain(each):
-                found.setdefault(each.untyped_storage()._cdata, {})[id(module)] = module
-    return {address: [*owners.values()] for address, owners in found.items()}
+                yield module, each
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
