@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 
 _SOFTWARE = RunFailed.exit_code
 _SILENT_S = 1.0
+_WARMUP = 2
+"""Iterations before the recorded one, where nobody says otherwise."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option("-o", "--output", metavar="FILE", default=None, help="Where to write the profile; %p pid, %r rank, %h host. [default: memopt-SCRIPT.profile.json.gz]")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the file if it exists.")
-@click.option("--warmup", metavar="N", type=click.IntRange(min=0), default=2, show_default=True, help="Iterations before the recorded one.")  # fmt: skip
+@click.option("--warmup", metavar="N", type=click.IntRange(min=0), default=None, help="Iterations before the recorded one.  [default: 2, and more where the third is a small one]")  # fmt: skip
 @click.option("--steps", metavar="N", type=click.IntRange(min=1), default=1, show_default=True, help="Iterations over which op times are medians.")  # fmt: skip
 @click.option("--keep-running", is_flag=True, help="Let the script go on after the recording.")
 @click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder whose disk is measured, for plans that swap; give apply the same.  [default: the system's for temporary files]")  # fmt: skip
@@ -49,7 +51,7 @@ def profile(**options: Any) -> int:
     """Record one steady iteration of a training SCRIPT.
 
     SCRIPT runs unmodified, with all that follows it as its own arguments, and is stopped once its
-    third iteration is recorded. Its output, its exit code and its signals stay its own.
+    third iteration is recorded (or, where that is a small last batch, the fifth). Its output, its exit code and its signals stay its own.
     """
     request = ProfileRequest(**options)
     if request.from_snapshot is not None:
@@ -95,26 +97,28 @@ def _record(request: ProfileRequest, command: Command, path: Path, folder: Path)
     from memopt.profiler.recordings import Wanted
     from memopt.profiler.session import ProfileSession
 
-    ending = _Ending(path, request.quiet, request.warmup)
+    warmup = _WARMUP if request.warmup is None else request.warmup
+    ending = _Ending(path, request.quiet, warmup)
     wanted = Wanted(
-        warmup=request.warmup,
+        warmup=warmup,
+        chooses=request.warmup is None and request.steps == 1,
         steps=request.steps,
         keep_running=request.keep_running,
         swap_dir=folder,
         device=request.device or "",
         offload=tier_opener(folder) if request.offload else None,
     )
-    begins: Callable[[int], None] = _nothing
+    begins: Callable[[int, int], None] = _nothing
     if not (request.quiet or rank_here()):
-        begins = told = Progress(request.warmup + 1)
-        told.say(f"running {command.in_words}, to record iteration {request.warmup + 1}")
+        begins = told = Progress()
+        told.say(f"running {command.in_words}, to record iteration {warmup + 1}")
     session = ProfileSession(command, wanted, done=ending.write, begins=begins)
     in_child = RecordsChild(command, replace(wanted, offload=None), path, ending.claim)
     children = Children(in_child, wanted=lambda: not session.iterations_seen)
     return ending.run(session, command, children, keep_running=request.keep_running)
 
 
-def _nothing(iteration: int) -> None:
+def _nothing(iteration: int, recorded: int) -> None:
     """Nobody wants to hear which iteration begins."""
 
 
@@ -147,8 +151,7 @@ def profile_path(output: str | None, command: Command) -> Path:
 class Progress:
     """Says which iteration begins, at most once a second: a quick script's lines would be nothing but noise."""
 
-    def __init__(self, recorded: int) -> None:
-        self._recorded = recorded
+    def __init__(self) -> None:
         self._said_s = 0.0
 
     def say(self, text: str) -> None:
@@ -157,15 +160,15 @@ class Progress:
         say(text)
         self._said_s = time.monotonic()
 
-    def __call__(self, iteration: int) -> None:
-        """Iteration `iteration` begins."""
+    def __call__(self, iteration: int, recorded: int) -> None:
+        """Iteration `iteration` begins; `recorded` is the one that is recorded."""
         if time.monotonic() < self._said_s + _SILENT_S:
             return
-        of = f"iteration {iteration} of {self._recorded}"
-        if iteration > self._recorded:
+        of = f"iteration {iteration} of {recorded}"
+        if iteration > recorded:
             self.say(f"timing iteration {iteration}, without recording")
         else:
-            self.say(f"recording {of}" if iteration == self._recorded else f"{of}, before the recorded one")
+            self.say(f"recording {of}" if iteration == recorded else f"{of}, before the recorded one")
 
 
 class _Ending:

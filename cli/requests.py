@@ -13,7 +13,7 @@ class ProfileRequest:
 
     output: str | None
     force: bool
-    warmup: int
+    warmup: int | None
     steps: int
     keep_running: bool
     swap_dir: Path | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 _MANY_OPS = 20_000
 """Some seconds to record."""
 _MOST_OPS = 10**6
+_SMALL = 0.75
+"""Of what the iteration before it saved: one that saves less is the last, smaller batch of a small dataset, or short texts."""
 _MOST_OPS_BEFORE_TRAINING = 3 * 10**5
 """A script may compute for long before it trains, after a first look at what its model gives; those ops are nothing that a profile is about."""
 
@@ -40,6 +43,10 @@ class Wanted:
     """Iterations before the recorded one."""
     steps: int = 1
     """Iterations over which op times are medians."""
+    chooses: bool = False
+    """Whether another iteration is recorded where that one saved much less than the one before."""
+    saved_before: int = 0
+    """Elements that autograd saved in the iteration before the first recorded one, as somebody else has counted them."""
     keep_running: bool = False
     swap_dir: Path = Path(".")
     disk_rates: Callable[[], Rates | None] | None = None
@@ -110,6 +117,11 @@ class Result:
     held_beside: list[int] = field(default_factory=list)
     """Storages of weights that something beside their modules holds."""
 
+    @property
+    def saved_elements(self) -> int:
+        """That autograd saved."""
+        return sum(prod(slot.shape) for slot in self.recorder.slots)
+
 
 class Recordings:
     """Starts and ends the recordings that `wanted` asks for, and keeps what they gave."""
@@ -128,6 +140,10 @@ class Recordings:
         self.fragment: Result | None = None
         """Of the iteration before that one in which the script ended."""
         self.result: Result | None = None
+        self.smaller: Result | None = None
+        """Of the iteration that was asked for, where it saved much less than the one before, and another one is recorded."""
+        self.wanted_iteration = wanted.warmup + 1
+        """The first that is recorded with its bytes."""
         self.recorded_ms = 0.0
         self.notes: list[str] = []
         self.before_training_bytes = 0
@@ -168,9 +184,9 @@ class Recordings:
         there = self.there()
         in_use = self._wanted.device or device_in_use(there.modules)
         if self.result is None:
-            self.device = in_use if self._wanted.device or iteration > self._wanted.warmup else ""
-        clock = self._clock(with_bytes=iteration > self._wanted.warmup and self.result is None)
-        most = _MOST_OPS_BEFORE_TRAINING if iteration <= self._wanted.warmup else _MOST_OPS
+            self.device = in_use if self._wanted.device or iteration >= self.wanted_iteration else ""
+        clock = self._clock(with_bytes=iteration >= self.wanted_iteration and self.result is None)
+        most = _MOST_OPS_BEFORE_TRAINING if iteration < self.wanted_iteration else _MOST_OPS
         recorder = self._recorder(clock, most)
         names = tell_all(recorder.met.know, self._frames, there)
         del there  # or it keeps tensors alive
@@ -199,7 +215,7 @@ class Recordings:
 
     def wants_another(self, count: int) -> bool:
         """Is the iteration to be recorded that follows the `count`-th?"""
-        if count < self._wanted.warmup:
+        if count + 1 < self.wanted_iteration:
             return self._wanted.offload is not None or self._may_be_short(count)
         return count < self._wanted.warmup + self._wanted.steps or self.result is None
 
@@ -261,10 +277,10 @@ class Recordings:
         now.recorder.stop()
         usage = now.clock.stop()
         modes.leave(now.recorder)
-        if now.iteration <= self._wanted.warmup and now.recorder.overflow:
+        if now.iteration < self.wanted_iteration and now.recorder.overflow:
             return
         result = Result(now.recorder, usage, now.iteration, updates=updates, frozen=frozen, held_beside=held)
-        if now.iteration <= self._wanted.warmup:
+        if now.iteration < self.wanted_iteration:
             if not whole:
                 self.fragment = result
             elif now.recorder.backward_calls:
@@ -273,12 +289,34 @@ class Recordings:
             self.result = result
             if usage is None:
                 result.more_times_us.append(now.clock.time_us)
+            if whole:
+                self._choose(result)
         elif same_ops(self.result.recorder, now.recorder):
             self.result.more_times_us.append(now.clock.time_us)
         else:
             self.notes.append(
                 f"iteration {now.iteration} ran other ops than iteration {self.result.iteration}"
             )
+
+    def _choose(self, result: Result) -> None:
+        """Is it worth it to record another iteration? Not the next one, for torch's two profiles in a row crash now and then."""
+        before = self.earlier[0].saved_elements if self.earlier else self._wanted.saved_before
+        if self.smaller is not None:
+            self.result = max(self.smaller, result, key=lambda each: each.saved_elements)
+            self.smaller = None
+        elif self._wanted.chooses and result.saved_elements < _SMALL * before and not has_peers():
+            share = 100 * result.saved_elements / before
+            self.notes.append(f"iteration {result.iteration} saved {share:.0f} % of what the one before it saved for backward: another was recorded, if the script went on")  # fmt: skip
+            self.smaller, self.result = result, None
+            self.wanted_iteration = result.iteration + 2
+
+    def forget(self) -> Result | None:
+        """What was recorded, if anything, was a part of an iteration: give it, and begin anew."""
+        part = self.result or self.smaller or next(iter(self.earlier), None)
+        self.result = self.smaller = None
+        self.wanted_iteration = self._wanted.warmup + 1
+        self.earlier.clear()
+        return part
 
     def drop(self) -> None:
         """Record no more; what was being recorded is lost."""

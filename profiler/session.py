@@ -49,9 +49,10 @@ class ProfileSession:
         command: Command,
         wanted: Wanted,
         done: Callable[[Trace], None] | None = None,
-        begins: Callable[[int], None] = lambda iteration: None,
+        begins: Callable[[int, int], None] = lambda iteration, recorded: None,
     ) -> None:
-        """`done` is given the trace as soon as there is one, before the script goes on or is stopped; `begins` each iteration's number."""
+        """`done` is given the trace as soon as there is one, before the script goes on or is stopped; `begins` each iteration's number, and that
+        of the one that is recorded."""
         self._wanted = wanted
         self._plain = PlainSteps()
         self._run = Run(describe_script(command), wanted, self._plain)
@@ -204,7 +205,7 @@ class ProfileSession:
         recordings = self._recordings
         if recordings is None:
             return
-        whole = recordings.result
+        whole = recordings.result or recordings.smaller
         if recordings.now is not None:
             self._run.cut_off = recordings.now.iteration
             recordings.end(out_of_memory=out_of_memory, whole=False)
@@ -316,7 +317,8 @@ class ProfileSession:
             self._stops += 1
             stop_script()
         elif not over:
-            self._begins(count + 1)
+            assert self._recordings is not None
+            self._begins(count + 1, self._recordings.wanted_iteration)
 
     def _next(self, count: int, milliseconds: float) -> None:
         assert self._frames is not None
@@ -332,9 +334,7 @@ class ProfileSession:
         elif count > 1:
             self._plain.add(milliseconds, waited_for=False)
         if count == 1 and not is_first:
-            self._part = recordings.result or next(iter(recordings.earlier), self._part)
-            recordings.result = None
-            recordings.earlier.clear()
+            self._part = recordings.forget() or self._part
         self._frames.new_iteration()
         if recordings.wants_another(count):
             recordings.begin(iteration=count + 1)

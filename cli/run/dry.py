@@ -23,7 +23,7 @@ def dry_run(command: Command, request: RunRequest) -> int:
     from memopt.profiler.session import ProfileSession
     from memopt.reports.terminal import render_plan
 
-    wanted = Wanted(swap_dir=swap_folder(request.swap_dir), device=request.device or "")
+    wanted = Wanted(chooses=True, swap_dir=swap_folder(request.swap_dir), device=request.device or "")
     session = ProfileSession(command, wanted)
     session.install()
     code = run_to_the_end(command, lambda how: session.finished(), raised=session.ended_by)

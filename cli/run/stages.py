@@ -177,6 +177,8 @@ class Stages:
         wishes = self._wishes
         wanted = Wanted(
             warmup=warmup,
+            chooses=True,
+            saved_before=self._just_saved,
             keep_running=True,
             swap_dir=wishes.swap_dir,
             disk_rates=lambda: self._background.disk_rates() if self._background else None,
@@ -193,6 +195,12 @@ class Stages:
         self._profile = ProfileSession(self._command, wanted, done=self._recorded)
         self._session = self._profile
         self._profile.begin_in(self._loop)
+
+    @property
+    def _just_saved(self) -> int:
+        """Elements that autograd saved in the last iteration that a guard has seen, or that had the training recorded again."""
+        seen = self._saved_before or [each for guard in self.course.guards for each in guard.saved_before]
+        return seen[-1][1] if seen else 0
 
     def _is_near(self) -> bool:
         """Did the guard have to move anything, or nearly?"""

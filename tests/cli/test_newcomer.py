@@ -128,11 +128,11 @@ def test_slow_iterations_are_told_of_as_they_begin(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr("memopt.cli.profile.time.monotonic", lambda: now[0])
-    begins = Progress(3)
+    begins = Progress()
     begins.say("running")
     for iteration in (2, 3, 4, 5):
         now[0] += 0.1 if iteration == 5 else 1.5
-        begins(iteration)
+        begins(iteration, 3)
     assert capsys.readouterr().err.splitlines()[1:] == [
         "memopt: iteration 2 of 3, before the recorded one",
         "memopt: recording iteration 3 of 3",

@@ -77,3 +77,18 @@ def test_a_run_that_was_surprised_tells_the_next_one(folder: Path) -> None:
     second, grown = run(folder, *lengths, budget="14MiB")
     assert first == second == plain(folder, *lengths).stdout
     assert grown == pytest.approx(float(growth.read_text()))
+
+
+@pytest.mark.parametrize("budget", ["60%", "12MiB"])
+def test_the_small_last_batch_of_a_small_dataset_is_not_what_is_planned_for(
+    folder: Path, budget: str
+) -> None:
+    """Three batches an epoch: the third iteration is a third of the others, and 60 % of its peak would be no budget for them."""
+    script = SCRIPT.replace("min(step, len(lengths) - 1)", "step % len(lengths)").replace(
+        "range(12)", "range(18)"
+    )
+    (folder / "train.py").write_text(script)
+    printed, _ = run(folder, "96", "96", "32", budget=budget, told="recorded iteration 5")
+    assert printed == plain(folder, "96", "96", "32").stdout
+    outcome = outcome_of(folder)
+    assert outcome["peak_bytes"] <= outcome["budget_bytes"]
