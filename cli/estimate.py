@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +69,7 @@ def estimate(**options: Any) -> int:
     """
     from memopt.units import parse_bytes
 
-    request = EstimateRequest(**options)
+    request = _as_typed(EstimateRequest(**options))
     gate = parse_bytes(request.fail_over) if request.fail_over else None
     found = _estimate(request)
     if request.as_json:
@@ -81,6 +82,16 @@ def estimate(**options: Any) -> int:
     if gate is not None:
         _gate(found, gate)
     return 0
+
+
+def _as_typed(request: EstimateRequest) -> EstimateRequest:
+    """With the script as target, where a whole command was typed."""
+    if _kind(request.target, request.as_module) != "script":
+        return request
+    from memopt.cli.shared.as_typed import command_as_typed
+
+    command = command_as_typed((request.target, *request.args), as_module=request.as_module)
+    return replace(request, target=command.argv[0], args=command.argv[1:], as_module=command.as_module)
 
 
 def _estimate(request: EstimateRequest) -> Estimate:

@@ -34,10 +34,11 @@ def live(script: str, args: tuple[str, ...], interval_s: float, as_module: bool)
     The script's output stays its own and scrolls above; nothing is recorded and nothing is changed. Without a
     terminal a line is written to stderr every ten seconds.
     """
-    from memopt.instrument.script.command import Command, find_source
+    from memopt.cli.shared.as_typed import command_as_typed
+    from memopt.instrument.script.command import find_source
     from memopt.instrument.script.runner import run_to_the_end
 
-    command = Command((script, *args), as_module=as_module)
+    command = command_as_typed((script, *args), as_module=as_module)
     find_source(command)
     view = _View(command, interval_s)
     view.start()

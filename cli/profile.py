@@ -64,9 +64,9 @@ def profile(**options: Any) -> int:
         return write_profile(request.from_snapshot, request.output, force=request.force, quiet=request.quiet)
     if request.script is None:
         raise click.UsageError("Missing argument 'SCRIPT'.")
-    from memopt.instrument.script.command import Command
+    from memopt.cli.shared.as_typed import command_as_typed
 
-    command = Command((request.script, *request.args), as_module=request.as_module)
+    command = command_as_typed((request.script, *request.args), as_module=request.as_module)
     path = _checked_path(request, command)
     return _record(request, command, path, require_folder(request.swap_dir))
 

@@ -384,7 +384,8 @@ class ApplySession:
         self._left_plain += int(plain and count > 1)
         saved = engine.saved_tensors, engine.saved_elements
         counted = saved if self._hooks is not None else None
-        peak_bytes = self._measurements.iteration_ended(count, milliseconds, counted, plain=plain)
+        took_ms = milliseconds - (engine.standby.looked_ms if engine.standby is not None else 0.0)
+        peak_bytes = self._measurements.iteration_ended(count, took_ms, counted, plain=plain)
         if self._swapper is not None and self._swapper.feedback is not None:
             self._swapper.feedback.iteration_ended(peak_bytes)
         if engine.standby is not None:

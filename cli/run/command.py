@@ -48,13 +48,14 @@ def run(**options: Any) -> int:
     """
     from memopt.advisors.profiles.problem import kinds_named
     from memopt.cli.run.cache import Cache
+    from memopt.cli.shared.as_typed import command_as_typed
     from memopt.cli.shared.ranks import path_of_rank
     from memopt.files import refuse_overwrite
-    from memopt.instrument.script.command import Command, find_source
+    from memopt.instrument.script.command import find_source
 
     request = RunRequest(**options)
     _check(request)
-    command = Command((request.script, *request.args), as_module=request.as_module)
+    command = command_as_typed((request.script, *request.args), as_module=request.as_module)
     find_source(command)
     kinds_named(request.allow)
     kinds_named(request.deny)

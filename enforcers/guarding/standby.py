@@ -11,6 +11,7 @@ script has kept something since, so that the next iteration would pass the budge
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from memopt.enforcers.guarding.guard import Guard
@@ -79,6 +80,8 @@ class Standby:
         """By which the budget was passed since it woke: alone, and beside the plan."""
         self._moved = 0
         """Storages, in the iterations before."""
+        self.looked_ms = 0.0
+        """Spent in this iteration on a look at what the script has kept, which few iterations take."""
         self.was_needed = False
         """In the last iteration."""
         self._needed_in: list[tuple[int, tuple[int, int]]] = []
@@ -100,8 +103,11 @@ class Standby:
 
     def _look_at_what_is_kept(self) -> None:
         """The script may have made something between iterations (a copy of its model), and keeps it."""
-        if self._begun > 1 and self._keeps_too_much(self._at_first):
-            self._wake()
+        if self._begun > 1:
+            began = time.perf_counter()
+            if self._keeps_too_much(self._at_first):
+                self._wake()
+            self.looked_ms = 1000 * (time.perf_counter() - began)
 
     def _keeps_too_much(self, keeping: Keeping) -> bool:
         held = held_bytes(self.guard.device)
@@ -151,7 +157,7 @@ class Standby:
             self._stay_awake(_STAYS_AWAKE)
 
     def new_iteration(self) -> None:
-        self._stays_bytes, self._has_saved = 0, False
+        self._stays_bytes, self._has_saved, self.looked_ms = 0, False, 0.0
         self._begun += 1
         self._awake = max(0, self._awake - 1)
         self._was_awake = self._awake > 0 or self._for_good

@@ -57,7 +57,9 @@ def find_source(command: Command) -> Path:
             head = file.read(4096)
     except (OSError, ValueError) as error:
         raise UsageError(
-            f"cannot run {path}", why=reason(error), try_="the path of a Python script"
+            f"cannot run {path}",
+            why=reason(error),
+            try_="the path of a Python script; within a shell script, memopt goes before the python command",
         ) from error
     if b"\0" in head:
         raise UsageError(
