@@ -50,7 +50,9 @@ def test_commands_in_documents_are_understood(path: Path) -> None:
         if "--help" in words:
             continue
         known = {name for param in load(words[0]).params for name in param.opts}
-        script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
+        script = next(
+            (i for i, word in enumerate(words) if word.endswith(".py") or word == "torchrun"), len(words)
+        )
         for word in words[1:script]:
             if word == "--":
                 break
