@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from memopt.cli.on_oom import leaving_traces
 from memopt.cli.requests import RunRequest
 from memopt.cli.shared.device_here import require_device
 from memopt.cli.shared.numbers import Real
 from memopt.cli.shared.swap_dir import require_folder
-from memopt.errors import MemoptError, RunFailed, UsageError
-
-if TYPE_CHECKING:
-    from memopt.cli.run.cache import Cache
-    from memopt.cli.run.course import Course, Wishes
-    from memopt.cli.run.stages import Stages
-    from memopt.instrument.script.command import Command
+from memopt.errors import UsageError
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -47,7 +39,7 @@ def run(**options: Any) -> int:
     kept in .memopt/, so that the next run starts enforced.
     """
     from memopt.advisors.profiles.problem import kinds_named
-    from memopt.cli.run.cache import Cache
+    from memopt.cli.run.one_run import Run
     from memopt.cli.shared.as_typed import command_as_typed
     from memopt.cli.shared.ranks import path_of_rank
     from memopt.files import refuse_overwrite
@@ -69,11 +61,7 @@ def run(**options: Any) -> int:
         from memopt.cli.run.dry import dry_run
 
         return dry_run(command, request)
-    conditions = {name: getattr(request, name) for name in ("budget", "device", "allow", "deny")}
-    cache = Cache(command, conditions)
-    if request.fresh:
-        cache.forget()
-    return _Run(command, _wishes(request), cache, outcome_path, quiet=request.quiet).run()
+    return Run(request, command, outcome_path).run()
 
 
 def _check(request: RunRequest) -> None:
@@ -85,85 +73,3 @@ def _check(request: RunRequest) -> None:
     if request.device is not None:
         require_device(request.device, f"nothing can be held on {request.device}", try_="memopt run without --device")  # fmt: skip
     require_folder(request.swap_dir)
-
-
-def _wishes(request: RunRequest) -> Wishes:
-    from memopt.cli.run.course import Wishes
-    from memopt.enforcers.tiers.per_device import offload_tier
-    from memopt.files import swap_folder
-
-    folder = swap_folder(request.swap_dir)
-    return Wishes(
-        budget=request.budget,
-        device=request.device or "",
-        swap_dir=folder,
-        allow=request.allow,
-        deny=request.deny,
-        time_limit_s=request.time_limit_s,
-        measure=not request.no_measure,
-        offload=lambda: offload_tier(folder),
-        online=request.online,
-    )
-
-
-class _Run:
-    """The script's run, and the last words on it."""
-
-    def __init__(
-        self, command: Command, wishes: Wishes, cache: Cache, outcome_path: Path | None, *, quiet: bool
-    ) -> None:
-        from memopt.cli.run.stages import Stages
-
-        self._command, self._cache, self._outcome_path, self._quiet = command, cache, outcome_path, quiet
-        self._budget = wishes.budget or "what the device has free"
-        self._stages: Stages = Stages(command, wishes, cache, self._tell)
-        self._unwritten = False
-
-    def run(self) -> int:
-        """The exit code; dies of the signal that the script died of."""
-        from memopt.instrument.script.runner import run_to_the_end
-
-        self._tell(f"running {self._command.in_words} within {self._budget}")
-        self._stages.install()
-        raised = leaving_traces(self._command, self._stages.ended_by)
-        code = run_to_the_end(self._command, self._end, raised=raised)
-        return code or (RunFailed.exit_code if self._unwritten else 0)
-
-    def _tell(self, words: str) -> None:
-        from memopt.cli.shared.console import say
-        from memopt.cli.shared.ranks import rank_here
-
-        if not self._quiet and not rank_here():
-            say(words)
-
-    def _end(self, how: int) -> None:
-        from memopt.cli.shared.console import outlive_the_scripts_stderr, say
-
-        outlive_the_scripts_stderr()
-        course = self._stages.finished()
-        if course is None:
-            return
-        from memopt.cli.run.words import did_what_it_said, last_words, was_surprised
-
-        if course.plan is not None and not did_what_it_said(course):
-            self._cache.forget(course.phase)
-        if was_surprised(course):
-            self._cache.keep_growth(course.most_saved)
-        self._cache.close(in_use=course.still_planning)
-        self._write(course)
-        if not self._quiet:
-            for line in last_words(course):
-                say(line)
-
-    def _write(self, course: Course) -> None:
-        if self._outcome_path is None:
-            return
-        from memopt.cli.run.course import facts
-        from memopt.cli.shared.console import say
-        from memopt.files import write_atomic
-
-        try:
-            write_atomic(self._outcome_path, json.dumps(facts(course), indent=1).encode() + b"\n")
-        except MemoptError as error:
-            self._unwritten = True
-            say(str(error))

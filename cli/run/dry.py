@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,16 +19,24 @@ def dry_run(command: Command, request: RunRequest) -> int:
     """Run the script until an iteration is recorded, and show on stderr what `memopt run` would do. 3 where the budget cannot be met."""
     from memopt.cli.shared.console import err, say
     from memopt.files import swap_folder
+    from memopt.instrument.script.children import Children
     from memopt.instrument.script.runner import run_to_the_end
+    from memopt.profiler.child import RecordsChild
     from memopt.profiler.recordings import Wanted
     from memopt.profiler.session import ProfileSession
     from memopt.reports.terminal import render_plan
+    from memopt.trace import load_trace
 
     wanted = Wanted(chooses=True, swap_dir=swap_folder(request.swap_dir), device=request.device or "")
     session = ProfileSession(command, wanted)
     session.install()
-    code = run_to_the_end(command, lambda how: session.finished(), raised=session.ended_by)
-    trace = session.trace
+    with tempfile.TemporaryDirectory(prefix="memopt-dry-") as folder:
+        in_child = RecordsChild(command, wanted, Path(folder, "p.profile.json.gz"), Path(folder, "recorded"))
+        Children(in_child, wanted=lambda: not session.iterations_seen).install()
+        code = run_to_the_end(command, lambda how: session.finished(), raised=session.ended_by)
+        trace = (
+            load_trace(in_child.path) if session.trace is None and in_child.claim.exists() else session.trace
+        )
     if trace is None or trace.partial or session.failure is not None:
         why = trace.partial if trace is not None else "the script trained nothing that memopt could see"
         say(

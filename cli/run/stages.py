@@ -24,9 +24,8 @@ from memopt.cli.run.course import Course, Wishes
 from memopt.cli.run.optimizer_state import StateBeside
 from memopt.cli.run.planning import Planning
 from memopt.errors import MemoptError
-from memopt.instrument.loop import Loop
+from memopt.instrument.loop import Loop, begin_at_torch
 from memopt.instrument.script.command import Command
-from memopt.instrument.script.on_import import call_after_import, quiet_allocator
 from memopt.units import format_bytes
 
 if TYPE_CHECKING:
@@ -100,7 +99,22 @@ class Stages:
 
     def install(self) -> None:
         """Be there when the script imports torch."""
-        call_after_import("torch", lambda: self._guard(self._begin), within=quiet_allocator)
+        begin_at_torch(self)
+
+    def torch_imported(self) -> None:
+        self._guard(self._begin)
+
+    def leave_child(self) -> None:
+        """What watches the parent watches nothing in its child."""
+        from memopt.enforcers.guarding.guard import Guard
+
+        session, self._session = self._session, None
+        if isinstance(session, Guard):
+            session.end()
+        elif session is not None:
+            session.leave_child()
+        if self._loop is not None:
+            self._loop.remove()
 
     def _begin(self) -> None:
         plan = self._kept_plan()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from memopt.instrument.script.on_import import QUIET, quiet_allocator
+from memopt.instrument.script.runner import without_ours
 
 _NOT_THESE = ("torch.utils.data", "multiprocessing.", "concurrent.")
 
@@ -38,7 +39,11 @@ class Followed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._quiet:
             os.environ.pop(QUIET, None)
-        return self._watcher.run(lambda: self._target(*args, **kwargs))
+        try:
+            return self._watcher.run(lambda: self._target(*args, **kwargs))
+        except BaseException as error:
+            error.__traceback__ = without_ours(error.__traceback__)
+            raise
 
 
 class Children:

@@ -208,13 +208,12 @@ def exit_code_of(stop: SystemExit) -> int:
 
 def _show(error: BaseException) -> None:
     """Show the traceback of `error` through `sys.excepthook`, without the frames of memopt."""
-    here = str(Path(__file__).resolve().parents[2])
-    error.__traceback__ = _without(error.__traceback__, here)
+    error.__traceback__ = without_ours(error.__traceback__)
     seen: set[int] = set()
     chained = error.__cause__ or error.__context__
     while chained is not None and id(chained) not in seen:
         seen.add(id(chained))
-        chained.__traceback__ = _without(chained.__traceback__, here)
+        chained.__traceback__ = without_ours(chained.__traceback__)
         chained = chained.__cause__ or chained.__context__
     try:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -233,8 +232,9 @@ def _is_ours(filename: str, here: str) -> bool:
     return rest.partition(os.sep)[0] in _ROOMS and rest.endswith(".py")
 
 
-def _without(trace: types.TracebackType | None, here: str) -> types.TracebackType | None:
-    kept = []
+def without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """`trace` without the frames of memopt."""
+    here, kept = str(Path(__file__).resolve().parents[2]), []
     while trace is not None:
         if not _is_ours(trace.tb_frame.f_code.co_filename, here):
             kept.append(trace)
