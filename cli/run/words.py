@@ -92,7 +92,7 @@ def _guarded(course: Course) -> list[str]:
     else:
         held = f"held: live bytes reached {peak}, within the budget of {budget}"
     moved = (
-        f"{guard.moved} storages ({format_bytes(guard.moved_bytes)}) were moved away in {course.iterations} iterations"
+        f"{guard.moved_words} in {course.iterations} iterations"
         if guard.moved
         else f"nothing had to be moved in {course.iterations} iterations"
     )
