@@ -92,7 +92,7 @@ def _guarded(course: Course) -> list[str]:
     else:
         held = f"held: live bytes reached {peak}, within the budget of {budget}"
     moved = (
-        f"{guard.moved} storages ({format_bytes(guard.moved_bytes)}) were moved away in {course.iterations} iterations"
+        f"{guard.moved_words} in {course.iterations} iterations"
         if guard.moved
         else f"nothing had to be moved in {course.iterations} iterations"
     )
@@ -141,14 +141,16 @@ def _held(plan: Plan, outcome: Outcome, peak: int | None, *, state_is_away: bool
     floor = next((note.removeprefix(NOT_MET) for note in plan.notes if note.startswith(NOT_MET)), "")
     known = peak if peak is not None else plan.predicted_peak_bytes
     how = "" if peak is not None else " by prediction: no enforced iteration was measured"
+    # where the guard moved tensors beside it, the plain peak is of another iteration
+    is_less = known < plain_bytes
     if known > plan.budget_bytes:
         told = f"NOT held: peak {format_bytes(known)}, {format_bytes(known - plan.budget_bytes)} above the budget of {budget}{how}"
-        return f"{told}, without the plan {plain}; {floor}" if floor else told
+        without = f", without the plan {plain}" if is_less else ""
+        return f"{told}{without}; {floor}" if floor else told
     changes = bool(plan.actions or plan.script_actions or state_is_away)
     if not changes and not any(note.startswith(MOVED_BESIDE) for note in outcome.notes):
         return f"held: the plain run peaks at {format_bytes(known)}, within the budget of {budget}{how}; nothing was changed"
-    # where the guard moved tensors beside it, the plain peak is of another iteration
-    without = f"; without the plan {plain}" if plain_bytes > known else ""
+    without = f"; without the plan {plain}" if is_less else ""
     return f"held{how}: peak {format_bytes(known)}, within the budget of {budget}{without}"
 
 

@@ -22,7 +22,6 @@ from memopt.instrument.loop import Loop
 from memopt.instrument.memory.held import held_bytes
 from memopt.outcome import MOVED_BESIDE
 from memopt.plan import Plan
-from memopt.units import format_bytes
 
 MORE = 1.02
 """Times as many bytes as the profiled iteration saved are clearly more."""
@@ -195,7 +194,7 @@ class Standby:
     def words(self) -> str:
         """What was done; empty where there was no need."""
         guard = self.guard
-        moved = f"{MOVED_BESIDE}, {guard.moved} storages ({format_bytes(guard.moved_bytes)}) were moved away beside the plan"
+        moved = f"{MOVED_BESIDE}, {guard.moved_words} beside the plan"
         return "; ".join(filter(None, [moved if guard.moved else "", guard.passed.words]))
 
 

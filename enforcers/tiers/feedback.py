@@ -249,7 +249,7 @@ class Feedback:
             return ""
         moves = [f"{n} {word}" for n, word in ((earlier, "earlier"), (later, "later")) if n]
         return (
-            f"of {len(shifts)} swaps {' and '.join(moves)} than planned, as the run showed: "
+            f"of {len(shifts)} swap{'s' * (len(shifts) > 1)} {' and '.join(moves)} than planned, as the run showed: "
             f"a step waited {format_ms(self.first_ms or 0.0)} for their copies before, {format_ms(self.last_ms)} at the end"
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -244,3 +245,9 @@ def test_an_early_swap_starts_where_the_measured_peak_leaves_room(plan: Plan) ->
     assert start_after(one_swap(plan, rooms, start=0), waited_ms=0, used=4, peak_bytes=1020) == 0
     assert start_after(one_swap(plan, rooms, start=0), waited_ms=0, used=4, peak_bytes=1040) == 2
     assert start_after(one_swap(plan, rooms, start=0), waited_ms=0, used=4) == 0
+
+
+@pytest.mark.parametrize(("swaps", "words"), [(1, "of 1 swap 1 earlier "), (2, "of 2 swaps 2 earlier ")])
+def test_one_swap_is_told_as_one(swaps: int, words: str) -> None:
+    feedback = SimpleNamespace(_at=[None] * 9, _starts=dict.fromkeys(range(swaps), 2), _planned=dict.fromkeys(range(swaps), 4), first_ms=1.0, last_ms=0.0)  # fmt: skip
+    assert Feedback.told(feedback).startswith(words)  # type: ignore[arg-type]
