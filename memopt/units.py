@@ -19,6 +19,7 @@ _UNITS = {**_SI, **_BINARY}
 _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*|%)")
 _MOST_BYTES = 2**60
 _MOST_DIGITS = 60
+_HARDLY_BYTES = 1000
 
 
 def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
@@ -49,6 +50,18 @@ def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
             try_="16GB, 16GiB, 16g, 500MB or 80%",
         )
     return int(amount)
+
+
+def parse_budget(text: str, *, of_bytes: int | None = None) -> int:
+    """As `parse_bytes`; raises for a small number without a unit, too, which was hardly meant in bytes."""
+    budget = parse_bytes(text, of_bytes=of_bytes)
+    if budget < _HARDLY_BYTES and text.strip().isdecimal():
+        raise UsageError(
+            f"a budget of {budget} is {budget} bytes",
+            why="a number without a unit is bytes",
+            try_=f"--budget {budget}GB, or --budget {budget}B where that is meant",
+        )
+    return budget
 
 
 def _not_bytes(text: str) -> UsageError:

@@ -11,8 +11,6 @@ from memopt.errors import BudgetInfeasible, UsageError, enough
 from memopt.units import format_bytes
 
 _ANY_PEAK_BYTES = 2**30
-_HARDLY_BYTES = 1000
-"""A smaller budget was hardly meant in bytes."""
 LOWEST = "min"
 """The budget that asks for the smallest peak that is found."""
 _ZERO = re.compile(r"0+(\.0*)?\s*([kmgt]?i?b?|%)?")
@@ -28,7 +26,7 @@ def check_words(request: AdviseRequest) -> None:
     """Raise `UsageError` for what was typed wrongly, before any file is looked at."""
     from memopt.advisors.profiles.problem import kinds_named
     from memopt.advisors.registry import counsels, find_strategy
-    from memopt.units import parse_bytes
+    from memopt.units import parse_budget
 
     for name in request.strategies:
         if name not in counsels():
@@ -36,13 +34,7 @@ def check_words(request: AdviseRequest) -> None:
     kinds_named(request.allow), kinds_named(request.deny)
     typed = request.budget
     if typed is not None and not is_lowest(typed, request.strategies, max_batch=request.max_batch):
-        budget = parse_bytes(typed, of_bytes=_ANY_PEAK_BYTES)
-        if budget < _HARDLY_BYTES and typed.strip().isdecimal():
-            raise UsageError(
-                f"a budget of {budget} is {budget} bytes",
-                why="a number without a unit is bytes",
-                try_=f"--budget {budget}GB, or --budget {budget}B where that is meant",
-            )
+        parse_budget(typed, of_bytes=_ANY_PEAK_BYTES)
     if request.max_overhead is not None:
         parse_share(request.max_overhead)
 

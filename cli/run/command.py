@@ -66,10 +66,10 @@ def run(**options: Any) -> int:
 
 def _check(request: RunRequest) -> None:
     """Raises `UsageError` for what cannot be meant, before anything runs."""
-    from memopt.units import parse_bytes
+    from memopt.units import parse_budget
 
     if request.budget is not None:
-        parse_bytes(request.budget, of_bytes=None if request.online else 2**40)
+        parse_budget(request.budget, of_bytes=None if request.online else 2**40)
     if request.device is not None:
         require_device(request.device, f"nothing can be held on {request.device}", try_="memopt run without --device")  # fmt: skip
     require_folder(request.swap_dir)

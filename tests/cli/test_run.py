@@ -230,6 +230,15 @@ def test_a_budget_that_cannot_be_met_is_neared_and_what_holds_the_floor_is_said(
     assert outcome["measured_peak_bytes"] < 0.85 * outcome["unplanned_peak_bytes"]
 
 
+def test_a_small_number_without_a_unit_is_asked_about(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('it ran')\n")
+    ran = memopt(tmp_path, "run", "--budget", "16", "train.py")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "a budget of 16 is 16 bytes" in ran.stderr
+    assert "try: --budget 16GB, or --budget 16B where that is meant" in ran.stderr
+    assert "it ran" not in ran.stderr
+
+
 def test_without_a_budget_it_is_what_is_free(ran: Any) -> None:
     folder = ran[0]
     done = memopt(folder, "run", "--outcome", "free.json", "train.py", until=PLANNED)
