@@ -85,6 +85,8 @@ class Iterations:
         """Backward calls in threads of the script's beside the one that trains: nobody watches those."""
         self._after_backwards = False
         """Backward calls had ended iterations before it first stepped."""
+        self._warmed_up = False
+        """Not only the one that it stepped after."""
         self._shares_backward = False
         """It first stepped after the backward call of one that had ended an iteration: Pyro makes an optimizer for each parameter."""
         self._backward_since = False
@@ -159,8 +161,9 @@ class Iterations:
 
     @property
     def in_first_round(self) -> int:
-        """How many optimizers step in the first round; 0 where its last one joined after more steps than there are in later ones."""
-        return self._joined if self._steps <= self._most_others_steps else 0
+        """How many optimizers step in the first round; 0 where its last one joined after more steps than there are in later ones, and where backward
+        calls had ended iterations before the one that it steps after (a warm-up): a run that waits for it would count those to its first one."""
+        return self._joined if self._steps <= self._most_others_steps and not self._warmed_up else 0
 
     @property
     def _round_is_not_over(self) -> bool:
@@ -315,6 +318,7 @@ class Iterations:
             self._steps = self.rounds + self._others_steps - 1
             self._chosen = weakref.ref(optimizer)
             self._after_backwards = self.boundary == "backward"
+            self._warmed_up |= self._after_backwards and self.count > 1
             self._shares_backward = self.count > 0 and not self._backward_since
             self.boundary = "optimizer"
             chosen, self.rounds, self._others_steps, self._most_others_steps = optimizer, 0, 0, 0

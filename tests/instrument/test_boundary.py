@@ -15,7 +15,7 @@ import torch
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.stepping.torchs_step import any_was_made
 from memopt.profiler.timing.plain_steps import PlainSteps
-from tests.support.enforced import enforced, plan_of, recorded
+from tests.support.enforced import all_again, enforced, plan_of, recorded
 
 
 class Log:
@@ -219,6 +219,35 @@ def test_the_phase_that_an_optimizer_joins_late_is_planned_for_and_measured(tmp_
     _, outcome = enforced(loop, plan, tmp_path, 12, measure=True)
     assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
     assert outcome.notes == []
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_warm_up_before_the_optimizer_is_made_shifts_no_call_of_the_training(
+    calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted to the first iteration, as by a run that waits for the optimizer, its call would be the first, and training's the second."""
+    monkeypatch.setattr("memopt.instrument.iterations.any_was_made", lambda: False)
+
+    def loop(steps: int) -> list[str]:
+        layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)]
+        model = torch.nn.Sequential(*layers)
+        for _ in range(calls):
+            model(torch.ones(64, 64)).square().mean().backward()
+        model.zero_grad()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(4096, 64)).square().mean().backward()
+            optimizer.step()
+        return []
+
+    trace = recorded(loop, tmp_path)
+    assert trace.facts["in_first_round"] == 0
+    plan = plan_of(trace, all_again)
+    _, outcome = enforced(loop, plan, tmp_path, 12, measure=True)
+    assert plan.predicted_peak_bytes < 0.8 * trace.peak_bytes
+    assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=1e-3)
+    assert outcome.actions.done == outcome.actions.planned > 0
 
 
 def test_the_plain_step_of_two_optimizers_is_a_whole_one(tmp_path: Path) -> None:
