@@ -20,6 +20,7 @@ _NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*|%)")
 _MOST_BYTES = 2**60
 _MOST_DIGITS = 60
 _HARDLY_BYTES = 1000
+"""A smaller budget was hardly meant in bytes."""
 
 
 def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:

@@ -192,7 +192,7 @@ class Stages:
         wanted = Wanted(
             warmup=warmup,
             chooses=True,
-            saved_before=self._just_saved,
+            saved_before=self._seen_saving[-1][1] if self._seen_saving else 0,
             keep_running=True,
             swap_dir=wishes.swap_dir,
             disk_rates=lambda: self._background.disk_rates() if self._background else None,
@@ -211,10 +211,9 @@ class Stages:
         self._profile.begin_in(self._loop)
 
     @property
-    def _just_saved(self) -> int:
-        """Elements that autograd saved in the last iteration that a guard has seen, or that had the training recorded again."""
-        seen = self._saved_before or [each for guard in self.course.guards for each in guard.saved_before]
-        return seen[-1][1] if seen else 0
+    def _seen_saving(self) -> list[tuple[int, int]]:
+        """How many tensors, and elements, autograd saved in iterations that a guard has seen, or that had the training recorded again."""
+        return self._saved_before or [each for guard in self.course.guards for each in guard.saved_before]
 
     def _is_near(self) -> bool:
         """Did the guard have to move anything, or nearly?"""
@@ -245,14 +244,13 @@ class Stages:
         assert course.budget_bytes is not None
         self._tell(f"recorded iteration {trace.iteration}; planning for {format_bytes(course.budget_bytes)} while the script waits")  # fmt: skip
         background = self._background or Background()
-        saved_before = self._saved_before or [each for guard in course.guards for each in guard.saved_before]
         self._planning = Planning(
             background,
             trace,
             budget,
             self._state.left_alone(self._wishes),
             self._cache,
-            saved_before,
+            self._seen_saving,
             course.phase,
         )
         profile.finished()
