@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,6 +29,13 @@ class Account:
 
     done: Counter[int] = field(default_factory=Counter)
     """Slots on which an action was taken in this iteration."""
+    ever: Counter[int] = field(default_factory=Counter)
+    """Iterations in which an action was taken whole. The first one, which may come to its ops in another way, counts if it is the only one."""
+    in_like: Counter[int] = field(default_factory=Counter)
+    """Those of them that saved as many tensors as the profiled one."""
+    iterations: int = 0
+    like: int = 0
+    """Of the iterations, those that saved as many tensors as the profiled one."""
     declined: dict[int, str] = field(default_factory=dict)
     """Why an action was not taken, the first reason of the run."""
     beyond: Counter[int] = field(default_factory=Counter)
@@ -39,6 +46,26 @@ class Account:
     def decline(self, action: int, why: str) -> None:
         """It is not taken."""
         self.declined.setdefault(action, why)
+
+    def iteration_ended(self, taken_whole: Iterable[int], *, is_like: bool) -> None:
+        """`taken_whole`: actions that were taken on all their slots; `is_like`: it saved as many tensors as the profiled iteration."""
+        whole = list(taken_whole)
+        if self.iterations == 1:
+            self.ever.clear()
+            self.in_like.clear()
+            self.like = 0
+        self.iterations += 1
+        self.ever.update(whole)
+        if is_like:
+            self.like += 1
+            self.in_like.update(whole)
+
+    @property
+    def usual(self) -> set[int]:
+        """Actions that were taken whole in a third of the iterations, or more: of those like the profiled one, where there were any. A
+        script may evaluate, or draw samples, in every other one."""
+        taken, of = (self.in_like, self.like) if self.like else (self.ever, self.iterations - 1)
+        return {action for action, times in taken.items() if 3 * times >= of}
 
 
 class Enforcer(Protocol):
@@ -96,9 +123,10 @@ def decisions_about_the_run(
     return [each for each in found if each is not None and each.planned > 0]
 
 
-def notes_on_tensors(account: Account, swapper: Swapper | None, done: Container[int]) -> list[str]:
-    """What to say of the actions on tensors; those in `done` were taken."""
-    notes = [*_declined(account, done), *_beyond(account, done)]
+def notes_on_tensors(account: Account, swapper: Swapper | None) -> list[str]:
+    """What to say of the actions on tensors."""
+    done = account.usual
+    notes = [*_declined(account, done), *_in_few(account, done), *_beyond(account, done)]
     if account.other_bits:
         names = ", ".join(sorted(account.other_bits))
         notes.append(f"kept what {names} made: run again, it may give other bits on this device and with these settings")  # fmt: skip
@@ -159,6 +187,15 @@ def outcome_of(
 def _declined(account: Account, done: Container[int]) -> list[str]:
     reasons = Counter(why for action, why in account.declined.items() if action not in done)
     return [f"{count} action{'s' * (count > 1)} skipped: {why}" for why, count in reasons.most_common()]
+
+
+def _in_few(account: Account, done: Container[int]) -> list[str]:
+    """Of actions that nothing spoke against, and that were taken in a few iterations only."""
+    few = [n for n in account.ever if n not in done and n not in account.declined]
+    if not few:
+        return []
+    most, seen = max(account.ever[n] for n in few), account.iterations - 1
+    return [f"{len(few)} action{'s' * (len(few) > 1)} skipped in most iterations, and taken in {most} of {seen}: the others ran other ops or calls than the profiled one"]  # fmt: skip
 
 
 def _beyond(account: Account, done: Container[int]) -> list[str]:

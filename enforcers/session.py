@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from memopt.instrument.frames import Frames
     from memopt.instrument.iterations import Iterations
     from memopt.instrument.saved import SavedTensorHooks
+    from memopt.instrument.stepping.optimizer_made import WhenOptimizerMade
     from memopt.profiler.known import There
 
 log = logging.getLogger(__name__)
@@ -87,11 +88,11 @@ class ApplySession:
         """None where frames and iterations are another's to remove."""
         self._steps: PlannedSteps | None = None
         self._over_gradients: GradientsInPlace | None = None
+        self._optimizer_made: WhenOptimizerMade | None = None
         self._in_training = False
         """Has backward begun in this iteration?"""
         self._limit = MemoryLimit(options.limit_bytes)
         self._measurements = Measurements(plan, peaks=options.measure)
-        self._done: set[int] = set()
         self._in_two_threads = False
         """The script trains in another thread since this iteration began."""
         self._left_plain = 0
@@ -184,6 +185,8 @@ class ApplySession:
 
             pack: Callable[[torch.Tensor], Any] = engine.pack
             unpack: Callable[[Any], torch.Tensor] = engine.unpack
+            if "@" in tables.calls:
+                pack = self._begins_with(pack)
             if self._steps is not None and self._frames is not None:
                 pack = self._steps.told_of_saving(pack, self._frames.thread)
                 unpack = self._steps.told_of(unpack)
@@ -228,8 +231,13 @@ class ApplySession:
             return engine
         if self._plan.device.kind == "cpu":
             keep_freed_pages()
-        if "@" in tables.calls or (self._own_loop is None and loop.iterations.count):
+        if self._own_loop is None and loop.iterations.count:
             self._watch(engine)
+        elif "@" in tables.calls:  # what comes before the first call of a module may be planned for
+            from memopt.instrument.stepping.optimizer_made import WhenOptimizerMade
+
+            self._optimizer_made = WhenOptimizerMade(self._optimizer_is_made)
+            self._optimizer_made.install()
         if self._own_loop is not None or not loop.iterations.count:
             frames.before_training = self._training_begins
         return engine
@@ -254,6 +262,25 @@ class ApplySession:
         self._limit.training_begins()
         self._measurements.training_begins()
         if self._engine is not None:
+            self._watch(self._engine)
+
+    def _begins_with(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """`pack`; the training begins with what is saved first, where that is before the first call of a module."""
+        frames = self._frames
+        assert frames is not None
+
+        def begin_and_pack(tensor: torch.Tensor) -> Any:
+            begin = frames.before_training
+            if begin is not None and frames.thread.is_here:
+                frames.before_training = None
+                begin()
+            return pack(tensor)
+
+        return begin_and_pack
+
+    def _optimizer_is_made(self) -> None:
+        assert self._frames is not None
+        if self._engine is not None and self._frames.thread.is_here:
             self._watch(self._engine)
 
     @staticmethod
@@ -314,6 +341,8 @@ class ApplySession:
             self._engine.stop()
         if self._weights is not None:
             self._weights.remove()
+        if self._optimizer_made is not None:
+            self._optimizer_made.remove()
         if self._frames is not None:
             self._frames.named = self._frames.before_training = self._frames.without_gradients = None
         for part in (self._hooks, self._steps, self._over_gradients, self._own_loop):
@@ -330,7 +359,7 @@ class ApplySession:
         notes, engine = list(self.notes), self._engine
         decisions = decisions_about_the_run(self._plan, self._steps, self._over_gradients, self._streamed)
         if engine is not None:
-            notes += notes_on_tensors(engine.account, self._swapper, self._done)
+            notes += notes_on_tensors(engine.account, self._swapper)
             notes += [engine.standby.words] if engine.standby is not None and engine.standby.words else []
         notes += [each.words for each in decisions if each.words]
         notes += notes_on_the_run(self._hooks, self.pieces, self._swapper, self._left_plain)
@@ -338,7 +367,7 @@ class ApplySession:
             self._plan,
             self._measurements,
             decisions,
-            actions_done=len(self._done),
+            actions_done=len(engine.account.usual) if engine is not None else 0,
             divergences=engine.divergences if engine is not None else 0,
             steps=self.iterations_seen,
             notes=notes,
@@ -394,7 +423,8 @@ class ApplySession:
         account = engine.account
         account.declined = failed | account.declined
         actions = self._plan_slots(engine)
-        self._done |= {n for n, taken in account.done.items() if taken >= actions[n] and n not in failed}
+        whole = (n for n, taken in account.done.items() if taken >= actions[n] and n not in failed)
+        account.iteration_ended(whole, is_like=not plain and saved[0] == self._plan.saved_tensors)
         engine.new_iteration()
         if self._over_gradients is not None:
             self._over_gradients.new_iteration()

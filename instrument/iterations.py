@@ -22,6 +22,7 @@ from torch.optim import optimizer as optim
 
 from memopt.instrument.live_objects import living
 from memopt.instrument.script.training_thread import TrainingThread
+from memopt.instrument.stepping.gradient_check import checks_gradients
 from memopt.instrument.stepping.torchs_step import any_was_made, calls_closure_first, steps_under_way
 from memopt.instrument.torch_internals import current_graph_task, engine_run_backward, set_engine_run_backward
 
@@ -235,7 +236,7 @@ class Iterations:
         self._thread.backward_makes_graph = False
         self._listener.backward_ended()
         stepped_inside, self._stepped_inside = self._stepped_inside, False
-        if self._chosen is not None or self._steps_open:
+        if self._chosen is not None or self._steps_open or checks_gradients():
             return
         if stepped_inside:
             self.boundary = "optimizer"

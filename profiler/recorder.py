@@ -46,6 +46,7 @@ from memopt.instrument.torch_internals import (
 )
 from memopt.profiler.rows import BACKWARD, FORWARD, OPTIMIZER, OTHER, OpRow, SlotRow
 from memopt.profiler.storages import StorageRows, describe
+from memopt.profiler.timing.between_ops import BetweenOps
 from memopt.profiler.timing.clock import OpClock
 from memopt.profiler.value_facts import facts_of
 
@@ -110,6 +111,7 @@ class Recorder(modes.Mode):
         """Op of backward that would write into its first operand -> bytes of what it makes, which takes no memory of its own in a plain run."""
         self._named_nodes: set[int] = set()
         self._recording = True
+        self.between = BetweenOps()
         self._most_ops = most_ops
         self.base_bytes = 0
         """Bytes of the storages that were known when the recording began."""
@@ -138,6 +140,7 @@ class Recorder(modes.Mode):
             if isinstance(out, Tensor):
                 self.met.row_of(out)  # torch.tensor([...]) shows itself by a view op alone
             return out
+        self.between.stop()
         op = len(self.ops)
         if op == DEEP:
             make_room()  # backward looks at its nodes
@@ -163,6 +166,7 @@ class Recorder(modes.Mode):
                 self._close_row(row, op, args, kwargs, out)
         except Exception as error:
             self._unseen(kind, error)
+        self.between.go_on()
         return out
 
     def begin(self, device: str) -> None:

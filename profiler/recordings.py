@@ -76,23 +76,26 @@ class Recording:
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
     ) -> None:
-        self.recorder.backward_began(roots, keep_graph=keep_graph, create_graph=create_graph)
-        if self.updates is not None:
-            self.updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
+        with self.recorder.between.left_out():
+            self.recorder.backward_began(roots, keep_graph=keep_graph, create_graph=create_graph)
+            if self.updates is not None:
+                self.updates.backward_begins(keep_graph=keep_graph, create_graph=create_graph)
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         from memopt.profiler.known import tell_gradients
 
-        tell_gradients(self.recorder.met.know, optimizer, self.names)
-        if self.updates is not None:
-            self.updates.step_begins(optimizer)
+        with self.recorder.between.left_out():
+            tell_gradients(self.recorder.met.know, optimizer, self.names)
+            if self.updates is not None:
+                self.updates.step_begins(optimizer)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         from memopt.profiler.known import tell_state
 
-        tell_state(self.recorder.met.know, optimizer, self.names)
-        if self.updates is not None:
-            self.updates.step_ended(optimizer)
+        with self.recorder.between.left_out():
+            tell_state(self.recorder.met.know, optimizer, self.names)
+            if self.updates is not None:
+                self.updates.step_ended(optimizer)
 
     def watch_no_more(self) -> Updates | None:
         """What was found of the optimizer's steps."""
@@ -200,6 +203,7 @@ class Recordings:
         calls = CacheCalls(recorder.cache_emptied)
         calls.install()
         self.now = Recording(recorder, clock, iteration, names, watch, calls)
+        recorder.between.go_on()
 
     def begin_first(self) -> None:
         """Record from the first forward on; what preparation held above what is held now is looked up first."""
@@ -265,6 +269,7 @@ class Recordings:
         now = self.now
         assert now is not None
         self.now = None
+        now.recorder.between.stop()
         # parameters and states that this very iteration made
         there = self.there()
         tell_all(now.recorder.met.know_again, self._frames, there)

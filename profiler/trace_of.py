@@ -107,7 +107,8 @@ def _step_ms(result: Result, recorded_ms: float, run: Run) -> float:
     if result.recorder.sends_away and result.usage is not None:
         return sum(result.usage.time_us) / 1000
     if not run.plain.timed and result.usage is not None:
-        return min(recorded_ms or inf, sum(result.usage.time_us) / 1000)
+        between_ms = result.recorder.between.total_ms
+        return min(recorded_ms or inf, sum(result.usage.time_us) / 1000 + between_ms)
     return run.plain.step_ms(recorded_ms)
 
 

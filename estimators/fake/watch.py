@@ -13,6 +13,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from memopt.instrument.stepping.gradient_check import checks_gradients
 from memopt.instrument.torch_internals import (
     current_node,
     engine_run_backward,
@@ -100,7 +101,7 @@ class Watch:
         if not self._in_backward:
             self.node_paths.clear()
             self.mark_gradients()
-            self.backwards += 1
+            self.backwards += not checks_gradients()
         self._rephase()
 
     def mark_gradients(self) -> None:

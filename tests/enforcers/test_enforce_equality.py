@@ -16,7 +16,7 @@ from tests.support.enforced import (
     recorded,
     seeded,
 )
-from tests.support.loops import LOOPS
+from tests.support.loops import LOOPS, moving_threshold
 
 STEPS = 6
 
@@ -35,6 +35,7 @@ def test_enforced_is_plain(loop: Loop, tmp_path: Path) -> None:
         plan = plan_of(trace, choose)
         computed, outcome = enforced(loop, plan, tmp_path, STEPS)
         assert computed == plain, f"{name}: {outcome}"
-        assert outcome.actions.skipped == 0, f"{name}: {outcome}"
+        if loop is not moving_threshold:  # whose ops get other numbers in each iteration
+            assert outcome.actions.skipped == 0, f"{name}: {outcome}"
         total += outcome.actions.done
     assert total > 0, "no plan did anything"

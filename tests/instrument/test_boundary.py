@@ -250,6 +250,28 @@ def test_a_warm_up_before_the_optimizer_is_made_shifts_no_call_of_the_training(
     assert outcome.actions.done == outcome.actions.planned > 0
 
 
+def test_a_gradient_check_before_the_training_is_no_iteration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It calls backward more often than an optimizer that may still be made is waited for."""
+    monkeypatch.setattr("memopt.instrument.iterations.any_was_made", lambda: False)
+
+    def loop(steps: int) -> list[str]:
+        inputs = torch.ones(5, 4, dtype=torch.double, requires_grad=True)
+        torch.autograd.gradcheck(torch.sin, (inputs,))
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.ones(4096, 64)).square().mean().backward()
+            optimizer.step()
+        return []
+
+    trace = recorded(loop, tmp_path)
+    assert trace.facts["optimizers"] == trace.facts["backward_calls"] == 1
+    assert trace.peak_bytes > 2 * 4096 * 64 * 4
+
+
 def test_the_plain_step_of_two_optimizers_is_a_whole_one(tmp_path: Path) -> None:
     """The first round ends two iterations, one at each optimizer's first step; neither is a whole step."""
 

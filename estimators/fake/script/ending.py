@@ -22,6 +22,8 @@ from memopt.estimators.recording import Recording
 _OPS_ENOUGH = 1_000
 """A second step of so many ops that leaves memory as the first is the last one asked for: counted, so that every machine answers
 the same."""
+_BACKWARDS = 16
+"""How many backward calls a script may make before its optimizer: a warm-up, or an own optimizer's steps, of which there are as many then."""
 _TURNS = 6
 """How often one optimizer may step for each step of another: WGAN's critic does five times."""
 _OPS_ALIKE, _OPS_DIFFERENT = 20_000, 60_000
@@ -115,8 +117,10 @@ class Ending:
         self.later.limit(large or same)
 
     def _went_backward(self) -> None:
-        """Nothing is known of steps without an optimizer; and one more large step, like those before, ends the run."""
-        if self._again or (not self._made and self.watch.backwards >= self.steps + 1):
+        """Nothing is known of steps without an optimizer, which may still be made, after a warm-up; and one more large step, like those
+        before, ends the run."""
+        enough = max(self.steps + 1, _BACKWARDS if self.recorder.op_count < _OPS_ALIKE else 0)
+        if self._again or (not self._made and self.watch.backwards >= enough):
             raise Enough
 
     def finish(self, *, failed: bool, ended: bool) -> Recording:

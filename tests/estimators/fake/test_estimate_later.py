@@ -57,6 +57,19 @@ def test_an_evaluation_after_training_counts(estimated: object) -> None:
     assert peak(estimated(text, steps=3, further=True)) == peak(late)  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(
+    "before",
+    [
+        "for _ in range(8): torch.nn.Linear(10, 10)(torch.ones(3, 10)).sum().backward()\n",
+        "torch.autograd.gradcheck(torch.sin, (torch.ones(5, 4, dtype=torch.double, requires_grad=True),))\n",
+    ],
+)
+def test_backward_calls_before_the_optimizer_is_made_are_not_the_training(
+    estimated: object, before: str
+) -> None:
+    assert peak(estimated("import torch\n" + before + ALIKE)) == peak(estimated(ALIKE))  # type: ignore[operator]
+
+
 def test_memory_of_numpys_counts_where_an_op_reads_it(estimated: object) -> None:
     """As `memopt profile` counts it: a storage is a storage, whoever allocated it."""
     own, foreign = "torch.randn(3000, 1000)", "torch.from_numpy(numpy.zeros((3000, 1000), numpy.float32))"
