@@ -336,8 +336,84 @@ def test_a_script_that_trains_on_the_cpu_is_refused_before_any_figure(tmp_path: 
     assert f"memopt estimate --device cpu {script}" in refused.value.try_
 
 
+TRAINED = {
+    "other tensors": (
+        "for step in range(4):\n"
+        "    (torch.randn(8, 8).cuda() * 2).sum().item()\n"
+        "    model(torch.randn(64, 1024)).square().mean().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    ),
+    "the loss": (
+        "for step in range(4):\n"
+        "    model(torch.randn(64, 1024)).square().mean().cuda().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    ),
+}
+"""What of a script that trains on the CPU is on the GPU."""
+
+
+@pytest.mark.parametrize("there", TRAINED)
+@pytest.mark.script
+def test_a_model_that_stays_on_the_cpu_is_refused_whatever_else_is_on_the_gpu(
+    there: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)])\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n" + TRAINED[there]
+    )
+    with pytest.raises(NotPossibleHere, match="the script trains on the CPU: there is nothing to") as refused:
+        run("--fail-over", "1GB", "--device", "t4", str(script))
+    assert f"memopt estimate --device cpu {script}" in refused.value.try_
+
+
+OFFLOADED = {
+    "the optimizer's step": (
+        "model = layers.cuda().bfloat16()\n"
+        "masters = [each.detach().float().cpu().requires_grad_() for each in model.parameters()]\n"
+        "optimizer = torch.optim.AdamW(masters)\n"
+        "def step():\n"
+        "    model(torch.randn(64, 1024, device='cuda', dtype=torch.bfloat16)).square().mean().backward()\n"
+        "    for master, each in zip(masters, model.parameters()): master.grad = each.grad.float().cpu()\n"
+    ),
+    "the weights": (
+        "optimizer = torch.optim.SGD(layers.parameters(), 0.1)\n"
+        "def step():\n"
+        "    x = torch.randn(64, 1024, device='cuda')\n"
+        "    for each in layers: x = torch.nn.functional.linear(x, each.weight.cuda(), each.bias.cuda()).relu()\n"
+        "    x.square().mean().backward()\n"
+    ),
+    "half of the layers": (
+        "optimizer = torch.optim.SGD(layers.parameters(), 0.1)\n"
+        "layers[2:].cuda()\n"
+        "def step(): layers[2:](layers[:2](torch.randn(64, 1024)).cuda()).square().mean().backward()\n"
+    ),
+    "all but a frozen model": (
+        "frozen = torch.nn.Linear(1024, 1024).requires_grad_(False).cuda()\n"
+        "optimizer = torch.optim.SGD(layers.parameters(), 0.1)\n"
+        "def step(): layers(frozen(torch.randn(64, 1024).cuda()).cpu()).square().mean().backward()\n"
+    ),
+}
+"""What is done on the CPU where the GPU has a share in the training."""
+
+
+@pytest.mark.parametrize("what", OFFLOADED)
+@pytest.mark.script
+def test_a_share_of_the_training_on_the_gpu_is_estimated(what: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)])\n"
+        + OFFLOADED[what]
+        + "for _ in range(4): step(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    told = run("--fail-over", "1GB", "--device", "t4", str(script))
+    assert "fits on t4" in told
+    assert "no parameter was put on the GPU" not in told
+
+
 def test_a_model_that_stays_on_the_cpu_is_told_first(capsys: pytest.CaptureFixture[str]) -> None:
-    idle = replace(recording(), rows=[replace(row, category="activation") for row in recording().rows])
+    rows = [replace(row, category="activation") for row in recording().rows]
+    idle = replace(recording(), rows=rows, backward_elsewhere=True)
     found = estimate_recording(idle, find_device("t4"))
     assert found.notes[0].startswith("no parameter was put on the GPU: the model trains on the CPU")
     assert not any(
