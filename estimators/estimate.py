@@ -355,12 +355,18 @@ def _possible(recording: Recording) -> list[str]:
 
 
 def _unfollowed(recording: Recording) -> str:
-    """Up to where the script was followed, if not to its end: what may need more comes after that."""
-    if recording.marks and recording.marks[-1][0] == "end":
-        return ""
-    steps = sum(1 for kind, _ in recording.marks if kind == "step")
-    where = f"optimizer step {steps}" if steps else "the steps that were asked for"
-    return f"followed up to {where}: what only comes after that (evaluation, checkpoints) is not counted"
+    """What was not followed: what comes after some step, what threads compute."""
+    found = []
+    if not recording.marks or recording.marks[-1][0] != "end":
+        steps = sum(1 for kind, _ in recording.marks if kind == "step")
+        where = f"optimizer step {steps}" if steps else "the steps that were asked for"
+        found.append(
+            f"followed up to {where}: what only comes after that (evaluation, checkpoints) is not counted"
+        )
+    if recording.aside:
+        at = f" ({Path(recording.aside[0]).name})" if recording.aside[0] else ""
+        found.append(f"what the script computes in a thread{at} is not counted")
+    return "; ".join(found)
 
 
 def _at_peak(recording: Recording, event_count: int) -> dict[str, Any]:

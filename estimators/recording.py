@@ -72,6 +72,8 @@ class Recording:
     """Allocator settings that the script's environment or the script itself made."""
     memory_fraction: float = 1.0
     """As the script set it for its process."""
+    aside: list[str] = field(default_factory=list)
+    """Lines (`train.py:14`) of modules' calls in threads that were not recorded."""
     backward_elsewhere: bool = False
     """Whether most of what backward passes made is on another device than the one recorded."""
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -161,6 +162,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             notes=self.guesser.notes(),
             bounded=list(self.guesser.bounded),
             memory_fraction=self.memory_fraction,
+            aside=list(self.watch.aside) if self.watch is not None else [],
             backward_elsewhere=self.backward_bytes.get("cpu", 0) > self.backward_bytes.get(self.target, 0),
         )
         return on_fullest(whole)
@@ -189,6 +191,17 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             yield
         finally:
             self._claim = before
+
+    @contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Ops inside are recorded although another thread entered the recorder; that one must not run any meanwhile."""
+        assert self.watch is not None
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self.watch.thread = get_ident()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Any:
