@@ -122,8 +122,8 @@ def _refuse_idle(recording: Recording, spec: DeviceSpec, command: str) -> None:
         )
     raise NotPossibleHere(
         f"{what}: there is nothing to estimate for {spec.name}",
-        why=f"{why}, so the model would train on the CPU",
-        try_=f"memopt estimate --device cpu {command}, or model.to('cuda') and batches on cuda in the script",
+        why=f"{why}, so the model would train on the CPU; model.to('cuda') and batches on cuda in the script change that",
+        try_=f"memopt estimate --device cpu {command}",
     )
 
 
