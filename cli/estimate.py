@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 from memopt.cli.requests import EstimateRequest
 from memopt.cli.shared.device_name import DeviceName
 from memopt.cli.shared.numbers import Real
+from memopt.cli.shared.typed_again import typed_again
 from memopt.errors import GateFailed, UsageError
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def estimate(**options: Any) -> int:
 
         print_estimate(out(), found, request.target, explain=request.explain)
     if gate is not None:
-        _gate(found, gate)
+        _gate(found, gate, request)
     return 0
 
 
@@ -192,29 +194,38 @@ def _say_strays(argv: list[str]) -> None:
 
     own = {name for param in estimate.params for name in param.opts if name.startswith("--")}
     given = [word.partition("=")[0] for word in argv[1:]]
-    if not own.intersection(given) or not Path(argv[0]).is_file():
+    source = _text_of(argv[0]).replace("-", "_")
+    if not own.intersection(given) or not source:
         return
-    source = Path(argv[0]).read_text(encoding="utf-8", errors="replace").replace("-", "_")
     for name in own.intersection(given):
         if name.strip("-").replace("-", "_") not in source:
             say(f"{name} went to {argv[0]}, which does not name it; options of memopt come before the script")
 
 
+def _text_of(script: str) -> str:
+    """Empty where it is no file: a module's name."""
+    return Path(script).read_text(encoding="utf-8", errors="replace") if Path(script).is_file() else ""
+
+
 def _largest(once: Callable[[list[str]], Estimate], argv: list[str], flag: str | None) -> Estimate:
     from memopt.cli.shared.console import say
     from memopt.estimators.batch_search import largest_batch
-    from memopt.estimators.elsewhere.batch import batch_arguments
+    from memopt.estimators.elsewhere.batch import batch_arguments, batch_flag
 
     seen = batch_arguments(argv)
     if not flag and len(seen) != 1:
         raise UsageError(
-            "--max-batch needs to know how the script takes its batch size", try_="--batch-arg=--batch-size"
+            "--max-batch needs to know how the script takes its batch size",
+            why="its arguments name "
+            + (", ".join(each.flag for each in seen) if seen else "no batch size")
+            + ": --batch-arg tells the flag",
+            try_=typed_again(batch_arg=seen[0].flag if seen else batch_flag(_text_of(argv[0]))),
         )
 
     def words(size: int) -> list[str]:
         return _with_flag(argv, flag, size) if flag else seen[0].set(argv, size)
 
-    batch, found = largest_batch(lambda size: once(words(size)), say)
+    batch, found = largest_batch(lambda size: once(words(size)), say, instead=_without_search)
     say(f"the largest batch that fits is {batch}")
     return found
 
@@ -256,7 +267,7 @@ def _onnx(path: Path, request: EstimateRequest) -> Estimate:
     from memopt.cli.shared.console import say
     from memopt.estimators.batch_search import largest_batch
 
-    batch, found = largest_batch(once, say)
+    batch, found = largest_batch(once, say, instead=_without_search)
     say(f"the largest batch that fits is {batch}")
     return found
 
@@ -291,10 +302,10 @@ def _profile(path: Path, request: EstimateRequest) -> Estimate:
         steps=request.steps or 3,
         timeout_s=request.timeout,
     )
-    return asked.largest(say) if request.max_batch else asked.at(request.batch_size)
+    return asked.largest(say, _without_search) if request.max_batch else asked.at(request.batch_size)
 
 
-def _gate(found: Estimate, gate_bytes: int) -> None:
+def _gate(found: Estimate, gate_bytes: int, request: EstimateRequest) -> None:
     from memopt.units import format_bytes
 
     told = found.process_bytes or found.allocated_bytes
@@ -306,8 +317,33 @@ def _gate(found: Estimate, gate_bytes: int) -> None:
             why=", ".join(
                 f"{name} {format_bytes(size)}" for name, size in list(found.by_category.items())[:4]
             ),
-            try_="memopt advise, a smaller batch, or a higher --fail-over",
+            try_=_within(found, need, request),
         )
+
+
+def _within(found: Estimate, need_bytes: int, request: EstimateRequest) -> str:
+    """The command that has the run need less; where none can be given from here, the one whose gate it passes."""
+    from memopt.units import typed_bytes
+
+    kind = _kind(request.target, request.as_module)
+    budget = ["--budget", request.fail_over or ""]
+    if kind == "script" and found.device == "cpu":
+        words = ["run", *budget, *(["-m"] if request.as_module else []), request.target, *request.args]
+        return shlex.join(["memopt", *words])
+    if kind == "profile" and found.method == "replayed" and not found.partial:
+        device = ["--device", request.device] if request.device else []
+        return shlex.join(["memopt", "advise", request.target, *budget, *device])
+    return typed_again(fail_over=typed_bytes(need_bytes))
+
+
+def _without_search(smallest: Estimate) -> str:
+    """Where `--max-batch` finds no batch: the command that finds one on the next larger GPU; where none is large enough for the smallest
+    batch, or the size changes nothing, the one that tells what takes the memory."""
+    larger = [each for each in smallest.fits if each.verdict != "no"]
+    here = smallest.fits_named
+    if here is not None and here.verdict == "no" and larger:
+        return typed_again(device=min(larger, key=lambda each: each.memory_bytes).name)
+    return typed_again(max_batch=None, explain=True)
 
 
 def _encoded(figures: dict[str, Any]) -> str:

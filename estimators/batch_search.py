@@ -23,13 +23,18 @@ _GROWING = ("activation", "temporary", "input")
 
 
 def largest_batch(
-    estimate: Callable[[int], Estimate], say: Callable[[str], None] = lambda text: None, start: int = 1
+    estimate: Callable[[int], Estimate],
+    say: Callable[[str], None] = lambda text: None,
+    start: int = 1,
+    *,
+    instead: Callable[[Estimate], str] = lambda smallest: "",
 ) -> tuple[int, Estimate]:
     """The largest batch size whose estimate fits its named device, with that estimate; `start` is where to look first.
 
-    Raises `NotPossibleHere` when not even a batch of one fits, or when the batch size changes nothing.
+    Raises `NotPossibleHere` when not even a batch of one fits, or when the batch size changes nothing; `instead` gives the command to try
+    then, from the estimate of the smallest batch.
     """
-    search = _Search(estimate, say)
+    search = _Search(estimate, say, instead)
     search.ask(start)
     while search.high - search.low > 1 and search.low < _MOST:
         search.ask(search.following())
@@ -38,7 +43,7 @@ def largest_batch(
         smallest = search.seen[1]
         raise NotPossibleHere(
             f"a batch of 1 does not fit: it needs {format_bytes(smallest.process_bytes or smallest.allocated_bytes)}",
-            try_="memopt advise, or a larger --device",
+            try_=instead(smallest),
         )
     return search.low, search.seen[search.low]
 
@@ -62,6 +67,7 @@ class _Search:
 
     estimate: Callable[[int], Estimate]
     say: Callable[[str], None]
+    instead: Callable[[Estimate], str]
     seen: dict[int, Estimate] = field(default_factory=dict)
     low: int = 0
     high: int = 2 * _MOST
@@ -112,6 +118,6 @@ class _Search:
         if large.allocated_bytes <= self.seen[small].allocated_bytes:
             raise NotPossibleHere(
                 f"a batch of {self.low} needs no more than a batch of {small}",
-                why=f"{format_bytes(large.allocated_bytes)} are allocated either way",
-                try_="--batch-arg with the flag that sets the script's batch size, or --device cpu if it never uses a GPU",
+                why=f"{format_bytes(large.allocated_bytes)} are allocated either way: --batch-arg may name another flag than the one for the batch size",
+                try_=self.instead(self.seen[small]),
             )

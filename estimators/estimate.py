@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -101,19 +102,28 @@ def estimate_script(
     further = steps is None if further is None else further
     request = request_on(spec, argv, as_module=as_module, steps=steps, further=further)
     recording, partial = record_script(request, timeout_s=timeout_s)
-    _refuse_idle(recording, spec, argv)
+    _refuse_idle(recording, spec, shlex.join(["-m", *argv] if as_module else argv))
     found = estimate_recording(recording, spec, alloc_conf=alloc_conf, partial=partial)
     return replace(found, unfollowed=_unfollowed(recording))
 
 
-def _refuse_idle(recording: Recording, spec: DeviceSpec, argv: list[str]) -> None:
-    """Raise where the script put nothing on the GPU that was asked about: what it needs there is no answer."""
-    if recording.target == "cpu" or any(row.size_bytes for row in recording.rows):
+def _refuse_idle(recording: Recording, spec: DeviceSpec, command: str) -> None:
+    """Raise where the script trains nothing on the GPU that was asked about: what it needs there is no answer."""
+    if recording.target == "cpu":
         return
+    peak_bytes, _ = recording.peak()
+    if peak_bytes and not recording.trains_elsewhere:
+        return
+    what, why = "the script put nothing on the GPU", "no tensor was made on cuda or moved there"
+    if peak_bytes:
+        what = "the script trains on the CPU"
+        why = (
+            f"no parameter was made on cuda or moved there, only other tensors of {format_bytes(peak_bytes)}"
+        )
     raise NotPossibleHere(
-        f"the script put nothing on the GPU: there is nothing to estimate for {spec.name}",
-        why="no tensor was made on cuda or moved there, so the model would train on the CPU",
-        try_=f"memopt estimate --device cpu {' '.join(argv)}, or model.to('cuda') and batches on cuda in the script",
+        f"{what}: there is nothing to estimate for {spec.name}",
+        why=f"{why}, so the model would train on the CPU; model.to('cuda') and batches on cuda in the script change that",
+        try_=f"memopt estimate --device cpu {command}",
     )
 
 
@@ -312,12 +322,9 @@ def _unused(recording: Recording, peak_bytes: int) -> list[str]:
     way_out = "memopt estimate --device cpu, or a script that moves its model there (.to('cuda'))"
     if not peak_bytes:
         return [f"nothing was put on the GPU: what is told is an idle one; {way_out}"]
-    trained = any(row.category in ("parameter", "gradient") and row.size_bytes for row in recording.rows)
-    if trained or not any(kind == "step" for kind, _ in recording.marks):
+    if not recording.trains_elsewhere:
         return []
-    return [
-        f"no parameter was put on the GPU: the model trains on the CPU, unless it is offloaded; {way_out}"
-    ]
+    return [f"no parameter was put on the GPU: the model trains on the CPU; {way_out}"]
 
 
 _NEAR = 0.95
@@ -348,12 +355,18 @@ def _possible(recording: Recording) -> list[str]:
 
 
 def _unfollowed(recording: Recording) -> str:
-    """Up to where the script was followed, if not to its end: what may need more comes after that."""
-    if recording.marks and recording.marks[-1][0] == "end":
-        return ""
-    steps = sum(1 for kind, _ in recording.marks if kind == "step")
-    where = f"optimizer step {steps}" if steps else "the steps that were asked for"
-    return f"followed up to {where}: what only comes after that (evaluation, checkpoints) is not counted"
+    """What was not followed: what comes after some step, what threads compute."""
+    found = []
+    if not recording.marks or recording.marks[-1][0] != "end":
+        steps = sum(1 for kind, _ in recording.marks if kind == "step")
+        where = f"optimizer step {steps}" if steps else "the steps that were asked for"
+        found.append(
+            f"followed up to {where}: what only comes after that (evaluation, checkpoints) is not counted"
+        )
+    if recording.aside:
+        at = f" ({Path(recording.aside[0]).name})" if recording.aside[0] else ""
+        found.append(f"what the script computes in a thread{at} is not counted")
+    return "; ".join(found)
 
 
 def _at_peak(recording: Recording, event_count: int) -> dict[str, Any]:

@@ -72,6 +72,16 @@ class Recording:
     """Allocator settings that the script's environment or the script itself made."""
     memory_fraction: float = 1.0
     """As the script set it for its process."""
+    aside: list[str] = field(default_factory=list)
+    """Lines (`train.py:14`) of modules' calls in threads that were not recorded."""
+    backward_elsewhere: bool = False
+    """Whether most of what backward passes made is on another device than the one recorded."""
+
+    @property
+    def trains_elsewhere(self) -> bool:
+        """Whether what is trained is on another device than the one recorded: no parameter lies on that one, be it for a while, and
+        backward passes run elsewhere. Where weights, or the optimizer's step, are offloaded to the host, those run on the device."""
+        return self.backward_elsewhere and not any(row.category == "parameter" for row in self.rows)
 
     def allocations(self) -> Iterator[tuple[int, int, int]]:
         """`(row, bytes, stream)` for an allocation, with `-bytes` for a release, `(EMPTY_CACHE, 0, 0)` where the script

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import itertools
+import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -64,6 +65,8 @@ IN_A_LIST = " (in a list)"
 """End of the name of a tensor with a graph that a list held when the iteration began."""
 
 _MOST = 2**62
+_MOST_BYTES = 2**56
+"""What a process can address. Planners add sizes up in 64 bits."""
 
 
 class Csr(msgspec.Struct, frozen=True, kw_only=True):
@@ -343,6 +346,7 @@ def _inconsistency(trace: Trace) -> str:
         or _bad_table("storages", trace.storages)
         or _bad_table("slots", trace.slots)
         or _bad_ranges(trace)
+        or _bad_tensors(trace.slots)
         or _bad_updates(trace)
         or _bad_facts(trace)
         or _bad_numbers(trace)
@@ -399,11 +403,22 @@ def _bad_ranges(trace: Trace) -> str:
         ("slots.ordinal", slots.ordinal, 0, _MOST), ("slots.consumer", slots.consumer, -1, n),
         ("slots.packed_before", slots.packed_before, 0, n + 1), ("slots.unpacks", slots.unpacks.items, 0, n + 1),
         ("slots.unpack_order", slots.unpack_order, -1, _MOST),
-        ("frozen", trace.frozen, 0, m), ("held_beside", trace.held_beside, 0, m), ("slots.shape", slots.shape.items, 0, _MOST), ("slots.offset", slots.offset, 0, _MOST),
+        ("frozen", trace.frozen, 0, m), ("held_beside", trace.held_beside, 0, m),
+        ("slots.shape", slots.shape.items, 0, _MOST), ("slots.stride", slots.stride.items, 0, _MOST),
+        ("slots.offset", slots.offset, 0, _MOST),
     )  # fmt: skip
     for name, column, low, high in checks:
         if column and not (low <= min(column) and max(column) < high):
             return f"{name} holds {min(column)}..{max(column)}, outside {low}..{high - 1}"
+    return ""
+
+
+def _bad_tensors(slots: Slots) -> str:
+    for slot, offset in enumerate(slots.offset):
+        shape, stride = slots.shape.row(slot), slots.stride.row(slot)
+        last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=False))
+        if max(math.prod(shape), last) >= _MOST_BYTES:
+            return f"slot {slot} is of a tensor with more elements, or elements further apart, than any memory has"
     return ""
 
 
@@ -444,8 +459,11 @@ def _bad_numbers(trace: Trace) -> str:
         ("peak_bytes", [trace.peak_bytes]),
         ("base_bytes", [trace.base_bytes]),
     ):
-        if column and not (min(column) >= 0 and max(column) < _MOST):
-            return f"{name} holds {min(column)}, which no memory has"
+        wrong = next((each for each in column if not 0 <= each < _MOST_BYTES), None)
+        if wrong is not None:
+            return f"{name} holds {wrong}, which no memory has"
+    if sum(trace.storages.size_bytes) >= _MOST:
+        return f"storages.size_bytes add up to {sum(trace.storages.size_bytes)}, which no iteration allocates"
     times = [*ops.time_us, trace.step_ms]
     if trace.watching is not None:
         times += [abs(trace.watching.cost_ms), trace.watching.error_ms]

@@ -40,6 +40,12 @@ def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
                 try_="bytes, such as 16GB",
             )
         amount = number / 100 * of_bytes
+        if amount < 1:
+            raise UsageError(
+                f"'{text}' is less than one byte",
+                why=f"it is a share of the unplanned peak, which is {format_bytes(of_bytes)}",
+                try_="--budget min, for as little as can be",
+            )
     elif unit in _UNITS:
         amount = number * _UNITS[unit]
     else:

@@ -67,6 +67,12 @@ def batch_arguments(argv: list[str]) -> list[BatchArgument]:
     return found
 
 
+def batch_flag(source: str) -> str:
+    """The first option that a script's text names and that speaks of a training batch; `--batch-size` where it names none."""
+    named = (name for name in re.findall(r"(?<![\w-])--[a-zA-Z][\w-]*", source) if _names_batch(name))
+    return next(named, "--batch-size")
+
+
 def _names_batch(flag: str) -> bool:
     words = re.split(r"[\W_]+", flag.strip("-").lower())
     return any(_BATCH.search(word) for word in words) and not _EVALUATION & set(words)

@@ -223,14 +223,17 @@ class FromProfile:
         notes.append(f"at the recorded batch size fake tensors give {off:.1%} off the profile's peak")
         return off
 
-    def largest(self, say: Callable[[str], None]) -> Estimate:
-        """The estimate of the largest batch that fits: found by scaling, then checked by re-tracing where that works."""
+    def largest(
+        self, say: Callable[[str], None], instead: Callable[[Estimate], str] = lambda smallest: ""
+    ) -> Estimate:
+        """The estimate of the largest batch that fits: found by scaling, then checked by re-tracing where that works. Raises
+        `NotPossibleHere` as `largest_batch` does."""
         batch = self._batch(1)
-        size, found = largest_batch(lambda new: self.replayed(batch, new), say)
+        size, found = largest_batch(lambda new: self.replayed(batch, new), say, instead=instead)
         if self.method == "scale":
             return self._named(size, found, say)
         try:
-            size, found = largest_batch(lambda new: self.retraced(batch, new), say, size)
+            size, found = largest_batch(lambda new: self.retraced(batch, new), say, size, instead=instead)
         except MemoptError as error:
             if self.method == "retrace":
                 raise

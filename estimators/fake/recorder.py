@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -118,6 +119,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self.inside = 0
         self._live: dict[int, tuple[_StorageRef, int]] = {}
         self._claim: str | None = None
+        self.backward_bytes: dict[str, int] = {}
+        """By device, what ops of backward passes gave back; copies from one to the other are left out."""
         self.watch: Watch | None = None
         self._stack = ExitStack()
 
@@ -159,6 +162,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             notes=self.guesser.notes(),
             bounded=list(self.guesser.bounded),
             memory_fraction=self.memory_fraction,
+            aside=list(self.watch.aside) if self.watch is not None else [],
+            backward_elsewhere=self.backward_bytes.get("cpu", 0) > self.backward_bytes.get(self.target, 0),
         )
         return on_fullest(whole)
 
@@ -186,6 +191,17 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             yield
         finally:
             self._claim = before
+
+    @contextmanager
+    def in_this_thread(self) -> Iterator[None]:
+        """Ops inside are recorded although another thread entered the recorder; that one must not run any meanwhile."""
+        assert self.watch is not None
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self.watch.thread = get_ident()
+        try:
+            yield
+        finally:
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def paused(self) -> Any:
@@ -380,6 +396,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         into_host = device == "cuda" and args and result is args[0] and not self._lies_there(result)
         if not into_host:
             self._see_all(result[:1] if func is _PACK else result, device, name)
+        if self.phase == "backward" and self._claim is None:
+            self.backward_bytes[device] = self.backward_bytes.get(device, 0) + _bytes_of(result)
         if self.fusion.depth:
             self.fusion.ran(func, first_row)
         if device == self.target:
@@ -468,6 +486,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _SCALAR = aten._local_scalar_dense.default
 _PACK = aten._pack_padded_sequence.default
 """Its second result, the batch sizes, lies on the cpu."""
+
+
+def _bytes_of(result: Any) -> int:
+    """Of what an op gives back."""
+    if isinstance(result, torch.Tensor):
+        return int(result.numel() * result.element_size())
+    return sum(map(_bytes_of, result)) if isinstance(result, (tuple, list)) else 0
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

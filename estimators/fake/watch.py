@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from memopt.estimators.fake.values.lines import user_line
 from memopt.instrument.stepping.gradient_check import checks_gradients
 from memopt.instrument.torch_internals import (
     current_node,
@@ -42,6 +44,10 @@ class Watch:
         """Steps by optimizer, in the order in which they stepped first."""
         self.node_paths: dict[int, str] = {}
         self.backwards = 0
+        self.thread = get_ident()
+        """The one that is recorded."""
+        self.aside: dict[str, None] = {}
+        """Lines of modules' calls in other threads."""
         self.on_step: Callable[[], None] = lambda: None
         self.on_backward: Callable[[], None] = lambda: None
         self._in_backward = 0
@@ -82,6 +88,18 @@ class Watch:
     def leave(self) -> None:
         self.paths.pop()
         self._rephase()
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Inside, another thread may be the one that is recorded."""
+        thread, paths = self.thread, self.paths
+        self.paths = []
+        self._rephase()
+        try:
+            yield
+        finally:
+            self.thread, self.paths = thread, paths
+            self._rephase()
 
     def mark_module(self, module: torch.nn.Module) -> None:
         for name, parameter in module.named_parameters():
@@ -148,6 +166,9 @@ def watching(recorder: Recorder) -> Iterator[Watch]:
     call, engine = _MODULE.__call__, engine_run_backward()
 
     def module_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != watch.thread:
+            watch.aside[user_line()] = None
+            return call(module, *args, **kwargs)
         watch.enter(module)
         try:
             return call(module, *args, **kwargs)

@@ -231,7 +231,8 @@ class _Step:
         order = self._in_order
         sizes = self.trace.storages.size_bytes
         large = {*sorted(order, key=lambda each: -sizes[each])[:away]}
-        pieces = cut([self._uncut(each, each in large) for each in order], self.piece_bytes)
+        uncut = [self._uncut(each, each in large).without_repeats(self.piece_bytes) for each in order]
+        pieces = cut(uncut, self.piece_bytes)
         state = [0, *(self._state_of(piece) if order[piece[0][0]] in large else 0 for piece in pieces), 0]
         most = max(sum(state[at : at + 3]) + self._taken_by(piece) for at, piece in enumerate(pieces))
         return most - self.temporary_bytes

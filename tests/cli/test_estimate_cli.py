@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from memopt.cli.estimate import _with_flag
 from memopt.cli.main import group
+from memopt.cli.main import run as run_memopt
 from memopt.devices import find_device
 from memopt.errors import GateFailed, MemoptError, NotPossibleHere, UsageError
 from memopt.estimators import batch_search
@@ -104,6 +106,82 @@ def test_the_gate(canned: list[list[str]]) -> None:
     with pytest.raises(GateFailed) as caught:
         run("--fail-over", "100MB", "train.py")
     assert caught.value.exit_code == 3
+
+
+TRAINS = """
+import sys, torch
+rows = int(sys.argv[sys.argv.index("--bs") + 1]) if "--bs" in sys.argv else 500
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(8)])
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(5): model(torch.randn(rows, 64)).square().mean().backward(); optimizer.step(); optimizer.zero_grad()
+"""
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The command that the refusal of a command line ends with."""
+    assert run_memopt(["estimate", *words]) > 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("  try: ")
+    return last.removeprefix("  try: ")
+
+
+@pytest.mark.script
+def test_a_gate_that_does_not_hold_ends_with_a_command_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAINS)
+    Path("gpu.py").write_text(
+        TRAINS.replace("(8)])", "(8)]).cuda()").replace("rows, 64)", "rows, 64).cuda()")
+    )
+    gate = ("--fail-over", "800KB")
+    told = refused(capsys, *gate, "--device", "cpu", "train.py", "--bs", "400")
+    assert told == "memopt run --budget 800KB train.py --bs 400"
+    done = subprocess.run([sys.executable, "-m", *shlex.split(told)], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "held: peak" in done.stderr
+    assert refused(capsys, *gate, "--device", "cpu", "-m", "train") == "memopt run --budget 800KB -m train"
+    on_gpu = refused(capsys, *gate, "--device", "t4", "gpu.py", "--bs", "400")
+    words = shlex.split(on_gpu)
+    assert words[:4] == ["memopt", "estimate", "--device", "t4"]
+    assert words[4] == "--fail-over"
+    assert words[6:] == ["gpu.py", "--bs", "400"]
+    assert run_memopt(words[1:]) == 0
+
+
+def test_an_onnx_file_that_does_not_pass_the_gate_ends_with_a_gate_that_it_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "a model.onnx"
+    model.write_bytes(b"")
+    monkeypatch.setattr(
+        "memopt.estimators.onnx.estimate.estimate_onnx",
+        lambda *_, **settings: estimate_recording(recording(), find_device(settings["device"])),
+    )
+    told = refused(capsys, "--fail-over", "1MB", "--dim", "a=1", "--dim", "b=2", "--no-assume-bn", str(model))
+    assert "--dim a=1 --dim b=2 --no-assume-bn" in told
+    assert run_memopt(shlex.split(told)[1:]) == 0
+
+
+def test_a_search_that_finds_no_batch_ends_with_a_command_that_works(
+    canned: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("parser.add_argument('--test-batch'); parser.add_argument('--bs')")
+    unnamed = refused(capsys, "--device", "t4", "--max-batch", "train.py", "--lr", "1")
+    assert unnamed == "memopt estimate --device t4 --max-batch --batch-arg=--bs train.py --lr 1"
+    assert run_memopt(shlex.split(unnamed)[1:]) == 0
+    constant = refused(capsys, "--device", "t4", "--max-batch", "--batch-arg=--rows", "train.py")
+    assert constant == "memopt estimate --device t4 --batch-arg=--rows --explain train.py"
+    assert run_memopt(shlex.split(constant)[1:]) == 0
+    monkeypatch.setattr(answers, "estimate_script", lambda argv, *, device, **_: estimate_recording(recording(
+        200 * int(argv[-1])), find_device(device)))  # fmt: skip
+    larger = refused(capsys, "--device", "rtx-4060", "--max-batch", "--batch-arg=--bs", "train.py")
+    assert larger == "memopt estimate --device rtx-5090 --max-batch --batch-arg=--bs train.py"
+    capsys.readouterr()
 
 
 def test_the_largest_batch(canned: list[list[str]]) -> None:
@@ -333,11 +411,87 @@ def test_a_script_that_trains_on_the_cpu_is_refused_before_any_figure(tmp_path: 
     )
     with pytest.raises(NotPossibleHere, match="put nothing on the GPU") as refused:
         run("--fail-over", "1GB", "--device", "t4", str(script))
-    assert f"memopt estimate --device cpu {script}" in refused.value.try_
+    assert refused.value.try_ == f"memopt estimate --device cpu {script}"
+
+
+TRAINED = {
+    "other tensors": (
+        "for step in range(4):\n"
+        "    (torch.randn(8, 8).cuda() * 2).sum().item()\n"
+        "    model(torch.randn(64, 1024)).square().mean().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    ),
+    "the loss": (
+        "for step in range(4):\n"
+        "    model(torch.randn(64, 1024)).square().mean().cuda().backward(); optimizer.step(); optimizer.zero_grad()\n"
+    ),
+}
+"""What of a script that trains on the CPU is on the GPU."""
+
+
+@pytest.mark.parametrize("there", TRAINED)
+@pytest.mark.script
+def test_a_model_that_stays_on_the_cpu_is_refused_whatever_else_is_on_the_gpu(
+    there: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)])\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n" + TRAINED[there]
+    )
+    with pytest.raises(NotPossibleHere, match="the script trains on the CPU: there is nothing to") as refused:
+        run("--fail-over", "1GB", "--device", "t4", str(script))
+    assert refused.value.try_ == f"memopt estimate --device cpu {script}"
+
+
+OFFLOADED = {
+    "the optimizer's step": (
+        "model = layers.cuda().bfloat16()\n"
+        "masters = [each.detach().float().cpu().requires_grad_() for each in model.parameters()]\n"
+        "optimizer = torch.optim.AdamW(masters)\n"
+        "def step():\n"
+        "    model(torch.randn(64, 1024, device='cuda', dtype=torch.bfloat16)).square().mean().backward()\n"
+        "    for master, each in zip(masters, model.parameters()): master.grad = each.grad.float().cpu()\n"
+    ),
+    "the weights": (
+        "optimizer = torch.optim.SGD(layers.parameters(), 0.1)\n"
+        "def step():\n"
+        "    x = torch.randn(64, 1024, device='cuda')\n"
+        "    for each in layers: x = torch.nn.functional.linear(x, each.weight.cuda(), each.bias.cuda()).relu()\n"
+        "    x.square().mean().backward()\n"
+    ),
+    "half of the layers": (
+        "optimizer = torch.optim.SGD(layers.parameters(), 0.1)\n"
+        "layers[2:].cuda()\n"
+        "def step(): layers[2:](layers[:2](torch.randn(64, 1024)).cuda()).square().mean().backward()\n"
+    ),
+    "all but a frozen model": (
+        "frozen = torch.nn.Linear(1024, 1024).requires_grad_(False).cuda()\n"
+        "optimizer = torch.optim.SGD(layers.parameters(), 0.1)\n"
+        "def step(): layers(frozen(torch.randn(64, 1024).cuda()).cpu()).square().mean().backward()\n"
+    ),
+}
+"""What is done on the CPU where the GPU has a share in the training."""
+
+
+@pytest.mark.parametrize("what", OFFLOADED)
+@pytest.mark.script
+def test_a_share_of_the_training_on_the_gpu_is_estimated(what: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "layers = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)])\n"
+        + OFFLOADED[what]
+        + "for _ in range(4): step(); optimizer.step(); optimizer.zero_grad()\n"
+    )
+    told = run("--fail-over", "1GB", "--device", "t4", str(script))
+    assert "fits on t4" in told
+    assert "no parameter was put on the GPU" not in told
 
 
 def test_a_model_that_stays_on_the_cpu_is_told_first(capsys: pytest.CaptureFixture[str]) -> None:
-    idle = replace(recording(), rows=[replace(row, category="activation") for row in recording().rows])
+    rows = [replace(row, category="activation") for row in recording().rows]
+    idle = replace(recording(), rows=rows, backward_elsewhere=True)
     found = estimate_recording(idle, find_device("t4"))
     assert found.notes[0].startswith("no parameter was put on the GPU: the model trains on the CPU")
     assert not any(

@@ -123,6 +123,18 @@ def test_a_strategy_that_cannot_plan_graphs_is_a_line_of_the_comparison(
     assert advise_graph(graph, strategies=("gist", "vdnn"), **options) == 3
 
 
+def test_a_share_of_a_graph_without_bytes_says_what_it_is_a_share_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps({"schema": "memopt.graph/1", "name": "g", "tensors": [], "ops": []}))
+    assert run(["advise", "--graph", str(path), "--budget", "60%"]) == 2
+    told = capsys.readouterr().err
+    assert "'60%' is less than one byte\n  it is a share of the unplanned peak, which is 0 B\n" in told
+    assert told.endswith("try: --budget min, for as little as can be\n")
+    assert run(["advise", "--graph", str(path), "--budget", "min", "--time-limit", ".2"]) == 0
+
+
 @pytest.mark.solver
 def test_a_rate_that_is_left_out_is_as_the_other(
     graph: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

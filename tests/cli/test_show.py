@@ -317,6 +317,41 @@ BAD = {
 }
 
 
+ADDRESSED = 2**56
+"""Bytes that a process can address."""
+HUGE = {
+    "storages.size_bytes holds": {"storages": {"size_bytes": [ADDRESSED] * 7}},
+    "storages.size_bytes add up to": {
+        "storages": {
+            name: [ADDRESSED - 1] * 70 if name == "size_bytes" else column * 10
+            for name, column in json.loads(gzip.decompress(whole))["storages"].items()
+            if column is not None
+        }
+    },
+    "ops.live_bytes holds": {"ops": {"live_bytes": [0, 0, 0, ADDRESSED]}},
+    "slot 0 is of a tensor with more elements": {
+        "slots": {"shape": {"starts": [0, 3], "items": [2**20] * 3}, "stride": {"starts": [0, 3], "items": [0] * 3}}
+    },
+    "or elements further apart": {"slots": {"stride": {"starts": [0, 1], "items": [ADDRESSED]}}},
+    "slots.stride holds": {"slots": {"stride": {"starts": [0, 1], "items": [-1]}}},
+    "elements further apart, than any memory has": {"slots": {"offset": [ADDRESSED]}},
+}  # fmt: skip
+"""What is said of columns that planners could not add up."""
+
+
+@pytest.mark.parametrize("said", HUGE)
+def test_sizes_that_no_memory_has_are_one_clear_error(
+    said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = json.loads(gzip.decompress(whole))
+    for table, columns in HUGE[said].items():
+        trace[table] |= columns
+    assert run_memopt(["show", write(tmp_path, "file", json.dumps(trace).encode())]) == BadFile.exit_code
+    told = " ".join(capsys.readouterr().err.split())
+    assert said in told
+    assert "try: memopt profile SCRIPT, to record it again" in told
+
+
 @pytest.mark.parametrize("name", BAD)
 def test_bad_files_are_one_clear_error(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_memopt(["show", write(tmp_path, "file", BAD[name])]) == BadFile.exit_code

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,11 +18,11 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
 from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
 from memopt.enforcers.verify.digests import digest
-from memopt.estimators.simulator.in_pieces import why_not
+from memopt.estimators.simulator.in_pieces import in_pieces, why_not
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.stepping.in_pieces import pieces_of, same_bits_in_pieces
 from memopt.outcome import Outcome
-from memopt.pieces import ALIGNED
+from memopt.pieces import ALIGNED, cut
 from memopt.plan import OPTIMIZER_IN_PIECES, Plan, ScriptAction, Tier
 from memopt.trace import PHASES
 from tests.support.disks import Full
@@ -729,6 +730,25 @@ def test_the_peak_is_as_predicted(optimizer: str, tier: Tier | None, tmp_path: P
     assert outcome.actions.skipped == 0, outcome.notes
     assert outcome.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.02)
     assert plan.predicted_peak_bytes < 0.95 * plan.unplanned_peak_bytes
+
+
+def test_parameters_without_bound_are_no_more_pieces_to_look_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at: list[int] = []
+
+    def counted(parameters: Any, piece_bytes: int) -> Any:
+        pieces = cut(parameters, piece_bytes)
+        looked_at.append(len(pieces))
+        return pieces
+
+    monkeypatch.setattr("memopt.estimators.simulator.in_pieces.cut", counted)
+    trace = recorded(training(OPTIMIZERS["adamw"]), tmp_path)
+    sizes = [2**40] * trace.storage_count
+    large = msgspec.structs.replace(trace, storages=msgspec.structs.replace(trace.storages, size_bytes=sizes))
+    in_pieces(large, "disk", large.device)
+    trained = sum(each.requires_grad for each in net().parameters())
+    assert looked_at == [4 * trained]
 
 
 def test_a_budget_below_the_state_is_met_and_told(tmp_path: Path) -> None:

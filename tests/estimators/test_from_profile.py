@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -367,11 +368,20 @@ def test_the_largest_batch_and_a_gone_script(runs: dict[str, Run]) -> None:
     assert (found.fits_named.verdict != "no", over.fits_named.verdict) == (True, "no")
 
 
-def test_the_command(runs: dict[str, Run], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(runs: dict[str, Run], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert run(["estimate", "--json", str(runs["8"].path)]) == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["allocated_bytes"] == runs["8"].trace.peak_bytes
     assert figures["method"] == "replayed"
-    assert run(["estimate", "--fail-over", "1KB", str(runs["8"].path)]) == 3
+    capsys.readouterr()
+    budget = f"{figures['allocated_bytes'] - 1}B"
+    assert run(["estimate", "--fail-over", budget, str(runs["8"].path)]) == 3
+    told = capsys.readouterr().err.splitlines()[-1].removeprefix("  try: ")
+    assert told == f"memopt advise {runs['8'].path} --budget {budget}"
+    assert run([*told.split()[1:], "--time-limit", ".2", "-o", str(tmp_path / "plan")]) == 0
+    capsys.readouterr()
+    other = ["estimate", "--fail-over", "1KB", "--batch-size", "16", "--method", "scale", str(runs["8"].path)]
+    assert run(other) == 3
+    assert run(capsys.readouterr().err.splitlines()[-1].split()[2:]) == 0
     assert run(["estimate", "--batch-size", "16", "--method", "scale", str(runs["8"].path)]) == 0
     assert "note: scaled: the recorded iteration of batch 8" in capsys.readouterr().out

@@ -122,8 +122,9 @@ def _moves(recorder: FakeRecorder) -> None:
             return to(self, **rest) if rest else self
         rest.pop("copy", None)
         rest.setdefault("dtype", self.dtype)
-        if not same and self.requires_grad and torch.is_grad_enabled():
-            sent: torch.Tensor = _Sent.apply(self, GPU(which), rest["dtype"])  # type: ignore[no-untyped-call]
+        if self.requires_grad and torch.is_grad_enabled():
+            there = GPU(which or 0) if device == "cuda" else CPU
+            sent: torch.Tensor = _Sent.apply(self, there, rest["dtype"])  # type: ignore[no-untyped-call]
             return sent
         with recorder.claiming(device, which or 0):
             return to(self, copy=True, **rest)
@@ -140,12 +141,17 @@ def _moves(recorder: FakeRecorder) -> None:
 
 
 class _Sent(torch.autograd.Function):
-    """A copy to another GPU, whose gradient is copied back; to the fake cpu both are one device, and nothing would be."""
+    """A copy to another device, whose gradient is copied back; to the fake cpu both are one device, and nothing would be."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        ctx.back = x.device, x.dtype
+    def forward(x: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         return x.to(device, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.back = inputs[0].device, inputs[0].dtype
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -19,6 +19,7 @@ from memopt.estimators.fake.script.request import Request, Result
 
 if TYPE_CHECKING:
     from memopt.estimators.fake.recorder import FakeRecorder
+    from memopt.estimators.fake.script.aside import Aside
 
 
 def main() -> None:
@@ -43,10 +44,13 @@ def _run(request: Request) -> Result:
 
     require_estimates()
     from memopt.estimators.fake.ledger import Enough
+    from memopt.estimators.fake.script.aside import Aside
     from memopt.estimators.fake.script.ending import Ending
     from memopt.estimators.recording import classify
 
     recorder = _installed(request)
+    aside = Aside(recorder)
+    aside.install()
     problem, line, trace = "", "", ""
     with recorder:
         watch = recorder.watch
@@ -55,7 +59,7 @@ def _run(request: Request) -> Result:
         ended = False
         gc.set_threshold(_OBJECTS, *gc.get_threshold()[1:])
         try:
-            _execute(request)
+            _execute(request, aside)
             ended = True
         except Enough:
             pass
@@ -109,7 +113,8 @@ def _installed(request: Request) -> FakeRecorder:
     return recorder
 
 
-def _execute(request: Request) -> None:
+def _execute(request: Request, aside: Aside) -> None:
+    """The script, and what it does at exit; raises what it ends with."""
     from memopt.instrument.script.command import Command, find_source
     from memopt.instrument.script.runner import prepare_main
 
@@ -117,7 +122,12 @@ def _execute(request: Request) -> None:
     source = find_source(command)
     main = prepare_main(command, source)
     code = compile(source.read_bytes(), str(source), "exec", dont_inherit=True)
-    exec(code, main.__dict__)
+    try:
+        exec(code, main.__dict__)
+    except SystemExit:
+        aside.at_exit()
+        raise
+    aside.at_exit()
 
 
 def _settings() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -31,10 +32,10 @@ def record_script(request: Request, *, timeout_s: float = 600.0) -> tuple[Record
     """
     find_source(Command(tuple(request.argv), request.as_module))
     flipped: list[str] = []
-    first: tuple[Result, str] | None = None
+    first: Result | None = None
     for _ in range(_FLIPS):
-        result, output = _run(msgspec.structs.replace(request, flipped=flipped), timeout_s)
-        first = first or (result, output)
+        result = _run(msgspec.structs.replace(request, flipped=flipped), timeout_s)
+        first = first or result
         if not result.problem:
             return _with_least(_noted(result, flipped), request, flipped, timeout_s), False
         untried = [line for line in reversed(result.guesses) if line not in flipped]
@@ -42,11 +43,11 @@ def record_script(request: Request, *, timeout_s: float = 600.0) -> tuple[Record
             break
         flipped = [*flipped, untried[0]]
     assert first is not None
-    result, output = first
+    result = first
     if result.steps or result.backwards > 1:
         note = f"the script failed after {result.steps} optimizer steps: {result.problem.splitlines()[-1]} ({result.line})"
         return replace(result.recording, notes=[*result.recording.notes, note]), True
-    raise _failed(result, output)
+    raise _failed(result, request)
 
 
 def _with_least(recording: Recording, request: Request, flipped: list[str], timeout_s: float) -> Recording:
@@ -55,7 +56,7 @@ def _with_least(recording: Recording, request: Request, flipped: list[str], time
         return recording
     asked = msgspec.structs.replace(request, flipped=flipped, least=True)
     try:
-        result, _ = _run(asked, timeout_s)
+        result = _run(asked, timeout_s)
     except NotPossibleHere:
         return recording
     return recording if result.problem else replace(recording, least=result.recording)
@@ -75,7 +76,7 @@ def _noted(result: Result, flipped: list[str]) -> Recording:
     return replace(recording, notes=notes)
 
 
-def _run(request: Request, timeout_s: float) -> tuple[Result, str]:
+def _run(request: Request, timeout_s: float) -> Result:
     with tempfile.TemporaryDirectory(prefix="memopt-fake-") as folder:
         asked, told, log = Path(folder, "request.json"), Path(folder, "result.json"), Path(folder, "log")
         asked.write_bytes(msgspec.json.encode(request))
@@ -89,11 +90,11 @@ def _run(request: Request, timeout_s: float) -> tuple[Result, str]:
                     try_="--timeout, fewer --steps, or a smaller data set: only shapes matter",
                 ) from None
         if told.is_file() and code == 0:
-            return msgspec.json.decode(told.read_bytes(), type=Result), _tail(log)
+            return msgspec.json.decode(told.read_bytes(), type=Result)
         raise NotPossibleHere(
             f"{request.argv[0]} could not be followed on fake tensors",
             why=f"the process ended with {_ending(code)}: {_tail(log) or 'it printed nothing'}",
-            try_="memopt profile, which runs the script for real",
+            try_=_for_real(request),
         )
 
 
@@ -116,14 +117,16 @@ def _tail(log: Path, lines: int = 6) -> str:
     ]
 
 
-def _failed(result: Result, output: str) -> NotPossibleHere:
+def _failed(result: Result, request: Request) -> NotPossibleHere:
     at = f" at {result.line}" if result.line else ""
     guesses = [note for note in result.recording.notes if " taken to be " in note]
     why = result.problem + (f"\n  guessed before that: {'; '.join(guesses[:3])}" if guesses else "")
     if result.traceback:
         why += "\n" + textwrap.indent(result.traceback.rstrip(), "  ")
     return NotPossibleHere(
-        f"the script could not be followed on fake tensors{at}", why=why, try_=_way_out(result.problem)
+        f"the script could not be followed on fake tensors{at}",
+        why=why,
+        try_=_way_out(result.problem, request),
     )
 
 
@@ -131,9 +134,14 @@ _JAGGED = "shape_env must not be None"
 """What a nested tensor of the jagged layout asks of fake ones, whose sizes are numbers."""
 
 
-def _way_out(problem: str) -> str:
+def _for_real(request: Request) -> str:
+    """The command that profiles the script, of which nothing is pretended then."""
+    return shlex.join(["memopt", "profile", *(["-m"] if request.as_module else []), *request.argv])
+
+
+def _way_out(problem: str, request: Request) -> str:
     if problem.startswith("ModuleNotFoundError"):
         return f"install it beside torch in this environment ({sys.executable}): the script's imports run as they are"
     if _JAGGED in problem:
-        return "a padded batch instead of a jagged nested tensor, which has no shape on fake tensors; or memopt profile, which runs it for real"
-    return "memopt profile, which runs it for real; or give the script arguments that avoid this line"
+        return f"a padded batch instead of a jagged nested tensor, which has no shape on fake tensors; or {_for_real(request)}"
+    return _for_real(request)

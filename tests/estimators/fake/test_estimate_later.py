@@ -70,6 +70,74 @@ def test_backward_calls_before_the_optimizer_is_made_are_not_the_training(
     assert peak(estimated("import torch\n" + before + ALIKE)) == peak(estimated(ALIKE))  # type: ignore[operator]
 
 
+EVALUATE = """
+import atexit, functools, threading
+from concurrent.futures import ThreadPoolExecutor
+def evaluate(rows):
+    with torch.no_grad(): model(torch.randn(rows, 1000))
+class Evaluation(threading.Thread):
+    def run(self): evaluate(5000)
+def in_a_thread(target):
+    thread = threading.Thread(target=target, args=(5000,))
+    thread.start()
+    thread.join()
+"""
+ASIDE = {
+    "a thread": "in_a_thread(evaluate)",
+    "a thread of its own class": "thread = Evaluation(); thread.start(); thread.join()",
+    "a thread that nobody waits for": "threading.Thread(target=functools.partial(evaluate, 5000)).start()",
+    "at exit": "atexit.register(evaluate, 5000); atexit.register(evaluate, 10)",
+    "at exit, by name": "atexit.register(functools.partial(evaluate, 5000)); sys.exit(0)",
+    "a thread at exit": "atexit.register(in_a_thread, evaluate)",
+}
+
+
+@pytest.mark.parametrize("how", ASIDE)
+def test_an_evaluation_in_a_thread_or_at_exit_counts(how: str, estimated: object) -> None:
+    found = estimated(ALIKE + EVALUATE + ASIDE[how])  # type: ignore[operator]
+    assert peak(found) == WEIGHTS + 2 * ROW * 5000
+    assert found.unfollowed == ""
+    assert not found.partial
+
+
+def test_what_is_no_longer_to_be_done_at_exit_does_not_count(estimated: object) -> None:
+    more = "atexit.register(evaluate, 5000); atexit.unregister(evaluate); atexit.register(evaluate, 4000)\n"
+    found = estimated(ALIKE + EVALUATE + more)  # type: ignore[operator]
+    assert peak(found) == WEIGHTS + 2 * ROW * 4000
+
+
+def test_a_handler_that_fails_is_told_as_not_followed(estimated: object) -> None:
+    text = ALIKE + EVALUATE + "atexit.register(lambda: evaluate(5000) or 1 / 0)\n"
+    assert estimated(text).unfollowed.startswith("followed up to optimizer step 3:")  # type: ignore[operator]
+
+
+def test_a_thread_that_waits_for_its_starter_ends_the_run(estimated: object) -> None:
+    """Not for long, and what was seen before counts."""
+    text = ALIKE + EVALUATE + (
+        "evaluate(3000)\n"
+        "event = threading.Event()\n"
+        "threading.Thread(target=lambda: event.wait() and evaluate(5000), daemon=True).start()\n"
+        "event.set()\n"
+    )  # fmt: skip
+    found = estimated(text)  # type: ignore[operator]
+    assert peak(found) == WEIGHTS + 2 * ROW * 3000
+    assert found.unfollowed.startswith("followed up to optimizer step 6:")
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["in_a_thread(evaluate)\nfor _ in range(6): step(100)\n",
+     "for _ in range(6): step(100)\nwith ThreadPoolExecutor(1) as pool: pool.submit(evaluate, 5000).result()\n"],
+    ids=["before the loop", "in a pool"],
+)  # fmt: skip
+def test_a_thread_that_is_not_followed_is_told_in_the_first_line(how: str, estimated: object) -> None:
+    found = estimated(HEAD + EVALUATE + how)  # type: ignore[operator]
+    line = (HEAD + EVALUATE).splitlines().index(
+        "    with torch.no_grad(): model(torch.randn(rows, 1000))"
+    ) + 1
+    assert found.unfollowed == f"what the script computes in a thread (train.py:{line}) is not counted"
+
+
 def test_memory_of_numpys_counts_where_an_op_reads_it(estimated: object) -> None:
     """As `memopt profile` counts it: a storage is a storage, whoever allocated it."""
     own, foreign = "torch.randn(3000, 1000)", "torch.from_numpy(numpy.zeros((3000, 1000), numpy.float32))"

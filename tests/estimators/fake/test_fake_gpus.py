@@ -169,6 +169,27 @@ def test_of_two_gpus_the_fullest_is_told(tmp_path: Path) -> None:
     assert found.by_category["workspace"] == 2 * 8_519_680
 
 
+EMBEDDING = """
+import torch
+embedding = torch.nn.Embedding(100_000, 64)
+model = torch.nn.Linear(64, 64).cuda()
+optimizer = torch.optim.SGD([*embedding.parameters(), *model.parameters()], lr=0.1)
+def step():
+    model(embedding(torch.randint(100_000, (256,))).cuda()).sum().backward()
+    assert embedding.weight.grad.device.type == "cpu" and model.weight.grad.is_cuda
+    optimizer.step()
+    optimizer.zero_grad()
+x = torch.ones(4, requires_grad=True)
+assert torch.func.grad(lambda x: x.cuda().square().sum())(x).shape == (4,)
+for _ in range(3): step()
+"""
+
+
+def test_the_gradient_of_what_came_from_the_cpu_is_there(tmp_path: Path) -> None:
+    found = estimated(tmp_path, EMBEDDING)
+    assert found.allocated_bytes < 100_000 * 64 * 4, "the embedding's gradient alone"
+
+
 def test_a_wrapped_model_and_questions_about_memory(tmp_path: Path) -> None:
     found = estimated(tmp_path, QUERIES)
     assert found.by_category["parameter"] == (256 * 256 + 256) * 4
