@@ -164,6 +164,8 @@ def _verify(request: ApplyRequest, plan_path: Path, command: Command, steps: int
             verified.outcome.save(request.outcome_path)
         if counts.planned:
             say(f"{counts.done} of {counts.planned} actions were taken")
+    if verified.left:
+        say(f"files left outside of the copies of the folder: {len(verified.left)}, first {verified.left[0]}")
     if verified.iterations < steps:
         say(
             f"the script ended by itself after {verified.iterations} of {steps} iterations, with exit code {verified.exit_code}"

@@ -1,4 +1,7 @@
-"""The program of the processes that are compared: `python -c BOOTSTRAP plan plain|enforced[-deterministic] N out swap-dir arguments`."""
+"""The program of the processes that are compared: `python -c BOOTSTRAP plan plain|enforced[-deterministic] N out swap-dir copied-folder since arguments`.
+
+The folder is empty where the runs are not in copies of one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 from pathlib import Path
 
 from memopt.enforcers.verify.digests import Digests
+from memopt.enforcers.verify.own_files import OwnFiles
 from memopt.instrument.script.command import Command
 from memopt.instrument.script.on_import import call_after_import
 from memopt.instrument.script.runner import run
@@ -15,9 +19,11 @@ from memopt.plan import Plan, load_plan
 
 def child() -> None:
     """Run the script of the plan that the command line names, and leave digests of it there, and the outcome beside them."""
-    plan_path, mode, steps, out, swap_dir, *argv = sys.argv[1:]
+    plan_path, mode, steps, out, swap_dir, source, since, *argv = sys.argv[1:]
     plan = load_plan(Path(plan_path))
     digests = Digests(Path(out), int(steps))
+    if source:
+        OwnFiles(Path(source), float(since), Path(out)).install()
     mode, _, deterministic = mode.partition("-")
     if deterministic:
         os.environ.setdefault(

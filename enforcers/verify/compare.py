@@ -7,16 +7,18 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from memopt.enforcers.verify.child import outcome_beside
+from memopt.enforcers.verify.own_files import made_beside, overwrites_beside
 from memopt.enforcers.verify.scratch import copy_folder, moved, script_as_seen_from_a_copy
 from memopt.enforcers.verify.spread import Lines, beside_the_spread
-from memopt.errors import VerifyFailed
+from memopt.errors import UsageError, VerifyFailed
 from memopt.outcome import Outcome
 
 _BOOTSTRAP = "import sys; sys.path.insert(0, {root!r}); from memopt.enforcers.verify.child import child; sys.path.remove({root!r}); child()"
@@ -32,6 +34,9 @@ class Verified:
     outcome: Outcome | None
     """None where the script ended by other means than its end."""
 
+    left: tuple[str, ...]
+    """Files that the runs made outside of the copies of the folder, and left there."""
+
 
 def verify(
     plan_path: Path,
@@ -45,7 +50,7 @@ def verify(
     """Compare `steps` iterations, with torch's deterministic algorithms if asked. Raises `VerifyFailed` at the first difference, and where there was nothing to compare.
 
     Each run has a copy of the present folder, so that it resumes from no checkpoint that another one has left; with `in_place`
-    they all run in it.
+    they all run in it. Raises `UsageError` before one of them overwrites a file of the user's outside of the copy.
     """
     where = None if in_place else Path.cwd()
     runs = _Runs(plan_path, argv, steps, swap_dir, deterministic, where)
@@ -68,7 +73,7 @@ def verify(
             why="; ".join(outcome.notes) or "the script ended before one was due",
             try_="memopt profile and memopt advise again, for the script as it is now",
         )
-    return Verified(iterations=len(plain), exit_code=code, outcome=outcome)
+    return Verified(iterations=len(plain), exit_code=code, outcome=outcome, left=runs.left())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +88,14 @@ class _Runs:
     copy_of: Path | None
     """The folder that each run has a copy of; none: they run in the present one."""
 
+    began: float = field(default_factory=lambda: time.time() - 0.05)
+    """A file system's clock goes in ticks."""
+
+    _made: set[str] = field(default_factory=set)
+
+    def left(self) -> tuple[str, ...]:
+        return tuple(sorted(path for path in self._made if os.path.exists(path)))
+
     def run(self, way: str, number: int) -> tuple[Lines, int, Outcome | None]:
         """Digests of each iteration, the exit code, and what the plan came to; `way` is plain or enforced."""
         mode = f"{way}-deterministic" if self.deterministic else way
@@ -96,7 +109,16 @@ class _Runs:
                 copy_folder(self.copy_of, work)
                 argv = [script_as_seen_from_a_copy(argv[0], self.copy_of), *argv[1:]]
                 argv = [moved(word, self.copy_of, work) for word in argv]
-            words = [self.plan_path.absolute(), mode, self.steps, out, self.swap_dir.absolute(), *argv]
+            words = [
+                self.plan_path.absolute(),
+                mode,
+                self.steps,
+                out,
+                self.swap_dir.absolute(),
+                self.copy_of or "",
+                self.began,
+                *argv,
+            ]
             done = subprocess.run(
                 [sys.executable, "-c", code, *map(str, words)],
                 stdout=subprocess.DEVNULL,
@@ -104,6 +126,10 @@ class _Runs:
                 cwd=work,
                 env=_apart(os.environ, number),
             )
+            if made_beside(out).exists():
+                self._made.update(made_beside(out).read_text(errors="replace").splitlines())
+            if overwrites_beside(out).exists():
+                raise _would_overwrite(overwrites_beside(out).read_text(errors="replace").splitlines()[0])
             lines = out.read_text().splitlines() if out.exists() else []
             outcome = msgspec.json.decode(told.read_bytes(), type=Outcome) if told.exists() else None
         return [json.loads(line) for line in lines], done.returncode, outcome
@@ -119,12 +145,24 @@ def _failure(runs: _Runs, plain: Lines, enforced: Lines, difference: str) -> Ver
             return VerifyFailed(
                 f"the runs differ, but so do two {way} runs: the script does not repeat by itself",
                 why=f"{_difference(first, again)}; {beside_the_spread(enforced, plains)}",
-                try_="--deterministic, or fixed seeds in the script",
+                try_="--deterministic, or fixed seeds in the script" + _resumed(runs.left()),
             )
     return VerifyFailed(
         "the enforced run differs from the plain one",
         why=difference,
         try_="please report this plan and script: it is a bug",
+    )
+
+
+def _resumed(left: tuple[str, ...]) -> str:
+    return f"; the next run found what one had left outside of its folder, as {left[0]}" if left else ""
+
+
+def _would_overwrite(path: str) -> UsageError:
+    return UsageError(
+        f"the script overwrites {path}, which lies in no copy of its folder",
+        why="each of the compared runs would; this one was ended before",
+        try_="arguments that have it write elsewhere (memopt apply PLAN --verify N -- ARGUMENTS), or --in-place, where that file does not matter",
     )
 
 

@@ -11,7 +11,7 @@ from memopt.units import format_bytes
 
 MOST_BYTES = 2**30
 MOST_FILES = 20_000
-_LEFT_OUT = {".git", "__pycache__", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
+LEFT_OUT = {".git", "__pycache__", "node_modules", ".mypy_cache", ".pytest_cache", ".ruff_cache"}
 
 
 def copy_folder(source: Path, target: Path) -> None:
@@ -65,7 +65,7 @@ def script_as_seen_from_a_copy(script: str, source: Path) -> str:
 
 def _left_out(path: Path, target: Path) -> bool:
     """Caches, environments, and the folder that the copy itself is made in."""
-    return path.name in _LEFT_OUT or (path / "pyvenv.cfg").exists() or path in (target, *target.parents)
+    return path.name in LEFT_OUT or (path / "pyvenv.cfg").exists() or path in (target, *target.parents)
 
 
 def _ignored(folder: str, names: list[str], target: Path) -> set[str]:

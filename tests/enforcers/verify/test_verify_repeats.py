@@ -90,7 +90,7 @@ def test_both_runs_use_deterministic_algorithms_where_that_is_asked_for(
     monkeypatch.setattr(child, "command_of", lambda plan, argv: None)
     monkeypatch.setattr(child, "Digests", lambda out, steps: SimpleNamespace(install=lambda optimizers: None))  # fmt: skip
     monkeypatch.setattr(child, "run", run)
-    monkeypatch.setattr("sys.argv", ["verify", "plan.json", mode, "3", str(tmp_path / "out"), "."])
+    monkeypatch.setattr("sys.argv", ["verify", "plan.json", mode, "3", str(tmp_path / "out"), ".", "", "0"])
     try:
         with pytest.raises(SystemExit):
             child.child()

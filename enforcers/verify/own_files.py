@@ -1,0 +1,116 @@
+"""A compared run ends before it overwrites a file of the user's: what a script names by an absolute path lies in no copy of its folder."""
+
+from __future__ import annotations
+
+import functools
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from memopt.enforcers.verify.scratch import LEFT_OUT
+from memopt.instrument.script.on_import import call_after_import
+
+EXIT_CODE = 97
+"""Of a run that was ended so."""
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
+
+
+class OwnFiles:
+    """Sees what Python, `torch.save` and safetensors write; other compiled code writes unseen.
+
+    A file outside of the folder of `beside`, in which the copy lies, is the user's if it held something before `since` (seconds since the
+    epoch). What is made there is noted.
+    Temporary files, caches and other hidden files, and Python's own are not, unless they lie below `source`, the folder that was copied.
+    """
+
+    def __init__(self, source: Path, since: float, beside: Path) -> None:
+        self._source = os.path.realpath(source)
+        self._since = since
+        self._runs = os.path.realpath(beside.parent)
+        """The folder of this run, with the copy in it."""
+        self._overwrites, self._made = overwrites_beside(beside), made_beside(beside)
+        self._never = tuple(
+            os.path.realpath(folder)
+            for folder in (tempfile.gettempdir(), sys.prefix, sys.base_prefix, "/dev", "/proc", "/sys")
+        )
+        self._seen: set[str] = set()
+
+    def install(self) -> None:
+        """Watch this process, and what is forked from it."""
+        sys.addaudithook(self._audited)
+        call_after_import("torch", lambda: self._wrap("torch", "save", 1, "f"))
+        call_after_import("safetensors.torch", lambda: self._wrap("safetensors.torch", "save_file", 1, "filename"))  # fmt: skip
+
+    def _audited(self, event: str, values: tuple[Any, ...]) -> None:
+        if event == "open":
+            if values[2] & _WRITES:
+                self.is_written(values[0])
+        elif event == "os.rename":
+            self.is_written(values[0])
+            self.is_written(values[1])
+        elif event == "os.truncate" or (event == "os.remove" and values[1] == -1):
+            self.is_written(values[0])
+        elif event == "shutil.rmtree":
+            for folder, _, names in os.walk(values[0]):
+                for name in names:
+                    self.is_written(os.path.join(folder, name))
+
+    def _wrap(self, module: str, name: str, position: int, keyword: str) -> None:
+        found = sys.modules[module]
+        setattr(found, name, self._looked_at(getattr(found, name), position, keyword))
+
+    def _looked_at(self, function: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def looked_at(*values: Any, **named: Any) -> Any:
+            self.is_written(named[keyword] if keyword in named else (*values, None, None)[position])
+            return function(*values, **named)
+
+        return looked_at
+
+    def is_written(self, file: object) -> None:
+        """End the process if `file`, a path, is the user's."""
+        if not isinstance(file, (str, bytes, os.PathLike)):
+            return
+        path = os.path.realpath(os.fsdecode(file))
+        if path in self._seen or not self._is_the_users(path):
+            return
+        self._seen.add(path)
+        try:
+            found = os.stat(path)
+        except OSError:
+            self._note(self._made, path)
+            return
+        if found.st_ctime >= self._since or not found.st_size or not stat.S_ISREG(found.st_mode):
+            return
+        self._note(self._overwrites, path)
+        os._exit(EXIT_CODE)
+
+    def _is_the_users(self, path: str) -> bool:
+        if _below(path, self._runs) or path.endswith(".pyc") or LEFT_OUT & set(Path(path).parts):
+            return False
+        if _below(path, self._source):
+            return True
+        return not any(_below(path, folder) for folder in self._never) and "/." not in path
+
+    def _note(self, file: Path, path: str) -> None:
+        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(handle, os.fsencode(path) + b"\n")
+        os.close(handle)
+
+
+def overwrites_beside(digests: Path) -> Path:
+    """Where a run names the file of the user's that it would have overwritten."""
+    return digests.with_name("overwrites")
+
+
+def made_beside(digests: Path) -> Path:
+    """Where a run names the files that it has made outside of the copy, a line each."""
+    return digests.with_name("made")
+
+
+def _below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
