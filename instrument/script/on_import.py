@@ -27,18 +27,20 @@ def call_after_import(
     if name in sys.modules:
         action()
         return
-    sys.meta_path.insert(0, _Finder(name, action, within))
+    finder = next((each for each in sys.meta_path if isinstance(each, _Finder) and each.name == name), None)
+    if finder is None:
+        finder = _Finder(name)
+        sys.meta_path.insert(0, finder)
+    finder.wanted.append((action, within))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Stays until the module has been imported: transformers asks for torch's spec long before anybody imports it."""
 
-    def __init__(
-        self, name: str, action: Callable[[], None], within: Callable[[], AbstractContextManager[None]]
-    ) -> None:
-        self._name = name
-        self._action = action
-        self._within = within
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.wanted: list[tuple[Callable[[], None], Callable[[], AbstractContextManager[None]]]] = []
+        """Actions, in the order in which they are run, each with the context of its import."""
         self._searching = threading.local()
 
     def find_spec(
@@ -47,7 +49,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         path: Sequence[str] | None,
         target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name or getattr(self._searching, "now", False):
+        if fullname != self.name or getattr(self._searching, "now", False):
             return None
         self._searching.now = True
         try:
@@ -55,27 +57,22 @@ class _Finder(importlib.abc.MetaPathFinder):
         finally:
             self._searching.now = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._imported, self._within)
+            spec.loader = _Loader(spec.loader, self)
         return spec
 
-    def _imported(self) -> None:
+    def imported(self) -> None:
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-            self._action()
+            for action, _ in self.wanted:
+                action()
 
 
 class _Loader(importlib.abc.Loader):
-    """The module's own loader, then the action."""
+    """The module's own loader, then the actions."""
 
-    def __init__(
-        self,
-        loader: importlib.abc.Loader,
-        action: Callable[[], None],
-        within: Callable[[], AbstractContextManager[None]],
-    ) -> None:
+    def __init__(self, loader: importlib.abc.Loader, finder: _Finder) -> None:
         self._loader = loader
-        self._action = action
-        self._within = within
+        self._finder = finder
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)
@@ -87,9 +84,11 @@ class _Loader(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
-        with self._within():
+        with contextlib.ExitStack() as around:
+            for _, within in self._finder.wanted:
+                around.enter_context(within())
             self._loader.exec_module(module)
-        self._action()
+        self._finder.imported()
 
 
 QUIET = "TORCH_CPP_LOG_LEVEL"
