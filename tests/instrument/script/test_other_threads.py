@@ -17,11 +17,19 @@ from torch.utils.data import DataLoader, TensorDataset
 from memopt.instrument.script.other_threads import threads_of_the_script
 
 
+Gate = queue.SimpleQueue[None]
+
+
 @pytest.fixture
-def done() -> Iterator[threading.Event]:
-    event = threading.Event()
-    yield event
-    event.set()
+def gate() -> Iterator[Gate]:
+    """What threads wait at until the test is over: one that went on waiting would keep weights from leaving in every later test."""
+    before = threading.enumerate()
+    gate: Gate = queue.SimpleQueue()
+    yield gate
+    for thread in set(threading.enumerate()) - set(before):
+        gate.put(None)
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 class Own(threading.Thread):
@@ -33,36 +41,35 @@ class Own(threading.Thread):
         self._wait()
 
 
-def _waits(event: threading.Event) -> None:
-    event.wait()
+def _waits(gate: Gate) -> None:
+    gate.get()
 
 
-MADE: dict[str, Callable[[threading.Event], threading.Thread]] = {
-    "a function": lambda event: threading.Thread(target=_waits, args=(event,)),
-    "a partial function": lambda event: threading.Thread(target=functools.partial(_waits, event)),
-    "a class": lambda event: Own(event.wait),
-    "a timer": lambda event: threading.Timer(0.0, event.wait),
-    "a library's function, which no code tells of": lambda event: threading.Thread(target=queue.SimpleQueue().get, daemon=True),
-}  # fmt: skip
+MADE: dict[str, Callable[[Gate], threading.Thread]] = {
+    "a function": lambda gate: threading.Thread(target=_waits, args=(gate,)),
+    "a partial function": lambda gate: threading.Thread(target=functools.partial(_waits, gate)),
+    "a class": lambda gate: Own(gate.get),
+    "a timer": lambda gate: threading.Timer(0.0, gate.get),
+    "a library's function, which no code tells of": lambda gate: threading.Thread(target=gate.get),
+}
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_a_thread_of_the_scripts(
-    make: Callable[[threading.Event], threading.Thread], done: threading.Event
-) -> None:
-    thread = make(done)
+def test_a_thread_of_the_scripts(make: Callable[[Gate], threading.Thread], gate: Gate) -> None:
+    thread = make(gate)
     assert thread not in threads_of_the_script()
     thread.start()
     assert thread in threads_of_the_script()
 
 
-def test_pools_run_what_they_are_given(done: threading.Event) -> None:
+def test_pools_run_what_they_are_given(gate: Gate) -> None:
     with ThreadPoolExecutor(1) as executor, ThreadPool(1) as pool:
-        executor.submit(done.wait)
-        pool.apply_async(done.wait)
+        executor.submit(gate.get)
+        pool.apply_async(gate.get)
         assert any("ThreadPoolExecutor" in each.name for each in threads_of_the_script())
         assert any("worker" in each.name for each in threads_of_the_script())
-        done.set()
+        gate.put(None)
+        gate.put(None)
 
 
 @pytest.mark.script
