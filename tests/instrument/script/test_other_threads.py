@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from memopt.instrument.script.other_threads import threads_of_the_script
 
-
 Gate = queue.SimpleQueue[None]
 
 
