@@ -245,6 +245,8 @@ class _Ending:
 
 def nothing_seen(session: ProfileSession, *, interrupted: bool, raised: str = "") -> RunFailed:
     """Why there is no profile at all; `raised`: how the script itself failed."""
+    from memopt.instrument.script.children import PUT_BEFORE, not_followed
+
     if raised and not interrupted:
         trained = "a whole step of training was seen" if session.iterations_seen else "it trained"
         return RunFailed(
@@ -258,7 +260,10 @@ def nothing_seen(session: ProfileSession, *, interrupted: bool, raised: str = ""
             why="it had run nothing yet that could be shown",
             try_="the same again, for at least three steps",
         )
-    if not session.torch_seen:
+    try_ = "the script that calls backward(), with arguments that make it train for at least three steps"
+    if elsewhere := not_followed():
+        why, try_ = elsewhere, PUT_BEFORE
+    elif not session.torch_seen:
         why = "it never imported torch in this process"
     elif session.iterations_seen:
         why = "its iterations ran no op on the device that was watched"
@@ -270,7 +275,7 @@ def nothing_seen(session: ProfileSession, *, interrupted: bool, raised: str = ""
     return RunFailed(
         "no profile was written: the script trained nothing that memopt could see",
         why=why,
-        try_="the script that calls backward(), with arguments that make it train for at least three steps",
+        try_=try_,
     )
 
 

@@ -6,6 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from memopt.advisors.best_effort import NOT_MET
+from memopt.instrument.script.children import PUT_BEFORE, not_followed
 from memopt.outcome import MOVED_BESIDE
 from memopt.reports.verdict import change
 from memopt.units import format_bytes, format_ms
@@ -110,6 +111,8 @@ def _not_enforced(course: Course) -> str:
             f"nothing was enforced: the script ended after {course.iterations} iterations, before its plan was found; "
             "the plan will be in .memopt/ for the next run"
         )
+    if not course.iterations and (elsewhere := not_followed()):
+        return f"nothing was enforced: {elsewhere}; try {PUT_BEFORE}"
     if course.iterations < 3:
         return (
             f"nothing was enforced: {course.iterations} iterations of training were seen in this process, and three are needed; "

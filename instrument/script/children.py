@@ -7,6 +7,7 @@ be. A process of a class with a `run` of its own is not followed.
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import tempfile
 from collections.abc import Callable
@@ -18,6 +19,23 @@ from memopt.instrument.script.on_import import QUIET, quiet_allocator
 from memopt.instrument.script.runner import without_ours
 
 _NOT_THESE = ("torch.utils.data", "multiprocessing.", "concurrent.")
+
+
+def not_followed() -> str:
+    """The reason, where processes that are not followed took most of the processor's time; `""` where they took little."""
+    here, there = (
+        sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    )
+    if there < max(1.0, here / 2):
+        return ""
+    return (
+        f"processes that it started took {there:.0f} s of processor time: those of a pool, or of a program that a script starts, are not "
+        "followed (those of mp.Process and mp.spawn are)"
+    )
+
+
+PUT_BEFORE = "the command that the script itself starts, with memopt before it; for a pool, a script that trains without one"
+"""What to try then."""
 
 
 class Watcher(Protocol):

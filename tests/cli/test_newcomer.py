@@ -70,6 +70,17 @@ def test_a_script_that_raises_before_it_trains_is_told_to_have_raised(tmp_path: 
     assert (done.returncode, "the script ended with exit code 3" in done.stderr) == (3, True)
 
 
+def test_a_script_that_only_starts_another_program_is_told_what_to_put_memopt_before(tmp_path: Path) -> None:
+    starts = "import subprocess, sys; subprocess.run([sys.executable, '-c', {!r}])"
+    (tmp_path / "busy.py").write_text(starts.format("import time\nwhile time.process_time() < 1.2: pass"))
+    (tmp_path / "idle.py").write_text(starts.format("pass"))
+    for command in (["profile"], ["run", "--budget", "60%"]):
+        told = " ".join(memopt(tmp_path, *command, "busy.py").stderr.split())
+        assert "1 s of processor time" in told
+        assert "the command that the script itself starts, with memopt before it" in told
+        assert "processor time" not in memopt(tmp_path, *command, "idle.py").stderr
+
+
 def test_a_short_script_is_profiled_in_its_last_step(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     done = memopt(tmp_path, "profile", "train.py", "2")
