@@ -155,13 +155,13 @@ def _failure(runs: _Runs, plain: Lines, enforced: Lines, difference: str) -> Ver
 
 
 def _resumed(left: tuple[str, ...]) -> str:
-    return f"; the next run found what one had left outside of its folder, as {left[0]}" if left else ""
+    return f"; or no files outside of its folder, which the next run finds there: {left[0]}" if left else ""
 
 
 def _would_overwrite(path: str) -> UsageError:
     return UsageError(
-        f"the script overwrites {path}, which lies in no copy of its folder",
-        why="each of the compared runs would; this one was ended before",
+        f"the script overwrites {path}, which lies outside of the copy of its folder that each run has",
+        why="the compared runs would both write there; the first was ended before it did",
         try_="arguments that have it write elsewhere (memopt apply PLAN --verify N -- ARGUMENTS), or --in-place, where that file does not matter",
     )
 
