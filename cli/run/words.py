@@ -27,10 +27,14 @@ def did_what_it_said(course: Course) -> bool:
     plan, outcome = course.plan, course.outcome
     if plan is None or outcome is None:
         return False
-    peak, counts = course.last_peak_bytes, outcome.actions
-    if peak > (1 + _OFF) * max(plan.budget_bytes, plan.predicted_peak_bytes):
+    if _passed(course, plan):
         return False
+    counts = outcome.actions
     return _steps_under_it(course) < 3 or counts.skipped <= _SKIPPED * counts.planned
+
+
+def _passed(course: Course, plan: Plan) -> bool:
+    return course.last_peak_bytes > (1 + _OFF) * max(plan.budget_bytes, plan.predicted_peak_bytes)
 
 
 def _steps_under_it(course: Course) -> int:
@@ -54,7 +58,7 @@ def last_words(course: Course) -> list[str]:
     stopped = [f"the script went on without a plan: {course.problem}"] if course.problem else []
     if course.elsewhere:
         stopped.append(f"backward was called {course.elsewhere} times in another thread, which nobody watched: what that took is not told here")  # fmt: skip
-    notes = [*course.notes, *stopped, *outcome.notes[:_MOST_NOTES], *_grown(course)]
+    notes = [*course.notes, *stopped, *outcome.notes[:_MOST_NOTES], *(_grown(course) or _not_kept(course))]
     return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in notes)]
 
 
@@ -69,6 +73,15 @@ def _grown(course: Course) -> list[str]:
     if plan is None or plan.predicted_peak_bytes > plan.budget_bytes or not was_surprised(course):
         return []
     return ["the next run of this command plans for the largest of them from the beginning, as far as the budget allows"]  # fmt: skip
+
+
+def _not_kept(course: Course) -> list[str]:
+    """Why the next run has to look for a plan again."""
+    plan = course.plan
+    if plan is None or course.outcome is None or did_what_it_said(course):
+        return []
+    why = "the peak passed what it predicts" if _passed(course, plan) else "many of its actions were skipped"
+    return [f"the plan is not kept for the next run, which records and plans again: {why}"]
 
 
 def _before_the_plan(course: Course) -> list[str]:

@@ -330,6 +330,23 @@ def test_a_next_run_is_said_to_plan_for_more_only_where_the_budget_leaves_room(
     assert bool(_grown(course)) == told  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("peak_bytes", "skipped", "why"),
+    [
+        (1000, 0, ""),
+        (1100, 0, "the peak passed what it predicts"),
+        (900, 5, "many of its actions were skipped"),
+    ],
+)
+def test_a_plan_that_is_not_kept_is_told(peak_bytes: int, skipped: int, why: str) -> None:
+    from memopt.cli.run.words import _not_kept
+
+    plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=900, grown=1.0)
+    outcome = SimpleNamespace(actions=SimpleNamespace(planned=10, skipped=skipped))
+    course = SimpleNamespace(plan=plan, outcome=outcome, last_peak_bytes=peak_bytes, iterations=9, enforced_after=3, phases_after=[])  # fmt: skip
+    assert [told.partition(": ")[2] for told in _not_kept(course)] == ([why] if why else [])  # type: ignore[arg-type]
+
+
 NEAR = """
 import torch
 from memopt.instrument.memory.meter import living_storages
