@@ -126,13 +126,16 @@ class _Runs:
                 cwd=work,
                 env=_apart(os.environ, number),
             )
-            if made_beside(out).exists():
-                self._made.update(made_beside(out).read_text(errors="replace").splitlines())
-            if overwrites_beside(out).exists():
-                raise _would_overwrite(overwrites_beside(out).read_text(errors="replace").splitlines()[0])
-            lines = out.read_text().splitlines() if out.exists() else []
+            self._made.update(_lines_of(made_beside(out)))
+            if overwrites := _lines_of(overwrites_beside(out)):
+                raise _would_overwrite(overwrites[0])
+            lines = _lines_of(out)
             outcome = msgspec.json.decode(told.read_bytes(), type=Outcome) if told.exists() else None
         return [json.loads(line) for line in lines], done.returncode, outcome
+
+
+def _lines_of(file: Path) -> list[str]:
+    return file.read_text(errors="replace").splitlines() if file.exists() else []
 
 
 def _failure(runs: _Runs, plain: Lines, enforced: Lines, difference: str) -> VerifyFailed:

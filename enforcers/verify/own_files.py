@@ -7,7 +7,6 @@ import os
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +41,8 @@ class OwnFiles:
     def install(self) -> None:
         """Watch this process, and what is forked from it."""
         sys.addaudithook(self._audited)
-        call_after_import("torch", lambda: self._wrap("torch", "save", 1, "f"))
-        call_after_import("safetensors.torch", lambda: self._wrap("safetensors.torch", "save_file", 1, "filename"))  # fmt: skip
+        call_after_import("torch", lambda: self._wrap("torch", "save", "f"))
+        call_after_import("safetensors.torch", lambda: self._wrap("safetensors.torch", "save_file", "filename"))  # fmt: skip
 
     def _audited(self, event: str, values: tuple[Any, ...]) -> None:
         if event == "open":
@@ -59,17 +58,16 @@ class OwnFiles:
                 for name in names:
                     self.is_written(os.path.join(folder, name))
 
-    def _wrap(self, module: str, name: str, position: int, keyword: str) -> None:
-        found = sys.modules[module]
-        setattr(found, name, self._looked_at(getattr(found, name), position, keyword))
+    def _wrap(self, module: str, name: str, keyword: str) -> None:
+        """Look at what `module.name` is given as `keyword`, its second argument."""
+        function = getattr(sys.modules[module], name)
 
-    def _looked_at(self, function: Callable[..., Any], position: int, keyword: str) -> Callable[..., Any]:
         @functools.wraps(function)
         def looked_at(*values: Any, **named: Any) -> Any:
-            self.is_written(named[keyword] if keyword in named else (*values, None, None)[position])
+            self.is_written(named.get(keyword, values[1] if len(values) > 1 else None))
             return function(*values, **named)
 
-        return looked_at
+        setattr(sys.modules[module], name, looked_at)
 
     def is_written(self, file: object) -> None:
         """End the process if `file`, a path, is the user's."""
@@ -90,16 +88,16 @@ class OwnFiles:
         os._exit(EXIT_CODE)
 
     def _is_the_users(self, path: str) -> bool:
-        if _below(path, self._runs) or path.endswith(".pyc") or LEFT_OUT & set(Path(path).parts):
+        where = Path(path)
+        if where.is_relative_to(self._runs) or where.suffix == ".pyc" or LEFT_OUT & set(where.parts):
             return False
-        if _below(path, self._source):
+        if where.is_relative_to(self._source):
             return True
-        return not any(_below(path, folder) for folder in self._never) and "/." not in path
+        return not any(map(where.is_relative_to, self._never)) and "/." not in path
 
     def _note(self, file: Path, path: str) -> None:
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(handle, os.fsencode(path) + b"\n")
-        os.close(handle)
+        with file.open("ab") as out:
+            out.write(os.fsencode(path) + b"\n")
 
 
 def overwrites_beside(digests: Path) -> Path:
@@ -110,7 +108,3 @@ def overwrites_beside(digests: Path) -> Path:
 def made_beside(digests: Path) -> Path:
     """Where a run names the files that it has made outside of the copy, a line each."""
     return digests.with_name("made")
-
-
-def _below(path: str, folder: str) -> bool:
-    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)

@@ -12,7 +12,7 @@ from memopt.enforcers.verify.own_files import EXIT_CODE, made_beside, overwrites
 from tests.support import warm
 
 WATCHED = """
-import sys, time
+import sys
 from pathlib import Path
 from memopt.enforcers.verify.own_files import OwnFiles
 source, run = map(Path, sys.argv[1:3])

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
 
-from memopt.profiler.timing.between_ops import BetweenOps
+import pytest
+
+from memopt.profiler.timing import between_ops
 from memopt.profiler.trace_of import _step_ms
 
 
-def test_only_the_scripts_own_time_counts() -> None:
-    between = BetweenOps()
-    time.sleep(0.1)  # nothing has begun
-    assert between.total_ms == 0
+def test_only_the_scripts_own_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_ns = 10**9
+    monkeypatch.setattr(between_ops, "time", SimpleNamespace(perf_counter_ns=lambda: now_ns))
+    between = between_ops.BetweenOps()
+    now_ns += 100_000_000
+    between.stop()
+    assert between.total_ms == 0, "nothing had begun"
     between.go_on()
-    time.sleep(0.05)
+    now_ns += 50_000_000
     with between.left_out():
-        time.sleep(0.5)
+        now_ns += 500_000_000
+    now_ns += 50_000
     between.stop()
     between.stop()
-    assert 45 < between.total_ms < 500
+    assert between.total_ms == 49.9, "of each gap, 100 µs are memopt's"
 
 
 def test_a_step_that_could_not_be_timed_is_its_ops_and_what_lies_between_them() -> None:
