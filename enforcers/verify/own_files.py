@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from memopt.enforcers.verify.scratch import LEFT_OUT
+from memopt.instrument.script.audited import opens_to_write
 from memopt.instrument.script.on_import import call_after_import
 
 EXIT_CODE = 97
 """Of a run that was ended so."""
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_APPEND
 
 
 class OwnFiles:
@@ -46,7 +46,7 @@ class OwnFiles:
 
     def _audited(self, event: str, values: tuple[Any, ...]) -> None:
         if event == "open":
-            if values[2] & _WRITES:
+            if opens_to_write(values):
                 self.is_written(values[0])
         elif event == "os.rename":
             self.is_written(values[0])

@@ -18,6 +18,7 @@ from memopt.estimators.fake.ledger import Enough, Point
 from memopt.estimators.fake.recorder import FakeRecorder
 from memopt.estimators.fake.watch import Watch
 from memopt.estimators.recording import Recording
+from memopt.instrument.script.audited import opens_to_write
 
 _OPS_ENOUGH = 1_000
 """A second step of so many ops that leaves memory as the first is the last one asked for: counted, so that every machine answers
@@ -30,7 +31,6 @@ _OPS_ALIKE, _OPS_DIFFERENT = 20_000, 60_000
 """How many ops are followed on, where the last two steps allocated the same and where they did not."""
 _SECONDS = 60.0
 """How long following on may take."""
-_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _OUTWARD = ("subprocess.Popen", "os.exec", "os.fork", "os.posix_spawn", "os.system", "socket.connect", "os.remove",
             "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.")  # fmt: skip
 
@@ -177,8 +177,5 @@ class Later:
 def _goes_outward(event: str, args: tuple[Any, ...]) -> bool:
     """Whether an audit event tells of something that lasts: a file opened to write, moved or removed, a process, a connection."""
     if event == "open":
-        path, mode, flags = args
-        if isinstance(path, int) or os.fsdecode(path).startswith("/dev/"):
-            return False
-        return bool(flags & _WRITES) if isinstance(flags, int) else any(c in (mode or "r") for c in "wax+")
+        return opens_to_write(args) and not os.fsdecode(args[0]).startswith("/dev/")
     return event.startswith(_OUTWARD)
