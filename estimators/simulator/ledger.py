@@ -97,7 +97,7 @@ class Ledger:
 
     def replay(self, target: Saved, place: int, replay: Replay, *, back: bool = False) -> None:
         """Enter what the replay at `place`, among all in the order in which they are asked for, does, or take it back."""
-        use, until = target.first_use, target.release
+        use = target.first_use
         sign = -1 if back else 1
         _enter(self._replays[use], place, replay, back)
         self._touched["beside", use] = None
@@ -108,7 +108,7 @@ class Ledger:
             if self._recorded[op] == (0 if back else 1):
                 for storage in self._sources.get(op, ()):
                     self._touched["pinned", storage] = None
-        for op in replay.random:
+        for op, until in replay.random:
             _enter(self._drawn[op], place, until, back)
             self._touched["drawn", op] = None
         for op, storage, held in replay.pins:
@@ -120,7 +120,7 @@ class Ledger:
             if use < saved.first_use or any(each.gone_after < use < each.first_use for each in saved.again):
                 _enter(self._brought[storage], place, use, back)
                 self._touched["staged", storage] = None
-        for storage in replay.decoded:
+        for storage, until in replay.decoded:
             _enter(self._decoded[storage], place, until, back)
             self._touched["decoded", storage] = None
 

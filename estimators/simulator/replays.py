@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
@@ -45,12 +45,12 @@ class Replay:
     change: tuple[int, ...]
     """Bytes that appear or vanish before the ops `where`, since what stays is away until then."""
     took_ms: float
-    random: tuple[int, ...]
-    """Ops whose generator states are recorded."""
+    random: tuple[tuple[int, int], ...]
+    """(op whose generator state is recorded, op until which its record lives)."""
     pins: tuple[tuple[int, int, int], ...]
     """(op that made a source, its storage, op until which the records hold it)."""
-    decoded: tuple[int, ...]
-    """Storages that it reads from what a codec holds."""
+    decoded: tuple[tuple[int, int], ...]
+    """(storage that it reads from what a codec holds, op until which the records hold the encoded form)."""
     brought: tuple[int, ...]
     """Storages that it reads from a tier, and that stay for their own readers."""
 
@@ -215,7 +215,7 @@ class Replays:
         return (target.first_use, target.order) < self._asked_until[saved.storage]
 
     def _run(self, chain: Chain, target: Saved, standing: Standing) -> Replay:
-        view, use, until = self.view, target.first_use, target.release
+        view, use = self.view, target.first_use
         coded: dict[int, Decision] = {}
         brought: list[int] = []
         for value in chain.sources:
@@ -226,8 +226,9 @@ class Replays:
             elif stands & COPIED:
                 brought.append(value)
         most, stays = self._hold(chain, target, standing, coded)
+        records, until = self._held_until(chain, target, stays)
         sources = [
-            (view.value_producer[v], view.value_storage[v])
+            (view.value_producer[v], view.value_storage[v], until[v])
             for v in chain.sources
             if v not in coded and v not in brought
         ]
@@ -246,11 +247,27 @@ class Replays:
                 for value in view.reads[op]
                 if value in coded
             ),
-            random=tuple(op for op in chain.ops if view.random[op]),
-            pins=tuple((op, storage, until) for op, storage in sources if self._death[storage] < until),
-            decoded=tuple(view.value_storage[value] for value in coded),
+            random=tuple((op, records[op]) for op in chain.ops if view.random[op]),
+            pins=tuple(pin for pin in sources if self._death[pin[1]] < pin[2]),
+            decoded=tuple((view.value_storage[value], until[value]) for value in coded),
             brought=tuple(view.value_storage[value] for value in brought),
         )
+
+    def _held_until(
+        self, chain: Chain, target: Saved, stays: Sequence[Saved]
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """(op -> op until which its record lives, source -> op until which records hold it): what waits for a later consumer than the target's
+        keeps its record, and with it the records and the sources of what that one reads."""
+        until = target.release
+        records, sources = dict.fromkeys(chain.ops, until), dict.fromkeys(chain.sources, until)
+        needed = {saved.value: saved.release for saved in stays if saved.release > until}
+        copy_of = dict(chain.copied_back)
+        for op in reversed(chain.ops) if needed else ():
+            records[op] = max(needed.get(value, until) for value in self.view.writes[op])
+            for value in self.view.reads[op]:
+                held = copy_of.get(value, value)
+                needed[held] = max(needed.get(held, until), records[op])
+        return records, sources | {value: needed[value] for value in chain.sources if value in needed}
 
     def _hold(
         self, chain: Chain, target: Saved, standing: Standing, coded: Mapping[int, Decision]
