@@ -296,6 +296,10 @@ class Recorder(modes.Mode):
         """The hook: a handle that keeps `tensor`, and its row."""
         if not self._recording:
             return Kept(tensor)
+        with self.between.left_out():
+            return self._packed(tensor)
+
+    def _packed(self, tensor: Tensor) -> Handle:
         frame = self._frames.current
         handle = Handle(tensor, self, len(self.slots))
         plain = is_plain(tensor)
@@ -335,13 +339,17 @@ class Recorder(modes.Mode):
         """The hook: the tensor of `handle`, and when it was asked for."""
         row = handle.row if isinstance(handle, Handle) and handle.owner is self else -1
         if self._recording and row >= 0:
-            self._name_node(elsewhere=row in self._elsewhere)
-            slot = self.slots[row]
-            if not slot.unpacks:
-                slot.unpack_order = self._unpacked
-                self._unpacked += 1
-            slot.unpacks += (len(self.ops),)
+            with self.between.left_out():
+                self._asked_for(row)
         return handle.get()
+
+    def _asked_for(self, row: int) -> None:
+        self._name_node(elsewhere=row in self._elsewhere)
+        slot = self.slots[row]
+        if not slot.unpacks:
+            slot.unpack_order = self._unpacked
+            self._unpacked += 1
+        slot.unpacks += (len(self.ops),)
 
     def _name_node(self, *, elsewhere: bool) -> None:
         """Look at what the running node, which another thread made or not, saved, once, to learn which handle is which slot."""

@@ -48,6 +48,8 @@ class Wanted:
     saved_before: int = 0
     """Elements that autograd saved in the iteration before the first recorded one, as somebody else has counted them."""
     keep_running: bool = False
+    times_second: bool = False
+    """Whether the second iteration is timed where the first has been recorded: somebody waits for what is recorded, and nothing is timed after it."""
     swap_dir: Path = Path(".")
     disk_rates: Callable[[], Rates | None] | None = None
     """What its disk does, where somebody else has measured that."""
@@ -229,6 +231,8 @@ class Recordings:
         Not one of very many ops: the first is known, and recording another takes long."""
         if not self.earlier:
             return True
+        if self._wanted.times_second:
+            return False
         few = len(self.earlier[0].recorder.ops) < _MANY_OPS
         return count == 1 and few and not has_peers() and not self.hidden_buckets(self.device)
 

@@ -194,6 +194,7 @@ class Stages:
             chooses=True,
             saved_before=self._seen_saving[-1][1] if self._seen_saving else 0,
             keep_running=True,
+            times_second=True,
             swap_dir=wishes.swap_dir,
             disk_rates=lambda: self._background.disk_rates() if self._background else None,
             device=wishes.device,

@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from memopt.instrument.script.command import Command
+from memopt.profiler.recorder import Recorder
+from memopt.profiler.recordings import Wanted
+from memopt.profiler.session import ProfileSession
 from memopt.profiler.timing import between_ops
 from memopt.profiler.trace_of import _step_ms
+
+HOOKS = ("_packed", "_asked_for")
+"""Of the recorder's, what happens when a tensor is saved and when it is asked for."""
+
+
+def _train(steps: int) -> list[bool]:
+    """Was each iteration recorded?"""
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    recorded = []
+    for _ in range(steps):
+        loss = net(torch.randn(4, 8)).square().mean()
+        recorded.append(_get_current_dispatch_mode() is not None)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return recorded
+
+
+def _session(folder: Path, *, times_second: bool = False) -> ProfileSession:
+    script = folder / "loop.py"
+    script.write_text("# run in process\n")
+    wanted = Wanted(keep_running=True, times_second=times_second, swap_dir=folder)
+    return ProfileSession(Command((str(script),)), wanted)
 
 
 def test_only_the_scripts_own_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,9 +62,53 @@ def test_only_the_scripts_own_time_counts(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_step_that_could_not_be_timed_is_its_ops_and_what_lies_between_them() -> None:
-    """Both iterations of a run that asks for a share of the peak are recorded."""
+    """Where memory may be short, all iterations before the plan are recorded."""
     recorder = SimpleNamespace(sends_away=False, between=SimpleNamespace(total_ms=200.0))
     result = SimpleNamespace(recorder=recorder, usage=SimpleNamespace(time_us=[3000, 4000]))
     run = SimpleNamespace(plain=SimpleNamespace(timed=0))
     assert _step_ms(result, 500.0, run) == 207  # type: ignore[arg-type]
     assert _step_ms(result, 150.0, run) == 150, "recording only slows down"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("times_second", [True, False])
+def test_the_second_iteration_is_timed_where_somebody_waits_for_the_third(
+    times_second: bool, tmp_path: Path
+) -> None:
+    session = _session(tmp_path, times_second=times_second)
+    session.install()
+    try:
+        recorded = _train(4)
+    finally:
+        trace = session.finished()
+    assert recorded == [True, not times_second, True, False]
+    assert trace is not None
+    assert trace.iteration == 3
+
+
+def test_what_the_recorders_hooks_take_is_not_the_scripts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By a clock that goes on in them alone."""
+    now_ns, made = 10**9, []
+    monkeypatch.setattr(between_ops, "time", SimpleNamespace(perf_counter_ns=lambda: now_ns))
+
+    def slowly(hook: Any) -> Any:
+        @functools.wraps(hook)
+        def run(recorder: Recorder, *args: Any) -> Any:
+            nonlocal now_ns
+            now_ns += 10**9
+            made.append(recorder)
+            return hook(recorder, *args)
+
+        return run
+
+    for name in HOOKS:
+        monkeypatch.setattr(Recorder, name, slowly(getattr(Recorder, name)))
+    session = _session(tmp_path)
+    session.install()
+    try:
+        _train(4)
+    finally:
+        session.finished()
+    assert made
+    assert {recorder.between.total_ms for recorder in made} == {0.0}
