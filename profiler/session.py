@@ -75,6 +75,9 @@ class ProfileSession:
         self._over = False
         self._stops = 0
         self._part: Result | None = None
+        self.saved_before: list[tuple[int, int]] = []
+        """How many tensors, and elements, autograd saved in each iteration that was not recorded, before the one that was."""
+        self._saved_now = 0, 0
         """Of what was taken for an iteration, until another optimizer stepped for the first time."""
         self.trace: Trace | None = None
         self.failure: MemoptError | None = None
@@ -150,8 +153,18 @@ class ProfileSession:
         assert self._frames is not None
         assert self._iterations is not None
         if now is None or not (self._frames.thread.is_here or self._iterations.in_backward):
+            if now is None and self._frames.thread.is_here and not self._iterations.in_backward:
+                self._count(tensor)
             return Kept(tensor)
         return now.recorder.pack(tensor)
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        """It is saved in an iteration that nobody records."""
+        from memopt.instrument.ops import is_plain
+
+        if not self._done and is_plain(tensor):
+            tensors, elements = self._saved_now
+            self._saved_now = tensors + 1, elements + tensor.numel()
 
     def _unpack(self, handle: Kept) -> torch.Tensor:
         now = self._now
@@ -333,6 +346,8 @@ class ProfileSession:
             recordings.end()
         elif count > 1:
             self._plain.add(milliseconds, waited_for=False)
+            self.saved_before.append(self._saved_now)
+        self._saved_now = 0, 0
         if count == 1 and not is_first:
             self._part = recordings.forget() or self._part
         self._frames.new_iteration()

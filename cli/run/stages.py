@@ -251,7 +251,7 @@ class Stages:
             budget,
             self._state.left_alone(self._wishes),
             self._cache,
-            self._seen_saving,
+            [*self._seen_saving, *profile.saved_before],
             course.phase,
         )
         profile.finished()

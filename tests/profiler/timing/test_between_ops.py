@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from memopt.growth import saved_elements
 from memopt.instrument.script.command import Command
 from memopt.profiler.recorder import Recorder
 from memopt.profiler.recordings import Wanted
@@ -23,13 +25,13 @@ HOOKS = ("_packed", "_asked_for")
 """Of the recorder's, what happens when a tensor is saved and when it is asked for."""
 
 
-def _train(steps: int) -> list[bool]:
+def _train(batches: Sequence[int] = (4, 4, 4, 4)) -> list[bool]:
     """Was each iteration recorded?"""
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     recorded = []
-    for _ in range(steps):
-        loss = net(torch.randn(4, 8)).square().mean()
+    for batch in batches:
+        loss = net(torch.randn(batch, 8)).square().mean()
         recorded.append(_get_current_dispatch_mode() is not None)
         optimizer.zero_grad()
         loss.backward()
@@ -77,12 +79,14 @@ def test_the_second_iteration_is_timed_where_somebody_waits_for_the_third(
     session = _session(tmp_path, times_second=times_second)
     session.install()
     try:
-        recorded = _train(4)
+        recorded = _train((4, 8, 4, 4))
     finally:
         trace = session.finished()
     assert recorded == [True, not times_second, True, False]
     assert trace is not None
     assert trace.iteration == 3
+    tensors, (saved, weights) = len(trace.slots.storage), saved_elements(trace)
+    assert session.saved_before == ([(tensors, 2 * saved + weights)] if times_second else [])
 
 
 def test_what_the_recorders_hooks_take_is_not_the_scripts(
@@ -107,7 +111,7 @@ def test_what_the_recorders_hooks_take_is_not_the_scripts(
     session = _session(tmp_path)
     session.install()
     try:
-        _train(4)
+        _train()
     finally:
         session.finished()
     assert made
