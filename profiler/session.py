@@ -75,10 +75,10 @@ class ProfileSession:
         self._over = False
         self._stops = 0
         self._part: Result | None = None
+        """Of what was taken for an iteration, until another optimizer stepped for the first time."""
         self.saved_before: list[tuple[int, int]] = []
         """How many tensors, and elements, autograd saved in each iteration that was not recorded, before the one that was."""
         self._saved_now = 0, 0
-        """Of what was taken for an iteration, until another optimizer stepped for the first time."""
         self.trace: Trace | None = None
         self.failure: MemoptError | None = None
         """What went wrong in memopt itself; the script is not disturbed by it."""
@@ -152,11 +152,12 @@ class ProfileSession:
         now = self._now
         assert self._frames is not None
         assert self._iterations is not None
-        if now is None or not (self._frames.thread.is_here or self._iterations.in_backward):
-            if now is None and self._frames.thread.is_here and not self._iterations.in_backward:
-                self._count(tensor)
-            return Kept(tensor)
-        return now.recorder.pack(tensor)
+        in_backward = self._iterations.in_backward
+        if now is not None and (self._frames.thread.is_here or in_backward):
+            return now.recorder.pack(tensor)
+        if now is None and self._frames.thread.is_here and not in_backward:
+            self._count(tensor)
+        return Kept(tensor)
 
     def _count(self, tensor: torch.Tensor) -> None:
         """It is saved in an iteration that nobody records."""
@@ -350,6 +351,7 @@ class ProfileSession:
         self._saved_now = 0, 0
         if count == 1 and not is_first:
             self._part = recordings.forget() or self._part
+            self.saved_before.clear()
         self._frames.new_iteration()
         if recordings.wants_another(count):
             recordings.begin(iteration=count + 1)
