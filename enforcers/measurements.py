@@ -168,7 +168,7 @@ class Measurements:
         found = f"the peak moves with them, and was predicted for {which}"
         if self._of_more_tensors:
             found += (
-                "; there were more tensors where it was measured, as where layers are trained that the profiled iteration did not train, "
+                "; there were more tensors where it was measured (layers that the profiled iteration did not train, or a loop over a longer sequence), "
                 "and no action of the plan is for those"
             )
         return found

@@ -192,7 +192,7 @@ def test_a_peak_that_grows_with_tensors_that_the_plan_does_not_know_is_told(meas
     """Layers are trained that were not: what they save stays, and the plan has taken away most of the rest."""
     note = note_after(measured, 1200, (4, 1500), planned_elements=1000)
     assert "the peak moves with them" in note
-    assert "layers are trained that the profiled iteration did not train" in note
+    assert "layers that the profiled iteration did not train, or a loop over a longer sequence" in note
 
 
 def test_a_peak_that_grows_with_nothing_that_is_saved_is_told(measured):
