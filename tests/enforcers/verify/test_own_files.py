@@ -36,7 +36,7 @@ def run(source: Path, code: str, *, since: float = 0.0) -> tuple[int, list[str],
     """The exit code of `code`, the file that it would have overwritten, and those that it has made; `since`: that many seconds from now."""
     folder = source.parent / "run"
     (folder / "copy").mkdir(parents=True)
-    began = (source / "last.pt").stat().st_ctime + 0.001 + since
+    began = max(path.stat().st_ctime for path in source.rglob("*")) + 0.001 + since
     done = subprocess.run(
         [sys.executable, "-c", WATCHED, str(source), str(folder), str(began), code], cwd=folder / "copy", capture_output=True, text=True
     )  # fmt: skip
