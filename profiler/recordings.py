@@ -149,6 +149,9 @@ class Recordings:
         """Of the iteration that was asked for, where it saved much less than the one before, and another one is recorded."""
         self.wanted_iteration = wanted.warmup + 1
         """The first that is recorded with its bytes."""
+        self.saved_before: list[tuple[int, int]] = []
+        """How many tensors, and elements, autograd saved in each iteration that was counted and not recorded."""
+        self._saved_now = 0, 0
         self.recorded_ms = 0.0
         self.notes: list[str] = []
         self.before_training_bytes = 0
@@ -219,6 +222,19 @@ class Recordings:
         assert self.now is not None
         self.before_training_bytes = above_bytes + self.now.recorder.base_bytes
 
+    def count(self, tensor: torch.Tensor) -> None:
+        """Autograd saves `tensor` in an iteration that is not recorded."""
+        from memopt.instrument.ops import is_plain
+
+        if is_plain(tensor):
+            self._saved_now = self._saved_now[0] + 1, self._saved_now[1] + tensor.numel()
+
+    def passed(self) -> None:
+        """An iteration that was not recorded has ended."""
+        if self._wanted.times_second:
+            self.saved_before.append(self._saved_now)
+            self._saved_now = 0, 0
+
     def wants_another(self, count: int) -> bool:
         """Is the iteration to be recorded that follows the `count`-th?"""
         if count + 1 < self.wanted_iteration:
@@ -272,7 +288,7 @@ class Recordings:
 
         now = self.now
         assert now is not None
-        self.now = None
+        self.now, self._saved_now = None, (0, 0)
         now.recorder.between.stop()
         # parameters and states that this very iteration made
         there = self.there()
@@ -309,7 +325,11 @@ class Recordings:
 
     def _choose(self, result: Result) -> None:
         """Is it worth it to record another iteration? Not the next one, for torch's two profiles in a row crash now and then."""
-        before = self.earlier[0].saved_elements if self.earlier else self._wanted.saved_before
+        before = self._wanted.saved_before
+        if self.saved_before:
+            before = self.saved_before[-1][1]
+        elif self.earlier:
+            before = self.earlier[0].saved_elements
         if self.smaller is not None:
             self.result = max(self.smaller, result, key=lambda each: each.saved_elements)
             self.smaller = None
@@ -325,6 +345,8 @@ class Recordings:
         self.result = self.smaller = None
         self.wanted_iteration = self._wanted.warmup + 1
         self.earlier.clear()
+        self.saved_before.clear()
+        self._saved_now = 0, 0
         return part
 
     def drop(self) -> None:

@@ -76,9 +76,6 @@ class ProfileSession:
         self._stops = 0
         self._part: Result | None = None
         """Of what was taken for an iteration, until another optimizer stepped for the first time."""
-        self.saved_before: list[tuple[int, int]] = []
-        """How many tensors, and elements, autograd saved in each iteration that was not recorded, before the one that was."""
-        self._saved_now = 0, 0
         self.trace: Trace | None = None
         self.failure: MemoptError | None = None
         """What went wrong in memopt itself; the script is not disturbed by it."""
@@ -155,17 +152,20 @@ class ProfileSession:
         in_backward = self._iterations.in_backward
         if now is not None and (self._frames.thread.is_here or in_backward):
             return now.recorder.pack(tensor)
-        if now is None and self._frames.thread.is_here and not in_backward:
-            self._count(tensor)
+        if self._counts and now is None and self._frames.thread.is_here and not in_backward:
+            assert self._recordings is not None
+            self._recordings.count(tensor)
         return Kept(tensor)
 
-    def _count(self, tensor: torch.Tensor) -> None:
-        """It is saved in an iteration that nobody records."""
-        from memopt.instrument.ops import is_plain
+    @property
+    def _counts(self) -> bool:
+        """Is what autograd saves in an iteration counted that is not recorded?"""
+        return self._wanted.times_second and not self._done
 
-        if not self._done and is_plain(tensor):
-            tensors, elements = self._saved_now
-            self._saved_now = tensors + 1, elements + tensor.numel()
+    @property
+    def saved_before(self) -> list[tuple[int, int]]:
+        """How many tensors, and elements, autograd saved in each iteration that was counted, before the recorded one."""
+        return self._recordings.saved_before if self._recordings is not None else []
 
     def _unpack(self, handle: Kept) -> torch.Tensor:
         now = self._now
@@ -347,11 +347,9 @@ class ProfileSession:
             recordings.end()
         elif count > 1:
             self._plain.add(milliseconds, waited_for=False)
-            self.saved_before.append(self._saved_now)
-        self._saved_now = 0, 0
+            recordings.passed()
         if count == 1 and not is_first:
             self._part = recordings.forget() or self._part
-            self.saved_before.clear()
         self._frames.new_iteration()
         if recordings.wants_another(count):
             recordings.begin(iteration=count + 1)

@@ -259,7 +259,7 @@ class Replays:
         """(op -> op until which its record lives, source -> op until which records hold it): what waits for a later consumer than the target's
         keeps its record, and with it the records and the sources of what that one reads."""
         until = target.release
-        records, sources = dict.fromkeys(chain.ops, until), dict.fromkeys(chain.sources, until)
+        records = dict.fromkeys(chain.ops, until)
         needed = {saved.value: saved.release for saved in stays if saved.release > until}
         copy_of = dict(chain.copied_back)
         for op in reversed(chain.ops) if needed else ():
@@ -267,7 +267,7 @@ class Replays:
             for value in self.view.reads[op]:
                 held = copy_of.get(value, value)
                 needed[held] = max(needed.get(held, until), records[op])
-        return records, sources | {value: needed[value] for value in chain.sources if value in needed}
+        return records, {value: needed.get(value, until) for value in chain.sources}
 
     def _hold(
         self, chain: Chain, target: Saved, standing: Standing, coded: Mapping[int, Decision]

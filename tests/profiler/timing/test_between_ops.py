@@ -39,10 +39,10 @@ def _train(batches: Sequence[int] = (4, 4, 4, 4)) -> list[bool]:
     return recorded
 
 
-def _session(folder: Path, *, times_second: bool = False) -> ProfileSession:
+def _session(folder: Path, *, times_second: bool = False, chooses: bool = False) -> ProfileSession:
     script = folder / "loop.py"
     script.write_text("# run in process\n")
-    wanted = Wanted(keep_running=True, times_second=times_second, swap_dir=folder)
+    wanted = Wanted(keep_running=True, chooses=chooses, times_second=times_second, swap_dir=folder)
     return ProfileSession(Command((str(script),)), wanted)
 
 
@@ -87,6 +87,18 @@ def test_the_second_iteration_is_timed_where_somebody_waits_for_the_third(
     assert trace.iteration == 3
     tensors, (saved, weights) = len(trace.slots.storage), saved_elements(trace)
     assert session.saved_before == ([(tensors, 2 * saved + weights)] if times_second else [])
+
+
+def test_a_third_iteration_is_held_against_the_second_also_where_that_was_timed(tmp_path: Path) -> None:
+    session = _session(tmp_path, times_second=True, chooses=True)
+    session.install()
+    try:
+        recorded = _train((4, 16, 4, 16, 16, 16))
+    finally:
+        trace = session.finished()
+    assert recorded == [True, False, True, False, True, False]
+    assert trace is not None
+    assert trace.iteration == 5
 
 
 def test_what_the_recorders_hooks_take_is_not_the_scripts(
