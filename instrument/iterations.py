@@ -306,6 +306,12 @@ class Iterations:
         chosen = self.chosen
         is_new = optimizer not in self._stepped
         self._stepped.add(optimizer)
+        if is_new:
+            self._expected -= {
+                each
+                for each in self._expected
+                if each is not optimizer and _share_parameters(each, optimizer)
+            }
         if chosen is None:
             self._first = optimizer
         joins = self.rounds < (_MOST_ROUNDS if optimizer in self._expected else 2)
@@ -331,15 +337,11 @@ class Iterations:
             self._look_for_others()
 
     def others_are_among(self, there: Iterable[torch.optim.Optimizer]) -> None:
-        """These live now, between two iterations. Optimizers that share parameters with the first one to step are not waited for: one may be
-        its wrapper."""
+        """These live now, between two iterations. Optimizers that share parameters with one that steps are not waited for: one may be its wrapper,
+        as Lightning and accelerate make them."""
         first, self._first = self._first, None
-        if first is None:
-            return
-        mine = {id(each) for group in first.param_groups for each in group["params"]}
-        for other in there:
-            if not any(id(each) in mine for group in other.param_groups for each in group["params"]):
-                self._expected.add(other)
+        if first is not None:
+            self._expected |= {each for each in there if not _share_parameters(each, first)}
 
     def _look_for_others(self) -> None:
         if self._first is not None:
@@ -354,6 +356,11 @@ class Iterations:
         elapsed_ms = (now - self._began_ns) / 1e6
         self._listener.iteration_ended(self.count, elapsed_ms)
         self._began_ns = time.perf_counter_ns()
+
+
+def _share_parameters(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> bool:
+    mine, its = ({id(each) for group in one.param_groups for each in group["params"]} for one in (a, b))
+    return not mine.isdisjoint(its)
 
 
 def _wait_for_gpu() -> None:

@@ -99,6 +99,25 @@ def test_the_first_iteration_is_a_whole_one_where_the_optimizers_of_a_round_are_
     assert "".join("|" if event.startswith("end") else event for event in found) == ends
 
 
+def test_a_wrapper_of_an_optimizer_that_steps_is_not_waited_for() -> None:
+    """Lightning's and accelerate's are optimizers too, with the parameters of the one that they wrap, and none of torch's hooks sees them step."""
+    gc.collect()
+    first, second, third = (torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]) for _ in range(3))
+    wrappers = [torch.optim.SGD(each.param_groups) for each in (first, second)]
+    iterations = Iterations(Log())
+    iterations.install()
+    waits = []
+    try:
+        for each in (first, second, third, first, second, third):
+            each.step()
+            waits.append(iterations.waits_for_another)
+    finally:
+        iterations.remove()
+    assert waits == [True, True, False, False, False, False]
+    assert iterations.chosen is third
+    assert all(each not in iterations.stepped for each in wrappers)
+
+
 def test_optimizers_that_step_after_one_backward_call_share_an_iteration_however_many_they_are() -> None:
     """Pyro makes one for each parameter as that is first stepped. The profile was of what lies between two of them."""
     numbers: list[int] = []
