@@ -87,7 +87,7 @@ class Measurements:
         """What the first measured iteration began with."""
         self._kept = ""
         """What the one that began with the most had beyond that."""
-        self._in_cycles: bool | None = None
+        self.in_cycles: bool | None = None
         """Was what an iteration began with beyond the profiled one garbage? None: nobody has looked."""
 
     @property
@@ -149,7 +149,7 @@ class Measurements:
                 f"a measured iteration began with {format_bytes(more)} more than the profiled one: {self._why_more()}"
             )
         if not found and self._peaks and abs(ratio := self._unlike()) > _UNLIKE:
-            why = _IN_CYCLES if self._in_cycles else _DID_OTHER_THINGS
+            why = _IN_CYCLES if self.in_cycles else _DID_OTHER_THINGS
             found.append(
                 f"the measured peak is {abs(ratio):.0%} {'above' if ratio > 0 else 'below'} the predicted one: {why}"
             )
@@ -174,7 +174,7 @@ class Measurements:
         return found
 
     def _why_more(self) -> str:
-        if self._in_cycles:
+        if self.in_cycles:
             return _IN_CYCLES
         if self._kept:
             return f"the script has kept that since, and no plan accounts for it ({self._kept})"
@@ -344,12 +344,12 @@ class Measurements:
 
         plan = self._plan
         if (
-            self._in_cycles is None
+            self.in_cycles is None
             and plan.device.kind == "cpu"
             and peak_bytes > plan.predicted_peak_bytes * (1 if self._is_more(base_bytes) else 1 + _UNLIKE)
         ):
             more = max(base_bytes - plan.base_bytes, peak_bytes - plan.predicted_peak_bytes)
-            self._in_cycles = freed_by_collecting(plan.device.kind) > _MOSTLY * more
+            self.in_cycles = freed_by_collecting(plan.device.kind) > _MOSTLY * more
 
     def _look_back(self) -> None:
         if not self._resident_bytes:  # else measuring itself has taken memory since

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from dataclasses import dataclass
@@ -409,6 +410,8 @@ class ApplySession:
         self._in_training = False
         if count == 1:
             engine.divergences = 0  # building the model and the first batch is never as in a steady iteration
+            if engine.standby is not None:
+                gc.collect()  # what that leaves in reference cycles, no plan accounts for
         plain, self._in_two_threads = self._in_two_threads, False
         self._left_plain += int(plain and count > 1)
         saved = engine.saved_tensors, engine.saved_elements
@@ -418,7 +421,8 @@ class ApplySession:
         if self._swapper is not None and self._swapper.feedback is not None:
             self._swapper.feedback.iteration_ended(peak_bytes)
         if engine.standby is not None:
-            engine.standby.iteration_ended(saved, self._measurements.peak_bytes)
+            measured = self._measurements
+            engine.standby.iteration_ended(saved, measured.peak_bytes, in_cycles=bool(measured.in_cycles))
         failed = self._swapper.failed if self._swapper is not None else {}
         account = engine.account
         account.declined = failed | account.declined

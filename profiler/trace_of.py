@@ -103,13 +103,15 @@ def _room_bytes(trace: Trace, result: Result) -> int:
 
 
 def _step_ms(result: Result, recorded_ms: float, run: Run) -> float:
-    """A plain iteration: those seen, or, where all were offloaded, the ops alone."""
-    if result.recorder.sends_away and result.usage is not None:
-        return sum(result.usage.time_us) / 1000
-    if not run.plain.timed and result.usage is not None:
-        between_ms = result.recorder.between.total_ms
-        return min(recorded_ms or inf, sum(result.usage.time_us) / 1000 + between_ms)
-    return run.plain.step_ms(recorded_ms)
+    """A plain iteration: those seen, or, where all were offloaded, the ops alone. A single one seen, an early one, may have been slow: it takes
+    no longer than the recorded ops and what the script does between them."""
+    seen_ms, usage = run.plain.step_ms(recorded_ms), result.usage
+    if usage is None or (run.plain.several and not result.recorder.sends_away):
+        return seen_ms
+    ops_ms = sum(usage.time_us) / 1000
+    if result.recorder.sends_away:
+        return ops_ms
+    return min(seen_ms or inf, ops_ms + result.recorder.between.total_ms)
 
 
 def _facts(result: Result, recordings: Recordings, run: Run) -> dict[str, int]:

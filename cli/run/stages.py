@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import time
@@ -263,13 +264,15 @@ class Stages:
             self._watch_over()
 
     def _get_ready(self) -> None:
-        """What enforcing a plan takes whatever it says, while it is looked for: imports, and a look at what lives, if that stays as it is."""
+        """What enforcing a plan takes whatever it says, while it is looked for: imports, and a look at what lives, if that stays as it is. Tensors
+        in reference cycles, which few recorded iterations began with, go first."""
         import memopt.enforcers.engine
         import memopt.enforcers.session
         import memopt.enforcers.tiers.planned  # noqa: F401
         from memopt.instrument.script.other_threads import threads_of_the_script
         from memopt.profiler.known import there_now
 
+        gc.collect()
         if self._wishes.measure and not threads_of_the_script():
             self._there = there_now().with_lists()
 

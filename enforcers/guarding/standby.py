@@ -16,10 +16,10 @@ from pathlib import Path
 
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.keeping import Keeping
+from memopt.enforcers.guarding.what_is_there import freed_by_collecting
 from memopt.enforcers.tiers.per_device import offload_tier
 from memopt.enforcers.values import Values
 from memopt.instrument.loop import Loop
-from memopt.instrument.memory.held import held_bytes
 from memopt.outcome import MOVED_BESIDE
 from memopt.plan import Plan
 
@@ -56,10 +56,12 @@ class Standby:
         """Of one that is as planned, once there was one."""
         self._most_bytes = max(guard.budget_bytes, plan.predicted_peak_bytes)
         self._room_bytes = _PASSED * self._most_bytes - plan.predicted_peak_bytes
-        self._at_end, self._at_first = Keeping(guard.tensor_bytes), Keeping(guard.tensor_bytes)
-        """At the end of iterations, and at their first saved tensors."""
+        self._look_for_what_is_kept()
         self._kept_bytes = 0
         """What the script has kept since, for which the guard stays awake."""
+        self._most_measured_bytes = int(_PASSED * self._most_bytes)
+        self._excused = False
+        """Has an iteration come to more for garbage?"""
         self._begun = 0
         """Iterations, under the plan; the first may have the gradients of a step before it."""
         self._has_saved = False
@@ -109,11 +111,26 @@ class Standby:
             self.looked_ms = 1000 * (time.perf_counter() - began)
 
     def _keeps_too_much(self, keeping: Keeping) -> bool:
-        held = held_bytes(self.guard.device)
-        more = keeping.more_bytes(held, self._room_bytes) if held else 0
+        more = keeping.more_bytes(self._room_bytes)
         if more > self._room_bytes:
             self._kept_bytes = max(self._kept_bytes, more)
         return more > self._room_bytes
+
+    def _look_for_what_is_kept(self) -> None:
+        """From here on."""
+        device, tensor_bytes = self.guard.device, self.guard.tensor_bytes
+        self._at_end = Keeping(device, tensor_bytes)
+        """At the end of iterations."""
+        self._at_first = Keeping(device, tensor_bytes)
+        """At their first saved tensors."""
+
+    def _came_to_more(self, peak_bytes: int, *, in_cycles: bool) -> None:
+        """A measured iteration came to more than was planned. Once that may be garbage, which is gone now; else what grew is nothing that is saved."""
+        over = peak_bytes - self._most_bytes
+        was_garbage = not self._excused and (in_cycles or freed_by_collecting(self.guard.device) >= over)
+        self._excused, self._most_measured_bytes = True, peak_bytes
+        self._for_good = not was_garbage
+        self._look_for_what_is_kept()
 
     def stays(self, size_bytes: int) -> None:
         """So much stays in this iteration that was to leave: it is not as planned."""
@@ -132,8 +149,10 @@ class Standby:
         """In so many after this one."""
         self._awake = max(self._awake, 1 + iterations)
 
-    def iteration_ended(self, saved: tuple[int, int], peak_bytes: int | None) -> None:
-        """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured."""
+    def iteration_ended(
+        self, saved: tuple[int, int], peak_bytes: int | None, *, in_cycles: bool = False
+    ) -> None:
+        """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured, `in_cycles` if garbage made one larger than planned."""
         over = self.guard.passed.now_bytes
         helped = self.guard.moved > self._moved or over > 0
         needed = helped and (self._woken == self._begun or self._for_good)
@@ -150,7 +169,8 @@ class Standby:
         self._needed_in = [each for each in self._needed_in if each[0] > self._begun - _OF_ALL_SIZES]
         self._needed_in += [(self._begun, saved)] if needed else []
         self.often_needed = self.often_needed + needed if self._needed_in else 0
-        self._for_good = self._for_good or (peak_bytes or 0) > _PASSED * self._most_bytes
+        if (peak_bytes or 0) > self._most_measured_bytes and not self._for_good:
+            self._came_to_more(peak_bytes or 0, in_cycles=in_cycles)
         too_late = over > (_PASSED - 1) * self._most_bytes
         if too_late or (self._begun and self._keeps_too_much(self._at_end)):
             self._stay_awake(_STAYS_AWAKE)

@@ -70,6 +70,11 @@ class PlainSteps:
         return bool(self._times_ms)
 
     @property
+    def several(self) -> bool:
+        """More than one?"""
+        return len(self._times_ms) > 1
+
+    @property
     def enough(self) -> bool:
         """Another one would add little, or take too long."""
         last = self._times_ms[-1] if self._times_ms else 0.0

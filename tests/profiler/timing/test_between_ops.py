@@ -19,6 +19,7 @@ from memopt.profiler.recorder import Recorder
 from memopt.profiler.recordings import Wanted
 from memopt.profiler.session import ProfileSession
 from memopt.profiler.timing import between_ops
+from memopt.profiler.timing.plain_steps import PlainSteps
 from memopt.profiler.trace_of import _step_ms
 
 HOOKS = ("_packed", "_asked_for")
@@ -67,9 +68,14 @@ def test_a_step_that_could_not_be_timed_is_its_ops_and_what_lies_between_them() 
     """Where memory may be short, all iterations before the plan are recorded."""
     recorder = SimpleNamespace(sends_away=False, between=SimpleNamespace(total_ms=200.0))
     result = SimpleNamespace(recorder=recorder, usage=SimpleNamespace(time_us=[3000, 4000]))
-    run = SimpleNamespace(plain=SimpleNamespace(timed=0))
+    run = SimpleNamespace(plain=PlainSteps())
     assert _step_ms(result, 500.0, run) == 207  # type: ignore[arg-type]
     assert _step_ms(result, 150.0, run) == 150, "recording only slows down"  # type: ignore[arg-type]
+    run.plain.add(300.0, waited_for=False)
+    assert _step_ms(result, 500.0, run) == 207, "a single one may have been slow"  # type: ignore[arg-type]
+    for milliseconds in (230.0, 240.0):
+        run.plain.add(milliseconds, waited_for=True)
+    assert _step_ms(result, 500.0, run) == 235  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("times_second", [True, False])
