@@ -45,9 +45,9 @@ from memopt.estimators.fake.kernels.hidden import hidden_bytes
 from memopt.estimators.fake.kernels.probe import Probes
 from memopt.estimators.fake.kernels.sparse import note_distinct, sparse_result
 from memopt.estimators.fake.ledger import Enough, Ledger, Point
+from memopt.estimators.fake.shared_mode import SharedFakeMode
 from memopt.estimators.fake.torch_internals import (
     FakeTensor,
-    FakeTensorMode,
     contiguous_strides,
     is_wrapper_type,
     tree_map,
@@ -106,7 +106,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self.target = target
         self.hidden = hidden or HiddenMemory.of(find_device("a100-80gb"))
         self.capability = self.hidden.device.capability_pair
-        self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake_mode = SharedFakeMode()
         self.shapes = Shapes(self.fake_mode)
         self.guesser = guesser or Guesser()
         self.probes = Probes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from memopt.devices import find_device
 from memopt.estimators.allocator.replay import AllocatorEvents, replay
 from memopt.estimators.allocator.settings import AllocatorSettings
 from memopt.estimators.fake.recorder import FakeRecorder
+from memopt.estimators.fake.torch_internals import in_kernel
 from memopt.estimators.fake.training import estimate_training_step
 from memopt.estimators.hidden.hidden_memory import HiddenMemory
 from memopt.estimators.recording import POLICIES, Recording, StorageRow, classify
@@ -218,3 +220,15 @@ def test_a_large_real_tensor_changes_its_shape_in_place() -> None:
         mask.unsqueeze_(1).transpose_(0, 2)
         assert mask.shape == (80, 1, 80)
         assert (recorder.fake((80, 3, 80)) * mask).shape == (80, 3, 80)
+
+
+def test_threads_of_a_script_share_fake_tensors() -> None:
+    """One that prefetched batches failed where the main thread was inside a kernel, or had the main thread fail."""
+    recorder = FakeRecorder("cpu")
+    data, found = recorder.fake((64, 8)), []
+    thread = threading.Thread(target=lambda: found.append(data[:32].flip(0) + 1))
+    with recorder.fake_mode, in_kernel(recorder.fake_mode):
+        thread.start()
+        thread.join()
+        assert recorder.fake_mode.in_kernel_invocation
+    assert [tuple(each.shape) for each in found] == [(32, 8)]
