@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import atexit
 import functools
+import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,12 +27,18 @@ _SECONDS = 2.0
 """A thread that runs no op for so long waits for something."""
 
 
+_AFTER_FAILURE_S = 5.0
+"""A script that runs no op for so long after a thread of its own has failed waits for that."""
+
+
 class Aside:
     """The script's own handlers, once installed, and its threads."""
 
     def __init__(self, recorder: FakeRecorder) -> None:
         self.recorder = recorder
         self._handlers: list[functools.partial[Any]] = []
+        self.failure: Exception | None = None
+        """Of a thread that the script then waited for."""
         self._register, self._unregister = _ATEXIT.register, _ATEXIT.unregister
 
     def install(self) -> None:
@@ -39,10 +47,12 @@ class Aside:
         start = _THREAD.start
 
         def started(thread: threading.Thread) -> None:
-            if self.recorder.op_limit and _is_users_thread(thread):
+            if not _is_users_thread(thread):
+                start(thread)
+            elif self.recorder.op_limit:
                 self._follow(thread, start)
             else:
-                start(thread)
+                self._let_run(thread, start)
 
         _THREAD.start = started
 
@@ -82,6 +92,29 @@ class Aside:
                 thread.join(_SECONDS)
         if ended or thread.is_alive():
             raise Enough
+
+    def _let_run(self, thread: threading.Thread, start: Callable[[threading.Thread], None]) -> None:
+        """Start `thread`, not recorded."""
+        run = thread.run
+
+        def told() -> None:
+            try:
+                run()
+            except Exception as error:
+                start(threading.Thread(target=self._end_if_all_waits, args=(error,), daemon=True))
+                raise
+
+        thread.run = told  # type: ignore[method-assign]
+        start(thread)
+
+    def _end_if_all_waits(self, error: Exception) -> None:
+        """The script may wait for ever for what a thread that has failed was to give (batches)."""
+        seen = -1
+        while self.recorder.op_count > seen:
+            seen = self.recorder.op_count
+            time.sleep(_AFTER_FAILURE_S)
+        self.failure = error
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _is_users_thread(thread: Any) -> bool:

@@ -68,7 +68,7 @@ def _run(request: Request) -> Result:
             if stop.code not in (None, 0) and not watch.backwards:
                 problem = f"the script exited with {stop.code}"
         except BaseException as error:
-            problem, line, trace = _told(error)
+            problem, line, trace = _told(aside.failure or error)
         watch.mark_gradients()
         recording = ending.finish(failed=bool(problem), ended=ended)
         if ending.later is not None:

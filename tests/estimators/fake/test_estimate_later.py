@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from memopt.errors import MemoptError
 from memopt.estimators.estimate import Estimate, estimate_script
 from memopt.reports.estimate import print_estimate
 
@@ -122,6 +123,19 @@ def test_a_thread_that_waits_for_its_starter_ends_the_run(estimated: object) -> 
     found = estimated(text)  # type: ignore[operator]
     assert peak(found) == WEIGHTS + 2 * ROW * 3000
     assert found.unfollowed.startswith("followed up to optimizer step 6:")
+
+
+def test_a_script_that_waits_for_a_thread_that_failed_is_not_waited_for(estimated: object) -> None:
+    """For batches that it was to prepare; what it asks for here, no fake tensor has."""
+    text = HEAD + (
+        "import queue, threading\n"
+        "batches, data = queue.Queue(), torch.randn(4000, 1000)\n"
+        "threading.Thread(target=lambda: batches.put(data[: int(data.sum().item())]), daemon=True).start()\n"
+        "while True: step(len(batches.get()))\n"
+    )
+    with pytest.raises(MemoptError, match="could not be followed") as raised:
+        estimated(text)  # type: ignore[operator]
+    assert "train.py:11: threading.Thread(target=lambda" in str(raised.value)
 
 
 @pytest.mark.parametrize(
