@@ -75,6 +75,8 @@ class Standby:
         self._stays_after = 0
         """Iterations for which it stays awake after that one: none, and more where the one before was not, either."""
         self._for_good = False
+        self._is_least = plan.over_bytes > 0
+        """No plan that was found comes to less: neither does the guard, which moves what is saved and knows no more of what kernels take."""
         self.alone = False
         """Is the plan to take no action? What it makes again pins what that is made of, which the guard could move."""
         self._over_bytes: dict[bool, int] = {}
@@ -193,7 +195,7 @@ class Standby:
         """Alone or beside the plan: the other way is tried once this one has passed the budget, then that which passed it by less."""
         over = self._over_bytes
         over[self.alone] = max(over.get(self.alone, 0), self.guard.passed.now_bytes)
-        if over[self.alone] > over.get(not self.alone, 0):
+        if over[self.alone] > over.get(not self.alone, 0) and not self._is_least:
             self.alone = not self.alone
 
     @property

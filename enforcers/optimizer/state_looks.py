@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from memopt.instrument.stepping.in_pieces import State, lies_like
-from memopt.instrument.stepping.single_parameter_step import parameters_of
+from memopt.instrument.stepping.single_parameter_step import is_stepped, parameters_of
 from memopt.instrument.torch_internals import storage_use_count
 
 
 def trained(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [each for _, each in parameters_of(optimizer) if each.requires_grad]
+    return [each for _, each in parameters_of(optimizer) if is_stepped(optimizer, each)]
 
 
 def layout_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
@@ -23,7 +23,7 @@ def layout_of(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
         (number, id(each), each.shape, each.stride(), each.dtype, each.device)
         for number, group in enumerate(optimizer.param_groups)
         for each in group["params"]
-        if each.requires_grad
+        if is_stepped(optimizer, each)
     )
 
 

@@ -19,6 +19,7 @@ from memopt.instrument.ops import PLAIN_TYPES, is_shared
 from memopt.instrument.stepping.single_parameter_step import (
     PROVED,
     Group,
+    is_stepped,
     not_its_own_step,
     parameters_of,
 )
@@ -80,7 +81,7 @@ def pieces_of(
         (number, each)
         for number, group in enumerate(optimizer.param_groups)
         for each in group["params"]
-        if each.requires_grad and each.numel()
+        if is_stepped(optimizer, each) and each.numel()
     ]
     uncut = [Uncut(p.numel(), p.itemsize, (number, p.dtype, p.device, leaves(p))) for number, p in parameters]
     return [
@@ -142,7 +143,7 @@ def why_not(optimizer: torch.optim.Optimizer, *, with_closure: bool = False) -> 
         return "the optimizer is differentiable or capturable"
     if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
         return "a gradient scaler hands its scale to the step"
-    return _why_not_these([each for _, each in parameters_of(optimizer) if each.requires_grad])
+    return _why_not_these([each for _, each in parameters_of(optimizer) if is_stepped(optimizer, each)])
 
 
 def _why_not_these(parameters: list[Tensor]) -> str:
@@ -165,7 +166,7 @@ def same_bits_in_pieces(optimizer: torch.optim.Optimizer) -> bool:
             _same_bits(optimizer, group, example)
             for group in optimizer.param_groups
             for example in _one_of_each(
-                [each for each in group["params"] if each.requires_grad and each.numel()]
+                [each for each in group["params"] if is_stepped(optimizer, each) and each.numel()]
             )
         )
 

@@ -40,6 +40,11 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Group, Ten
     return ((group, each) for group in optimizer.param_groups for each in group["params"])
 
 
+def is_stepped(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Does `optimizer`, one of torch's, train it? Of a GAN the network that is not stepped is frozen meanwhile, and has its state."""
+    return parameter.requires_grad or dict.__contains__(optimizer.state, parameter)
+
+
 def step_one(optimizer: torch.optim.Optimizer, group: Group, parameter: Tensor) -> None:
     """The optimizer's own step, on `parameter` alone; step hooks and schedulers' counters are left to the script's step."""
     groups = optimizer.param_groups

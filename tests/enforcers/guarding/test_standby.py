@@ -453,6 +453,21 @@ class Idle(Played):
         self.rests = False
 
 
+@pytest.mark.parametrize(("budget_share", "alone"), [(1.0, True), (0.9, False)])
+def test_the_smallest_plan_there_is_is_not_left_for_the_guard_alone(
+    budget_share: float, alone: bool, plan: Plan
+) -> None:
+    """It counted less than kernels took, and came to 5 % above a plan that was at the floor of a budget below it."""
+    budget = int(budget_share * plan.predicted_peak_bytes)
+    guard = Idle()
+    standby = Standby(cast(Guard, guard), msgspec.structs.replace(plan, budget_bytes=budget))
+    standby._for_good = True
+    for over in (0, 5000):
+        guard.passed = SimpleNamespace(now_bytes=over)
+        standby.new_iteration()
+    assert standby.alone is alone
+
+
 def test_a_small_iteration_shows_no_room_for_what_is_kept(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from memopt.estimators.simulator.in_pieces import why_not
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.memory.meter import living_storages
 from memopt.instrument.script.training_thread import TrainingThread
+from memopt.instrument.stepping import in_pieces as stepping
 from memopt.instrument.stepping.state_between_steps import state_tensors
 from memopt.outcome import Outcome
 from memopt.plan import OPTIMIZER_IN_PIECES, OPTIMIZER_STATE_AWAY, Plan, ScriptAction, Tier, load_plan
@@ -526,6 +527,31 @@ def test_of_several_optimizers_the_largest_parameters_of_all_leave(tmp_path: Pat
             iterations._stepped.add(optimizer)
         pieces.begin(optimizers)
         assert pieces.away_bytes == 2 * (weights[0].nbytes + weights[2].nbytes)
+
+
+def test_state_of_a_network_that_is_frozen_as_the_plan_begins_leaves_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GAN one network is frozen while the other is stepped: the first iteration began with all of its state, 9 % above the predicted peak."""
+    weight = torch.nn.Parameter(torch.ones(1 << 16))
+    optimizer = torch.optim.Adam([weight])
+    tried: list[Tensor] = []
+    same = stepping._same_bits
+
+    def told(optimizer: torch.optim.Optimizer, group: Any, example: Tensor) -> bool:
+        tried.append(example)
+        return same(optimizer, group, example)
+
+    monkeypatch.setattr(stepping, "_same_bits", told)
+    with contextlib.closing(DiskStore(tmp_path)) as tier:
+        pieces = OptimizerInPieces(Iterations(SimpleNamespace(), TrainingThread()), 1 << 20, tier)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        weight.grad = None
+        weight.requires_grad_(False)
+        pieces.begin([optimizer])
+        assert pieces.away_bytes == 2 * weight.nbytes
+        assert tried == [weight], "nothing is trusted untried"
 
 
 def test_parameters_count_once_and_only_where_they_step_in_pieces(tmp_path: Path) -> None:
