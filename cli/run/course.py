@@ -79,6 +79,11 @@ class Course:
     state_away_bytes: int = 0
     """Optimizer state that is in a tier between steps without the plan's doing."""
 
+    def tell_as_in(self, before: Course) -> None:
+        """Of the plan of then: the one after it came with the script's last iteration."""
+        for each in ("plan", "outcome", "better_after", "phases_after", "last_peak_bytes", "most_saved"):
+            setattr(self, each, getattr(before, each))
+
     @property
     def is_share(self) -> bool:
         """Is the budget a share of the plain peak, and so for tensors alone?"""

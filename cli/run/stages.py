@@ -95,6 +95,8 @@ class Stages:
         self._parts = 0
         """Of these, what were parts of the first one: its last optimizer had not stepped yet."""
         self.course = Course(budget=wishes.budget or "")
+        self._before: Course | None = None
+        """As it was when the last plan but one ended."""
 
     # --- life
 
@@ -324,6 +326,8 @@ class Stages:
             course.outcome = outcome
             course.last_peak_bytes = max(outcome.measured_peak_bytes or 0, seen_bytes)
             course.peak_bytes = max(course.peak_bytes, course.last_peak_bytes)
+        if goes_on:
+            self._before = dataclasses.replace(course, phases_after=list(course.phases_after))
 
     @property
     def _is_as_profiled(self) -> bool:
@@ -414,7 +418,10 @@ class Stages:
         course = self.course
         self._end_watch()
         if self._apply is not None:
+            is_untried = self._loop is not None and self._loop.iterations.count == self._base
             self._end_enforcing(goes_on=False)
+            if is_untried and self._before is not None:
+                course.tell_as_in(self._before)
         elif self._profile is not None and self._trace is None and course.plan is None:
             self._profile.finished(problem or "the script ended while it was recorded")
             failure = self._profile.failure

@@ -130,6 +130,28 @@ def test_a_phase_that_is_not_planned_for_any_more_is_told_of_once(planned: bool,
     assert stages.finished().notes == (["up to iteration 9, 26 storages"] if planned else [])
 
 
+@pytest.mark.parametrize("ended", [20, 21])
+def test_a_plan_that_came_with_the_last_iteration_is_not_told_of(ended: int, stages: Any) -> None:
+    """It measured nothing and did nothing: "0 of 129 actions done", of a run that was held for 16 iterations."""
+
+    def ends(peak_bytes: int | None) -> Any:
+        outcome = SimpleNamespace(measured_peak_bytes=peak_bytes)
+        ended = {"retire": lambda: (outcome, None), "finished": lambda: outcome}
+        return SimpleNamespace(standby=None, most_saved=1.0, **ended)
+
+    iterations = SimpleNamespace(count=20, elsewhere=0, waits_until=0)
+    stages._loop = SimpleNamespace(iterations=iterations, remove=lambda: None)
+    course, first, better = stages.course, SimpleNamespace(), SimpleNamespace()
+    stages._apply, course.plan = ends(1000), first
+    stages._end_enforcing()
+    stages._apply, course.plan, course.better_after, stages._base = ends(None), better, 20, 20
+    iterations.count = ended
+    course = stages.finished()
+    assert course.plan is (better if ended > 20 else first)
+    assert course.better_after == (20 if ended > 20 else None)
+    assert course.outcome.measured_peak_bytes == (None if ended > 20 else 1000)
+
+
 ONE_BY_ONE = """
 import torch
 torch.manual_seed(0)
