@@ -39,7 +39,7 @@ _KINDS = "recompute, swap-host, swap-disk (swap: both), compress, optimizer, in-
     help=f"Only these kinds of action: {_KINDS}; besides them lossy (no action is) and model-change (ctdr's advice).",
 )
 @click.option("--deny", metavar="KINDS", multiple=True, help="None of these kinds of action.")
-@click.option("--time-limit", "time_limit_s", type=Real(min=0.1, max=86400), default=None, metavar="SECONDS", help="How long to search.  [default: 8, more beyond 8,000 ops]")  # fmt: skip
+@click.option("--time-limit", "time_limit_s", type=Real(min=0.1, max=86400), default=None, metavar="SECONDS", help="How long to search, in seconds of the processor; up to four times that in all where the optimizer may step in pieces, or backward may write over gradients.  [default: 8, more beyond 8,000 ops]")  # fmt: skip
 @click.option("--max-overhead", metavar="SHARE", help="Find the lowest peak that costs at most this much time: 10%.")  # fmt: skip
 @click.option("--pareto", is_flag=True, help="Plan for budgets from 90% down and show peak against step time.")  # fmt: skip
 @click.option("--max-batch", is_flag=True, help="Find the largest batch that fits the budget, without a plan and with one.")  # fmt: skip

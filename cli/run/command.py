@@ -23,7 +23,7 @@ from memopt.errors import UsageError
 @click.option("--swap-dir", metavar="DIR", type=click.Path(path_type=Path), help="The folder for the swap file.  [default: the system's for temporary files]")  # fmt: skip
 @click.option("--allow", metavar="KINDS", multiple=True, help="Only these kinds of action, as in memopt advise.")  # fmt: skip
 @click.option("--deny", metavar="KINDS", multiple=True, help="None of these kinds of action.")
-@click.option("--time-limit", "time_limit_s", type=Real(min=0.1, max=86400), default=None, metavar="SECONDS", help="How long to search for a better plan, while the script goes on under its first one.  [default: 8, more beyond 8,000 ops]")  # fmt: skip
+@click.option("--time-limit", "time_limit_s", type=Real(min=0.1, max=86400), default=None, metavar="SECONDS", help="How long to search for a better plan, while the script goes on under its first one; up to four times that where the optimizer may step in pieces, or backward may write over gradients.  [default: 8, more beyond 8,000 ops]")  # fmt: skip
 @click.option("--outcome", "outcome_path", metavar="FILE", type=click.Path(path_type=Path), help="Write what came of it there, as JSON; %r in it is the rank.")  # fmt: skip
 @click.option("-f", "--force", is_flag=True, help="Overwrite the outcome file if it exists.")
 @click.option("--no-measure", is_flag=True, help="Do not measure the peak: on a CPU that slows a few iterations and takes memory of its own.")  # fmt: skip
