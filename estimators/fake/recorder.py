@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -118,6 +119,8 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self.blas = BlasWorkspaces(self)
         self.inside = 0
         self._live: dict[int, tuple[_StorageRef, int]] = {}
+        self._unwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Of real tensors into which fake ones were written, and of what was made of them."""
         self._claim: str | None = None
         self.backward_bytes: dict[str, int] = {}
         """By device, what ops of backward passes gave back; copies from one to the other are left out."""
@@ -452,17 +455,41 @@ class FakeRecorder(Ledger, TorchDispatchMode):
             if sparse is not None:
                 return sparse
             result = _own(func, own, as_laid_out(self, func, args, self.shapes.run(func, args, kwargs)))
+            if func._schema.is_mutable:
+                self._note_unwritten(*_tensors(own[:1], {}))
             note_share(func, args, result)
             note_most(func, args, result)
             note_distinct(func, own, result)
             return result
         if stays_real(func, args, kwargs, tensors, device):
-            result = func(*args, **kwargs)
-            if func is _SCALAR:
-                self.guesser.known(result)
-            return result
+            unwritten = bool(self._unwritten) and any(map(self._is_unwritten, tensors))
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError:  # zeros make a singular matrix
+                if not unwritten:
+                    raise
+            else:
+                if func is _SCALAR:
+                    self.guesser.known(result)
+                elif unwritten:
+                    self._note_unwritten(*_tensors((result,), {}))
+                return result
         with self.fake_mode:
             return _own(func, args, func(*args, **kwargs))
+
+    def _note_unwritten(self, *tensors: torch.Tensor) -> None:
+        """Those that are real keep what they had, where something fake is written into them: that is not what the script would find there."""
+        for each in tensors:
+            if type(each) is torch.Tensor and each.layout is torch.strided:
+                storage = each.untyped_storage()
+                gone = partial(self._unwritten.pop, storage._cdata)
+                self._unwritten[storage._cdata] = weakref.ref(storage, gone)
+
+    def _is_unwritten(self, tensor: torch.Tensor) -> bool:
+        try:
+            return tensor.untyped_storage()._cdata in self._unwritten
+        except NO_STORAGE:
+            return False
 
     def _stand_in(self, value: Any) -> Any:
         """For a real tensor into which a fake one was written, or of a subclass: torch makes fakes of plain leaves only."""

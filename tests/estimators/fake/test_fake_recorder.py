@@ -232,3 +232,20 @@ def test_threads_of_a_script_share_fake_tensors() -> None:
         thread.join()
         assert recorder.fake_mode.in_kernel_invocation
     assert [tuple(each.shape) for each in found] == [(32, 8)]
+
+
+def test_what_a_fake_tensor_was_written_into_is_singular_only_here() -> None:
+    """Anderson's acceleration: the zeros stay real, with what is written into them unknown, and torch looks at what it solves."""
+    recorder = FakeRecorder("cpu")
+    with recorder:
+        data = torch.randn(64, 8, 4096)
+        matrix = torch.zeros(64, 8, 8)
+        with pytest.raises(RuntimeError, match="singular"):
+            torch.linalg.solve(matrix.clone(), torch.ones(64, 8, 1))
+        matrix[:, :4, :4] = (data @ data.mT)[:, :4, :4]
+        assert torch.linalg.solve(matrix.clone(), torch.ones(64, 8, 1)).shape == (64, 8, 1)
+        with pytest.raises(RuntimeError, match="singular"):
+            torch.linalg.solve(torch.zeros(64, 8, 8), torch.ones(64, 8, 1))
+        kept = len(recorder._unwritten)
+        del matrix
+        assert len(recorder._unwritten) < kept
