@@ -190,7 +190,7 @@ class Adviser:
             try:
                 return over._decide(over.problem(budget_bytes), strategy)
             except BudgetInfeasible as other:
-                raise min(other, error, key=lambda each: each.min_peak_bytes) from None
+                raise min(error, other, key=lambda each: each.min_peak_bytes) from None
         return found if self._is_enough(found) else self._or_faster(found, over, strategy)
 
     def _is_enough(self, found: Decided) -> bool:

@@ -19,8 +19,13 @@ class Reached:
     decisions: Decisions
 
     @property
+    def is_plain(self) -> bool:
+        """Is it the run as it is?"""
+        return not self.decisions and not self.problem.is_of_another_run
+
+    @property
     def peak_bytes(self) -> int:
-        if not self.decisions and not self.problem.is_of_another_run:
+        if self.is_plain:
             return self.problem.unplanned_peak_bytes
         return self.problem.run(self.decisions).peak_bytes
 
@@ -37,9 +42,8 @@ def refusal(reached: Reached, budget_bytes: int, who: str = "") -> BudgetInfeasi
     """The error whose smallest peak is that of `reached`."""
     timeline = reached.problem.run(reached.decisions)
     hold = Hold(reached.problem, timeline.peak_op, reached.peak_bytes, frozenset(reached.decisions))
-    plain = not reached.decisions and not reached.problem.is_of_another_run
     found_by = (f"this is the best that {who} finds; --strategy auto may find more",) if who else ()
-    if plain:
+    if reached.is_plain:
         found_by = (
             f"that is the run as it is: no plan {f'of {who} ' if who else ''}was found that lowers it",
         )

@@ -60,7 +60,9 @@ def is_lowest(typed: str | None, strategies: Sequence[str], *, max_batch: bool =
 
 
 def with_command(error: BudgetInfeasible, request: AdviseRequest) -> BudgetInfeasible:
-    """`error`, whose last line is the command for the nearest budget that a plan was found for."""
+    """`error`, whose last line is the command for the nearest budget that a plan was found for; none where that is the plain peak."""
+    from memopt.advisors.profiles.blockers import Reached
+
     words = ["memopt", "advise", *(["--graph"] if request.graph else []), str(request.source)]
     words += ["--max-batch"] if request.max_batch else []
     words += enough(error.min_peak_bytes).split()
@@ -68,7 +70,8 @@ def with_command(error: BudgetInfeasible, request: AdviseRequest) -> BudgetInfea
         given = getattr(request, name)
         for each in given if isinstance(given, tuple) else () if given is None else (given,):
             words += [flag, f"{each:g}" if isinstance(each, float) else str(each)]
-    error.try_ = shlex.join(words)
+    plain = isinstance(error.reached, Reached) and error.reached.is_plain
+    error.try_ = "" if plain else shlex.join(words)
     error.what = _as_typed(error, request.budget or "")
     return error
 

@@ -195,6 +195,7 @@ def test_what_holds_the_floor_and_what_would_move_it(
     assert "that is the run as it is: no plan was found that lowers it" in lines[1]
     assert lines[2].startswith("  held by parameters 97.7 KiB, ")
     assert lines[3].startswith("  less with parameters in fewer bits or sharded over devices (fully_shard)")
+    assert lines[4:] == [], "a budget above the plain peak is no help"
     build(chain([30_000] * 4), state=30_000).save(Path(profile))
     assert advise(profile, "--budget", "20%", "-o", plan) == 3
     assert "a smaller batch" in capsys.readouterr().err
