@@ -16,27 +16,28 @@ class Keeping:
         self._device, self._tensor_bytes = device, tensor_bytes
         self._held = self._tensors = 0
         """At first."""
-        self._last_bytes = 0
+        self._most_bytes = 0
+        """That the allocators had given out when it was asked."""
         self._begun = False
         self._collects = True
 
     def more_bytes(self, room_bytes: float) -> int:
         """Bytes of tensors that the next iteration will have beyond the first one, if the script keeps as much of it as of this one; no more is
-        said of less than `room_bytes`. 0 where the allocators do not tell."""
+        said of less than `room_bytes`, or where the allocators had given out as much before. 0 where they do not tell."""
         held = held_bytes(self._device)
         if not held:
             return 0
         if not self._begun:
             self._begun, self._held, self._tensors = True, held, self._tensor_bytes()
-            self._last_bytes = held
+            self._most_bytes = held
             return 0
-        again = max(0, held - self._last_bytes)
-        self._last_bytes = held
+        again = max(0, held - self._most_bytes)
+        self._most_bytes = max(self._most_bytes, held)
         if held - self._held + again <= room_bytes:
             return 0
         if self._collects:
             gc.collect()
-            self._last_bytes = held = held_bytes(self._device)
+            held = held_bytes(self._device)
         kept = self._tensor_bytes() - self._tensors
         more = kept + min(again, kept)
         self._held, self._collects = held - kept, self._collects and more <= room_bytes

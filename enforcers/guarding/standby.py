@@ -106,7 +106,7 @@ class Standby:
 
     def _look_at_what_is_kept(self) -> None:
         """The script may have made something between iterations (a copy of its model), and keeps it."""
-        if self._begun > 1:
+        if self._begun > 1 and self.guard.rests:
             began = time.perf_counter()
             if self._keeps_too_much(self._at_first):
                 self._wake()
@@ -117,6 +117,11 @@ class Standby:
         if more > self._room_bytes:
             self._kept_bytes = max(self._kept_bytes, more)
         return more > self._room_bytes
+
+    @property
+    def _will_rest(self) -> bool:
+        """Will the guard rest in the next iteration, unless something is found? To look takes long: a second where a million objects live."""
+        return self._awake <= 1 and not self._for_good
 
     def _look_for_what_is_kept(self) -> None:
         """From here on."""
@@ -174,7 +179,7 @@ class Standby:
         if (peak_bytes or 0) > self._most_measured_bytes and not self._for_good:
             self._came_to_more(peak_bytes or 0, in_cycles=in_cycles)
         too_late = over > (_PASSED - 1) * self._most_bytes
-        if too_late or (self._begun and self._keeps_too_much(self._at_end)):
+        if too_late or (self._begun and self._will_rest and self._keeps_too_much(self._at_end)):
             self._stay_awake(_STAYS_AWAKE)
 
     def new_iteration(self) -> None:

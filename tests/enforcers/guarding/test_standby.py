@@ -449,8 +449,31 @@ def test_it_wakes_where_the_last_saved_tensor_alone_is_larger(
 class Idle(Played):
     """One that finds nothing to do."""
 
+    goes_on = new_iteration = staticmethod(lambda: None)
+
     def wake(self) -> None:
         self.rests = False
+
+
+@pytest.mark.parametrize(("for_good", "looks"), [(False, 4), (True, 0)])
+def test_nobody_looks_at_what_is_kept_while_the_guard_is_awake(
+    for_good: bool, looks: int, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It found too much at the end of the first iteration that it was asked in: what it is for, the guard does for the next 16."""
+    asked: list[float] = []
+
+    def more(self: Keeping, room: float) -> int:
+        asked.append(room)
+        return 1 << 41 if len(asked) == 1 else 0
+
+    monkeypatch.setattr(Keeping, "more_bytes", more)
+    standby = Standby(cast(Guard, Idle()), plan)
+    standby._for_good = for_good
+    for _ in range(18):
+        standby.new_iteration()
+        standby.saved(0, 0)
+        standby.iteration_ended((plan.saved_tensors, 0), None)
+    assert len(asked) == looks
 
 
 @pytest.mark.parametrize(("budget_share", "alone"), [(1.0, True), (0.9, False)])
