@@ -53,6 +53,8 @@ _MOST_PHASES = 3
 _ALIKE = 0.02
 _AS_LONG = 2
 """Times as long as recording and planning took before it goes on guarded: a guarded step may cost half a plain one more than a planned one."""
+_CHEAP = 0.05
+"""Of the plain step: a plan that costs no more may go on where iterations save less than it is for."""
 _LEAST_UNDER_WAY = 2 << 20
 _UNDER_WAY = 16
 """Of the budget, this part may be on its way out where an iteration is recorded with its saved tensors out of the way."""
@@ -339,15 +341,17 @@ class Stages:
 
     @property
     def _is_another_phase(self) -> bool:
-        """Has the guard beside the plan had to step in for so long that the script will go on so?"""
+        """Has the guard beside the plan had to step in for so long that the script will go on so, or has the plan moved tensors in vain, which costs?"""
         apply, plan, course = self._apply, self.course.plan, self.course
         standby = apply.standby if apply is not None and self._session is apply else None
         if plan is None or standby is None or self._retired is not None:
             return False
         if self._keeps_plan or course.phase == _MOST_PHASES or not standby.another_phase:
             return False
-        guarded_ms = sum([*course.times_ms.values()][-standby.often_needed :])
-        if not course.from_cache and guarded_ms <= _AS_LONG * course.extra_ms:
+        if standby.is_less and plan.predicted_step_ms < (1 + _CHEAP) * plan.plain_step_ms:
+            return False
+        went_on_ms = sum([*course.times_ms.values()][-standby.unforeseen_iterations :])
+        if not course.from_cache and went_on_ms <= _AS_LONG * course.extra_ms:
             return False
         self._keeps_plan = not _may_end(plan, standby.guard)  # to look again at each iteration takes long
         return not self._keeps_plan
@@ -356,9 +360,11 @@ class Stages:
         """The script goes on otherwise than was recorded: there is a plan for that from the run before, or it is recorded in its turn."""
         assert self._apply is not None
         assert self._apply.standby is not None
-        self._state.comes_back(self._apply.standby.guard)
-        self._saved_before = self._apply.standby.needed
-        self.course.notes.append(f"up to iteration {count - self._parts}, {self._apply.standby.words}")
+        standby = self._apply.standby
+        self._state.comes_back(standby.guard)
+        self._saved_before = standby.unforeseen
+        how = standby.words or "iterations saved less than the plan is for"
+        self.course.notes.append(f"up to iteration {count - self._parts}, {how}")
         self._end_enforcing()
         self._base = count
         self.course.phase += 1
@@ -369,7 +375,7 @@ class Stages:
         # gradients that the plan has let go of are there again when the script has stepped by itself
         warmup = 1 if self._retired is not None else 0
         why = "the training goes on otherwise than was recorded, and is recorded again"
-        self._record_again(why, warmup=warmup, offloaded=True)
+        self._record_again(why, warmup=warmup, offloaded=not standby.is_less)
 
     def _goes_back(self, count: int) -> bool:
         """Is there a plan of a phase before, to go on with where there is none for this one?"""

@@ -33,7 +33,9 @@ _ANOTHER_PHASE = 4
 """Iterations that needed it and saved as much as each other are another phase of the training, and no exception, where they are half of those
 since the first of them."""
 _OF_ALL_SIZES = 16
-"""As many in a row that needed it are, where they did not."""
+"""As many in a row that needed it are, where they did not, and as many that saved clearly less than was planned for: their plan costs
+more than they need."""
+_LESS = 0.75
 _ALIKE = 1.02
 _PASSED = 1.005
 """Times the budget, or the planned peak where that is above it."""
@@ -91,6 +93,8 @@ class Standby:
         """Of the last iterations, those that needed it, and how many tensors, and elements, autograd saved in each."""
         self.often_needed = 0
         """Iterations that needed it, since there was none such among the last ones."""
+        self._less_in: list[tuple[int, int]] = []
+        """How many tensors, and elements, autograd saved in each of the last iterations, as far as they saved clearly less."""
 
     def saved(self, saved_bytes: int, staying_bytes: int) -> None:
         """So many have been saved in this iteration, the tensor that is being saved among them; of those before it so many are not to leave."""
@@ -176,6 +180,9 @@ class Standby:
         self._needed_in = [each for each in self._needed_in if each[0] > self._begun - _OF_ALL_SIZES]
         self._needed_in += [(self._begun, saved)] if needed else []
         self.often_needed = self.often_needed + needed if self._needed_in else 0
+        self._less_in = (
+            [*self._less_in, saved] if saved[1] < _LESS * self._as_planned[1] and not needed else []
+        )
         if (peak_bytes or 0) > self._most_measured_bytes and not self._for_good:
             self._came_to_more(peak_bytes or 0, in_cycles=in_cycles)
         too_late = over > (_PASSED - 1) * self._most_bytes
@@ -210,12 +217,22 @@ class Standby:
         elements = [found for _, (_, found) in last]
         if len(last) == _ANOTHER_PHASE and max(elements) <= _ALIKE * min(elements):
             return self._begun - last[0][0] <= 2 * _ANOTHER_PHASE
-        return len(self._needed_in) == _OF_ALL_SIZES
+        return len(self._needed_in) == _OF_ALL_SIZES or self.is_less
 
     @property
-    def needed(self) -> list[tuple[int, int]]:
-        """How many tensors, and elements, autograd saved in each of the last iterations that needed it."""
-        return [saved for _, saved in self._needed_in]
+    def is_less(self) -> bool:
+        """Does it go on with iterations that save less?"""
+        return len(self._less_in) >= _OF_ALL_SIZES
+
+    @property
+    def unforeseen(self) -> list[tuple[int, int]]:
+        """How many tensors, and elements, autograd saved in each of the last iterations that were not as planned."""
+        return self._less_in if self.is_less else [saved for _, saved in self._needed_in]
+
+    @property
+    def unforeseen_iterations(self) -> int:
+        """How many of them there were of late."""
+        return len(self._less_in) if self.is_less else self.often_needed
 
     @property
     def words(self) -> str:

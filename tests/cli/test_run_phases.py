@@ -74,6 +74,24 @@ def test_the_next_run_has_both_plans(ran: Ran) -> None:
     assert course["peak_bytes"] <= course["outcome"]["budget_bytes"]
 
 
+def test_where_iterations_become_smaller_the_plan_for_the_large_ones_ends(tmp_path: Path) -> None:
+    """A script halves its batch, or its longest batch came first: it went on with the actions of the plan, which it had no need of."""
+    smaller = SCRIPT.replace("model[:4].requires_grad_(False)\n", "").replace(
+        "1024", "1024 if step < 6 else 256"
+    )
+    (tmp_path / "train.py").write_text(smaller)
+    args = ("run", "--budget", BUDGET, "--time-limit", "0.5", "--outcome", "o.json", "train.py")
+    done = memopt(tmp_path, *args, until="memopt: the training goes on otherwise")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain(tmp_path).stdout
+    course = outcome_of(tmp_path)
+    (after,) = course["phases_after"]
+    assert course["enforced_after"] < 6 < 22 <= after < course["iterations"]
+    assert course["outcome"]["actions"]["planned"] == 0, "they fit"
+    assert ", iterations saved less than the plan is for" in done.stderr
+    assert "memopt: held: " in done.stderr
+
+
 @pytest.mark.parametrize("part", ["recording", "planning"])
 def test_where_the_other_phase_comes_to_no_plan_the_one_before_goes_on(part: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

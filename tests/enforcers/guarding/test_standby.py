@@ -263,19 +263,25 @@ class Played:
         ([2, 1, 1, 1, 1, 1, 2] * 3, False),
         ([2, 3, 4, 5, 6], False),
         ([*range(2, 18)], True),
+        ([0.5] * 16, True),
+        ([*[0.5] * 15, 1, *[0.5] * 15], False),
+        ([0.8] * 16, False),
     ],
 )
 def test_another_phase_is_what_most_iterations_of_late_are(
-    rows: list[int], is_another: bool, plan: Plan
+    rows: list[float], is_another: bool, plan: Plan
 ) -> None:
-    """Of an epoch of three batches the last is small, and was the profiled one."""
+    """Of an epoch of three batches the last is small, and was the profiled one; or a script has halved its batch, and needs no plan."""
     standby = Standby(cast(Guard, Played()), plan)
     for count in rows:
         standby.new_iteration()
-        standby.saved(count * plan.saved_bytes, count * plan.saved_bytes)
-        standby.iteration_ended((plan.saved_tensors, count * plan.saved_elements), None)
+        standby.saved(int(count * plan.saved_bytes), int(count * plan.saved_bytes))
+        standby.iteration_ended((plan.saved_tensors, int(count * plan.saved_elements)), None)
     standby.new_iteration()
     assert standby.another_phase is is_another
+    if is_another:
+        assert standby.unforeseen[-1] == (plan.saved_tensors, int(rows[-1] * plan.saved_elements))
+        assert standby.unforeseen_iterations == sum(count != 1 for count in rows)
 
 
 class Cycle:
