@@ -62,6 +62,7 @@ class Standby:
         self._kept_bytes = 0
         """What the script has kept since, for which the guard stays awake."""
         self._most_measured_bytes = int(_PASSED * self._most_bytes)
+        """A measured iteration that comes to more tells something new."""
         self._excused = False
         """Has an iteration come to more for garbage?"""
         self._begun = 0
@@ -81,8 +82,11 @@ class Standby:
         """No plan that was found comes to less: neither does the guard, which moves what is saved and knows no more of what kernels take."""
         self.alone = False
         """Is the plan to take no action? What it makes again pins what that is made of, which the guard could move."""
-        self._over_bytes: dict[bool, int] = {}
-        """By which the budget was passed since it woke: alone, and beside the plan."""
+        self._passed_by: dict[bool, float] = {}
+        """Most bytes to an element saved, of iterations that passed the budget since it woke: alone, and beside the plan; of different sizes, a
+        longer one passes it by more."""
+        self._saved_elements = 0
+        """In the last iteration."""
         self._moved = 0
         """Storages, in the iterations before."""
         self.looked_ms = 0.0
@@ -91,10 +95,12 @@ class Standby:
         """In the last iteration."""
         self._needed_in: list[tuple[int, tuple[int, int]]] = []
         """Of the last iterations, those that needed it, and how many tensors, and elements, autograd saved in each."""
-        self.often_needed = 0
+        self._often_needed = 0
         """Iterations that needed it, since there was none such among the last ones."""
         self._less_in: list[tuple[int, int]] = []
         """How many tensors, and elements, autograd saved in each of the last iterations, as far as they saved clearly less."""
+        self._often_less = 0
+        """Iterations in a row that did."""
 
     def saved(self, saved_bytes: int, staying_bytes: int) -> None:
         """So many have been saved in this iteration, the tensor that is being saved among them; of those before it so many are not to leave."""
@@ -164,7 +170,7 @@ class Standby:
         self, saved: tuple[int, int], peak_bytes: int | None, *, in_cycles: bool = False
     ) -> None:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured, `in_cycles` if garbage made one larger than planned."""
-        over = self.guard.passed.now_bytes
+        over, self._saved_elements = self.guard.passed.now_bytes, saved[1]
         helped = self.guard.moved > self._moved or over > 0
         needed = helped and (self._woken == self._begun or self._for_good)
         is_whole = saved[1] >= self._as_planned[1]
@@ -179,10 +185,12 @@ class Standby:
         self.was_needed = needed
         self._needed_in = [each for each in self._needed_in if each[0] > self._begun - _OF_ALL_SIZES]
         self._needed_in += [(self._begun, saved)] if needed else []
-        self.often_needed = self.often_needed + needed if self._needed_in else 0
-        self._less_in = (
-            [*self._less_in, saved] if saved[1] < _LESS * self._as_planned[1] and not needed else []
-        )
+        self._often_needed = self._often_needed + needed if self._needed_in else 0
+        if saved[1] < _LESS * self._as_planned[1] and not needed:
+            self._often_less += 1
+            self._less_in = [*self._less_in, saved][-_OF_ALL_SIZES:]
+        else:
+            self._often_less, self._less_in = 0, []
         if (peak_bytes or 0) > self._most_measured_bytes and not self._for_good:
             self._came_to_more(peak_bytes or 0, in_cycles=in_cycles)
         too_late = over > (_PASSED - 1) * self._most_bytes
@@ -199,15 +207,16 @@ class Standby:
             self.guard.wake()
         elif not self.guard.rests:
             self.guard.rest()
-            self._over_bytes.clear()
+            self._passed_by.clear()
             self.alone = False
         self.guard.new_iteration()
 
     def _choose(self) -> None:
         """Alone or beside the plan: the other way is tried once this one has passed the budget, then that which passed it by less."""
-        over = self._over_bytes
-        over[self.alone] = max(over.get(self.alone, 0), self.guard.passed.now_bytes)
-        if over[self.alone] > over.get(not self.alone, 0) and not self._is_least:
+        over, passed = self.guard.passed.now_bytes, self._passed_by
+        share = (self._most_bytes + over) / max(1, self._saved_elements) if over else 0.0
+        passed[self.alone] = max(passed.get(self.alone, 0.0), share)
+        if passed[self.alone] > passed.get(not self.alone, 0.0) and not self._is_least:
             self.alone = not self.alone
 
     @property
@@ -222,7 +231,7 @@ class Standby:
     @property
     def is_less(self) -> bool:
         """Does it go on with iterations that save less?"""
-        return len(self._less_in) >= _OF_ALL_SIZES
+        return self._often_less >= _OF_ALL_SIZES
 
     @property
     def unforeseen(self) -> list[tuple[int, int]]:
@@ -232,7 +241,7 @@ class Standby:
     @property
     def unforeseen_iterations(self) -> int:
         """How many of them there were of late."""
-        return len(self._less_in) if self.is_less else self.often_needed
+        return self._often_less if self.is_less else self._often_needed
 
     @property
     def words(self) -> str:

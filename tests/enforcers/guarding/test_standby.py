@@ -497,6 +497,24 @@ def test_the_smallest_plan_there_is_is_not_left_for_the_guard_alone(
     assert standby.alone is alone
 
 
+@pytest.mark.parametrize(("size", "alone"), [(1.0, False), (1.2, True)])
+def test_alone_or_beside_the_plan_is_judged_by_what_iterations_save(
+    size: float, alone: bool, plan: Plan
+) -> None:
+    """Texts of many lengths: a longer one passed the budget by more alone than a shorter one beside the plan, and that was taken for the better way."""
+    budget = 2 * plan.predicted_peak_bytes
+    guard = Idle()
+    guard.budget_bytes = budget
+    standby = Standby(cast(Guard, guard), msgspec.structs.replace(plan, budget_bytes=budget))
+    standby._for_good = True
+    for rows, over in ((1.0, budget // 10), (size, budget // 8)):
+        standby.new_iteration()
+        guard.passed = SimpleNamespace(now_bytes=over)
+        standby.iteration_ended((plan.saved_tensors, int(rows * plan.saved_elements)), None)
+    standby.new_iteration()
+    assert standby.alone is alone
+
+
 def test_a_small_iteration_shows_no_room_for_what_is_kept(
     plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
