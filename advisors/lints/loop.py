@@ -46,7 +46,7 @@ def kept_across_iterations(seen: Seen) -> Iterable[int]:
 @lint(
     "evaluation-records-a-graph",
     what="tensors are saved for a backward that never comes, and thrown away",
-    try_="with torch.no_grad(): around the evaluation",
+    try_="with torch.no_grad(): around what computes them (an evaluation, a look-up), or .detach() what they are computed from",
 )
 def evaluation_records_a_graph(seen: Seen) -> Iterable[int]:
     for storage, saved in seen.view.saved.items():
