@@ -60,7 +60,8 @@ def is_lowest(typed: str | None, strategies: Sequence[str], *, max_batch: bool =
 
 
 def with_command(error: BudgetInfeasible, request: AdviseRequest) -> BudgetInfeasible:
-    """`error`, whose last line is the command for the nearest budget that a plan was found for; none where that is the plain peak."""
+    """`error`, whose last line is the command for the nearest budget that a plan was found for; where that is the plain peak, `--strategy auto`
+    in place of another one."""
     from memopt.advisors.profiles.blockers import Reached
 
     words = ["memopt", "advise", *(["--graph"] if request.graph else []), str(request.source)]
@@ -70,8 +71,10 @@ def with_command(error: BudgetInfeasible, request: AdviseRequest) -> BudgetInfea
         given = getattr(request, name)
         for each in given if isinstance(given, tuple) else () if given is None else (given,):
             words += [flag, f"{each:g}" if isinstance(each, float) else str(each)]
-    plain = isinstance(error.reached, Reached) and error.reached.is_plain
-    error.try_ = "" if plain else shlex.join(words)
+    if isinstance(error.reached, Reached) and error.reached.is_plain:
+        error.try_ = "" if set(request.strategies) <= {"auto"} else "--strategy auto"
+    else:
+        error.try_ = shlex.join(words)
     error.what = _as_typed(error, request.budget or "")
     return error
 
