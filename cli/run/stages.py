@@ -333,11 +333,13 @@ class Stages:
 
     @property
     def _is_as_profiled(self) -> bool:
-        """Is the plan enforced, and did the last iteration do without the guard beside it? The guard beside another plan would rest at first."""
+        """Is the plan enforced, did the last iteration do without the guard beside it, and may that rest? The one beside another plan would
+        rest at first."""
         apply = self._apply
-        return (
-            apply is not None and self._session is apply and not (apply.standby and apply.standby.was_needed)
-        )
+        if apply is None or self._session is not apply:
+            return False
+        standby = apply.standby
+        return standby is None or not (standby.was_needed or standby.for_good)
 
     @property
     def _is_another_phase(self) -> bool:

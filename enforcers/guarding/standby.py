@@ -77,7 +77,8 @@ class Standby:
         """The last iteration that was not as planned; at first neither this one nor the one before."""
         self._stays_after = 0
         """Iterations for which it stays awake after that one: none, and more where the one before was not, either."""
-        self._for_good = False
+        self.for_good = False
+        """Does it stay awake from here on?"""
         self._is_least = plan.over_bytes > 0
         """No plan that was found comes to less: neither does the guard, which moves what is saved and knows no more of what kernels take."""
         self.alone = False
@@ -131,7 +132,7 @@ class Standby:
     @property
     def _will_rest(self) -> bool:
         """Will the guard rest in the next iteration, unless something is found? To look takes long: a second where a million objects live."""
-        return self._awake <= 1 and not self._for_good
+        return self._awake <= 1 and not self.for_good
 
     def _look_for_what_is_kept(self) -> None:
         """From here on."""
@@ -146,7 +147,7 @@ class Standby:
         over = peak_bytes - self._most_bytes
         was_garbage = not self._excused and (in_cycles or freed_by_collecting(self.guard.device) >= over)
         self._excused, self._most_measured_bytes = True, peak_bytes
-        self._for_good = not was_garbage
+        self.for_good = not was_garbage
         self._look_for_what_is_kept()
 
     def stays(self, size_bytes: int) -> None:
@@ -172,7 +173,7 @@ class Standby:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured, `in_cycles` if garbage made one larger than planned."""
         over, self._saved_elements = self.guard.passed.now_bytes, saved[1]
         helped = self.guard.moved > self._moved or over > 0
-        needed = helped and (self._woken == self._begun or self._for_good)
+        needed = helped and (self._woken == self._begun or self.for_good)
         is_whole = saved[1] >= self._as_planned[1]
         if self._kept_bytes and self._was_awake and is_whole and not helped:  # there is room for that
             self._room_bytes, self._kept_bytes = max(self._room_bytes, self._kept_bytes), 0
@@ -191,7 +192,7 @@ class Standby:
             self._less_in = [*self._less_in, saved][-_OF_ALL_SIZES:]
         else:
             self._often_less, self._less_in = 0, []
-        if (peak_bytes or 0) > self._most_measured_bytes and not self._for_good:
+        if (peak_bytes or 0) > self._most_measured_bytes and not self.for_good:
             self._came_to_more(peak_bytes or 0, in_cycles=in_cycles)
         too_late = over > (_PASSED - 1) * self._most_bytes
         if too_late or (self._begun and self._will_rest and self._keeps_too_much(self._at_end)):
@@ -201,7 +202,7 @@ class Standby:
         self._stays_bytes, self._has_saved, self.looked_ms = 0, False, 0.0
         self._begun += 1
         self._awake = max(0, self._awake - 1)
-        self._was_awake = self._awake > 0 or self._for_good
+        self._was_awake = self._awake > 0 or self.for_good
         if self._was_awake:
             self._choose()
             self.guard.wake()

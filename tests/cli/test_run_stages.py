@@ -107,18 +107,18 @@ def test_what_lived_before_a_plan_sent_some_of_it_away_is_not_measured(
     assert stages._there is None
 
 
-@pytest.mark.parametrize("was_needed", [False, True])
+@pytest.mark.parametrize(("was_needed", "for_good"), [(False, False), (True, False), (False, True)])
 def test_no_better_plan_takes_over_while_the_guard_is_needed_beside_the_first(
-    was_needed: bool, stages: Any, monkeypatch: pytest.MonkeyPatch
+    was_needed: bool, for_good: bool, stages: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The guard beside the better one would rest until its first iteration has saved too much."""
-    standby = SimpleNamespace(was_needed=was_needed, another_phase=False)
+    standby = SimpleNamespace(was_needed=was_needed, for_good=for_good, another_phase=False)
     stages._apply = stages._session = SimpleNamespace(standby=standby)
     stages._planning = SimpleNamespace(has_news=lambda: True)
     taken = []
     monkeypatch.setattr(stages, "_take_better", lambda planning, count: taken.append(count))
     stages._next(5)
-    assert taken == ([] if was_needed else [5])
+    assert taken == ([] if was_needed or for_good else [5])
 
 
 @pytest.mark.parametrize("planned", [False, True])

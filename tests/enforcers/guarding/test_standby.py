@@ -474,7 +474,7 @@ def test_nobody_looks_at_what_is_kept_while_the_guard_is_awake(
 
     monkeypatch.setattr(Keeping, "more_bytes", more)
     standby = Standby(cast(Guard, Idle()), plan)
-    standby._for_good = for_good
+    standby.for_good = for_good
     for _ in range(18):
         standby.new_iteration()
         standby.saved(0, 0)
@@ -490,7 +490,7 @@ def test_the_smallest_plan_there_is_is_not_left_for_the_guard_alone(
     budget = int(budget_share * plan.predicted_peak_bytes)
     guard = Idle()
     standby = Standby(cast(Guard, guard), msgspec.structs.replace(plan, budget_bytes=budget))
-    standby._for_good = True
+    standby.for_good = True
     for over in (0, 5000):
         guard.passed = SimpleNamespace(now_bytes=over)
         standby.new_iteration()
@@ -506,7 +506,7 @@ def test_alone_or_beside_the_plan_is_judged_by_what_iterations_save(
     guard = Idle()
     guard.budget_bytes = budget
     standby = Standby(cast(Guard, guard), msgspec.structs.replace(plan, budget_bytes=budget))
-    standby._for_good = True
+    standby.for_good = True
     for rows, over in ((1.0, budget // 10), (size, budget // 8)):
         standby.new_iteration()
         guard.passed = SimpleNamespace(now_bytes=over)
