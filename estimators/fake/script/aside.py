@@ -39,6 +39,7 @@ class Aside:
         self._handlers: list[functools.partial[Any]] = []
         self.failure: Exception | None = None
         """Of a thread that the script then waited for."""
+        self._over = False
         self._register, self._unregister = _ATEXIT.register, _ATEXIT.unregister
 
     def install(self) -> None:
@@ -55,6 +56,10 @@ class Aside:
                 self._let_run(thread, start)
 
         _THREAD.start = started
+
+    def end(self) -> None:
+        """The script is over: nobody waits for its threads any more."""
+        self._over = True
 
     def at_exit(self) -> None:
         """Run the script's handlers, the last one first, as Python does when it has ended."""
@@ -113,6 +118,8 @@ class Aside:
         while self.recorder.op_count > seen:
             seen = self.recorder.op_count
             time.sleep(_AFTER_FAILURE_S)
+        if self._over:
+            return
         self.failure = error
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 

@@ -69,6 +69,8 @@ def _run(request: Request) -> Result:
                 problem = f"the script exited with {stop.code}"
         except BaseException as error:
             problem, line, trace = _told(aside.failure or error)
+        finally:
+            aside.end()
         watch.mark_gradients()
         recording = ending.finish(failed=bool(problem), ended=ended)
         if ending.later is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from rich.console import Console
 
 from memopt.errors import MemoptError
 from memopt.estimators.estimate import Estimate, estimate_script
+from memopt.estimators.fake.script import aside as aside_module
+from memopt.estimators.fake.script.aside import Aside
 from memopt.reports.estimate import print_estimate
 
 HEAD = """
@@ -123,6 +126,20 @@ def test_a_thread_that_waits_for_its_starter_ends_the_run(estimated: object) -> 
     found = estimated(text)  # type: ignore[operator]
     assert peak(found) == WEIGHTS + 2 * ROW * 3000
     assert found.unfollowed.startswith("followed up to optimizer step 6:")
+
+
+def test_who_waits_for_a_thread_that_failed_is_told_while_the_script_runs_only(monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """What was recorded may take longer to be put together than a script is given."""
+    told: list[int] = []
+    monkeypatch.setattr(aside_module.signal, "pthread_kill", lambda thread, signal: told.append(signal))
+    monkeypatch.setattr(aside_module, "_AFTER_FAILURE_S", 0.0)
+    for is_over in (True, False):
+        aside = Aside(SimpleNamespace(op_count=5))  # type: ignore[arg-type]
+        if is_over:
+            aside.end()
+        aside._end_if_all_waits(ValueError())
+        assert (aside.failure is None) == is_over
+        assert len(told) == (not is_over)
 
 
 def test_a_script_that_waits_for_a_thread_that_failed_is_not_waited_for(estimated: object) -> None:
