@@ -58,13 +58,11 @@ class Standby:
         """Of one that is as planned, once there was one."""
         self._most_bytes = max(guard.budget_bytes, plan.predicted_peak_bytes)
         self._room_bytes = _PASSED * self._most_bytes - plan.predicted_peak_bytes
-        self._look_for_what_is_kept()
+        self._count_kept_anew()
         self._kept_bytes = 0
         """What the script has kept since, for which the guard stays awake."""
-        self._most_measured_bytes = int(_PASSED * self._most_bytes)
-        """A measured iteration that comes to more tells something new."""
-        self._excused = False
-        """Has an iteration come to more for garbage?"""
+        self._excused_bytes = 0
+        """What a measured iteration came to that passed the budget, once."""
         self._begun = 0
         """Iterations, under the plan; the first may have the gradients of a step before it."""
         self._has_saved = False
@@ -134,8 +132,8 @@ class Standby:
         """Will the guard rest in the next iteration, unless something is found? To look takes long: a second where a million objects live."""
         return self._awake <= 1 and not self.for_good
 
-    def _look_for_what_is_kept(self) -> None:
-        """From here on."""
+    def _count_kept_anew(self) -> None:
+        """Of what the script keeps only what it makes from here on."""
         device, tensor_bytes = self.guard.device, self.guard.tensor_bytes
         self._at_end = Keeping(device, tensor_bytes)
         """At the end of iterations."""
@@ -145,10 +143,12 @@ class Standby:
     def _came_to_more(self, peak_bytes: int, *, in_cycles: bool) -> None:
         """A measured iteration came to more than was planned. Once that may be garbage, which is gone now; else what grew is nothing that is saved."""
         over = peak_bytes - self._most_bytes
-        was_garbage = not self._excused and (in_cycles or freed_by_collecting(self.guard.device) >= over)
-        self._excused, self._most_measured_bytes = True, peak_bytes
+        was_garbage = not self._excused_bytes and (
+            in_cycles or freed_by_collecting(self.guard.device) >= over
+        )
+        self._excused_bytes = peak_bytes
         self.for_good = not was_garbage
-        self._look_for_what_is_kept()
+        self._count_kept_anew()
 
     def stays(self, size_bytes: int) -> None:
         """So much stays in this iteration that was to leave: it is not as planned."""
@@ -192,8 +192,9 @@ class Standby:
             self._less_in = [*self._less_in, saved][-_OF_ALL_SIZES:]
         else:
             self._often_less, self._less_in = 0, []
-        if (peak_bytes or 0) > self._most_measured_bytes and not self.for_good:
-            self._came_to_more(peak_bytes or 0, in_cycles=in_cycles)
+        peak = peak_bytes or 0
+        if peak > max(self._excused_bytes, _PASSED * self._most_bytes) and not self.for_good:
+            self._came_to_more(peak, in_cycles=in_cycles)
         too_late = over > (_PASSED - 1) * self._most_bytes
         if too_late or (self._begun and self._will_rest and self._keeps_too_much(self._at_end)):
             self._stay_awake(_STAYS_AWAKE)

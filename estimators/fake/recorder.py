@@ -24,7 +24,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -119,7 +118,7 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         self.blas = BlasWorkspaces(self)
         self.inside = 0
         self._live: dict[int, tuple[_StorageRef, int]] = {}
-        self._unwritten: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._unwritten: dict[int, _StorageRef] = {}
         """Of real tensors into which fake ones were written, and of what was made of them."""
         self._claim: str | None = None
         self.backward_bytes: dict[str, int] = {}
@@ -481,9 +480,11 @@ class FakeRecorder(Ledger, TorchDispatchMode):
         """Those that are real keep what they had, where something fake is written into them: that is not what the script would find there."""
         for each in tensors:
             if type(each) is torch.Tensor and each.layout is torch.strided:
-                storage = each.untyped_storage()
-                gone = partial(self._unwritten.pop, storage._cdata)
-                self._unwritten[storage._cdata] = weakref.ref(storage, gone)
+                ref = _StorageRef(each.untyped_storage(), self._unwritten_freed)
+                self._unwritten[ref.key] = ref
+
+    def _unwritten_freed(self, ref: _StorageRef) -> None:
+        self._unwritten.pop(ref.key, None)
 
     def _is_unwritten(self, tensor: torch.Tensor) -> bool:
         try:
