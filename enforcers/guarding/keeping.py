@@ -8,37 +8,61 @@ from collections.abc import Callable
 from memopt.instrument.memory.held import held_bytes
 
 
-class Keeping:
-    """Asked at that moment. What the allocators have given out is known in microseconds, but malloc gives out more than tensors: those are
-    looked for at first, and then only where it tells of too much. Tensors in reference cycles are collected then, as long as that helps."""
+class Held:
+    """What a script holds. What the allocators have given out is known in microseconds, but malloc gives out more than tensors: how much, a look
+    at all tensors tells, which takes a tenth of a second, and more in a large process."""
 
     def __init__(self, device: str, tensor_bytes: Callable[[], int]) -> None:
-        self._device, self._tensor_bytes = device, tensor_bytes
-        self._held = self._tensors = 0
-        """At first."""
+        self._device, self._look = device, tensor_bytes
+        self._beside = 0
+        """Bytes that were not tensors, at the last look."""
+
+    def given_out(self) -> int:
+        """Bytes; 0 where the allocators do not tell."""
+        return held_bytes(self._device)
+
+    def tensor_bytes(self) -> int:
+        """By a look."""
+        tensors = self._look()
+        self._beside = self.given_out() - tensors
+        return tensors
+
+    def about(self, given_out: int) -> int:
+        """Bytes of tensors, if what is no tensor is what it was at the last look."""
+        return given_out - self._beside
+
+
+class Keeping:
+    """Asked at that moment. Looks at tensors at first, and then only where the allocators tell of too much; where that is tensors, those in
+    reference cycles are collected, as long as that helps."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._tensors: int | None = None
+        """Bytes, at first."""
         self._most_bytes = 0
         """That the allocators had given out when it was asked."""
-        self._begun = False
         self._collects = True
 
     def more_bytes(self, room_bytes: float) -> int:
         """Bytes of tensors that the next iteration will have beyond the first one, if the script keeps as much of it as of this one; no more is
         said of less than `room_bytes`, or where the allocators had given out as much before. 0 where they do not tell."""
-        held = held_bytes(self._device)
-        if not held:
+        given_out = self._held.given_out()
+        if not given_out:
             return 0
-        if not self._begun:
-            self._begun, self._held, self._tensors = True, held, self._tensor_bytes()
-            self._most_bytes = held
+        again, self._most_bytes = max(0, given_out - self._most_bytes), max(given_out, self._most_bytes)
+        if self._tensors is None:
+            self._tensors = self._held.tensor_bytes()
             return 0
-        again = max(0, held - self._most_bytes)
-        self._most_bytes = max(self._most_bytes, held)
-        if held - self._held + again <= room_bytes:
+        if _more(self._held.about(given_out) - self._tensors, again) <= room_bytes:
             return 0
-        if self._collects:
+        more = _more(self._held.tensor_bytes() - self._tensors, again)
+        if more > room_bytes and self._collects:
             gc.collect()
-            held = held_bytes(self._device)
-        kept = self._tensor_bytes() - self._tensors
-        more = kept + min(again, kept)
-        self._held, self._collects = held - kept, self._collects and more <= room_bytes
+            more = _more(self._held.tensor_bytes() - self._tensors, again)
+            self._collects = more <= room_bytes
         return more
+
+
+def _more(kept: int, again: int) -> int:
+    return kept + min(again, kept)

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from memopt.enforcers.guarding.guard import Guard
-from memopt.enforcers.guarding.keeping import Keeping
+from memopt.enforcers.guarding.keeping import Held, Keeping
 from memopt.enforcers.guarding.what_is_there import freed_by_collecting
 from memopt.enforcers.tiers.per_device import offload_tier
 from memopt.enforcers.values import Values
@@ -134,10 +134,10 @@ class Standby:
 
     def _count_kept_anew(self) -> None:
         """Of what the script keeps only what it makes from here on."""
-        device, tensor_bytes = self.guard.device, self.guard.tensor_bytes
-        self._at_end = Keeping(device, tensor_bytes)
+        held = Held(self.guard.device, self.guard.tensor_bytes)
+        self._at_end = Keeping(held)
         """At the end of iterations."""
-        self._at_first = Keeping(device, tensor_bytes)
+        self._at_first = Keeping(held)
         """At their first saved tensors."""
 
     def _came_to_more(self, peak_bytes: int, *, in_cycles: bool) -> None:
