@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from memopt.advisors.kinds import BEYOND_EXACT, allowed
 from memopt.advisors.profiles.auto import Auto
 from memopt.advisors.profiles.blockers import Floor, Reached
 from memopt.advisors.profiles.holds import LESS
 from memopt.advisors.profiles.optimizer_move import plan_jointly, plan_moved_at_last, plan_with_pieces
 from memopt.advisors.profiles.plan_writer import write_plan
-from memopt.advisors.profiles.problem import BEYOND_EXACT, MARGIN, TIME_LIMIT_S, Decisions, Problem, allowed
+from memopt.advisors.profiles.problem import MARGIN, TIME_LIMIT_S, Decisions, Problem
 from memopt.advisors.registry import Strategy, find_strategy
 from memopt.advisors.variants import Variants, streamed_runs
 from memopt.errors import BudgetInfeasible

@@ -295,7 +295,7 @@ def _largest_first(recorded: Adviser, grown: float) -> Iterator[Adviser]:
 def _adviser(trace: Trace, order: dict[str, Any]) -> Adviser:
     """One for all searches: what is derived from the trace takes as long as a first search."""
     from memopt.advisors.advise import Adviser
-    from memopt.advisors.profiles.problem import allowed
+    from memopt.advisors.kinds import allowed
 
     allow = allowed(tuple(order["allow"]), tuple(order["deny"]))
     return Adviser(trace, allow, profile=order["trace"])

@@ -7,11 +7,9 @@ import msgspec
 from memopt.advisors.advise import Adviser
 from memopt.errors import BudgetInfeasible
 from memopt.estimators.hidden.beside_tensors import parse_budget
-from memopt.plan import Plan
+from memopt.plan import NOT_MET, Plan
 from memopt.units import format_bytes
 
-NOT_MET = "the budget cannot be met: "
-"""Begin of the note that says what holds the floor."""
 TRIES = 6
 """Each asks for what the refusal of the one before told; the plain peak is what is left then."""
 _WIDER = 1.05

@@ -34,6 +34,9 @@ GRADIENTS_IN_PLACE: Final = "gradients in place"
 WEIGHTS_STREAMED: Final = "frozen weights streamed"
 """As above, about weights that nothing trains: their home is a tier, and each comes for as long as something uses it."""
 
+NOT_MET: Final = "the budget cannot be met: "
+"""How a note that says what holds the floor begins."""
+
 _ENFORCED: Final = {
     OPTIMIZER_IN_BACKWARD: "optimizer",
     OPTIMIZER_IN_PIECES: "optimizer",

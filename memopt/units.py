@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from memopt.errors import UsageError
 from memopt.words import format_bytes as format_bytes
+from memopt.words import format_change as format_change
 from memopt.words import format_ms as format_ms
 from memopt.words import typed_bytes as typed_bytes
 

@@ -1,4 +1,4 @@
-"""Bytes and times in words, as a person reads or types them. A leaf: errors are written with it."""
+"""Bytes, times and changes in words, as a person reads or types them. A leaf: errors are written with it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,16 @@ def format_ms(milliseconds: float) -> str:
     if milliseconds < 1000:
         return f"{milliseconds:.{_decimals(milliseconds)}f} ms"
     return f"{milliseconds / 1000:.{_decimals(milliseconds / 1000)}f} s"
+
+
+def format_change(now: float, before: float, *, none: str = "no change") -> str:
+    """`-34 %`, `+1.2 %`, or `none`."""
+    if before <= 0:
+        return "n/a"
+    percent = 100 * (now / before - 1)
+    if abs(percent) < 0.05:
+        return none
+    return f"{percent:+.1f} %" if abs(percent) < 10 else f"{percent:+.0f} %"
 
 
 def _decimals(value: float) -> int:

@@ -12,11 +12,10 @@ import msgspec
 from memopt.errors import BadFile
 from memopt.outcome import Outcome
 from memopt.plan import Plan
-from memopt.reports import verdict
 from memopt.reports.inputs import load_any, short_name
 from memopt.reports.page.moment import Moment, peak_of
 from memopt.trace import Trace
-from memopt.units import format_bytes, format_ms
+from memopt.units import format_bytes, format_change, format_ms
 
 
 class Side(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +66,7 @@ class Comparison:
 
     @property
     def words(self) -> str:
-        change = verdict.change(self.after.peak_bytes, self.before.peak_bytes)
+        change = format_change(self.after.peak_bytes, self.before.peak_bytes)
         return f"Peak {format_bytes(self.after.peak_bytes)} instead of {format_bytes(self.before.peak_bytes)} ({change})."
 
     def as_json(self) -> dict[str, Any]:

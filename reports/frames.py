@@ -97,7 +97,7 @@ def tensors(trace: Trace, planned: ReadPlan | None = None) -> Frame:
 def _add_costs(frame: Frame, trace: Trace) -> None:
     """The columns `idle_ms`, `recompute_ms` and `swap_ms`."""
     from memopt.advisors.advise import Adviser
-    from memopt.advisors.profiles.problem import DEFAULT_ALLOW
+    from memopt.advisors.kinds import DEFAULT_ALLOW
 
     columns = {name: np.full(len(frame), np.nan) for name in ("idle_ms", "recompute_ms", "swap_ms")}
     try:

@@ -16,7 +16,7 @@ from memopt.reports.inputs import Inputs, Run
 from memopt.reports.page.moment import Moment, end_of, is_one_moment, module_path, peak_of, phase_of
 from memopt.reports.page.source import Source
 from memopt.trace import Trace
-from memopt.units import format_bytes, format_ms
+from memopt.units import format_bytes, format_change, format_ms
 
 Figure = tuple[str, str, str]
 """(what, how much, and something small beside it)."""
@@ -213,11 +213,11 @@ def _of_plan(plan: Plan, trace: Trace | None, outcome: Outcome | None) -> Headli
         (
             "Predicted",
             format_bytes(peak),
-            f"{verdict.change(peak, before)}, {format_ms(plan.predicted_step_ms)}",
+            f"{format_change(peak, before)}, {format_ms(plan.predicted_step_ms)}",
         ),
     ]
     if outcome is not None and outcome.measured_peak_bytes is not None:
-        off = verdict.change(outcome.measured_peak_bytes, outcome.predicted_peak_bytes, none="as predicted")
+        off = format_change(outcome.measured_peak_bytes, outcome.predicted_peak_bytes, none="as predicted")
         took = f", {format_ms(outcome.measured_step_ms)}" if outcome.measured_step_ms is not None else ""
         figures.append(("Measured", format_bytes(outcome.measured_peak_bytes), f"{off}{took}"))
     figures += [
@@ -236,7 +236,7 @@ def _title_of_plan(plan: Plan, outcome: Outcome | None) -> tuple[str, bool]:
         peak = outcome.measured_peak_bytes
         step_ms = outcome.measured_step_ms if outcome.measured_step_ms is not None else step_ms
     fits = peak <= plan.budget_bytes
-    step = verdict.change(step_ms, plan.plain_step_ms, none="no")
+    step = format_change(step_ms, plan.plain_step_ms, none="no")
     slower = f"in {step[1:]} less time" if step.startswith("-") else f"for {step.lstrip('+')} more time"
     instead = f"{format_bytes(peak)} instead of {format_bytes(plan.unplanned_peak_bytes)}"
     return f"{'It fits' if fits else 'It does not fit'}: {instead}, {slower}", fits
@@ -320,7 +320,7 @@ def _of_comparison(name: str, found: dict[str, Any]) -> Headline:
         return Headline(f"None of these strategies gets below {budget}", [], (), "bad", name)
     best = min(met, key=lambda row: float(row["predicted_step_ms"]))
     title = f"{str(best['strategy'])[:60]} is the fastest of {len(found['strategies'])} strategies within {budget}"
-    step = verdict.change(best["predicted_step_ms"], found["plain_step_ms"])
+    step = format_change(best["predicted_step_ms"], found["plain_step_ms"])
     leads = [
         f"It peaks at {format_bytes(best['predicted_peak_bytes'])}, and a step takes {format_ms(best['predicted_step_ms'])} ({step})."
     ]
@@ -339,7 +339,7 @@ def _of_benchmark(found: Sequence[tuple[str, list[dict[str, Any]]]]) -> Headline
 
 def _of_two(a: Run, b: Run) -> Headline:
     before, after = a.trace.peak_bytes, b.trace.peak_bytes
-    change = verdict.change(after, before)
+    change = format_change(after, before)
     if change == "no change":
         title, tone = f"Both peak at {format_bytes(after)}", ""
     else:
@@ -350,7 +350,7 @@ def _of_two(a: Run, b: Run) -> Headline:
         ("Peak before", format_bytes(before), a.name),
         ("Peak after", format_bytes(after), change),
         ("Step before", format_ms(a.trace.step_ms), ""),
-        ("Step after", format_ms(b.trace.step_ms), verdict.change(b.trace.step_ms, a.trace.step_ms)),
+        ("Step after", format_ms(b.trace.step_ms), format_change(b.trace.step_ms, a.trace.step_ms)),
     ]
     leads = [f"{run.name}: {_where(run.trace, peak_of(run.trace))}" for run in (a, b)]
     return Headline(title, leads, figures, tone, f"{a.name} → {b.name}", [])

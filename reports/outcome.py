@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from memopt.outcome import Outcome
 from memopt.reports import verdict
 from memopt.reports.tables import pairs_table, words
-from memopt.units import format_bytes, format_ms
+from memopt.units import format_bytes, format_change, format_ms
 
 
 def render_outcome(outcome: Outcome | dict[str, Any]) -> RenderableType:
@@ -92,7 +92,7 @@ def _row(
 ) -> tuple[str, ...]:
     if measured is None:
         return name, shown(plain), shown(predicted), "-", "-"
-    off_by = verdict.change(measured, predicted, none="0 %")
+    off_by = format_change(measured, predicted, none="0 %")
     return name, shown(plain), shown(predicted), shown(measured), off_by
 
 

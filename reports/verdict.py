@@ -6,7 +6,7 @@ from memopt.outcome import Outcome
 from memopt.plan import Plan
 from memopt.reports.page.moment import Moment, is_one_moment, module_path, phase_of
 from memopt.trace import Trace
-from memopt.units import format_bytes, format_ms
+from memopt.units import format_bytes, format_change, format_ms
 
 _FIRST_MEASURED_STEP = 3
 
@@ -79,10 +79,10 @@ def of_plan(plan: Plan) -> str:
     """`Peak 9.31 GiB instead of 14.2 GiB (-34 %), budget 10.0 GiB; step 210 ms instead of 180 ms (+17 %)`."""
     return (
         f"Peak {format_bytes(plan.predicted_peak_bytes)} instead of {format_bytes(plan.unplanned_peak_bytes)} "
-        f"({change(plan.predicted_peak_bytes, plan.unplanned_peak_bytes)}), "
+        f"({format_change(plan.predicted_peak_bytes, plan.unplanned_peak_bytes)}), "
         f"{'above' if plan.over_bytes else 'within'} the budget of {format_bytes(plan.budget_bytes)}; "
         f"step {format_ms(plan.predicted_step_ms)} instead of {format_ms(plan.plain_step_ms)} "
-        f"({change(plan.predicted_step_ms, plan.plain_step_ms)})."
+        f"({format_change(plan.predicted_step_ms, plan.plain_step_ms)})."
     )
 
 
@@ -103,13 +103,3 @@ def of_outcome(outcome: Outcome) -> str:
         f" Elsewhere (loading, evaluation) about {format_bytes(outside)} were held." if outside else ""
     )
     return f"{verdict}; without the plan {format_bytes(outcome.unplanned_peak_bytes)}.{elsewhere}"
-
-
-def change(now: float, before: float, *, none: str = "no change") -> str:
-    """`-34 %`, `+1.2 %`, or `none`."""
-    if before <= 0:
-        return "n/a"
-    percent = 100 * (now / before - 1)
-    if abs(percent) < 0.05:
-        return none
-    return f"{percent:+.1f} %" if abs(percent) < 10 else f"{percent:+.0f} %"

@@ -18,7 +18,8 @@ from memopt.advisors.clock import reading
 from memopt.advisors.graphs.graph import decode_graph
 from memopt.advisors.graphs.of_trace import Bridge
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
+from memopt.advisors.kinds import DEFAULT_ALLOW
+from memopt.advisors.profiles.problem import Problem
 from memopt.advisors.registry import graph_strategies, profile_strategies
 from memopt.device import Device
 from memopt.errors import MemoptError

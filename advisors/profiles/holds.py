@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from functools import cached_property
 
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
+from memopt.advisors.kinds import DEFAULT_ALLOW
+from memopt.advisors.profiles.problem import Problem
 from memopt.errors import NotPossibleHere
 from memopt.estimators.elsewhere.batch import grows, recorded_batch
 from memopt.estimators.simulator.trace_view import TraceView

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import msgspec
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Candidate, Decisions, Problem
+from memopt.advisors.kinds import DEFAULT_ALLOW
+from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.errors import BadFile
 from memopt.estimators.simulator.decision import Decision
 from memopt.plan import Action, Plan, ScriptAction

@@ -10,8 +10,9 @@ from functools import cached_property
 import numpy as np
 
 from memopt.advisors.clock import OutOfTime, now
+from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.profiles.codec_options import CodecChoice, codec_choice
-from memopt.errors import NotPossibleHere, UsageError
+from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.chains import Chain, find_chain, is_intact
 from memopt.estimators.simulator.decision import (
     RECOMPUTE,
@@ -29,14 +30,6 @@ from memopt.timeline import Timeline
 
 Decisions = dict[int, Decision]
 
-DEFAULT_ALLOW = frozenset({"recompute", "swap-host", "swap-disk", "compress", "optimizer", "in-place"})
-"""Exact, and bit for bit the same run."""
-NAMES = ("recompute", "swap-host", "swap-disk", "compress", "lossy", "optimizer", "in-place", "model-change")
-BEYOND_EXACT = {
-    "lossy": "--allow lossy changes nothing: memopt has no lossy action, every one of its codecs is exact",
-    "model-change": "--allow model-change changes no plan: only --strategy ctdr speaks of it, as advice",
-}
-"""Kinds that may be allowed, and why no plan has an action of them."""
 MARGIN = 0.005
 """Share of the budget that plans leave free, for what the next run allocates differently."""
 LEAST_GAIN = 0.01
@@ -56,30 +49,6 @@ _MOST_CANDIDATES = 40_000
 def usual_limit_s(op_count: int) -> float:
     """Time limit where none is given: 8 s, rising from 8,000 ops to 25 s for 100,000."""
     return float(np.interp(op_count, (8000, 100_000), (TIME_LIMIT_S, 25.0)))
-
-
-def allowed(allow: tuple[str, ...], deny: tuple[str, ...]) -> frozenset[str]:
-    """What is allowed when a person typed `allow` and `deny`: naming an exact kind in `allow` excludes the others.
-
-    `lossy` and `model-change` come on top of the exact ones. No plan uses them (see `BEYOND_EXACT`).
-    """
-    given, denied = kinds_named(allow), kinds_named(deny)
-    return (((given & DEFAULT_ALLOW) or DEFAULT_ALLOW) | given) - denied
-
-
-def kinds_named(texts: tuple[str, ...]) -> frozenset[str]:
-    """The kinds that were typed. Raises `UsageError` for anything else."""
-    names = _names(texts)
-    for name in names:
-        if name not in NAMES:
-            raise UsageError(f"'{name}' is not a kind of action", try_=", ".join(NAMES))
-    return frozenset(names)
-
-
-def _names(texts: tuple[str, ...]) -> list[str]:
-    """Names as typed, with commas; `swap` is both tiers."""
-    names = [name.strip() for text in texts for name in text.split(",") if name.strip()]
-    return [each for name in names for each in (("swap-host", "swap-disk") if name == "swap" else (name,))]
 
 
 @dataclass(frozen=True, slots=True)

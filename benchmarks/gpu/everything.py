@@ -14,7 +14,8 @@ import msgspec
 
 from benchmarks.gpu.jobs import dry
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import Decisions, Problem, allowed
+from memopt.advisors.kinds import allowed
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.estimators.simulator.decision import Decision
 from memopt.trace import load_trace
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def compare_strategies(request: AdviseRequest) -> int:
     """Plan by each, write the fastest plan, show all; gives the exit code."""
-    from memopt.advisors.profiles.problem import kinds_named
+    from memopt.advisors.kinds import kinds_named
 
     setting = setting_of(request)
     budget = setting.budget()

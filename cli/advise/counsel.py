@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def study(request: AdviseRequest) -> int:
     """Print what the strategy finds; gives the exit code."""
     from memopt.advisors.advise import Adviser
-    from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed, kinds_named
+    from memopt.advisors.kinds import allowed, kinds_named
+    from memopt.advisors.profiles.problem import TIME_LIMIT_S
     from memopt.cli.advise.setting import file_for, lints_of, planned_trace
     from memopt.estimators.hidden.beside_tensors import parse_budget
 

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 def max_batch(request: AdviseRequest) -> int:
     """Search, show both, write the plan for the larger batch; gives the exit code."""
+    from memopt.advisors.kinds import allowed
     from memopt.advisors.max_batch import Batches
-    from memopt.advisors.profiles.problem import TIME_LIMIT_S, allowed
+    from memopt.advisors.profiles.problem import TIME_LIMIT_S
     from memopt.cli.advise.setting import file_for, lints_of, planned_trace, tell_lints
     from memopt.cli.shared.console import err, out, say
     from memopt.estimators.hidden.beside_tensors import parse_budget

@@ -9,9 +9,10 @@ from typing import Any
 import click
 
 from memopt.advisors.advise import Adviser
+from memopt.advisors.kinds import allowed
 from memopt.advisors.lints.find import find_lints
 from memopt.advisors.lints.registry import Lint
-from memopt.advisors.profiles.problem import allowed, usual_limit_s
+from memopt.advisors.profiles.problem import usual_limit_s
 from memopt.cli.advise.comparison_row import Row
 from memopt.cli.advise.given import on_device, script_stem
 from memopt.cli.requests import AdviseRequest

@@ -24,7 +24,7 @@ _NOT_OF_A_GRAPH = ("output", "device", "max_overhead", "pareto", "max_batch", "b
 
 def check_words(request: AdviseRequest) -> None:
     """Raise `UsageError` for what was typed wrongly, before any file is looked at."""
-    from memopt.advisors.profiles.problem import kinds_named
+    from memopt.advisors.kinds import kinds_named
     from memopt.advisors.registry import counsels, find_strategy
     from memopt.units import parse_budget
 

@@ -38,7 +38,7 @@ def run(**options: Any) -> int:
     own. Its first iterations are recorded, a plan is made while it goes on, and then enforced. What was found out is
     kept in .memopt/, so that the next run starts enforced.
     """
-    from memopt.advisors.profiles.problem import kinds_named
+    from memopt.advisors.kinds import kinds_named
     from memopt.cli.run.one_run import Run
     from memopt.cli.shared.as_typed import command_as_typed
     from memopt.cli.shared.ranks import path_of_rank

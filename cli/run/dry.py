@@ -48,7 +48,7 @@ def dry_run(command: Command, request: RunRequest) -> int:
         return code or RunFailed.exit_code
     plan = _plan(trace, request)
     err().print(render_plan(plan, top=10))
-    from memopt.advisors.best_effort import NOT_MET
+    from memopt.plan import NOT_MET
 
     return 3 if any(note.startswith(NOT_MET) for note in plan.notes) else 0
 
@@ -56,7 +56,8 @@ def dry_run(command: Command, request: RunRequest) -> int:
 def _plan(trace: Trace, request: RunRequest) -> Plan:
     from memopt.advisors.advise import Adviser
     from memopt.advisors.best_effort import best_effort
-    from memopt.advisors.profiles.problem import allowed, usual_limit_s
+    from memopt.advisors.kinds import allowed
+    from memopt.advisors.profiles.problem import usual_limit_s
     from memopt.instrument.memory.room import free_bytes
 
     limit_s = request.time_limit_s or usual_limit_s(trace.op_count)

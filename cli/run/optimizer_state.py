@@ -91,7 +91,7 @@ class StateBeside:
             self._send(loop, budget_bytes)
 
     def _send(self, loop: Loop, budget_bytes: int) -> None:
-        from memopt.advisors.profiles.problem import allowed
+        from memopt.advisors.kinds import allowed
         from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
         from memopt.enforcers.tiers.per_device import offload_tier
 

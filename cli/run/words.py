@@ -5,11 +5,10 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from memopt.advisors.best_effort import NOT_MET
 from memopt.instrument.script.children import PUT_BEFORE, not_followed
 from memopt.outcome import MOVED_BESIDE
-from memopt.reports.verdict import change
-from memopt.units import format_bytes, format_ms
+from memopt.plan import NOT_MET
+from memopt.units import format_bytes, format_change, format_ms
 
 if TYPE_CHECKING:
     from memopt.cli.run.course import Course
@@ -176,10 +175,10 @@ def _beside(plan: Plan, outcome: Outcome) -> str:
     )
     peak, step = outcome.measured_peak_bytes, outcome.measured_step_ms
     measured = [
-        f"peak {format_bytes(peak)} ({change(peak, plan.predicted_peak_bytes, none='0 %')})"
+        f"peak {format_bytes(peak)} ({format_change(peak, plan.predicted_peak_bytes, none='0 %')})"
         if peak is not None
         else "no peak",
-        f"step {format_ms(step)} ({change(step, plan.predicted_step_ms, none='0 %')})"
+        f"step {format_ms(step)} ({format_change(step, plan.predicted_step_ms, none='0 %')})"
         if step is not None
         else "no step",
     ]
@@ -193,7 +192,7 @@ def _cost(course: Course, plan: Plan, outcome: Outcome) -> str:
     elif outcome.other_steps > _steps_under_it(course) // 2:
         parts = [f"most steps saved other tensors than the profiled one (plain {plain})"]
     else:
-        parts = [f"cost {change(step, plan.plain_step_ms)} a step (plain {plain})"]
+        parts = [f"cost {format_change(step, plan.plain_step_ms)} a step (plain {plain})"]
     counts = outcome.actions
     if counts.planned:
         parts.append(f"{counts.done} of {counts.planned} actions done")

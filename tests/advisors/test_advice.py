@@ -25,8 +25,9 @@ from memopt.advisors.counsel.zero_offload import (
 )
 from memopt.advisors.graphs.graph import Graph, decode_graph
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
+from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.max_batch import largest
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
+from memopt.advisors.profiles.problem import Problem
 from memopt.advisors.registry import counsel, counsels, graph_strategies, registered, strategy
 from memopt.cli.main import run
 from memopt.cli.shared.plan_here import prepare_run

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memopt.advisors.advise import Adviser, advise
+from memopt.advisors.kinds import DEFAULT_ALLOW, allowed
 from memopt.advisors.profiles.auto import Auto
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem, allowed
+from memopt.advisors.profiles.problem import Problem
 from memopt.advisors.registry import find_strategy, profile_strategies
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError

@@ -11,9 +11,10 @@ import pytest
 from memopt.advisors.advise import advise
 from memopt.advisors.board import Absence
 from memopt.advisors.clock import OutOfTime
+from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.profiles.picking import ProfileBoard
 from memopt.advisors.profiles.prefetch import place_prefetches
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.advisors.registry import find_strategy, profile_strategies
 from memopt.advisors.size_classes import Pool, pool_of
 from memopt.advisors.strategies.capuchin import capuchin_picks

@@ -16,8 +16,9 @@ from memopt.advisors import background
 from memopt.advisors.advise import Adviser
 from memopt.advisors.background import Background
 from memopt.advisors.best_effort import TRIES
+from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.profiles.blockers import Floor
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
+from memopt.advisors.profiles.problem import Problem
 from memopt.errors import BudgetInfeasible, RunFailed
 from memopt.plan import Plan, load_plan
 from memopt.trace import load_trace

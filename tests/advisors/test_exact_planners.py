@@ -9,8 +9,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.profiles.lower_bound import always_rerun, least_step_ms, watching_ms
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.advisors.program import Program
 from memopt.advisors.registry import find_strategy
 from memopt.advisors.strategies.rotor import optima

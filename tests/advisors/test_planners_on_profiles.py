@@ -14,9 +14,9 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.clock import now
 from memopt.advisors.counsel.buffer_sharing import static_layout
 from memopt.advisors.counsel.megatron import traced_figures, transformer_of
+from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.max_batch import Batches
 from memopt.advisors.profiles.lower_bound import least_step_ms
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW
 from memopt.advisors.profiles.search import Search
 from memopt.advisors.registry import profile_strategies
 from memopt.devices import DeviceSpec

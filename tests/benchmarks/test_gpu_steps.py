@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu.everything import decisions
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import allowed
+from memopt.advisors.kinds import allowed
 from memopt.trace import load_trace
 
 DATA = Path(__file__).parents[2] / "benchmarks" / "gpu" / "data"

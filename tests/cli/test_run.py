@@ -180,6 +180,25 @@ def test_a_better_plan_takes_over_while_the_script_goes_on(ran: Any) -> None:
     assert 0 < outcome["measured_peak_bytes"] <= outcome["budget_bytes"]
 
 
+TELLS_WHAT_IS_IMPORTED = """
+import atexit, sys
+PLANS = ("memopt.advisors.profiles", "memopt.advisors.graphs", "memopt.reports")
+atexit.register(lambda: print("imported:", *(each for each in sys.modules if each.startswith(PLANS)), file=sys.stderr))
+from memopt.cli.main import main
+main(prog_name="memopt")
+"""
+
+
+def test_what_makes_plans_is_imported_by_the_planner_alone(ran: Any) -> None:
+    """In the script's process it took half a second of each run."""
+    folder = ran[0]
+    (folder / "tells.py").write_text(TELLS_WHAT_IS_IMPORTED)
+    args = ("run", "--budget", "60%", "--time-limit", "0.5", "train.py", "exit")
+    done = memopt(folder, *args, program=("tells.py",), cold=True)
+    assert "memopt: held" in done.stderr
+    assert done.stderr.splitlines()[-1] == "imported:"
+
+
 def test_what_it_keeps_is_ignored_by_git(ran: Any) -> None:
     folder = ran[0]
     assert (folder / ".memopt" / ".gitignore").read_text().splitlines()[-1] == "*"
@@ -311,8 +330,8 @@ def test_what_the_guard_could_not_hold_before_the_plan_is_told(
 )  # fmt: skip
 def test_a_budget_is_told_to_be_passed_where_it_was_and_by_how_much(peak_bytes: int, words: str) -> None:
     """The smallest peak that the planner found lies above the budget; what was measured may not. A peak above the plain one is of another iteration."""
-    from memopt.advisors.best_effort import NOT_MET
     from memopt.cli.run.words import _held
+    from memopt.plan import NOT_MET
 
     plan = SimpleNamespace(budget_bytes=1_288_586, unplanned_peak_bytes=2_147_644, predicted_peak_bytes=1_409_660, actions=[1], script_actions=[], state_beside_bytes=0, notes=[f"{NOT_MET}the smallest peak found is 1.34 MiB"])  # fmt: skip
     assert _held(plan, SimpleNamespace(notes=[]), peak_bytes) == words  # type: ignore[arg-type]

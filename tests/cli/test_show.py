@@ -27,8 +27,9 @@ from memopt.reports.outcome import render_outcome, render_ranks
 from memopt.reports.page.moment import Moment, end_of, open_paths, peak_of
 from memopt.reports.tables import shorten, shorten_label, words
 from memopt.reports.terminal import render_plan, render_trace
-from memopt.reports.verdict import change, of_peak
+from memopt.reports.verdict import of_peak
 from memopt.trace import Trace
+from memopt.units import format_change
 from tests.support.toy_trace import toy_trace
 
 OUTCOME = {
@@ -150,7 +151,12 @@ def test_the_verdict_says_how_much_where_and_of_what() -> None:
 
 
 def test_change_in_percent() -> None:
-    assert [change(66, 100), change(101.25, 100), change(100, 100), change(5, 0)] == [
+    assert [
+        format_change(66, 100),
+        format_change(101.25, 100),
+        format_change(100, 100),
+        format_change(5, 0),
+    ] == [
         "-34 %",
         "+1.2 %",
         "no change",

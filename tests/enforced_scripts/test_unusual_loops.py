@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import FlopCounterMode
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import allowed
+from memopt.advisors.kinds import allowed
 from memopt.enforcers.verify.digests import digest
 from memopt.errors import BudgetInfeasible
 from tests.support import warm

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser
+from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.profiles.plan_reader import read_plan
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
+from memopt.advisors.profiles.problem import Decisions
 from memopt.enforcers.gradients_in_place import GradientsInPlace
 from memopt.enforcers.guarding.standby import Standby
 from memopt.enforcers.verify.digests import digest

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser, advise
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
+from memopt.advisors.kinds import DEFAULT_ALLOW
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.verify.digests import digest
 from memopt.errors import NotPossibleHere
 from memopt.estimators.simulator.in_backward import in_backward, why_not

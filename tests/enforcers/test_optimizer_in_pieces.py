@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
+from memopt.advisors.kinds import DEFAULT_ALLOW
+from memopt.advisors.profiles.problem import Decisions
 from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.in_pieces import in_pieces, why_not

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import allowed
+from memopt.advisors.kinds import allowed
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.elsewhere.trace_grown import grown
 from memopt.trace import MAY_GROW, Trace

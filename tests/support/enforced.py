@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import Decisions, Problem, allowed
+from memopt.advisors.kinds import allowed
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.device import Device
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.verify.digests import digest

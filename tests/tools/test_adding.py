@@ -13,8 +13,9 @@ import torch
 
 from memopt.advisors import registry as strategies
 from memopt.advisors.graphs.plan import plan_graph, unplanned_peak
+from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.lints import find, registry
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Problem
+from memopt.advisors.profiles.problem import Problem
 from memopt.advisors.registry import find_strategy
 from memopt.cli.strategies import listing
 from memopt.codecs.table import CODECS

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import allowed
+from memopt.advisors.kinds import allowed
 from memopt.plan import Plan, load_plan
 from memopt.trace import Trace, load_trace
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import Decisions, Problem, allowed
+from memopt.advisors.kinds import allowed
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.keeping import Keeping
 from memopt.enforcers.guarding.standby import Standby

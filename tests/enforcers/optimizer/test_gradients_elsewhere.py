@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions, Problem
+from memopt.advisors.kinds import DEFAULT_ALLOW
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.optimizer import gradients_elsewhere
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.verify.digests import Digests, digest

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from memopt.advisors.advise import Adviser
+from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.profiles.plan_reader import read_plan
-from memopt.advisors.profiles.problem import DEFAULT_ALLOW, Decisions
+from memopt.advisors.profiles.problem import Decisions
 from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
 from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.verify.digests import digest

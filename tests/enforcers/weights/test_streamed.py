@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from memopt.advisors.advise import Adviser
+from memopt.advisors.kinds import allowed
 from memopt.advisors.profiles.plan_reader import read_plan
-from memopt.advisors.profiles.problem import Decisions, Problem, allowed
+from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.verify.digests import digest
 from memopt.enforcers.weights.emptied import EmptiedStorage
 from memopt.enforcers.weights.watched import WatchedWeights
