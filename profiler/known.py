@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import FrameType
@@ -15,7 +13,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from memopt.instrument.frames import Frames
-from memopt.instrument.live_objects import living
+from memopt.instrument.live_objects import held_by_lists, living
 from memopt.instrument.nodes import node_of
 from memopt.instrument.stepping.gradient_reads import kept_gradient
 from memopt.instrument.torch_internals import DisableTorchFunction
@@ -48,7 +46,8 @@ class There:
     def with_lists(self) -> There:
         """Itself, once these have been looked for: another look at each object."""
         if self._listed is None:
-            self._listed = _held_by_lists(self.tensors)
+            with_graph = {id(each) for each in self.tensors if node_of(each) is not None}
+            self._listed = held_by_lists(with_graph, apart=self.tensors)
         return self
 
 
@@ -92,14 +91,6 @@ def _tell_all(tell: Tell, frames: Frames, names: dict[int, str], there: There) -
             tell(gradient, "gradient", f"gradient of {variables.get(id(tensor), 'a leaf')}")
         name = variables.get(id(tensor), LEFT_OVER)
         tell(tensor, _category(tensor), f"{name}{IN_A_LIST}" if id(tensor) in in_a_list else name)
-
-
-def _held_by_lists(tensors: list[Tensor]) -> set[int]:
-    with_graph = {id(tensor): tensor for tensor in tensors if node_of(tensor) is not None}
-    if not with_graph:
-        return set()
-    lists = [each for each in gc.get_referrers(*with_graph.values()) if type(each) in (list, deque)]
-    return {id(thing) for each in lists if each is not tensors for thing in each} & with_graph.keys()
 
 
 def _category(tensor: Tensor) -> str:
