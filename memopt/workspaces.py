@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from memopt.trace import Trace
 
 _LEAST_BYTES = 64 << 10
+_TIMES = 4
+"""As much as was seen at most is the most that the call which reads most is taken to need."""
 
 
 def workspaces_of(trace: Trace) -> dict[str, float]:
     """Overload -> bytes of workspace to one that it reads, where it took most: small calls take what large ones do not (a copy of the weights).
-    Of ops that take little, none."""
+    Of overloads that take little, none; nor of those most of whose larger calls take none (another kernel's came to light there)."""
     ops, sizes, storage_of = trace.ops, trace.storages.size_bytes, trace.values.storage
-    most: dict[str, int] = {}
-    for op in sorted(range(trace.op_count), key=ops.workspace_bytes.__getitem__):
-        if ops.workspace_bytes[op] >= _LEAST_BYTES:
-            most[trace.op_name(op)] = op
+    taking = {op for op in range(trace.op_count) if ops.workspace_bytes[op] >= _LEAST_BYTES}
+    names = {trace.op_name(op) for op in taking}
+    calls: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for op in range(trace.op_count):
+        if (name := trace.op_name(op)) in names:
+            read = sum(sizes[each] for each in {storage_of[value] for value in ops.reads.row(op)})
+            calls[name].append((ops.workspace_bytes[op] if op in taking else 0, read))
     found = {}
-    for name, op in most.items():
-        read = sum(sizes[each] for each in {storage_of[value] for value in ops.reads.row(op)})
-        if read:
-            found[name] = round(ops.workspace_bytes[op] / read, 3)
+    for name, each in calls.items():
+        took, read = max(each)
+        larger = [workspace for workspace, other in each if other >= read]
+        if read and 2 * sum(workspace > 0 for workspace in larger) >= len(larger):
+            most_read = max(other for _, other in each)
+            found[name] = round(min(took / read, _TIMES * took / most_read), 3)
     return found
