@@ -101,7 +101,7 @@ def _record(request: ProfileRequest, command: Command, path: Path, folder: Path)
     ending = _Ending(path, request.quiet, warmup)
     wanted = Wanted(
         warmup=warmup,
-        chooses=request.warmup is None and request.steps == 1,
+        chooses=int(request.warmup is None and request.steps == 1),
         steps=request.steps,
         keep_running=request.keep_running,
         swap_dir=folder,

@@ -43,10 +43,10 @@ class Wanted:
     """Iterations before the recorded one."""
     steps: int = 1
     """Iterations over which op times are medians."""
-    chooses: bool = False
-    """Whether another iteration is recorded where that one saved much less than the one before."""
+    chooses: int = 0
+    """How often another iteration is recorded, and the largest is taken, where that one saved much less than the one before."""
     saved_before: int = 0
-    """Elements that autograd saved in the iteration before the first recorded one, as somebody else has counted them."""
+    """Elements that autograd saved in an iteration before the first recorded one, as somebody else has counted them."""
     keep_running: bool = False
     times_second: bool = False
     """Whether the second iteration is timed where the first has been recorded: somebody waits for what is recorded, and nothing is timed after it."""
@@ -147,6 +147,8 @@ class Recordings:
         self.result: Result | None = None
         self.smaller: Result | None = None
         """Of the iteration that was asked for, where it saved much less than the one before, and another one is recorded."""
+        self._more = wanted.chooses
+        """How often that may be yet."""
         self.wanted_iteration = wanted.warmup + 1
         """The first that is recorded with its bytes."""
         self.saved_before: list[tuple[int, int]] = []
@@ -330,19 +332,22 @@ class Recordings:
             before = self.saved_before[-1][1]
         elif self.earlier:
             before = self.earlier[0].saved_elements
+        latest = result.iteration
         if self.smaller is not None:
-            self.result = max(self.smaller, result, key=lambda each: each.saved_elements)
+            self.result = result = max(self.smaller, result, key=lambda each: each.saved_elements)
             self.smaller = None
-        elif self._wanted.chooses and result.saved_elements < _SMALL * before and not has_peers():
+        if self._more and result.saved_elements < _SMALL * before and not has_peers():
+            self._more -= 1
             share = 100 * result.saved_elements / before
             self.notes.append(f"iteration {result.iteration} saved {share:.0f} % of what the one before it saved for backward: another was recorded, if the script went on")  # fmt: skip
             self.smaller, self.result = result, None
-            self.wanted_iteration = result.iteration + 2
+            self.wanted_iteration = latest + 2
 
     def forget(self) -> Result | None:
         """What was recorded, if anything, was a part of an iteration: give it, and begin anew."""
         part = self.result or self.smaller or next(iter(self.earlier), None)
         self.result = self.smaller = None
+        self._more = self._wanted.chooses
         self.wanted_iteration = self._wanted.warmup + 1
         self.earlier.clear()
         self.saved_before.clear()

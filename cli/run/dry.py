@@ -27,7 +27,7 @@ def dry_run(command: Command, request: RunRequest) -> int:
     from memopt.reports.terminal import render_plan
     from memopt.trace import load_trace
 
-    wanted = Wanted(chooses=True, swap_dir=swap_folder(request.swap_dir), device=request.device or "")
+    wanted = Wanted(chooses=1, swap_dir=swap_folder(request.swap_dir), device=request.device or "")
     session = ProfileSession(command, wanted)
     session.install()
     with tempfile.TemporaryDirectory(prefix="memopt-dry-") as folder:

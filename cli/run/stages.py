@@ -48,6 +48,8 @@ _GUARDED = 2
 """Iterations before the recorded one."""
 _MOST_WAIT_S = 10.0
 """For the first plan. A second or two are usual; a guarded step costs more than a planned one, and the planner has the processor for itself."""
+_TRIES = 3
+"""How often another iteration is recorded, where one is recorded again and is small."""
 _MOST_PHASES = 3
 """Of the training that are recorded after the first one."""
 _ALIKE = 0.02
@@ -196,8 +198,8 @@ class Stages:
         wishes = self._wishes
         wanted = Wanted(
             warmup=warmup,
-            chooses=True,
-            saved_before=self._seen_saving[-1][1] if self._seen_saving else 0,
+            chooses=_TRIES if self._saved_before else 1,
+            saved_before=max([elements for _, elements in self._seen_saving], default=0),
             keep_running=True,
             times_second=True,
             swap_dir=wishes.swap_dir,
@@ -294,6 +296,7 @@ class Stages:
         self._end_watch()
         self._base = count
         if plan.over_bytes and self._state.comes_back_for_a_better_plan(plan.device.kind):
+            self._saved_before = [*self._seen_saving, (plan.saved_tensors, plan.saved_elements)]
             self._record_again("an iteration is recorded once more with the optimizer's state on the device, for a plan that moves more")  # fmt: skip
         else:
             self._enforce(plan, "its plan")

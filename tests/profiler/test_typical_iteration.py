@@ -55,15 +55,17 @@ def made_bytes(batch: int) -> int:
 @pytest.mark.parametrize(
     ("batches", "wanted", "iteration", "batch"),
     [
-        (3 * EPOCH, {"chooses": True}, 5, 64),
+        (3 * EPOCH, {"chooses": 1}, 5, 64),
         (3 * EPOCH, {}, 3, 24),
-        ((64, 64, 64, 24, 64, 64), {"chooses": True}, 3, 64),
-        ((64, 64, 56, 64, 64, 64), {"chooses": True}, 3, 56),  # hardly less
-        ((64, 64, 24), {"chooses": True}, 3, 24),  # there is no other
-        ((64, 64, 24, 64), {"chooses": True}, 3, 24),
-        ((64, 64, 24, 64, 16, 64, 64), {"chooses": True}, 3, 24),  # the larger of the two, and no third
-        ((24, 64, 64, 24), {"chooses": True, "warmup": 0, "saved_before": 10**6}, 3, 64),
-        ((24, 64, 64, 24), {"chooses": True, "warmup": 0, "saved_before": 10}, 1, 24),
+        ((64, 64, 64, 24, 64, 64), {"chooses": 1}, 3, 64),
+        ((64, 64, 56, 64, 64, 64), {"chooses": 1}, 3, 56),  # hardly less
+        ((64, 64, 24), {"chooses": 1}, 3, 24),  # there is no other
+        ((64, 64, 24, 64), {"chooses": 1}, 3, 24),
+        ((64, 64, 24, 64, 16, 64, 64), {"chooses": 1}, 3, 24),  # the larger of the two, and no third
+        ((24, 64, 64, 24), {"chooses": 1, "warmup": 0, "saved_before": 10**6}, 3, 64),
+        ((24, 64, 64, 24), {"chooses": 1, "warmup": 0, "saved_before": 10}, 1, 24),
+        ((24, 64, 16, 64, 56), {"chooses": 3, "warmup": 0, "saved_before": 10**6}, 5, 56),
+        ((24, 64, 16, 64), {"chooses": 3, "warmup": 0, "saved_before": 10**6}, 1, 24),
     ],
 )  # fmt: skip
 def test_an_iteration_that_saves_much_less_than_the_one_before_is_not_the_one(
@@ -86,19 +88,19 @@ def test_a_profile_tells_that_the_third_iteration_was_a_small_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     note = "iteration 3 saved 40 % of what the one before it saved for backward: another was recorded, if the script went on"
-    assert profiled(tmp_path, monkeypatch, 3 * EPOCH, chooses=True)[0].notes == [note]
+    assert profiled(tmp_path, monkeypatch, 3 * EPOCH, chooses=1)[0].notes == [note]
     assert profiled(tmp_path, monkeypatch, 3 * EPOCH)[0].notes == []
 
 
 def test_ranks_record_the_same_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or one would wait for another that has stopped."""
     monkeypatch.setattr(recordings, "has_peers", lambda: True)
-    trace, _ = profiled(tmp_path, monkeypatch, 2 * EPOCH, chooses=True)
+    trace, _ = profiled(tmp_path, monkeypatch, 2 * EPOCH, chooses=1)
     assert trace.iteration == 3
 
 
 def test_the_script_stops_once_the_larger_one_is_recorded_and_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few = profiled(tmp_path, monkeypatch, 20 * (64,), chooses=True)[1]
-    assert profiled(tmp_path, monkeypatch, 20 * EPOCH, chooses=True)[1] <= few + 2 < 20
+    few = profiled(tmp_path, monkeypatch, 20 * (64,), chooses=1)[1]
+    assert profiled(tmp_path, monkeypatch, 20 * EPOCH, chooses=1)[1] <= few + 2 < 20
