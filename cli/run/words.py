@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _OFF = 0.02
 """Share by which a measured peak may pass the larger of budget and prediction before the plan is thrown away."""
+_NOISE = 0.05
+"""Share of a step by which steps differ anyway: no plan makes one shorter by more."""
 _SKIPPED = 0.2
 _MOST_NOTES = 3
 
@@ -47,7 +49,7 @@ def last_words(course: Course) -> list[str]:
     if course.online and course.guards and not course.problem:
         return _guarded(course)
     if plan is None or outcome is None:
-        return [_not_enforced(course)]
+        return [_not_enforced(course), *_meanwhile(course)]
     lines = [
         _looked_at(course, plan)
         or _held(plan, outcome, course.peak_bytes or None, state_is_away=course.state_away_bytes > 0),
@@ -83,7 +85,7 @@ def _not_kept(course: Course) -> list[str]:
     return [f"the plan is not kept for the next run, which records and plans again: {why}"]
 
 
-def _before_the_plan(course: Course) -> list[str]:
+def _before_the_plan(course: Course, when: str = "before the plan took effect") -> list[str]:
     """Where the guard could not hold the budget until the plan took over."""
     passed = [guard for guard in course.guards if guard.most_bytes > guard.budget_bytes]
     if not passed:
@@ -91,7 +93,16 @@ def _before_the_plan(course: Course) -> list[str]:
     worst = max(passed, key=lambda guard: guard.most_bytes)
     stuck = f": {worst.passed.words}" if worst.passed.words else ""
     again = "; the next run starts under the plan" if did_what_it_said(course) else ""
-    return [f"note: before the plan took effect, live bytes reached {format_bytes(worst.most_bytes)}{stuck}{again}"]  # fmt: skip
+    return [f"note: {when}, live bytes reached {format_bytes(worst.most_bytes)}{stuck}{again}"]  # fmt: skip
+
+
+def _meanwhile(course: Course) -> list[str]:
+    """What was done to hold the budget until there would have been a plan."""
+    passed = _before_the_plan(course, "meanwhile")
+    moved = [guard.moved_words for guard in course.guards if guard.moved]
+    if not moved:
+        return passed
+    return [f"note: to hold the budget meanwhile {', and '.join(moved)}, which takes time", *passed]
 
 
 def _guarded(course: Course) -> list[str]:
@@ -165,6 +176,9 @@ def _held(plan: Plan, outcome: Outcome, peak: int | None, *, state_is_away: bool
     changes = bool(plan.actions or plan.script_actions or state_is_away)
     if not changes and not any(note.startswith(MOVED_BESIDE) for note in outcome.notes):
         return f"held: the plain run peaks at {format_bytes(known)}, within the budget of {budget}{how}; nothing was changed"
+    if plan.over_bytes and outcome.other_steps:
+        needed = format_bytes(plan.predicted_peak_bytes)
+        return f"held: peak {format_bytes(known)}, within the budget of {budget}, in iterations unlike the profiled one, which would take {needed}"
     without = f"; without the plan {plain}" if is_less else ""
     return f"held{how}: peak {format_bytes(known)}, within the budget of {budget}{without}"
 
@@ -191,6 +205,10 @@ def _cost(course: Course, plan: Plan, outcome: Outcome) -> str:
         parts = ["cost not measured"]
     elif outcome.other_steps > _steps_under_it(course) // 2:
         parts = [f"most steps saved other tensors than the profiled one (plain {plain})"]
+    elif step < (1 - _NOISE) * plan.plain_step_ms:
+        parts = [
+            f"cost none that shows: a step took {format_ms(step)}, the early one that was timed plain {plain}"
+        ]
     else:
         parts = [f"cost {format_change(step, plan.plain_step_ms)} a step (plain {plain})"]
     counts = outcome.actions
@@ -200,11 +218,12 @@ def _cost(course: Course, plan: Plan, outcome: Outcome) -> str:
         parts.append(f"enforced from the first of {course.iterations} iterations, as .memopt/ had the plan")
     else:
         parts.append(f"enforced after {course.enforced_after} of {course.iterations} iterations")
-        if course.better_after is not None:
-            parts.append(f"under a better plan after {course.better_after}")
-        parts += [
-            f"under another after {each}, as the training goes on otherwise" for each in course.phases_after
-        ]
+    if course.better_after is not None:
+        parts.append(f"under a better plan after {course.better_after}")
+    parts += [
+        f"under another after {each}, as the training goes on otherwise" for each in course.phases_after
+    ]
+    if course.recorded:
         parts.append(
             f"recording and waiting for the plan took {format_ms(course.extra_ms)} more than plain steps"
         )

@@ -321,20 +321,56 @@ def test_what_the_guard_could_not_hold_before_the_plan_is_told(
 
 
 @pytest.mark.parametrize(
-    ("peak_bytes", "words"),
+    ("peak_bytes", "other_steps", "words"),
     [
-        (1_293_200, "NOT held: peak 1.23 MiB, 4.51 KiB above the budget of 1.23 MiB, without the plan 2.05 MiB; the smallest peak found is 1.34 MiB"),
-        (1_288_586, "held: peak 1.23 MiB, within the budget of 1.23 MiB; without the plan 2.05 MiB"),
-        (3_145_728, "NOT held: peak 3.00 MiB, 1.77 MiB above the budget of 1.23 MiB; the smallest peak found is 1.34 MiB"),
+        (1_293_200, 0, "NOT held: peak 1.23 MiB, 4.51 KiB above the budget of 1.23 MiB, without the plan 2.05 MiB; the smallest peak found is 1.34 MiB"),
+        (1_288_586, 0, "held: peak 1.23 MiB, within the budget of 1.23 MiB; without the plan 2.05 MiB"),
+        (1_048_576, 4, "held: peak 1.00 MiB, within the budget of 1.23 MiB, in iterations unlike the profiled one, which would take 1.34 MiB"),
+        (3_145_728, 4, "NOT held: peak 3.00 MiB, 1.77 MiB above the budget of 1.23 MiB; the smallest peak found is 1.34 MiB"),
     ],
 )  # fmt: skip
-def test_a_budget_is_told_to_be_passed_where_it_was_and_by_how_much(peak_bytes: int, words: str) -> None:
+def test_a_budget_is_told_to_be_passed_where_it_was_and_by_how_much(
+    peak_bytes: int, other_steps: int, words: str
+) -> None:
     """The smallest peak that the planner found lies above the budget; what was measured may not. A peak above the plain one is of another iteration."""
     from memopt.cli.run.words import _held
     from memopt.plan import NOT_MET
 
-    plan = SimpleNamespace(budget_bytes=1_288_586, unplanned_peak_bytes=2_147_644, predicted_peak_bytes=1_409_660, actions=[1], script_actions=[], state_beside_bytes=0, notes=[f"{NOT_MET}the smallest peak found is 1.34 MiB"])  # fmt: skip
-    assert _held(plan, SimpleNamespace(notes=[]), peak_bytes) == words  # type: ignore[arg-type]
+    plan = SimpleNamespace(budget_bytes=1_288_586, unplanned_peak_bytes=2_147_644, predicted_peak_bytes=1_409_660, over_bytes=121_074, actions=[1], script_actions=[], state_beside_bytes=0, notes=[f"{NOT_MET}the smallest peak found is 1.34 MiB"])  # fmt: skip
+    outcome = SimpleNamespace(notes=[], other_steps=other_steps)
+    assert _held(plan, outcome, peak_bytes) == words  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "recorded", "words"),
+    [
+        (110.0, [], "cost +10 % a step (plain 100 ms), 1 of 1 actions done, enforced from the first of 9 iterations, as .memopt/ had the plan"),
+        (50.0, [], "cost none that shows: a step took 50.0 ms, the early one that was timed plain 100 ms, 1 of 1"),
+        (110.0, [5], "as .memopt/ had the plan, under another after 6, as the training goes on otherwise, recording and waiting for the plan took 2.00 s more"),
+    ],
+)  # fmt: skip
+def test_the_cost_is_told_of_steps_and_of_what_was_recorded_again(
+    step_ms: float, recorded: list[int], words: str
+) -> None:
+    from memopt.cli.run.words import _cost
+
+    plan = SimpleNamespace(plain_step_ms=100.0)
+    outcome = SimpleNamespace(
+        measured_step_ms=step_ms, other_steps=0, actions=SimpleNamespace(planned=1, done=1)
+    )
+    course = SimpleNamespace(iterations=9, enforced_after=0, phases_after=[6] if recorded else [], from_cache=True, better_after=None, recorded=recorded, extra_ms=2000.0)  # fmt: skip
+    assert words in _cost(course, plan, outcome)  # type: ignore[arg-type]
+
+
+def test_what_holding_the_budget_took_is_told_where_no_plan_came() -> None:
+    from memopt.cli.run.words import last_words
+
+    guard = SimpleNamespace(moved=2, moved_words="2 storages (4 KiB) were moved away", most_bytes=3, budget_bytes=2, passed=SimpleNamespace(words=""))  # fmt: skip
+    course = SimpleNamespace(online=False, guards=[guard], plan=None, outcome=None, problem="", still_planning=True, iterations=9)  # fmt: skip
+    nothing, moved, passed = last_words(course)  # type: ignore[arg-type]
+    assert nothing.startswith("nothing was enforced")
+    assert "2 storages (4 KiB) were moved away" in moved
+    assert passed == "note: meanwhile, live bytes reached 3 B"
 
 
 @pytest.mark.parametrize(("predicted_bytes", "told"), [(900, True), (1100, False)])
