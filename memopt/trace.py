@@ -57,7 +57,7 @@ BEFORE_TRAINING = "held_before_training_bytes"
 """A fact's name: what was on the device at most before the first forward, where something could be told of it."""
 
 MAY_GROW = "may_grow_percent"
-"""A fact's name: iterations of the same ops saved other sizes, so that one may come that saves so many percent of the recorded one."""
+"""A fact's name: iterations saved as many tensors in other sizes, so that one may come that takes so many percent of the recorded one."""
 
 STATE_BESIDE = "state_beside_bytes"
 """A fact: optimizer state that was in a tier while the iteration was recorded."""

@@ -63,7 +63,7 @@ class Cache:
         return self.folder / f"{self._stem}.growth"
 
     def growth(self) -> float:
-        """How many times as much as the recorded iteration one of the runs before saved, where that passed the budget; 1.0 elsewhere."""
+        """How many times as much as the recorded iteration one of the runs before came to, where that passed the budget; 1.0 elsewhere."""
         try:
             return min(max(1.0, float(self._growth_path.read_text(encoding="utf-8"))), _MOST_GROWTH)
         except (OSError, ValueError):

@@ -92,13 +92,13 @@ class Run:
         self._claim.unlink(missing_ok=True)
 
     def _ended(self, course: Course) -> None:
-        from memopt.cli.run.words import did_what_it_said, last_words, was_surprised
+        from memopt.cli.run.words import came_to, did_what_it_said, last_words
         from memopt.cli.shared.console import say
 
         if course.plan is not None and not did_what_it_said(course):
             self._cache.forget(course.phase)
-        if was_surprised(course):
-            self._cache.keep_growth(course.most_saved)
+        if (factor := came_to(course)) > 1:
+            self._cache.keep_growth(factor)
         self._cache.close(in_use=course.still_planning)
         self._write(course)
         if not self._request.quiet:

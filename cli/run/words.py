@@ -15,8 +15,10 @@ if TYPE_CHECKING:
     from memopt.outcome import Outcome
     from memopt.plan import Plan
 
-_OFF = 0.02
-"""Share by which a measured peak may pass the larger of budget and prediction before the plan is thrown away."""
+_OFF = 0.005
+"""Share by which a measured peak may pass the budget before the plan is thrown away."""
+_OFF_ABOVE = 0.02
+"""The same of the predicted peak, where that is above the budget: the next plan will be no better."""
 _NOISE = 0.05
 """Share of a step by which steps differ anyway: no plan makes one shorter by more."""
 _SKIPPED = 0.2
@@ -35,7 +37,9 @@ def did_what_it_said(course: Course) -> bool:
 
 
 def _passed(course: Course, plan: Plan) -> bool:
-    return course.last_peak_bytes > (1 + _OFF) * max(plan.budget_bytes, plan.predicted_peak_bytes)
+    return course.last_peak_bytes > max(
+        (1 + _OFF) * plan.budget_bytes, (1 + _OFF_ABOVE) * plan.predicted_peak_bytes * (plan.over_bytes > 0)
+    )
 
 
 def _steps_under_it(course: Course) -> int:
@@ -63,17 +67,24 @@ def last_words(course: Course) -> list[str]:
     return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in notes)]
 
 
-def was_surprised(course: Course) -> bool:
-    """Did it not do what it said, where iterations came that saved more than was allowed for?"""
-    return course.plan is not None and not did_what_it_said(course) and course.most_saved > course.plan.grown
+def came_to(course: Course) -> float:
+    """How many times as much as the recorded iteration the next run's plan is to be for, where this one did not do what it said: as much as one
+    saved, or by as much more as the budget was passed. 1.0 elsewhere, and where the plan is above the budget: none leaves room then."""
+    plan = course.plan
+    if plan is None or plan.over_bytes or course.outcome is None or did_what_it_said(course):
+        return 1.0
+    found = [1.0]
+    if course.most_saved > plan.grown:
+        found.append(course.most_saved)
+    if _passed(course, plan) and not course.phase:
+        found.append(plan.grown * course.last_peak_bytes / plan.budget_bytes)
+    return max(found)
 
 
 def _grown(course: Course) -> list[str]:
-    """No plan that is above the budget already leaves room for larger ones."""
-    plan = course.plan
-    if plan is None or plan.predicted_peak_bytes > plan.budget_bytes or not was_surprised(course):
+    if came_to(course) == 1.0:
         return []
-    return ["the next run of this command plans for the largest of them from the beginning, as far as the budget allows"]  # fmt: skip
+    return ["the next run of this command plans for so much from the beginning, as far as the budget allows"]
 
 
 def _not_kept(course: Course) -> list[str]:

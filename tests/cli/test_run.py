@@ -373,16 +373,28 @@ def test_what_holding_the_budget_took_is_told_where_no_plan_came() -> None:
     assert passed == "note: meanwhile, live bytes reached 3 B"
 
 
-@pytest.mark.parametrize(("predicted_bytes", "told"), [(900, True), (1100, False)])
-def test_a_next_run_is_said_to_plan_for_more_only_where_the_budget_leaves_room(
-    predicted_bytes: int, told: bool
+@pytest.mark.parametrize(
+    ("predicted_bytes", "peak_bytes", "most_saved", "phase", "factor"),
+    [
+        (900, 2000, 3.0, 0, 3.0),
+        (900, 1100, 1.0, 0, 1.2 * 1.1),
+        (900, 1004, 1.0, 0, 1.0),
+        (900, 1100, 1.0, 1, 1.0),
+        (1100, 2000, 3.0, 0, 1.0),
+    ],
+    ids=["as much as was saved", "as much as it was passed by", "hardly passed", "of another phase", "no room"],
+)  # fmt: skip
+def test_the_next_run_plans_for_what_this_one_came_to(
+    predicted_bytes: int, peak_bytes: int, most_saved: float, phase: int, factor: float
 ) -> None:
     """Under a budget below the smallest peak each run had the same plan, and said again that the next one would not."""
-    from memopt.cli.run.words import _grown
+    from memopt.cli.run.words import _grown, came_to
 
-    plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=predicted_bytes, grown=1.0)
-    course = SimpleNamespace(plan=plan, outcome=SimpleNamespace(actions=None), last_peak_bytes=2000, most_saved=1.5)  # fmt: skip
-    assert bool(_grown(course)) == told  # type: ignore[arg-type]
+    plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=predicted_bytes, over_bytes=max(0, predicted_bytes - 1000), grown=1.2)  # fmt: skip
+    outcome = SimpleNamespace(actions=SimpleNamespace(planned=1, skipped=0))
+    course: Any = SimpleNamespace(plan=plan, outcome=outcome, last_peak_bytes=peak_bytes, most_saved=most_saved, phase=phase, iterations=9, enforced_after=0, phases_after=[])  # fmt: skip
+    assert came_to(course) == pytest.approx(factor)
+    assert bool(_grown(course)) == (factor > 1)
 
 
 @pytest.mark.parametrize(
@@ -396,7 +408,7 @@ def test_a_next_run_is_said_to_plan_for_more_only_where_the_budget_leaves_room(
 def test_a_plan_that_is_not_kept_is_told(peak_bytes: int, skipped: int, why: str) -> None:
     from memopt.cli.run.words import _not_kept
 
-    plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=900, grown=1.0)
+    plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=900, over_bytes=0, grown=1.0)
     outcome = SimpleNamespace(actions=SimpleNamespace(planned=10, skipped=skipped))
     course = SimpleNamespace(plan=plan, outcome=outcome, last_peak_bytes=peak_bytes, iterations=9, enforced_after=3, phases_after=[])  # fmt: skip
     assert [told.partition(": ")[2] for told in _not_kept(course)] == ([why] if why else [])  # type: ignore[arg-type]

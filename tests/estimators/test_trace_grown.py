@@ -40,6 +40,21 @@ def of(folder: Path, *lengths: int) -> Trace:
     return recorded(functools.partial(texts, lengths=lengths), folder)
 
 
+def routed(steps: int, firsts: tuple[int, ...]) -> list[str]:
+    """Of 64 rows some go to one expert, the rest to the other."""
+    experts = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(2)]
+    optimizer = torch.optim.AdamW([p for each in experts for p in each.parameters()], lr=0.001)
+    found = []
+    for step in range(steps):
+        first, second = torch.randn(64, WIDTH).tensor_split([firsts[step % len(firsts)]])
+        loss = experts[0](first).square().sum() + experts[1](second).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(digest(loss))
+    return found
+
+
 def elements(trace: Trace) -> int:
     shapes = (trace.slots.shape.row(slot) for slot in range(len(trace.slots.node)))
     return sum(torch.Size(shape).numel() for shape in shapes)
@@ -73,3 +88,11 @@ def test_a_profile_tells_that_iterations_differ_in_size(tmp_path: Path) -> None:
     assert MAY_GROW not in of(tmp_path, 64).facts
     assert of(tmp_path, 32, 48, 64).facts[MAY_GROW] > 110
     assert of(tmp_path, 32, 80, 64).facts[MAY_GROW] > 115
+
+
+def test_a_profile_tells_that_rows_go_to_other_experts(tmp_path: Path) -> None:
+    """Each iteration saves as much; which expert's working set is the largest, and so the peak, differs."""
+    assert MAY_GROW not in recorded(functools.partial(routed, firsts=(32,)), tmp_path).facts
+    facts = recorded(functools.partial(routed, firsts=(30, 33, 32)), tmp_path).facts
+    assert 100 < facts[MAY_GROW] < 105
+    assert recorded(functools.partial(routed, firsts=(8, 56, 32)), tmp_path).facts[MAY_GROW] == 105
