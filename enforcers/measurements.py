@@ -130,7 +130,7 @@ class Measurements:
     def notes(self) -> list[str]:
         """Why the measured peak may be another than the predicted one."""
         found = []
-        if self._others:
+        if self._others and not self._hardly_other:
             ends = dict.fromkeys((f"{min(self._others):.2f}", f"{max(self._others):.2f}"))
             found.append(
                 f"{len(self._others)} iteration{'s' * (len(self._others) > 1)} saved other tensors than the profiled one, {' to '.join(ends)} times as many "
@@ -154,6 +154,11 @@ class Measurements:
                 f"the measured peak is {abs(ratio):.0%} {'above' if ratio > 0 else 'below'} the predicted one: {why}"
             )
         return found
+
+    @property
+    def _hardly_other(self) -> bool:
+        """Did those that saved other tensors save as much, and peak as predicted (a figure that is computed now and then)?"""
+        return abs(self._unlike()) <= _UNLIKE and all(abs(each - 1) <= _ALIKE for each in self._others)
 
     def _how_it_moves(self) -> str:
         share, plan = 1 + self._unlike(), self._plan

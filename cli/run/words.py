@@ -57,7 +57,7 @@ def last_words(course: Course) -> list[str]:
     lines = [
         _looked_at(course, plan)
         or _held(plan, outcome, course.peak_bytes or None, state_is_away=course.state_away_bytes > 0),
-        _beside(plan, outcome),
+        _beside(course, plan, outcome),
         _cost(course, plan, outcome),
     ]
     stopped = [f"the script went on without a plan: {course.problem}"] if course.problem else []
@@ -194,7 +194,7 @@ def _held(plan: Plan, outcome: Outcome, peak: int | None, *, state_is_away: bool
     return f"held{how}: peak {format_bytes(known)}, within the budget of {budget}{without}"
 
 
-def _beside(plan: Plan, outcome: Outcome) -> str:
+def _beside(course: Course, plan: Plan, outcome: Outcome) -> str:
     predicted = (
         f"predicted peak {format_bytes(plan.predicted_peak_bytes)}, step {format_ms(plan.predicted_step_ms)}"
     )
@@ -207,6 +207,13 @@ def _beside(plan: Plan, outcome: Outcome) -> str:
         if step is not None
         else "no step",
     ]
+    if peak is not None and course.peak_bytes > peak:
+        where = (
+            "under a plan before"
+            if course.peak_bytes > course.last_peak_bytes
+            else "in iterations that were not measured"
+        )
+        measured[0] += f" and {format_bytes(course.peak_bytes)} {where}"
     return f"{predicted}; measured {', '.join(measured)}"
 
 

@@ -217,6 +217,17 @@ def test_hardly_any_more_elements_are_no_other_iteration(measured):
     assert (found.other_steps, found.notes()) == (0, [])
 
 
+@pytest.mark.parametrize(("predicted", "told"), [(1000, False), (500, True)])
+def test_another_tensor_of_no_size_is_told_where_the_peak_is_another(measured, predicted, told):
+    """A figure that is computed with gradients now and then."""
+    found = outcomes_of(measured, 1000)
+    found._plan = msgspec.structs.replace(found._plan, predicted_peak_bytes=predicted)
+    found._peaks[:] = [(1000, 0)]
+    found.iteration_ended(9, 1.0, (3, 1001), plain=False)
+    assert found.other_steps == 1
+    assert bool(found.notes()) == told
+
+
 def test_how_many_times_as_many_elements_is_told_once(measured):
     (note,) = outcomes_of(measured, 780, 781, 1003).notes()
     assert note.startswith(
