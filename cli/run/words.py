@@ -37,9 +37,9 @@ def did_what_it_said(course: Course) -> bool:
 
 
 def _passed(course: Course, plan: Plan) -> bool:
-    return course.last_peak_bytes > max(
-        (1 + _OFF) * plan.budget_bytes, (1 + _OFF_ABOVE) * plan.predicted_peak_bytes * (plan.over_bytes > 0)
-    )
+    above = plan.over_bytes > 0
+    most = (1 + _OFF_ABOVE) * plan.predicted_peak_bytes if above else (1 + _OFF) * plan.budget_bytes
+    return course.last_peak_bytes > most
 
 
 def _steps_under_it(course: Course) -> int:
@@ -82,9 +82,10 @@ def came_to(course: Course) -> float:
 
 
 def _grown(course: Course) -> list[str]:
-    if came_to(course) == 1.0:
+    factor = came_to(course)
+    if factor == 1.0:
         return []
-    return ["the next run of this command plans for so much from the beginning, as far as the budget allows"]
+    return [f"the next run of this command plans for iterations that take {factor:.2f} times as much as the recorded one, as far as the budget allows"]  # fmt: skip
 
 
 def _not_kept(course: Course) -> list[str]:

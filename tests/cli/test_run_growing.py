@@ -69,7 +69,12 @@ def test_a_plan_allows_for_longer_texts_where_the_first_ones_differ(folder: Path
 
 def test_a_run_that_was_surprised_tells_the_next_one(folder: Path) -> None:
     lengths = ("64",) * 5 + ("100", "92") * 4  # alike they would be another phase, with a plan of its own
-    first, _ = run(folder, *lengths, budget="14MiB", told="the next run of this command plans for so much")
+    first, _ = run(
+        folder,
+        *lengths,
+        budget="14MiB",
+        told="the next run of this command plans for iterations that take 1.",
+    )
     (growth,) = (folder / ".memopt").glob("*.growth")
     assert float(growth.read_text()) > 1.2
     second, grown = run(folder, *lengths, budget="14MiB")
