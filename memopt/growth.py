@@ -12,6 +12,8 @@ _WEIGHTS = frozenset(CATEGORIES.index(name) for name in ("parameter", "buffer"))
 _ITEM_BYTES = 4
 _MOST_MORE = 1.35
 """Times the largest iteration seen so far that a plan allows for."""
+_MOST_MOVED = 0.05
+"""Share by which a plan allows for another peak where iterations save as much in all, and sizes of tensors differ."""
 
 
 def saved_elements(trace: Trace) -> tuple[int, int]:
@@ -29,6 +31,21 @@ def saved_bytes(trace: Trace) -> int:
         math.prod(slots.shape.row(slot)) * ITEM_BYTES.get(trace.strings[dtype], _ITEM_BYTES)
         for slot, dtype in enumerate(slots.dtype)
     )
+
+
+def saved_sizes(trace: Trace) -> list[int]:
+    """Elements of each tensor that autograd saved."""
+    shapes = trace.slots.shape
+    return [math.prod(shapes.row(slot)) for slot in range(len(trace.slots.storage))]
+
+
+def may_move(sizes: Sequence[int], before: Sequence[int]) -> float:
+    """Times as much as the recorded iteration, whose saved tensors have these `sizes`, another one may take, as those of one `before` it tell: rows
+    that are sent to other experts change no sum, and the peak. 1.0 where that one saved more or fewer tensors."""
+    if len(sizes) != len(before):
+        return 1.0
+    moved = sum(max(0, now - then) for now, then in zip(sizes, before, strict=True))
+    return 1 + min(_MOST_MOVED, moved / max(1, sum(sizes)))
 
 
 def may_grow(saved: int, others: Sequence[int], weights: int) -> float:

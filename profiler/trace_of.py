@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from memopt.device import Device
-from memopt.growth import may_grow
+from memopt.growth import may_grow, may_move
 from memopt.instrument.script.command import Command, find_source
 from memopt.instrument.script.other_threads import threads_of_the_script
 from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, MAY_GROW, Script, Trace
-
-_MOST_MOVED = 0.05
-"""Share by which a peak may differ where iterations save as much in all, and sizes of tensors differ."""
 
 if TYPE_CHECKING:
     from memopt.instrument.iterations import Iterations
@@ -145,14 +142,13 @@ def _may_grow_percent(result: Result, recordings: Recordings) -> int:
     saved, weights = _saved_elements(result)
     count = len(result.recorder.slots)
     others = [each for each in recordings.earlier if len(each.recorder.slots) == count]
+    sizes = _saved_sizes(result)
     may = may_grow(saved, [_saved_elements(each)[0] for each in others], weights)
-    return round(100 * max([may, *(1 + min(_MOST_MOVED, _moved(each, result)) for each in others)]))
+    return round(100 * max([may, *(may_move(sizes, _saved_sizes(each)) for each in others)]))
 
 
-def _moved(before: Result, now: Result) -> float:
-    """Share of what `now` saved that tensors of it saved more than in the iteration `before`: rows that are sent to other experts change no sum."""
-    sizes, then = ([prod(slot.shape) for slot in each.recorder.slots] for each in (now, before))
-    return sum(max(0, a - b) for a, b in zip(sizes, then, strict=True)) / max(1, sum(sizes))
+def _saved_sizes(result: Result) -> list[int]:
+    return [prod(slot.shape) for slot in result.recorder.slots]
 
 
 def _saved_elements(result: Result) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from memopt.advisors.background import Background
 from memopt.cli.run.cache import Cache
 from memopt.cli.run.course import Wishes
 from memopt.errors import MemoptError
-from memopt.growth import may_grow, saved_elements
+from memopt.growth import may_grow, may_move, saved_elements, saved_sizes
 from memopt.plan import Plan
 from memopt.trace import MAY_GROW, Trace
 
@@ -30,9 +30,11 @@ class Planning:
         wishes: Wishes,
         cache: Cache,
         saved_before: Sequence[tuple[int, int]],
+        sizes_before: Sequence[Sequence[int]],
         phase: int,
     ) -> None:
-        """`saved_before`: how many tensors, and elements, autograd saved in iterations before the recorded one, which is of that `phase`."""
+        """`saved_before`: how many tensors, and elements, autograd saved in iterations before the recorded one, which is of that `phase`;
+        `sizes_before`: how many each of these tensors has, of some of those iterations."""
         trace.save(cache.trace_path(phase))
         self._began = time.perf_counter()
         self._background = background
@@ -43,7 +45,12 @@ class Planning:
             allow=wishes.allow,
             deny=wishes.deny,
             time_limit_s=wishes.time_limit_s,
-            grown=max(trace.facts.get(MAY_GROW, 100) / 100, _may_grow(trace, saved_before), cache.growth()),
+            grown=max(
+                trace.facts.get(MAY_GROW, 100) / 100,
+                _may_grow(trace, saved_before),
+                *(may_move(saved_sizes(trace), each) for each in sizes_before),
+                cache.growth(),
+            ),
         )
 
     @property

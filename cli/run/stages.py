@@ -259,6 +259,7 @@ class Stages:
             self._state.left_alone(self._wishes),
             self._cache,
             [*self._seen_saving, *profile.saved_before],
+            [guard.last_sizes for guard in course.guards],
             course.phase,
         )
         profile.finished()

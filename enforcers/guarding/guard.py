@@ -117,7 +117,9 @@ class Guard(modes.Mode):
         """What there was when training began, if it has waited for that."""
         self._looking = False
         """An op has run whose backward formula looks whether a mode is on."""
-        self._saved_now = 0, 0
+        self._sizes_now: list[int] = []
+        self.last_sizes: list[int] = []
+        """How many elements each of the tensors has that autograd saved in the last iteration."""
         self.saved_before: list[tuple[int, int]] = []
         """For each of the first iterations how many tensors autograd saved, and their elements."""
         self.moved = 0
@@ -271,9 +273,9 @@ class Guard(modes.Mode):
             return Kept(tensor)
         if not self._is_watched(tensor) or not is_plain(tensor) or self._capturing.why_keep():
             return Kept(tensor)
-        if not self._saved_now[0]:
+        if not self._sizes_now:
             self.goes_on()
-        self._saved_now = self._saved_now[0] + 1, self._saved_now[1] + tensor.numel()
+        self._sizes_now.append(tensor.numel())
         if self._waits:  # a script without modules
             self._training_begins()
             self._looking = True  # this op may be one, and is not seen
@@ -493,8 +495,8 @@ class Guard(modes.Mode):
                 self._forget(address)
         self._ahead.clear()
         if len(self.saved_before) < _MOST_BEFORE:
-            self.saved_before.append(self._saved_now)
-        self._saved_now = 0, 0
+            self.saved_before.append((len(self._sizes_now), sum(self._sizes_now)))
+        self.last_sizes, self._sizes_now = self._sizes_now, []
         self._makers.forget()
         self.passed.now_bytes, self._may_collect = 0, self._collects
         self._streams.new_iteration()

@@ -67,6 +67,32 @@ def test_a_plan_allows_for_longer_texts_where_the_first_ones_differ(folder: Path
     assert outcome["outcome"]["measured_peak_bytes"] <= outcome["outcome"]["budget_bytes"]
 
 
+ROUTED = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+experts = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)]
+optimizer = torch.optim.AdamW([p for each in experts for p in each.parameters()], lr=0.001)
+for step in range(12):
+    rows = torch.randn(1024, 256).split([200 + 10 * step, 300 - 10 * step, 220 + 5 * step, 304 - 5 * step])
+    loss = sum(expert(mine).square().sum() for expert, mine in zip(experts, rows))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(step, loss.item().hex(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("budget", ["75%", "40MiB"])
+def test_a_plan_leaves_room_where_rows_go_to_other_experts(folder: Path, budget: str) -> None:
+    (folder / "train.py").write_text(ROUTED)
+    printed, grown = run(folder, budget=budget)
+    assert printed == plain(folder).stdout
+    assert 1.01 < grown <= 1.05
+    outcome = outcome_of(folder)
+    assert outcome["peak_bytes"] <= outcome["budget_bytes"]
+
+
 def test_a_run_that_was_surprised_tells_the_next_one(folder: Path) -> None:
     lengths = ("64",) * 5 + ("100", "92") * 4  # alike they would be another phase, with a plan of its own
     first, _ = run(
