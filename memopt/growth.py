@@ -41,11 +41,12 @@ def saved_sizes(trace: Trace) -> list[int]:
 
 def may_move(sizes: Sequence[int], before: Sequence[int]) -> float:
     """Times as much as the recorded iteration, whose saved tensors have these `sizes`, another one may take, as those of one `before` it tell: rows
-    that are sent to other experts change no sum, and the peak. 1.0 where that one saved more or fewer tensors."""
+    that are sent to other experts change no sum, and the peak. Twice what has moved: others may move as much the other way. 1.0 where that one saved
+    more or fewer tensors."""
     if len(sizes) != len(before):
         return 1.0
     moved = sum(max(0, now - then) for now, then in zip(sizes, before, strict=True))
-    return 1 + min(_MOST_MOVED, moved / max(1, sum(sizes)))
+    return 1 + min(_MOST_MOVED, 2 * moved / max(1, sum(sizes)))
 
 
 def may_grow(saved: int, others: Sequence[int], weights: int) -> float:
