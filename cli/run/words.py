@@ -208,13 +208,14 @@ def _beside(course: Course, plan: Plan, outcome: Outcome) -> str:
         if step is not None
         else "no step",
     ]
-    if peak is not None and course.peak_bytes > peak:
+    most = format_bytes(course.peak_bytes)
+    if peak is not None and course.peak_bytes > peak and most != format_bytes(peak):
         where = (
             "under a plan before"
             if course.peak_bytes > course.last_peak_bytes
             else "in iterations that were not measured"
         )
-        measured[0] += f" and {format_bytes(course.peak_bytes)} {where}"
+        measured[0] += f" and {most} {where}"
     return f"{predicted}; measured {', '.join(measured)}"
 
 

@@ -366,6 +366,7 @@ def test_the_cost_is_told_of_steps_and_of_what_was_recorded_again(
     ("last_bytes", "words"),
     [
         (1024, "measured peak 1.00 KiB (0 %), step 1.00 ms"),
+        (1025, "measured peak 1.00 KiB (0 %), step 1.00 ms"),
         (2048, "measured peak 1.00 KiB (0 %) and 2.00 KiB in iterations that were not measured, step"),
         (1536, "measured peak 1.00 KiB (0 %) and 2.00 KiB under a plan before, step"),
     ],
@@ -377,9 +378,7 @@ def test_a_peak_that_the_measured_iterations_did_not_have_is_told_with_its_place
 
     plan = SimpleNamespace(predicted_peak_bytes=1024, predicted_step_ms=1.0)
     outcome = SimpleNamespace(measured_peak_bytes=1024, measured_step_ms=1.0)
-    course = SimpleNamespace(
-        peak_bytes=max(last_bytes, 2048 * (last_bytes > 1024)), last_peak_bytes=last_bytes
-    )
+    course = SimpleNamespace(peak_bytes=last_bytes if last_bytes < 1536 else 2048, last_peak_bytes=last_bytes)
     assert words in _beside(course, plan, outcome)  # type: ignore[arg-type]
 
 
