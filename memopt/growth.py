@@ -18,9 +18,9 @@ _MOST_MOVED = 0.05
 
 def saved_elements(trace: Trace) -> tuple[int, int]:
     """Elements that autograd saved, but for those of weights; and these."""
-    slots, kinds, found = trace.slots, trace.storages.category, [0, 0]
-    for slot, storage in enumerate(slots.storage):
-        found[kinds[storage] in _WEIGHTS] += math.prod(slots.shape.row(slot))
+    kinds, found = trace.storages.category, [0, 0]
+    for storage, size in zip(trace.slots.storage, saved_sizes(trace), strict=True):
+        found[kinds[storage] in _WEIGHTS] += size
     return found[0], found[1]
 
 

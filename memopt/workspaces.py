@@ -15,18 +15,17 @@ def workspaces_of(trace: Trace) -> dict[str, float]:
     """Overload -> bytes of workspace to one that it reads, where it took most: small calls take what large ones do not (a copy of the weights).
     Of overloads that take little, none; nor of those most of whose larger calls take none (another kernel's came to light there)."""
     ops, sizes, storage_of = trace.ops, trace.storages.size_bytes, trace.values.storage
-    taking = {op for op in range(trace.op_count) if ops.workspace_bytes[op] >= _LEAST_BYTES}
-    names = {trace.op_name(op) for op in taking}
+    names = {trace.op_name(op) for op, took in enumerate(ops.workspace_bytes) if took >= _LEAST_BYTES}
     calls: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    for op in range(trace.op_count):
+    for op, took in enumerate(ops.workspace_bytes):
         if (name := trace.op_name(op)) in names:
             read = sum(sizes[each] for each in {storage_of[value] for value in ops.reads.row(op)})
-            calls[name].append((ops.workspace_bytes[op] if op in taking else 0, read))
+            calls[name].append((took, read))
     found = {}
     for name, each in calls.items():
         took, read = max(each)
         larger = [workspace for workspace, other in each if other >= read]
-        if read and 2 * sum(workspace > 0 for workspace in larger) >= len(larger):
+        if read and 2 * sum(workspace >= _LEAST_BYTES for workspace in larger) >= len(larger):
             most_read = max(other for _, other in each)
             found[name] = round(min(took / read, _TIMES * took / most_read), 3)
     return found

@@ -123,9 +123,14 @@ class Result:
     """Storages of weights that something beside their modules holds."""
 
     @property
+    def saved_sizes(self) -> list[int]:
+        """Elements of each tensor that autograd saved."""
+        return [prod(slot.shape) for slot in self.recorder.slots]
+
+    @property
     def saved_elements(self) -> int:
         """That autograd saved."""
-        return sum(prod(slot.shape) for slot in self.recorder.slots)
+        return sum(self.saved_sizes)
 
 
 class Recordings:

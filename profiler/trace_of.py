@@ -6,7 +6,7 @@ import hashlib
 import os
 import platform
 from dataclasses import dataclass, field
-from math import inf, prod
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -142,18 +142,14 @@ def _may_grow_percent(result: Result, recordings: Recordings) -> int:
     saved, weights = _saved_elements(result)
     count = len(result.recorder.slots)
     others = [each for each in recordings.earlier if len(each.recorder.slots) == count]
-    sizes = _saved_sizes(result)
+    sizes = result.saved_sizes
     may = may_grow(saved, [_saved_elements(each)[0] for each in others], weights)
-    return round(100 * max([may, *(may_move(sizes, _saved_sizes(each)) for each in others)]))
-
-
-def _saved_sizes(result: Result) -> list[int]:
-    return [prod(slot.shape) for slot in result.recorder.slots]
+    return round(100 * max([may, *(may_move(sizes, each.saved_sizes) for each in others)]))
 
 
 def _saved_elements(result: Result) -> tuple[int, int]:
     """Elements that autograd saved, but for those of weights; and these."""
     recorder, found = result.recorder, [0, 0]
-    for slot in recorder.slots:
-        found[recorder.storages[slot.storage].category in ("parameter", "buffer")] += prod(slot.shape)
+    for slot, size in zip(recorder.slots, result.saved_sizes, strict=True):
+        found[recorder.storages[slot.storage].category in ("parameter", "buffer")] += size
     return found[0], found[1]

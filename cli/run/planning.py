@@ -36,6 +36,7 @@ class Planning:
         """`saved_before`: how many tensors, and elements, autograd saved in iterations before the recorded one, which is of that `phase`;
         `sizes_before`: how many each of these tensors has, of some of those iterations."""
         trace.save(cache.trace_path(phase))
+        sizes = saved_sizes(trace)
         self._began = time.perf_counter()
         self._background = background
         background.look_for(
@@ -48,7 +49,7 @@ class Planning:
             grown=max(
                 trace.facts.get(MAY_GROW, 100) / 100,
                 _may_grow(trace, saved_before),
-                *(may_move(saved_sizes(trace), each) for each in sizes_before),
+                *(may_move(sizes, each) for each in sizes_before),
                 cache.growth(),
             ),
         )
