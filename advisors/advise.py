@@ -238,7 +238,7 @@ class Adviser:
         unreached = (
             problem.in_place is None and problem.streamed is None
         ) or problem.view.trace.outside_peak_bytes
-        if not decisions and problem.instead_of is None and unreached:
+        if not decisions and not problem.given and problem.instead_of is None and unreached:
             raise BudgetInfeasible(
                 problem.budget_bytes,
                 problem.unplanned_peak_bytes,

@@ -15,7 +15,7 @@ from memopt.enforcers.carried_out import (
     notes_on_the_run,
     outcome_of,
 )
-from memopt.enforcers.freed_pages import keep_freed_pages
+from memopt.enforcers.freed_pages import FreedPages, keep_freed_pages
 from memopt.enforcers.measurements import Measurements
 from memopt.enforcers.memory_limit import MemoryLimit
 from memopt.errors import NotPossibleHere
@@ -93,6 +93,7 @@ class ApplySession:
         self._in_training = False
         """Has backward begun in this iteration?"""
         self._limit = MemoryLimit(options.limit_bytes)
+        self._pages: FreedPages | None = None
         self._measurements = Measurements(plan, peaks=options.measure)
         self._in_two_threads = False
         """The script trains in another thread since this iteration began."""
@@ -231,7 +232,7 @@ class ApplySession:
         if not engine.watches:
             return engine
         if self._plan.device.kind == "cpu":
-            keep_freed_pages()
+            self._pages = FreedPages(self._plan.unplanned_peak_bytes) if keep_freed_pages() else None
         if self._own_loop is None and loop.iterations.count:
             self._watch(engine)
         elif "@" in tables.calls:  # what comes before the first call of a module may be planned for
@@ -418,6 +419,8 @@ class ApplySession:
         counted = saved if self._hooks is not None else None
         took_ms = milliseconds - (engine.standby.looked_ms if engine.standby is not None else 0.0)
         peak_bytes = self._measurements.iteration_ended(count, took_ms, counted, plain=plain)
+        if self._pages is not None:
+            self._pages.iteration_ended()
         if self._swapper is not None and self._swapper.feedback is not None:
             self._swapper.feedback.iteration_ended(peak_bytes)
         if engine.standby is not None:

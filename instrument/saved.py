@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from msgspec import Struct
@@ -137,21 +137,50 @@ def share(tensor: Tensor) -> Tensor:
         del guard
 
 
-class Kept:
-    """What autograd holds in place of a saved tensor that memopt leaves alone: an alias and the version it had."""
+class Away(Protocol):
+    """Where the bytes of a storage are that has left."""
 
-    __slots__ = ("__weakref__", "brings", "tensor", "version")
+    waiting: int
+    """Handles that have not been served."""
+
+    def get(self) -> UntypedStorage:
+        """The storage with its bytes."""
+
+    def served(self) -> None:
+        """One handle has been served."""
+
+
+class Kept:
+    """What autograd holds in place of a saved tensor that no plan has an action for: an alias and the version it had; or where its bytes
+    are, once a guard has sent them away."""
+
+    __slots__ = ("__weakref__", "away", "brings", "place", "served", "tensor", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = share(tensor)
         self.version = tensor._version
         self.brings: Any = None
         """What an enforcer has happen when it is asked for."""
+        self.away: Any = None
+        self.served = False
+
+    def leave(self, away: Away) -> None:
+        """Its bytes are in `away` from here on."""
+        self.away, self.place = away, Place.of(self.tensor)
+        away.waiting += 1
+        let_go_of_bytes(self.tensor)
 
     def get(self) -> Tensor:
         """The tensor; raises what autograd raises when it was changed in place since it was saved."""
-        check_version(self.tensor, self.version, self)
-        return self.tensor
+        if self.away is None:
+            check_version(self.tensor, self.version, self)
+            return self.tensor
+        check_version(self.tensor, self.version, self, shape=self.place.size)
+        tensor = self.place.on(self.away.get())
+        if not self.served:
+            self.served = True
+            self.away.served()
+        return tensor
 
 
 def view_of(

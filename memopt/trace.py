@@ -61,6 +61,8 @@ MAY_GROW = "may_grow_percent"
 
 STATE_BESIDE = "state_beside_bytes"
 """A fact: optimizer state that was in a tier while the iteration was recorded."""
+LEFT_OVER = "left over from before"
+"""Begin of the name of a tensor that was there when the iteration began, and that neither a module nor a variable names."""
 IN_A_LIST = " (in a list)"
 """End of the name of a tensor with a graph that a list held when the iteration began."""
 

@@ -17,13 +17,11 @@ from memopt.instrument.live_objects import held_by_lists, living
 from memopt.instrument.nodes import node_of
 from memopt.instrument.stepping.gradient_reads import kept_gradient
 from memopt.instrument.torch_internals import DisableTorchFunction
-from memopt.trace import IN_A_LIST
+from memopt.trace import IN_A_LIST, LEFT_OVER
 
 Tell = Callable[[Tensor, str, str], None]
 """(tensor, category, name)"""
 
-
-LEFT_OVER = "left over from before"
 _DEEP = 8
 """Lists in lists that are looked into: one may hold itself."""
 

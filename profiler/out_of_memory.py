@@ -19,9 +19,9 @@ from memopt.device import Device
 from memopt.instrument.frames import Frames
 from memopt.instrument.live_objects import living
 from memopt.instrument.nodes import node_of
-from memopt.profiler.known import LEFT_OVER, device_in_use, tell_all, there_now
+from memopt.profiler.known import device_in_use, tell_all, there_now
 from memopt.profiler.storages import describe
-from memopt.trace import CATEGORIES, Csr, Ops, Script, Slots, Storages, Trace, Values
+from memopt.trace import CATEGORIES, LEFT_OVER, Csr, Ops, Script, Slots, Storages, Trace, Values
 from memopt.version import VERSION
 
 _MOST_NODES = 2_000_000

@@ -407,6 +407,11 @@ class Recorder(modes.Mode):
         handles = (reference() for references in self._saved_by.values() for reference in references)
         return {id(handle.tensor) for handle in handles if handle is not None}
 
+    def left_over(self) -> list[Handle]:
+        """Handles, on the device, of a graph that lives on once the iteration is over."""
+        handles = (reference() for references in self._saved_by.values() for reference in references)
+        return [handle for handle in handles if handle is not None and handle.bring is None]
+
     def _to_ask_after(self, op: int, everything: bool) -> list[tuple[int, int]]:
         """The latest of the saved storages, and some of the others in turn, where a script keeps very many (the states of a recurrent
         net): those come to light late."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -77,6 +78,8 @@ class ProfileSession:
         self._part: Result | None = None
         """Of what was taken for an iteration, until another optimizer stepped for the first time."""
         self.trace: Trace | None = None
+        self.left_over: list[weakref.ref[Kept]] = []
+        """Handles of the recorded iteration's graph, where that has outlived it."""
         self.failure: MemoptError | None = None
         """What went wrong in memopt itself; the script is not disturbed by it."""
         self.torch_seen = False
@@ -249,6 +252,7 @@ class ProfileSession:
         self._watch_no_more()
         assert self._recordings is not None
         recorder = result.recorder
+        self.left_over = [weakref.ref(handle) for handle in recorder.left_over()]
         partial = f"it stops after {len(recorder.ops)} ops" if recorder.overflow else ""
         self._publish(trace_of(result, partial, self._recordings, self._run))
 

@@ -14,9 +14,9 @@ from torch import Tensor, UntypedStorage
 from memopt.instrument.identity import NO_STORAGE, parts_of
 from memopt.instrument.memory.buckets import BUCKET
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, version_of
-from memopt.profiler.known import LEFT_OVER
 from memopt.profiler.rows import BACKWARD, OpRow, StorageRow
 from memopt.profiler.timing.clock import OpClock
+from memopt.trace import LEFT_OVER
 
 HIDDEN = "held by libraries, in no tensor (workspaces of cuBLAS, ...)"
 _SURE = ("parameter", "gradient", "optimizer state", "buffer")

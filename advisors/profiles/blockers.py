@@ -41,7 +41,12 @@ def infeasible(problem: Problem, decisions: Decisions, who: str = "") -> BudgetI
 def refusal(reached: Reached, budget_bytes: int, who: str = "") -> BudgetInfeasible:
     """The error whose smallest peak is that of `reached`."""
     timeline = reached.problem.run(reached.decisions)
-    hold = Hold(reached.problem, timeline.peak_op, reached.peak_bytes, frozenset(reached.decisions))
+    hold = Hold(
+        reached.problem,
+        timeline.peak_op,
+        reached.peak_bytes,
+        frozenset({*reached.problem.given, *reached.decisions}),
+    )
     found_by = (f"this is the best that {who} finds; --strategy auto may find more",) if who else ()
     if reached.is_plain:
         found_by = (

@@ -14,7 +14,7 @@ from memopt.advisors.profiles.problem import Problem
 from memopt.errors import NotPossibleHere
 from memopt.estimators.elsewhere.batch import grows, recorded_batch
 from memopt.estimators.simulator.trace_view import TraceView
-from memopt.trace import CATEGORIES, PHASES
+from memopt.trace import CATEGORIES, LEFT_OVER, PHASES
 from memopt.units import format_bytes
 
 STATE = ("parameter", "gradient", "optimizer state", "buffer")
@@ -34,11 +34,16 @@ class Hold:
     ) -> None:
         self.problem, self.op, self.peak_bytes = problem, op, peak_bytes
         view = problem.view
-        self.storages = [
-            s
-            for s in range(view.trace.storage_count)
-            if s not in away and view.birth[s] < op <= view.death[s] and view.size[s] > 0
-        ]
+        gone = Counter(int(view.size[s]) for s in away if view.left_until.get(s, -1) >= op)
+        """Of what the iteration before has left."""
+        self.storages = []
+        for s, size in enumerate(view.size.tolist()):
+            if s in away or not (view.birth[s] < op <= view.death[s] and size > 0):
+                continue
+            if gone[size] and view.trace.storage_label(s).startswith(LEFT_OVER):
+                gone[size] -= 1
+            else:
+                self.storages.append(s)
 
     @cached_property
     def by_kind(self) -> Counter[str]:

@@ -159,13 +159,13 @@ class Relief:
             relief = problem.relief_bytes(candidate, option, moment)
             if relief == 0:
                 continue
-            if option.kind == "swap":
+            span = next((s for s in candidate.absences if s.start <= moment < s.stop), None)
+            if option.kind == "swap" and span is not None:
                 away = self.program.column()
                 self.program.row({column: 1.0, away: -1.0}, low=0.0)
                 column = away
                 out[away] = problem.simulator.copy_ms(candidate.saved.size_bytes, option, out=True)
                 back[away] = problem.simulator.copy_ms(candidate.saved.size_bytes, option, out=False)
-                span = next(s for s in candidate.absences if s.start <= moment < s.stop)
                 begin = candidate.saved.packed_op + 1 if span == candidate.away else span.start
                 first, last = min(first, begin), max(last, span.stop)
             terms[column] = relief / max(1, excess)

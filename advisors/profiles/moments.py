@@ -11,8 +11,10 @@ _MOST = 400
 
 
 def moments_of(problem: Problem, decisions: Decisions, timeline: Timeline) -> list[Moment]:
-    """The unpacks between the first op at which a swapped storage may be away and its last use; none without swaps."""
-    swaps = {s: d for s, d in decisions.items() if d.kind == "swap"}
+    """The unpacks between the first op at which a swapped storage may be away and its last use; none without swaps that
+    come back."""
+    unasked = problem.view.unasked
+    swaps = {s: d for s, d in decisions.items() if d.kind == "swap" and s not in unasked}
     saved = [problem.view.saved[storage] for storage in swaps]
     if not saved:
         return []

@@ -81,6 +81,7 @@ def read_plan(plan: Plan, trace: Trace) -> ReadPlan:
     if adviser is None:
         raise _another("its backward cannot write over gradients")
     problem = _problem(adviser, plan)
+    problem.simulator.given = {}  # they are among the plan's actions
     decisions: Decisions = {}
     for action in plan.actions:
         if action.kind != "keep":

@@ -45,7 +45,8 @@ _MARGINS_S = 1.5
 def write_plan(
     problem: Problem, decisions: Decisions, *, strategy: str, profile: str, notes: tuple[str, ...] = ()
 ) -> Plan:
-    """The plan for `decisions`, the actions that save most first."""
+    """The plan for `decisions` and what is given, the actions that save most first."""
+    decisions = {**problem.given, **decisions}
     chains, kept = problem.simulator.chains(decisions)
     decisions = {storage: decision for storage, decision in decisions.items() if storage not in kept}
     timeline = problem.simulator.run(decisions, whole=True)
@@ -107,7 +108,9 @@ def _host_bytes(problem: Problem, decisions: Decisions) -> int:
     changes: list[tuple[int, int]] = []
     for storage, decision in decisions.items():
         if decision.kind == "swap" and decision.tier == "host":
-            saved = problem.view.saved[storage]
+            saved, left_until = problem.view.saved[storage], problem.view.left_until.get(storage, -1)
+            if left_until >= 0:  # that of the iteration before
+                changes += [(-1, saved.size_bytes), (left_until + 1, -saved.size_bytes)]
             changes += [(saved.acted_op, saved.size_bytes), (saved.release + 1, -saved.size_bytes)]
     return max(itertools.accumulate(size for _, size in sorted(changes)), default=0)
 
@@ -322,7 +325,7 @@ class _Writer:
     def _margins(self, candidate: Candidate, decision: Decision) -> tuple[int, float]:
         """(bytes by which the peak would rise, ms that would be saved) without this action."""
         saved = candidate.saved
-        if now() > self.deadline:
+        if now() > self.deadline or saved.storage in self.problem.given:
             at_peak = saved.gone_after < self.problem.plain.peak_op < saved.first_use
             gain = saved.size_bytes - decision.encoded_bytes if at_peak else 0
             return gain, self.problem.solo_ms(candidate, decision)
@@ -377,6 +380,8 @@ class _Writer:
     def _why(self, candidate: Candidate, decision: Decision) -> str:
         saved = candidate.saved
         times = self.timeline.start_ms
+        if saved.storage in self.view.unasked:
+            return f"saved, and no backward asks for it; {self._copy_words(saved, decision)}"
         away_ms = float(times[saved.first_use] - times[min(saved.gone_after + 1, self.view.n - 1)])
         away = f"unused for {format_ms(max(0.0, away_ms))} between forward and backward"
         if saved.is_weight:
@@ -402,6 +407,8 @@ class _Writer:
     def _copy_words(self, saved: Saved, decision: Decision) -> str:
         copy = self.problem.simulator.copy_ms
         out = format_ms(copy(saved.size_bytes, decision, out=True))
+        if saved.storage in self.view.unasked:
+            return f"copying takes {out} to the {decision.tier}"
         back = format_ms(copy(saved.size_bytes, decision, out=False))
         return f"copying takes {out} to the {decision.tier} and {back} back"
 

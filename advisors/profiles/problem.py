@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -62,6 +64,8 @@ class Candidate:
     codec: CodecChoice | None
     early_chain: Chain | None = None
     """As `chain`, where it is made early."""
+    beyond: tuple[slice, ...] = ()
+    """Of one that outlives the iteration, and is swapped: where it is away once more, after its last use and when the next one begins."""
 
     @property
     def storage(self) -> int:
@@ -79,7 +83,7 @@ class Candidate:
 
     def away_by(self, option: Decision) -> list[slice]:
         """Ops during which it need not be on the device under `option`."""
-        return _slices(self.saved.parts) if option.each else self.absences
+        return _slices(self.saved.parts) if option.each else [*self.absences, *self.beyond]
 
     def option(self, kind: str) -> Decision | None:
         return next((option for option in self.options if option.kind == kind), None)
@@ -120,10 +124,10 @@ class Problem:
         self.view, self.simulator, self.budget_bytes, self.allow = view, simulator, budget_bytes, allow
         self.time_limit_s = time_limit_s
         self.device = simulator.device
-        self.plain = simulator.run({})
         self.instead_of, self.pieces = instead_of, pieces
         self.in_place: InPlace | None = in_place if instead_of is None else instead_of.in_place
         self.streamed: Streamed | None = streamed if instead_of is None else instead_of.streamed
+        self.plain = simulator.run({})
         self.unplanned_peak_bytes: int = max(self.plain.peak_bytes, view.trace.peak_bytes)
         if instead_of is not None:
             self.unplanned_peak_bytes = instead_of.unplanned_peak_bytes
@@ -142,6 +146,32 @@ class Problem:
         self._deadline = float("inf")
         self._memo: dict[tuple[tuple[int, ...], tuple[Decision, ...]], Timeline] = {}
         self._looked_up: dict[int, Candidate | None] = {}
+        self._give()
+
+    def _give(self) -> None:
+        """Have as much leave that no backward call asks for as the budget takes: it costs the copy out only."""
+        if self.fits(self.plain) or self._is_part or not self.view.unasked:
+            return
+        able = [self.candidate(storage) for storage in self.view.unasked]
+        wanted = sorted((c for c in able if c is not None), key=self._relief_at_peak)
+
+        def peak_without(count: int) -> int:
+            self.simulator.given = {c.storage: c.options[0] for c in wanted[:count]}
+            self.plain = self.simulator.run({})
+            return -self.plain.peak_bytes
+
+        peak_without(bisect_left(range(len(wanted)), -self.target_bytes, key=peak_without))
+
+    def _relief_at_peak(self, candidate: Candidate) -> tuple[bool, int]:
+        """Sorts what is there at the peak first, and of that the largest."""
+        saved, at = candidate.saved, self.plain.peak_op
+        there = saved.gone_after < at <= saved.release or at <= self.view.left_until.get(saved.storage, -1)
+        return not there, -saved.size_bytes
+
+    @property
+    def given(self) -> Mapping[int, Decision]:
+        """What is decided whatever else is."""
+        return self.simulator.given
 
     @property
     def plain_step_ms(self) -> float:
@@ -151,8 +181,10 @@ class Problem:
 
     @property
     def is_of_another_run(self) -> bool:
-        """Is it of a run that is changed before any tensor is: another step of the optimizer, another backward, weights elsewhere?"""
-        return any(each is not None for each in (self.instead_of, self.in_place, self.streamed))
+        """Is it of a run that is changed before any tensor is: another step of the optimizer, another backward, weights elsewhere, less of
+        what nobody asks for?"""
+        changes = (self.instead_of, self.in_place, self.streamed, self.given or None)
+        return any(each is not None for each in changes)
 
     @property
     def is_met_unplanned(self) -> bool:
@@ -214,7 +246,10 @@ class Problem:
         key = "movable", self.allow, self.device, self._is_part
         found: list[Candidate] | None = self.view.shared.get(key)
         if found is None:
-            every = (self._candidate(saved) for saved in self.view.saved.values())
+            unasked = self.view.unasked
+            every = (
+                self._candidate(saved) for saved in self.view.saved.values() if saved.storage not in unasked
+            )
             found = sorted((c for c in every if c is not None), key=lambda c: -c.saved.size_bytes)
             self.view.shared[key] = found
         return found
@@ -306,6 +341,8 @@ class Problem:
             may = not self._is_part and saved.gone_after + 1 < saved.first_use < self.view.n
             swaps = self._swaps(saved) if may else []
             return Candidate(saved, tuple(swaps), None, None) if swaps else None
+        if saved.storage in self.view.unasked or saved.storage in self.view.left_until:
+            return self._swapped_beyond(saved)
         if not may_act_on(self.view, saved):
             return None
         options: list[Decision] = []
@@ -324,6 +361,21 @@ class Problem:
         if saved.size_bytes >= LEAST_SWAP_BYTES:
             options.extend(self._swaps(saved))
         return Candidate(saved, tuple(options), chain, codec, early_chain) if options else None
+
+    def _swapped_beyond(self, saved: Saved) -> Candidate | None:
+        """What nobody asks for, or what outlives the iteration, and is asked for once by each of its consumers: it is in a tier from its last
+        use on. It could not be made again, for the optimizer changes what it was made from."""
+        view, last = self.view, min(saved.release, self.view.n)
+        able = saved.plain and saved.value >= 0 and saved.size_bytes >= LEAST_SWAP_BYTES and not self._is_part
+        if not able or saved.gone_after + 1 >= min(saved.first_use, last) or self._asks_again(saved):
+            return None
+        swaps = self._swaps(saved)
+        if saved.storage in view.unasked:
+            return Candidate(saved, tuple(swaps[:1]), None, None) if swaps else None
+        if view.trace.facts.get("create_graph", 0):  # what comes back is saved again
+            return None
+        beyond = slice(view.node_end[saved.last_use] + 1, last), slice(0, view.left_until[saved.storage] + 1)
+        return Candidate(saved, tuple(swaps), None, None, beyond=beyond) if swaps else None
 
     def _codec(self, saved: Saved) -> CodecChoice | None:
         if "compress" not in self.allow or self.view.trace.facts.get("create_graph", 0) > 0:
@@ -394,7 +446,10 @@ class Problem:
         return sum(self.view.replay_ms[op] for op in chain.ops)
 
     def free_ms(self, saved: Saved, option: Decision) -> float:
-        """Capuchin's free time: what is left of the span between the uses after both copies; negative when exposed."""
+        """Capuchin's free time: what is left of the span between the uses after both copies; negative when exposed. What nobody asks for again
+        has all the time that there is."""
+        if saved.storage in self.view.unasked:
+            return math.inf
         times = self.view.start_ms
         begin = float(times[min(saved.packed_op + 1, self.view.n - 1)])
         end = float(times[saved.first_use])
@@ -402,7 +457,8 @@ class Problem:
 
 
 def may_act_on(view: TraceView, saved: Saved) -> bool:
-    """Plain slots of one version, free of others before backward asks, gone before the iteration ends, and asked for once at least."""
+    """Plain slots of one version, free of others before backward asks, gone before the iteration ends, and asked for once at least. Of others
+    some may be swapped (`Problem._swapped_beyond`)."""
     return (
         saved.plain
         and saved.value >= 0

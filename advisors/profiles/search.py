@@ -222,7 +222,7 @@ class Search:
     def _exact(self, plan: Plan, over: NDArray[np.float64], index: int, power: float) -> float:
         """Bytes above the target that the move takes away, a millisecond of what it costs beside the plan's decisions."""
         candidate, option = self.moves[index]
-        spans = candidate.away_by(option) if option.each else [candidate.away]
+        spans = candidate.away_by(option) if option.each or candidate.beyond else [candidate.away]
         gain = sum(float(np.minimum(over[span], self.relief[index]).sum()) for span in spans)
         price = self.price[index]
         if option.kind == "recompute":

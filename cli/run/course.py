@@ -53,6 +53,8 @@ class Course:
     """Backward calls in other threads than the one that is watched."""
     phase: int = 0
     """How many times the script has gone over to another phase, for which there is a plan of its own."""
+    grew: bool = False
+    """Did one of these save more than the one before?"""
     phases_after: list[int] = field(default_factory=list)
     """Iterations that had ended when the plan for each of these took effect."""
     notes: list[str] = field(default_factory=list)

@@ -106,6 +106,9 @@ class Stages:
 
     def install(self) -> None:
         """Be there when the script imports torch."""
+        from memopt.profiler.trace_of import describe_script
+
+        describe_script(self._command)  # it may go to another folder before
         begin_at_torch(self)
 
     def torch_imported(self) -> None:
@@ -280,8 +283,19 @@ class Stages:
         from memopt.profiler.known import there_now
 
         gc.collect()
+        self._send_left_over()
         if self._wishes.measure and not threads_of_the_script():
             self._there = there_now().with_lists()
+
+    def _send_left_over(self) -> None:
+        """Where the recorded iteration has left a graph: the plan's first would begin with it, and the plan counts on its being away."""
+        from memopt.enforcers.guarding.left_over import LEAST_BYTES, send_away
+        from memopt.enforcers.tiers.per_device import offload_tier
+
+        assert self._profile is not None
+        handles = [handle for each in self._profile.left_over if (handle := each()) is not None]
+        if sum(handle.tensor.nbytes for handle in handles) >= LEAST_BYTES:
+            send_away(handles, offload_tier(self._wishes.swap_dir))
 
     def _planned(self, planning: Planning, count: int) -> None:
         """There is a first plan: it takes effect."""
@@ -359,8 +373,13 @@ class Stages:
         went_on_ms = sum([*course.times_ms.values()][-standby.unforeseen_iterations :])
         if not course.from_cache and went_on_ms <= _AS_LONG * course.extra_ms:
             return False
-        self._keeps_plan = not _may_end(plan, standby.guard)  # to look again at each iteration takes long
-        return not self._keeps_plan
+        why = _why_it_goes_on(plan, standby.guard)
+        if why:
+            self._keeps_plan = True  # to look again at each iteration takes long
+            course.notes.append(
+                f"the training goes on otherwise than was recorded, and is not recorded again, as {why}"
+            )
+        return not why
 
     def _begin_phase(self, count: int) -> None:
         """The script goes on otherwise than was recorded: there is a plan for that from the run before, or it is recorded in its turn."""
@@ -374,6 +393,7 @@ class Stages:
         self._end_enforcing()
         self._base = count
         self.course.phase += 1
+        self.course.grew |= not standby.is_less
         kept = self._cache.plan(self.course.phase) if self.course.from_cache else None
         if kept is not None and still_holds(kept, self._wishes) and _is_for(kept, self._saved_before[-1]):
             self._enforce(kept, "the kept plan")
@@ -405,7 +425,12 @@ class Stages:
             course.enforced_after = self._base - self._parts
         elif len(course.phases_after) < course.phase:
             course.phases_after.append(self._base - self._parts)
-        self._tell(f"under {which} from iteration {self._base - self._parts + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}")  # fmt: skip
+        above = (
+            f", {format_bytes(plan.over_bytes)} ABOVE the budget: no plan was found that meets it"
+            if plan.over_bytes
+            else ""
+        )
+        self._tell(f"under {which} from iteration {self._base - self._parts + 1} on: predicted peak {format_bytes(plan.predicted_peak_bytes)}{above}")  # fmt: skip
         if plan.moves_the_step:
             self._state.end()
         prepare_run(plan, os.environ)
@@ -576,12 +601,16 @@ class Stages:
             self._session.step_ended(optimizer)
 
 
-def _may_end(plan: Plan, guard: Guard) -> bool:
-    """Can the script go on without what `plan` does to optimizer, gradients and weights, while an iteration is recorded?"""
-    if plan.streamed or (plan.in_pieces and plan.in_pieces.tier):
-        return False
+def _why_it_goes_on(plan: Plan, guard: Guard) -> str:
+    """Why the script cannot go on without what `plan` does to optimizer, gradients and weights, while an iteration is recorded; empty where it can."""
+    if plan.streamed:
+        return "frozen weights are streamed"
+    if plan.in_pieces and plan.in_pieces.tier:
+        return "optimizer state is in a tier between steps"
     inside = plan.in_backward
-    return inside is None or guard.tensor_bytes() + inside.saved_bytes <= _NEAR * guard.budget_bytes
+    if inside is None or guard.tensor_bytes() + inside.saved_bytes <= _NEAR * guard.budget_bytes:
+        return ""
+    return "there is no room for the gradients that the optimizer's step inside backward saves"
 
 
 def _is_for(plan: Plan, saved: tuple[int, int]) -> bool:

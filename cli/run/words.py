@@ -22,6 +22,8 @@ _OFF_ABOVE = 0.02
 _NOISE = 0.05
 """Share of a step by which steps differ anyway: no plan makes one shorter by more."""
 _SKIPPED = 0.2
+_LARGER = 1.25
+"""Times as much as the recorded iteration saved."""
 _MOST_NOTES = 3
 
 
@@ -63,7 +65,13 @@ def last_words(course: Course) -> list[str]:
     stopped = [f"the script went on without a plan: {course.problem}"] if course.problem else []
     if course.elsewhere:
         stopped.append(f"backward was called {course.elsewhere} times in another thread, which nobody watched: what that took is not told here")  # fmt: skip
-    notes = [*course.notes, *stopped, *outcome.notes[:_MOST_NOTES], *(_grown(course) or _not_kept(course))]
+    notes = [
+        *course.notes,
+        *stopped,
+        *outcome.notes[:_MOST_NOTES],
+        *_of_the_first(course, plan),
+        *(_grown(course) or _not_kept(course)),
+    ]
     return [*lines, *_before_the_plan(course), *(f"note: {each}" for each in notes)]
 
 
@@ -79,6 +87,14 @@ def came_to(course: Course) -> float:
     if _passed(course, plan) and not course.phase:
         found.append(plan.grown * course.last_peak_bytes / plan.budget_bytes)
     return max(found)
+
+
+def _of_the_first(course: Course, plan: Plan) -> list[str]:
+    """That a share is one of the recorded iteration's peak, where larger iterations came and passed it."""
+    grew = course.grew or course.most_saved >= _LARGER
+    if not (course.is_share and grew and course.peak_bytes > plan.budget_bytes):
+        return []
+    return [f"{course.budget.strip()} is of what the iteration recorded first takes; larger ones came later: give a budget in bytes for these"]  # fmt: skip
 
 
 def _grown(course: Course) -> list[str]:

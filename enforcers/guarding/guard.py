@@ -415,8 +415,7 @@ class Guard(modes.Mode):
         """What is still above the budget then."""
         guard = DisableTorchDispatch()
         try:
-            while self._ahead:
-                self._ahead.popitem()[1].send_back()
+            self._send_back()
             self._tier.collect()
             leaving: list[SwappedStorage] = []
             over = self._above(need_bytes)
@@ -433,6 +432,11 @@ class Guard(modes.Mode):
         finally:
             del guard
         return over
+
+    def _send_back(self) -> None:
+        """What came back before anybody has asked for it. Of a graph that nobody calls backward on nobody will."""
+        while self._ahead:
+            self._ahead.popitem()[1].send_back()
 
     def _send(self, saved: Saved) -> SwappedStorage | None:
         """Start to move it, if only autograd holds it; None: it stays, or is gone."""
@@ -493,7 +497,7 @@ class Guard(modes.Mode):
         for address, saved in list(self._saved.items()):
             if not saved.living():
                 self._forget(address)
-        self._ahead.clear()
+        self._send_back()
         if len(self.saved_before) < _MOST_BEFORE:
             self.saved_before.append((len(self._sizes_now), sum(self._sizes_now)))
         self.last_sizes, self._sizes_now = self._sizes_now, []

@@ -10,38 +10,18 @@ from torch import Tensor
 from memopt.enforcers.guarding.live_bytes import Live
 from memopt.enforcers.tiers.swap import Pending
 from memopt.enforcers.tiers.swapped import SwappedStorage
-from memopt.instrument.saved import Kept, Place, check_version, let_go_of_bytes
+from memopt.instrument.saved import Kept
 from memopt.instrument.torch_internals import storage_of, storage_use_count
 
 
 class Watched(Kept):
-    """A saved tensor, and where its bytes are when they are not in it."""
+    """A saved tensor that the guard may send away."""
 
-    __slots__ = ("away", "place", "served", "size_bytes")
+    __slots__ = ("size_bytes",)
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__(tensor)
-        self.place = Place.of(tensor)
-        self.away: SwappedStorage | None = None
-        self.served = False
         self.size_bytes = storage_of(tensor).nbytes()
-
-    def leave(self, away: SwappedStorage) -> None:
-        """Its bytes are in `away` from here on."""
-        self.away = away
-        away.waiting += 1
-        let_go_of_bytes(self.tensor)
-
-    def get(self) -> Tensor:
-        """As `Kept`, wherever the bytes are."""
-        if self.away is None:
-            return super().get()
-        check_version(self.tensor, self.version, self, shape=self.place.size)
-        tensor = self.place.on(self.away.get())
-        if not self.served:
-            self.served = True
-            self.away.served()
-        return tensor
 
 
 @dataclass(slots=True, eq=False)

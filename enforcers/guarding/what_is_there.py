@@ -12,8 +12,8 @@ from torch import Tensor
 from memopt.instrument.frames import Frames
 from memopt.instrument.memory.meter import living_storages, storage_on
 from memopt.instrument.torch_internals import DisableTorchDispatch
-from memopt.profiler.known import LEFT_OVER, There, tell_all, there_now
-from memopt.trace import IN_A_LIST
+from memopt.profiler.known import There, tell_all, there_now
+from memopt.trace import IN_A_LIST, LEFT_OVER
 from memopt.units import format_bytes
 
 log = logging.getLogger(__name__)

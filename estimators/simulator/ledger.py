@@ -74,7 +74,7 @@ class Ledger:
         """Storages that are copied to a tier."""
         self._entries: dict[tuple[str, int], _Entry] = {}
         """What was entered for that which is no sum."""
-        self._staged: dict[int, tuple[int, int]] = {}
+        self._staged: dict[int, tuple[int, ...]] = {}
         self._touched: dict[tuple[str, int], None] = {}
         self._summed: Summed | None = None
 
@@ -265,7 +265,8 @@ class Ledger:
             self._added_ms.add(op, -half_ms)
             self._staging_ms -= half_ms
         if storage in self.swapped:
-            self._staged[storage] = min(saved.packed_op + 1, n), min(self._first_brought(storage), n)
+            back = () if storage in self.view.unasked else (min(self._first_brought(storage), n),)
+            self._staged[storage] = min(saved.packed_op + 1, n), *back
             for op in self._staged[storage]:
                 self._added_ms.add(op, half_ms)
                 self._staging_ms += half_ms

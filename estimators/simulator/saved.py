@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from memopt.trace import LEFT_OVER, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +68,25 @@ class Saved:
     def absences(self) -> tuple[Absence, ...]:
         """All of them, in order."""
         return Absence(self.gone_after, self.first_use), *self.again
+
+
+def left_until(trace: Trace, saved: Mapping[int, Saved]) -> dict[int, int]:
+    """Storage of `saved` that outlives the iteration -> the op of the next one after which it goes; -1 where that is not known.
+
+    A variable holds its graph until the next iteration gives it another; backward has not asked for it (an output that is only looked at), or
+    was told to keep the graph. The next iteration does as this one did with the storages of that size that it found."""
+    n, storages = trace.op_count, trace.storages
+    found = [each for each in saved.values() if each.release >= n > each.gone_after and not each.is_weight]
+    if not found:
+        return {}
+    freed: dict[int, list[int]] = defaultdict(list)
+    for storage, (birth, death) in enumerate(zip(storages.birth_op, storages.death_op, strict=True)):
+        if birth < 0 <= death < n and trace.storage_label(storage).startswith(LEFT_OVER):
+            freed[storages.size_bytes[storage]].append(death)
+    for deaths in freed.values():
+        deaths.sort(reverse=True)
+    until = {}
+    for each in found:
+        deaths = freed[each.size_bytes]
+        until[each.storage] = deaths.pop() if deaths else -1  # the earliest first: no more than is certain
+    return until

@@ -13,7 +13,7 @@ import numpy as np
 
 from memopt.device import Device
 from memopt.estimators.simulator.decision import Decision
-from memopt.estimators.simulator.trace_view import Floats, Ints, TraceView
+from memopt.estimators.simulator.trace_view import Floats, Ints, Saved, TraceView
 from memopt.timeline import Interval
 from memopt.trace import PHASES
 
@@ -39,6 +39,10 @@ class Swaps:
     in_took_ms: Floats
     leaves: Ints
     """1 where the copy out is done before the one in begins, else 0: the bytes never go."""
+    done: Ints
+    """Op after which nobody asks for it any more, of what outlives the iteration; else the op count."""
+    left_until: Ints
+    """Op until whose end the bytes are away that the iteration before has left; -1 where it leaves none."""
     stall_ms: float
 
     def change(self, n: int) -> Ints:
@@ -47,6 +51,9 @@ class Swaps:
         moved = self.sizes * self.leaves
         np.subtract.at(delta, np.minimum(self.gone, n + 1), moved)
         np.add.at(delta, self.back, moved)
+        np.subtract.at(delta, self.done + 1, moved)
+        delta[0] -= moved[self.left_until >= 0].sum()
+        np.add.at(delta, self.left_until + 1, np.where(self.left_until >= 0, moved, 0))
         return np.asarray(np.cumsum(delta)[:n], dtype=np.int64)
 
     def away_from(self) -> dict[int, list[int]]:
@@ -69,6 +76,8 @@ NO_SWAPS = Swaps(
     out_took_ms=_NO_FLOATS,
     in_took_ms=_NO_FLOATS,
     leaves=_NO_INTS,
+    done=_NO_INTS,
+    left_until=_NO_INTS,
     stall_ms=0.0,
 )
 
@@ -89,6 +98,8 @@ class SwapLanes:
                 each.first_use,
                 each.order,
                 each.release,
+                _done(view, each),
+                view.left_until.get(each.storage, -1),
             )
             for each in saved
         ]
@@ -106,10 +117,12 @@ class SwapLanes:
                         it.first_use,
                         -1,
                         each.release,
+                        view.n,
+                        -1,
                     )
                     for it in each.again
                 ]
-        self._columns: Ints = np.array(rows, dtype=np.int64).reshape(len(rows), 7)
+        self._columns: Ints = np.array(rows, dtype=np.int64).reshape(len(rows), 9)
         self._waits: Ints = np.array(_waiting_ops(view) if device.kind == "cpu" else [], dtype=np.int64)
         """Ops before which the run waits for all copies out."""
 
@@ -129,7 +142,7 @@ class SwapLanes:
             names += self._again[each]
             decisions += [swapped[each]] * len(self._again[each])
             prefetches += [-1] * len(self._again[each])
-        storage, size, packed, gone_after, use, order, release = self._columns[names].T
+        storage, size, packed, gone_after, use, order, release, done, left_until = self._columns[names].T
         if early := [at for at, each in enumerate(swapped) if each in back_by]:
             use = use.copy()
             use[early] = [back_by[each] for each in swapped if each in back_by]
@@ -151,16 +164,19 @@ class SwapLanes:
         in_ms, stall_ms = _copied_in(
             times, trigger[first_in], use[first_in], out_ms[first_in], in_took[first_in]
         )
+        back = np.minimum(trigger, release + 1)
         return Swaps(
             storages=storage[first_in],
             sizes=size[first_in],
             gone=gone[first_in],
-            back=np.minimum(trigger, release + 1)[first_in],
+            back=back[first_in],
             out_ms=out_ms[first_in],
             in_ms=in_ms,
             out_took_ms=out_took[first_in],
             in_took_ms=in_took[first_in],
-            leaves=(gone < np.minimum(trigger, n)).astype(np.int64)[first_in],
+            leaves=(gone < np.minimum(back, n)).astype(np.int64)[first_in],
+            done=done[first_in],
+            left_until=left_until[first_in],
             stall_ms=stall_ms + waited_ms,
         )
 
@@ -212,6 +228,12 @@ class SwapLanes:
         rates = [self.device.rates_of(tier)[0 if out else 1] for tier in ("host", "disk")]
         ms_per_byte = [1000 / rate if rate > 0 else _NEVER_MS for rate in rates]
         return np.minimum(sizes * np.where(on_disk, ms_per_byte[1], ms_per_byte[0]), _NEVER_MS)
+
+
+def _done(view: TraceView, saved: Saved) -> int:
+    """As `Swaps.done`: once all have been served, the copy on the device goes."""
+    outlives = saved.storage in view.left_until and saved.last_use < view.n
+    return view.node_end[saved.last_use] if outlives else view.n
 
 
 def _waiting_ops(view: TraceView) -> list[int]:

@@ -32,6 +32,8 @@ class Simulator:
         self.watching_ms = view.pace * usual_ms(view.trace)
         """What any action at all adds to a step."""
         self._with_weights_away_ms = view.pace * backward_ms(view.trace)
+        self.given: Mapping[int, Decision] = {}
+        """What is decided whatever else is: swaps of what no backward call asks for."""
         self._evaluation: Evaluation | None = None
 
     def run(
@@ -42,10 +44,11 @@ class Simulator:
         whole: bool = False,
         still_wanted: Callable[[], None] = lambda: None,
     ) -> Timeline:
-        """The timeline of a step under `decisions` (storage -> decision). `whole`: simulate all of it, not what differs from the plan before.
+        """The timeline of a step under `decisions` (storage -> decision) and those that are given. `whole`: simulate all of it, not what differs from the plan before.
         `still_wanted` is called before each replay is looked for, and may raise: where thousands need one another, that takes a minute."""
         if whole:
             self._evaluation = None
+        decisions = self._with_given(decisions)
         evaluation = self._evaluate(decisions, still_wanted)
         summed = evaluation.ledger.summed()
         swaps = self._swap(decisions, evaluation)
@@ -76,25 +79,30 @@ class Simulator:
 
     def chains(self, decisions: Mapping[int, Decision]) -> tuple[dict[int, Chain], list[int]]:
         """Replays by storage that asks for them first, and the storages that must be kept after all."""
-        evaluation = self._evaluate(decisions)
+        evaluation = self._evaluate(self._with_given(decisions))
         return evaluation.chains(), evaluation.kept()
 
     def away_from(self, decisions: Mapping[int, Decision]) -> dict[int, list[int]]:
         """For each swapped storage and each of its absences the first op before which it has left, -1 where it does not."""
+        decisions = self._with_given(decisions)
         return self._swap(decisions, self._evaluate(decisions)).away_from()
 
     def back_by(self, decisions: Mapping[int, Decision]) -> dict[int, int]:
         """For each swapped storage that a replay reads ahead of its first consumer, the op before which it does."""
-        return self._evaluate(decisions).ledger.back_by()
+        return self._evaluate(self._with_given(decisions)).ledger.back_by()
 
     def staging_ms(self, saved: Saved) -> float:
         """What swapping `saved` takes of the compute lane: on a CPU the cores that compute copy to and from the tier's buffers; elsewhere
         the host queues the copies."""
-        return 2 * handling_ms(saved.size_bytes, self.device, self.view.pace) * (1 + len(saved.again))
+        copies = 1 if saved.storage in self.view.unasked else 2 * (1 + len(saved.again))
+        return copies * handling_ms(saved.size_bytes, self.device, self.view.pace)
 
     def copy_ms(self, size_bytes: int, decision: Decision, *, out: bool) -> float:
         """Time of one copy on its lane; infinite where the device has no such link."""
         return self._lanes.copy_ms(size_bytes, decision, out=out)
+
+    def _with_given(self, decisions: Mapping[int, Decision]) -> Mapping[int, Decision]:
+        return {**self.given, **decisions} if self.given else decisions
 
     @cached_property
     def _replays(self) -> Replays:

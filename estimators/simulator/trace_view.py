@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from memopt.estimators.simulator.costs import REPLAY_MS, pace_of
 from memopt.estimators.simulator.early import early_uses
 from memopt.estimators.simulator.in_backward import why_not
-from memopt.estimators.simulator.saved import Part
+from memopt.estimators.simulator.saved import Part, left_until
 from memopt.estimators.simulator.saved import Saved as Saved
 from memopt.estimators.simulator.weights_away import weights_away
 from memopt.trace import CATEGORIES, COPIES, PHASES, RANDOM, REPLAYABLE, Trace
@@ -168,6 +168,17 @@ class TraceView:
             if self.trace.storages.category[storage] not in kept and self.birth[storage] >= 0:
                 found[storage] = self._saved(storage, rows)
         return found | weights_away(self.trace, self.value_times, self.reads)
+
+    @cached_property
+    def unasked(self) -> frozenset[int]:
+        """Saved storages that no backward call asks for."""
+        every = self.saved.values()
+        return frozenset(each.storage for each in every if each.first_use >= self.n and not each.is_weight)
+
+    @cached_property
+    def left_until(self) -> dict[int, int]:
+        """Saved storage that outlives the iteration -> the op of the next one after which it goes; -1 where that is not known."""
+        return left_until(self.trace, self.saved)
 
     @cached_property
     def first_unpacked(self) -> dict[int, int]:

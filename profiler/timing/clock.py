@@ -167,9 +167,10 @@ _LEAST = -(1 << 62)
 
 
 def _divide(events: list[tuple[int, int, int]], time_us: list[float], older: list[tuple[int, int]]) -> Usage:
-    """Split the event stream at the marks. `older` holds (op before which it was freed, bytes)."""
-    live, high, inside = [], [], []
-    held = within = op = 0
+    """Split the event stream at the marks. `older` holds (op before which it was freed, bytes). What came to most between two ops was beside
+    what the earlier one left, where some of that has gone by the later one."""
+    live, high, inside = list[int](), list[int](), list[int]()
+    held = within = op = left = 0
     most = _LEAST
     waiting = sorted(older)
     place = 0
@@ -183,13 +184,15 @@ def _divide(events: list[tuple[int, int, int]], time_us: list[float], older: lis
                 held -= waiting[place][1]
                 most -= waiting[place][1]
                 place += 1
+            if high and left > held:
+                high[-1], most = max(high[-1], most), _LEAST
             live.append(held)
             within = held
             most = max(most, held)
         else:
             high.append(most)
             inside.append(within)
-            most = _LEAST
+            most, left = _LEAST, held
             op += 1
     held -= sum(size for _, size in waiting[place:])
     return Usage(

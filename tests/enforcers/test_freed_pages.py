@@ -43,3 +43,28 @@ def test_pages_stay_when_blocks_are_freed() -> None:
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_the_users_own_settings_stay(name: str) -> None:
     assert not keep_freed_pages({name: "1"})
+
+
+IN_TURN = """
+from memopt.enforcers.freed_pages import FreedPages, keep_freed_pages, resident_bytes
+assert keep_freed_pages({})
+import torch
+pages = FreedPages(64 << 20)  # 96 MiB, and 64 more, may stay
+for _ in range(2):
+    pages.iteration_ended()
+least = resident_bytes()
+for mib in (100, 400, 100):
+    blocks = [torch.ones(1 << 18) for _ in range(mib)]
+    blocks.clear()
+    pages.iteration_ended()
+    print((resident_bytes() - least) >> 20)
+"""
+
+
+@glibc
+def test_a_heap_that_has_grown_gives_back_what_is_free() -> None:
+    done = subprocess.run([sys.executable, "-c", IN_TURN], capture_output=True, text=True, check=True)
+    few, many, few_again = map(int, done.stdout.split())
+    assert 90 < few < 130
+    assert many < 20
+    assert 90 < few_again < 130
