@@ -59,6 +59,10 @@ class Measurements:
         self._paused = False
         self._measured_planned = False
         """An iteration like the profiled one has been measured."""
+        self._just_measured = False
+        """The iteration before: two of torch's profiles in a row crash now and then."""
+        self._guarded = 0
+        """Iterations that the guard beside the plan has held from their beginning on."""
         self._resident_bytes = 0
         """Largest resident set before torch's profiler, which measures, took memory of its own."""
         self._peaks: list[tuple[int, int]] = []
@@ -225,7 +229,8 @@ class Measurements:
         as_planned = not plain and count > 1 and self._is_as_planned(saved)
         if count > 1 and self._meter is None and not plain:
             self._times_ms.append(milliseconds)
-        if not self._stop():
+        self._just_measured = self._stop()
+        if not self._just_measured:
             return None
         if self._peaks[-1] == max(self._peaks):
             other = self._is_unlike(saved) and bool(self._others)
@@ -236,8 +241,9 @@ class Measurements:
             return None
         return self._peaks[-1][0]
 
-    def iteration_begins(self, after: int, iterations: Iterations) -> None:
-        """Measure it, if it is one of those, where `after` iterations have ended."""
+    def iteration_begins(self, after: int, iterations: Iterations, *, guarded: bool = False) -> None:
+        """Measure it, if it is one of those, where `after` iterations have ended; of those that are `guarded`, which are unlike the planned one,
+        or begin with more than that, some too."""
         if after >= MEASURED[0] and iterations.rounds == 1 and iterations.came_late:
             # what was measured so far were parts of iterations: another optimizer has joined the round only now
             self._parts = after - 1
@@ -248,7 +254,9 @@ class Measurements:
         if 0 < first < MEASURED[0]:  # the script may make no more
             turns = (first, *(each for each in turns if each > first + 1))
         begun = after - self._parts
-        if self._wanted and (begun + 1 in turns or (begun >= _LATE and begun.bit_count() == 1)):
+        self._guarded += guarded
+        wanted = guarded and self._guarded.bit_count() == 1 and not self._just_measured
+        if self._wanted and (begun + 1 in turns or wanted or (begun >= _LATE and begun.bit_count() == 1)):
             self._start()
 
     def training_begins(self) -> None:

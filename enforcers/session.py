@@ -438,7 +438,8 @@ class ApplySession:
         self._frames.new_iteration()
         engine.enter()
         if self._iterations is not None:
-            self._measurements.iteration_begins(count, self._iterations)
+            guarded = engine.standby is not None and not engine.standby.guard.rests
+            self._measurements.iteration_begins(count, self._iterations, guarded=guarded)
 
     def _plan_slots(self, engine: Engine) -> list[int]:
         return [len(action.slots) or 1 for action in engine.actions]

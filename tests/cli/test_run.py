@@ -505,3 +505,48 @@ def test_a_round_of_several_optimizers_is_one_iteration_from_the_first_on(tmp_pa
     assert "enforced after 3 of 12 iterations" in " ".join(done.stderr.split())
     course = outcome_of(tmp_path)
     assert (course["enforced_after"], course["iterations"]) == (3, 12)
+
+
+def test_a_script_may_go_to_another_folder_before_it_imports_torch(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"import os\nos.chdir({os.sep!r})\n{NEAR}")
+    done = memopt(tmp_path, "run", "--budget", "60%", "--outcome", "o.json", "train.py")
+    assert done.returncode == 0
+    assert "cannot run" not in done.stderr
+    assert "memopt: recorded iteration 3" in done.stderr
+
+
+def test_a_share_is_told_to_be_of_the_iteration_that_was_recorded_first() -> None:
+    from memopt.cli.run.words import _of_the_first
+
+    plan: Any = SimpleNamespace(budget_bytes=1000)
+
+    def told(**facts: Any) -> bool:
+        usual = {"is_share": True, "budget": "60%", "peak_bytes": 1200, "most_saved": 1.0, "grew": False}
+        return bool(_of_the_first(SimpleNamespace(**usual | facts), plan))  # type: ignore[arg-type]
+
+    assert told(grew=True)
+    assert told(most_saved=1.5)
+    assert not told()
+    assert not told(grew=True, peak_bytes=900)
+    assert not told(grew=True, is_share=False)
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({}, ""),
+        ({"streamed": True}, "frozen weights are streamed"),
+        ({"in_pieces": SimpleNamespace(tier="disk")}, "optimizer state is in a tier between steps"),
+        ({"in_backward": SimpleNamespace(saved_bytes=300)}, ""),
+        (
+            {"in_backward": SimpleNamespace(saved_bytes=700)},
+            "there is no room for the gradients that the optimizer's step inside backward saves",
+        ),
+    ],
+)
+def test_why_another_phase_is_not_recorded_is_told(facts: dict[str, Any], why: str) -> None:
+    from memopt.cli.run.stages import _why_it_goes_on
+
+    plan: Any = SimpleNamespace(**{"streamed": None, "in_pieces": None, "in_backward": None} | facts)
+    guard: Any = SimpleNamespace(tensor_bytes=lambda: 500, budget_bytes=1000)
+    assert _why_it_goes_on(plan, guard) == why

@@ -244,3 +244,15 @@ def test_what_changes_slowly_is_measured_later(measured):
         found.iteration_ended(count, 1.0, None, plain=False)
         found.iteration_begins(count, LOOP)
     assert begun == [3, 6, 17, 33, 65]
+
+
+def test_of_iterations_that_the_guard_holds_some_are_measured_and_no_two_in_a_row(measured):
+    """A script that keeps something from iteration 20 on was told to be held, by what the first ones came to."""
+    found = measured([1] * 9)
+    begun = []
+    start = found._start
+    found._start = lambda there=None: (begun.append(count + 1), start())
+    for count in range(1, 33):
+        found.iteration_ended(count, 1.0, None, plain=False)
+        found.iteration_begins(count, LOOP, guarded=count > 20)
+    assert begun == [3, 6, 17, 22, 25, 29, 33]

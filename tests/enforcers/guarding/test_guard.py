@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt.enforcers.guarding.guard import Guard
+from memopt.enforcers.guarding.live_bytes import Live
 from memopt.enforcers.guarding.watched import Saved, Watched
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.disk import DiskStore
@@ -609,3 +610,31 @@ def test_a_budget_for_the_whole_process_leaves_room_for_the_context(tmp_path, mo
     share = Guard(loop, disk_tier(tmp_path), "cuda", 10_000)
     share._leave_room_for_the_context()
     assert share.budget_bytes == 10_000
+
+
+def test_what_came_back_ahead_for_nobody_is_away_when_the_next_iteration_begins(tmp_path: Path) -> None:
+    """The graph of an evaluation that a variable holds: what was saved last was taken to be asked for next, and stayed."""
+    block = [nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)]
+    model, seen = nn.Sequential(*block), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    frames: list[Any] = []
+
+    def loop(steps: int) -> list[str]:
+        held = None
+        for step in range(steps):
+            if step == 2:
+                held = model(torch.randn(1024, 256)).mean()
+            loss = model(torch.randn(1024, 256)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            del loss
+            if step > 2:
+                seen.append(Live("cpu").look_around().now())
+        frames.append(held)
+        return []
+
+    guarded(loop, tmp_path, 14 << 20, 7)
+    held = frames.pop()
+    assert held is not None
+    assert max(seen) < 8 << 20  # the graph has 16 MiB, and the parameters and gradients 4
