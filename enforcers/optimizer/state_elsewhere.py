@@ -1,14 +1,22 @@
 """Optimizer state that is in a tier between steps: what stands for `optimizer.state` meanwhile.
 
 Whoever reads it but the paged step (`state_dict`, a checkpoint, a logger) finds it whole: the first look brings all of it back, and it
-stays until the script goes on to train: until it saves a tensor for backward, or, once it has, until the next step has ended.
+stays until the script goes on to train: until it saves a tensor for backward, or, once it has, until the next step has ended. A forked
+child could not bring it back: it is whole before the script forks, except for a DataLoader's workers, which do not look.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, ItemsView, ValuesView
+from types import FrameType
 from typing import Any
+
+from memopt.errors import MemoptError
 
 
 class StateElsewhere(defaultdict[Any, Any]):
@@ -29,6 +37,7 @@ class StateElsewhere(defaultdict[Any, Any]):
             dict.__setitem__(self, key, dict.__getitem__(state, key))
         self.bring_back = bring_back
         self.looked_at = looked_at or bring_back
+        _living[id(self)] = self
 
     def __reduce__(self) -> Any:
         """Copied and pickled as what torch makes: a plain `defaultdict`."""
@@ -87,3 +96,28 @@ for _name in (
 ):
     setattr(StateElsewhere, _name, _whole_first(_name))
 StateElsewhere.__hash__ = None
+
+_living: weakref.WeakValueDictionary[int, StateElsewhere] = weakref.WeakValueDictionary()
+"""By id, since none can be hashed."""
+_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+
+
+def _be_whole() -> None:
+    """The script forks."""
+    if not _living or _starts_a_loaders_worker():
+        return
+    for state in list(_living.values()):
+        with contextlib.suppress(MemoptError):  # in a child that forks: whoever looks is told
+            state.looked_at()
+
+
+def _starts_a_loaders_worker() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_LOADER):
+            return True
+        frame = frame.f_back
+    return False
+
+
+os.register_at_fork(before=_be_whole)

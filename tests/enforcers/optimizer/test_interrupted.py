@@ -12,9 +12,11 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from memopt.enforcers.optimizer import gradients_elsewhere, paged
 from memopt.enforcers.optimizer.piece import Piece
+from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
 from memopt.enforcers.session import ApplySession, Options
 from memopt.enforcers.tiers.swap import SwapFailed
 from memopt.enforcers.verify.digests import digest
@@ -204,7 +206,8 @@ def test_a_swap_folder_that_is_memory_is_told(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_forked_child_is_let_be(tmp_path: Path) -> None:
-    """It has gradients, state and hooks of its parent's: what it computes by itself is plain, what is away is told of, nothing hangs."""
+    """It has gradients, state and hooks of its parent's: what it computes by itself is plain, state is whole, gradients that are away are told
+    of, nothing hangs."""
     session = ApplySession(plan(late=True), Options(swap_dir=tmp_path, measure=False))
     session.install()
     try:
@@ -231,12 +234,25 @@ def _in_child(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     torch.optim.AdamW(twin.parameters(), lr=0.01).step()
     if any(p.grad is None for p in twin.parameters() if p.requires_grad):
         return 3
-    for look in (lambda: model.first.weight.grad, optimizer.state_dict):
-        try:
-            look()
-        except SwapFailed as error:
-            if "forked" not in str(error.why):
-                return 4
-        else:
-            return 5
-    return 0
+    try:
+        _ = model.first.weight.grad
+    except SwapFailed as error:
+        if "forked" not in str(error.why):
+            return 4
+    else:
+        return 5
+    state = optimizer.state_dict()["state"][0]
+    return 0 if float(state["step"]) == 3 and float(state["exp_avg_sq"].sum()) > 0 else 6
+
+
+def test_state_is_whole_where_the_script_forks_and_stays_away_where_a_loader_does() -> None:
+    looks: list[str] = []
+    state = StateElsewhere({}, lambda: looks.append("memopt"), lambda: looks.append("script"))
+    assert list(DataLoader([1.0, 2.0], num_workers=1, multiprocessing_context="fork")) == [1.0, 2.0]  # type: ignore[arg-type]
+    assert looks == []
+    child = os.fork()
+    if child == 0:
+        os._exit(len(looks))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert looks == ["script"]
+    del state
