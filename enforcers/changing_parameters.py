@@ -54,6 +54,12 @@ class ChangingParameters:
         self._stepping, self.sees_writes = None, False
 
     def _will_change(self, optimizer: torch.optim.Optimizer) -> None:
-        for group in optimizer.param_groups if self._values.holds_sources else ():
-            for parameter in group["params"]:
-                self._values.will_be_rewritten(parameter)
+        values = self._values
+        parameters = (
+            [p for group in optimizer.param_groups for p in group["params"]] if values.holds_sources else []
+        )
+        if not self._iterations.in_backward:
+            values.will_be_stepped(parameters)
+            return
+        for parameter in parameters:
+            values.will_be_rewritten(parameter)

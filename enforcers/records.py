@@ -23,6 +23,7 @@ from memopt.enforcers.codecs.encoded import Encoded
 from memopt.enforcers.codecs.table import decode
 from memopt.enforcers.flat_call import CallForm
 from memopt.enforcers.kernel_settings import SETTINGS, Settings
+from memopt.enforcers.tiers.swap import SwapTier
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.ops import OpKind
 from memopt.instrument.saved import Place, let_go_of_bytes
@@ -121,6 +122,7 @@ class Value:
         "number",
         "place",
         "record",
+        "sent",
         "storage",
         "version",
         "waiting",
@@ -144,6 +146,8 @@ class Value:
         """What the last handle was served with: backward holds it for a while, and only reads it."""
         self.elsewhere: weakref.ref[SwappedStorage] | None = None
         """A tier holds it for others."""
+        self.sent: SwappedStorage | None = None
+        """A tier holds it for those who still wait: made again in a step, for a graph that lives on."""
         self.waiting = 0
         """Handles that have not been served."""
         self.again = False
@@ -163,12 +167,20 @@ class Value:
         swapped = self.elsewhere() if self.elsewhere is not None else None
         return swapped.get() if swapped is not None and swapped.waiting > 0 else None
 
+    def send(self, tier: SwapTier[Any]) -> None:
+        """What is cached leaves for `tier` until somebody asks. Raises `SwapFailed`; it stays then."""
+        assert self.cached is not None
+        sent = SwappedStorage(tier, self.cached)
+        sent.wait_until_away()
+        sent.waiting = 1
+        self.sent, self.elsewhere, self.cached = sent, weakref.ref(sent), None
+
     def serve(self, storage: UntypedStorage, *, first: bool, only_read: bool) -> None:
         """A handle has been served with `storage`, for the `first` time or again. After the last, what was made again lives as long as backward
         holds it."""
         self.waiting -= first
         if self.waiting <= 0 or self.each:
-            self.cached = None
+            self.cached = self.sent = None
             self.given = weakref.ref(storage) if only_read else None
 
 

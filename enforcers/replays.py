@@ -27,7 +27,7 @@ class CannotReplay(RuntimeError):
     """A source of a replay was changed behind memopt's back: the value is lost, and a wrong one is never handed out."""
 
 
-Kept = Callable[[UntypedStorage], None]
+Kept = Callable[[Value], None]
 
 
 def make(value: Value, kept: Kept | None = None) -> UntypedStorage:
@@ -135,7 +135,7 @@ class _Replay:
         if value.waiting > 0 and value.there() is None and held and not value.each:
             value.cached = storage_of(tensor)
             if self._kept is not None:
-                self._kept(value.cached)
+                self._kept(value)
         if self._reads.get(id(value), 0) > 0:
             self._made[id(value)] = tensor
 

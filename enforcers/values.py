@@ -5,8 +5,9 @@ Every way in which bytes can change passes here first, so that what was to be ma
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +16,15 @@ from torch import Tensor, UntypedStorage
 from memopt.enforcers.codecs.encoded import Encoded
 from memopt.enforcers.records import Pinned, Record, Value, View, output_tensors
 from memopt.enforcers.replays import Kept, make
+from memopt.enforcers.tiers.swap import SwapFailed, SwapTier
 from memopt.enforcers.tiers.swapped import SwappedStorage
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, tensors_in, version_of
 from memopt.instrument.saved import Place
 from memopt.instrument.script.training_thread import TrainingThread
 from memopt.instrument.torch_internals import storage_of
+
+_LEAST_BYTES = 1 << 20
+"""Smaller ones stay, as under a plan."""
 
 
 class _Address(weakref.ref[UntypedStorage]):
@@ -57,6 +62,8 @@ class Values:
         self._swapped: dict[int, tuple[weakref.ref[UntypedStorage], int, weakref.ref[SwappedStorage]]] = {}
         """The same of tiers."""
 
+        self.tier: SwapTier[Any] | None = None
+        """Where what is made in a step, before it changes parameters, waits for a backward that may never come."""
         self.kept: Kept | None = None
         """Told of what a replay makes and holds."""
         self.whole_first: Callable[[Tensor, object], None] | None = None
@@ -215,15 +222,17 @@ class Values:
             self.source_changes(storage._cdata, but=record)
         return storages
 
-    def source_changes(self, address: int, *, but: Record | None = None) -> None:
-        """The bytes at `address` are about to change: records that hold them as a source run now and keep their results."""
+    def source_changes(self, address: int, *, but: Record | None = None, kept: Kept | None = None) -> None:
+        """The bytes at `address` are about to change: records that hold them as a source run now and keep their results. `kept` is told of these."""
         for reference in self._pins.pop(address, ()):
             record = reference()
             if record is None or record is but or not record.stands_on(address):
                 continue
             for value in (v for ref in record.values if (v := ref()) is not None):
-                if value.there() is None or value.cached is None:
-                    value.cached = make(value, self.kept)
+                if value.sent is None and (value.there() is None or value.cached is None):
+                    value.cached = make(value, kept or self.kept)
+                    if kept is not None:
+                        kept(value)
 
     def overwritten(self, storages: Sequence[UntypedStorage]) -> None:
         """The storages hold other bytes now; their former values have to be made again where they are wanted."""
@@ -240,6 +249,27 @@ class Values:
         """A kernel that nobody sees into gets `tensor` and may write it: what needs its present bytes is made now."""
         if is_plain(tensor):
             self.source_changes(storage_of(tensor)._cdata)
+
+    def will_be_stepped(self, parameters: Iterable[Tensor]) -> None:
+        """An optimizer steps them, after backward: who still needs their present bytes is a graph that lives on (an evaluation's, whose result a
+        variable holds), and may be for long. What is made for it leaves again."""
+        made: list[Value] = []
+        for parameter in filter(is_plain, parameters):
+            self.source_changes(storage_of(parameter)._cdata, kept=made.append)
+            while made:
+                self._send(made.pop())
+
+    def _send(self, value: Value) -> None:
+        if (
+            self.tier is None
+            or value.cached is None
+            or value.waiting <= 0
+            or value.cached.nbytes() < _LEAST_BYTES
+        ):
+            return
+        with contextlib.suppress(SwapFailed):
+            value.send(self.tier)
+        self.tier.collect()
 
     def rewritten_unseen(self, tensor: Tensor) -> None:
         """A kernel that nobody sees into has changed `tensor`: what was recorded made another value."""

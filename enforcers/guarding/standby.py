@@ -258,7 +258,10 @@ def standby_of(plan: Plan, loop: Loop, swap_dir: Path, budget_bytes: int, values
     iteration saved is not known."""
     if not (budget_bytes and plan.saved_elements):
         return None
-    guard = Guard(loop, offload_tier(swap_dir), plan.device.kind, budget_bytes, rests=True)
-    guard.values, values.kept = values, guard.held_again
+    tier = offload_tier(swap_dir)
+    guard = Guard(loop, tier, plan.device.kind, budget_bytes, rests=True)
+    values.tier = tier
+    guard.values = values
+    values.kept = lambda value: guard.held_again(value.cached) if value.cached is not None else None
     guard.workspaces = plan.workspaces
     return Standby(guard, plan)

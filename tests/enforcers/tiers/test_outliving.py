@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from memopt.advisors.advise import Adviser
 from memopt.advisors.kinds import allowed
 from memopt.enforcers.guarding.left_over import send_away
+from memopt.enforcers.guarding.live_bytes import Live
 from memopt.enforcers.tiers.per_device import offload_tier
 from memopt.enforcers.verify.digests import digest
 from memopt.instrument.saved import Kept
 from memopt.plan import Plan
 from memopt.trace import Trace
-from tests.support.enforced import enforced, recorded, seeded, state_digests
+from tests.support.enforced import enforced, everything, recorded, seeded, state_digests
 
 MIB = 1 << 20
 Look = Callable[[int, Tensor], None]
@@ -142,3 +143,43 @@ def test_what_the_recorded_iteration_has_left_leaves_with_it(tmp_path: Path) -> 
     assert [digest(each.get()) for each in kept] == before
     assert digest(held) == before[0]
     tier.close()
+
+
+def with_an_evaluation(
+    steps: int, *, again_at: int = -1, trains: int = 6, seen: list[int] | None = None
+) -> list[str]:
+    """Every third iteration; a variable holds its result, and what that was computed from. The first `trains` layers are stepped."""
+    model, found = layers(), list[str]()
+    optimizer = torch.optim.SGD(model[:trains].parameters(), 0.1)
+    held = None
+    for step in range(steps):
+        if step % 3 == 2 and steps > 4:
+            held = model(torch.rand(1024, 256)).mean()
+        backward_again(again_at, step, held)
+        loss = model(torch.rand(1024, 256)).square().mean()
+        loss.backward()
+        found += [digest(loss), *state_digests(model)]
+        del loss
+        optimizer.step()
+        model.zero_grad()
+        if seen is not None and step > 2:
+            seen.append(Live("cpu").look_around().now() // MIB)
+    return found
+
+
+@pytest.mark.parametrize(("trains", "again_at"), [(6, -1), (1, 7)])
+def test_what_a_step_has_made_again_for_a_graph_that_lives_on_leaves(
+    trains: int, again_at: int, tmp_path: Path
+) -> None:
+    """A plan takes the evaluation's calls for those that train: what it had dropped there was made before the parameters changed, and stayed.
+    Through stepped weights of the later layers no backward could go, whether memopt is there or not."""
+    loop, seen = partial(with_an_evaluation, trains=trains, again_at=again_at), list[int]()
+    adviser = Adviser(
+        recorded(partial(with_an_evaluation, trains=trains), tmp_path), allowed(("recompute",), ())
+    )
+    problem = adviser.problem(1)
+    plan = adviser.write(problem, everything("recompute")(problem), "chosen by a test")
+    computed, outcome = enforced(partial(loop, seen=seen), plan, tmp_path, 9, holds_bytes=8 * MIB)
+    assert computed == seeded(loop, 9)
+    assert outcome.actions.done > 0
+    assert max(seen) <= 7  # parameters and gradients have 3 MiB, the evaluation's graph 12 and its input one
