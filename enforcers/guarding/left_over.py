@@ -4,8 +4,10 @@ its first iteration begins with these."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.tiers.swapped import SwappedStorage
@@ -17,9 +19,10 @@ LEAST_BYTES = 1 << 20
 """Smaller storages stay, as under a plan."""
 
 
-def send_away(handles: Iterable[Kept], tier: SwapTier[Any]) -> None:
+def send_away(handles: Sequence[Kept], tier: SwapTier[Any]) -> None:
     """Move the storages of `handles` to `tier` that nobody else holds; a copy that fails leaves them where they are."""
     by_storage: dict[int, list[Kept]] = defaultdict(list)
+    _wait_for_streams(handles)  # the script's other streams may have written them
     guard = DisableTorchDispatch()
     try:
         for handle in handles:
@@ -32,11 +35,17 @@ def send_away(handles: Iterable[Kept], tier: SwapTier[Any]) -> None:
         ]
         for content in leaving:
             content.wait_until_away()
+        _wait_for_streams(handles)
         tier.collect()
     except SwapFailed as error:
         without_frames(error)  # the tickets still have the bytes
     finally:
         del guard
+
+
+def _wait_for_streams(handles: Sequence[Kept]) -> None:
+    for device in {handle.tensor.device for handle in handles if handle.tensor.device.type != "cpu"}:
+        torch.accelerator.synchronize(device)
 
 
 def _sent(address: int, handles: list[Kept], tier: SwapTier[Any]) -> SwappedStorage | None:
