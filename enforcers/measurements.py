@@ -40,10 +40,8 @@ _ALIKE = 0.005
 and holds what that did (a mask that selects some more of a batch)."""
 
 _IN_CYCLES = "tensors in reference cycles, which are there until Python's garbage collector runs; gc.collect() after the step frees them"
-_DID_OTHER_THINGS = (
-    "the iterations that were measured did other things than the profiled one, or kernels that memopt does not see into "
-    "(torch.compile) did"
-)
+_DID_OTHER_THINGS = "the iterations that were measured did other things than the profiled one"
+_COMPILED = ", or kernels that memopt does not see into (torch.compile) did"
 
 _ELEMENT_BYTES = 4
 """Of what an iteration saved beyond the profiled one, whose types nobody has counted."""
@@ -153,7 +151,8 @@ class Measurements:
                 f"a measured iteration began with {format_bytes(more)} more than the profiled one: {self._why_more()}"
             )
         if not found and self._peaks and abs(ratio := self._unlike()) > _UNLIKE:
-            why = _IN_CYCLES if self.in_cycles else _DID_OTHER_THINGS
+            compiled = self.frames is not None and self.frames.regions.has_compiled
+            why = _IN_CYCLES if self.in_cycles else _DID_OTHER_THINGS + _COMPILED * compiled
             found.append(
                 f"the measured peak is {abs(ratio):.0%} {'above' if ratio > 0 else 'below'} the predicted one: {why}"
             )
