@@ -15,6 +15,7 @@ import click
 
 from memopt.cli.on_oom import leaving_traces
 from memopt.cli.shared.numbers import Real
+from memopt.instrument.memory.outside import resident_bytes
 
 if TYPE_CHECKING:
     from memopt.instrument.script.command import Command
@@ -86,7 +87,7 @@ class _View:
         now = self._now
         now.seconds = time.monotonic() - self._begun
         if not _look_at_accelerator(now):
-            now.used_bytes = _resident_bytes()
+            now.used_bytes = resident_bytes()
             now.room_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
             now.peak_bytes = max(now.peak_bytes, now.used_bytes)
         now.history.append(now.used_bytes)
@@ -129,14 +130,6 @@ def _look_at_accelerator(now: Any) -> bool:
     now.peak_bytes = max(now.peak_bytes, now.used_bytes, torch.cuda.max_memory_allocated(index))
     now.room_bytes = torch.cuda.get_device_properties(index).total_memory
     return True
-
-
-def _resident_bytes() -> int:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class _Foot:

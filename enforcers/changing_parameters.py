@@ -55,11 +55,11 @@ class ChangingParameters:
 
     def _will_change(self, optimizer: torch.optim.Optimizer) -> None:
         values = self._values
-        parameters = (
-            [p for group in optimizer.param_groups for p in group["params"]] if values.holds_sources else []
-        )
-        if not self._iterations.in_backward:
-            values.will_be_stepped(parameters)
+        if not values.holds_sources:
             return
-        for parameter in parameters:
-            values.will_be_rewritten(parameter)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self._iterations.in_backward:
+            for parameter in parameters:
+                values.will_be_rewritten(parameter)
+        else:
+            values.will_be_stepped(parameters)

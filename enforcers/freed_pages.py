@@ -13,8 +13,9 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import resource
 from collections.abc import Mapping
+
+from memopt.instrument.memory.outside import resident_bytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """mallopt(3)"""
@@ -56,9 +57,3 @@ class FreedPages:
         ):
             ctypes.CDLL(None).malloc_trim(0)
             self._in_use_bytes = resident_bytes()
-
-
-def resident_bytes() -> int:
-    """Of this process, on Linux."""
-    with open("/proc/self/statm", "rb") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()

@@ -17,14 +17,11 @@ from memopt.enforcers.codecs.encoded import Encoded
 from memopt.enforcers.records import Pinned, Record, Value, View, output_tensors
 from memopt.enforcers.replays import Kept, make
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier
-from memopt.enforcers.tiers.swapped import SwappedStorage
+from memopt.enforcers.tiers.swapped import LEAST_BYTES, SwappedStorage
 from memopt.instrument.ops import PLAIN_TYPES, OpKind, is_plain, tensors_in, version_of
 from memopt.instrument.saved import Place
 from memopt.instrument.script.training_thread import TrainingThread
 from memopt.instrument.torch_internals import storage_of
-
-_LEAST_BYTES = 1 << 20
-"""Smaller ones stay, as under a plan."""
 
 
 class _Address(weakref.ref[UntypedStorage]):
@@ -260,16 +257,11 @@ class Values:
                 self._send(made.pop())
 
     def _send(self, value: Value) -> None:
-        if (
-            self.tier is None
-            or value.cached is None
-            or value.waiting <= 0
-            or value.cached.nbytes() < _LEAST_BYTES
-        ):
-            return
-        with contextlib.suppress(SwapFailed):
-            value.send(self.tier)
-        self.tier.collect()
+        is_large = value.cached is not None and value.cached.nbytes() >= LEAST_BYTES
+        if self.tier is not None and is_large and value.waiting > 0:
+            with contextlib.suppress(SwapFailed):
+                value.send(self.tier)
+            self.tier.collect()
 
     def rewritten_unseen(self, tensor: Tensor) -> None:
         """A kernel that nobody sees into has changed `tensor`: what was recorded made another value."""

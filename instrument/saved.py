@@ -137,7 +137,7 @@ def share(tensor: Tensor) -> Tensor:
         del guard
 
 
-class Away(Protocol):
+class Elsewhere(Protocol):
     """Where the bytes of a storage are that has left."""
 
     waiting: int
@@ -161,10 +161,10 @@ class Kept:
         self.version = tensor._version
         self.brings: Any = None
         """What an enforcer has happen when it is asked for."""
-        self.away: Any = None
+        self.away: Elsewhere | None = None
         self.served = False
 
-    def leave(self, away: Away) -> None:
+    def leave(self, away: Elsewhere) -> None:
         """Its bytes are in `away` from here on."""
         self.away, self.place = away, Place.of(self.tensor)
         away.waiting += 1

@@ -7,7 +7,7 @@ Nothing that the script owns is kept alive by it: rows hold numbers, never tenso
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from threading import get_ident
 from typing import Any
@@ -404,13 +404,16 @@ class Recorder(modes.Mode):
 
     def saved_now(self) -> set[int]:
         """ids of the tensors that are saved, and live."""
-        handles = (reference() for references in self._saved_by.values() for reference in references)
-        return {id(handle.tensor) for handle in handles if handle is not None}
+        return {id(handle.tensor) for handle in self._living()}
 
     def left_over(self) -> list[Handle]:
         """Handles, on the device, of a graph that lives on once the iteration is over."""
-        handles = (reference() for references in self._saved_by.values() for reference in references)
-        return [handle for handle in handles if handle is not None and handle.bring is None]
+        return [handle for handle in self._living() if handle.bring is None]
+
+    def _living(self) -> Iterator[Handle]:
+        """All that have been packed, and that autograd still holds."""
+        every = (reference() for references in self._saved_by.values() for reference in references)
+        return (handle for handle in every if handle is not None)
 
     def _to_ask_after(self, op: int, everything: bool) -> list[tuple[int, int]]:
         """The latest of the saved storages, and some of the others in turn, where a script keeps very many (the states of a recurrent

@@ -26,7 +26,7 @@ from memopt.profiler.recordings import (
 )
 from memopt.profiler.timing.plain_steps import PlainSteps
 from memopt.profiler.trace_of import Run, describe_script, trace_of
-from memopt.trace import Trace, ops_of_phase
+from memopt.trace import Script, Trace, ops_of_phase
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +51,14 @@ class ProfileSession:
         wanted: Wanted,
         done: Callable[[Trace], None] | None = None,
         begins: Callable[[int, int], None] = lambda iteration, recorded: None,
+        *,
+        script: Script | None = None,
     ) -> None:
         """`done` is given the trace as soon as there is one, before the script goes on or is stopped; `begins` each iteration's number, and that
-        of the one that is recorded."""
+        of the one that is recorded. `script`: the command as it was, where the script may have gone to another folder since."""
         self._wanted = wanted
         self._plain = PlainSteps()
-        self._run = Run(describe_script(command), wanted, self._plain)
+        self._run = Run(script or describe_script(command), wanted, self._plain)
         self._tell = done or (lambda trace: None)
         self._begins = begins
         self._pid = os.getpid()

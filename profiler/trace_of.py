@@ -6,7 +6,6 @@ import hashlib
 import os
 import platform
 from dataclasses import dataclass, field
-from functools import cache
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -43,10 +42,8 @@ class Run:
         return self.iterations.count if self.iterations is not None else 0
 
 
-@cache
 def describe_script(command: Command) -> Script:
-    """The command as a plan keeps it, but for torch's version, which is known when the script has imported it. As it was when this was first
-    asked: a script may go to another folder."""
+    """The command as a plan keeps it, but for torch's version, which is known when the script has imported it."""
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     several = world.isdecimal() and int(world) > 1
     return Script(

@@ -124,10 +124,10 @@ class Problem:
         self.view, self.simulator, self.budget_bytes, self.allow = view, simulator, budget_bytes, allow
         self.time_limit_s = time_limit_s
         self.device = simulator.device
+        self.plain = simulator.run({})
         self.instead_of, self.pieces = instead_of, pieces
         self.in_place: InPlace | None = in_place if instead_of is None else instead_of.in_place
         self.streamed: Streamed | None = streamed if instead_of is None else instead_of.streamed
-        self.plain = simulator.run({})
         self.unplanned_peak_bytes: int = max(self.plain.peak_bytes, view.trace.peak_bytes)
         if instead_of is not None:
             self.unplanned_peak_bytes = instead_of.unplanned_peak_bytes
@@ -183,8 +183,8 @@ class Problem:
     def is_of_another_run(self) -> bool:
         """Is it of a run that is changed before any tensor is: another step of the optimizer, another backward, weights elsewhere, less of
         what nobody asks for?"""
-        changes = (self.instead_of, self.in_place, self.streamed, self.given or None)
-        return any(each is not None for each in changes)
+        changes = (self.instead_of, self.in_place, self.streamed)
+        return bool(self.given) or any(each is not None for each in changes)
 
     @property
     def is_met_unplanned(self) -> bool:

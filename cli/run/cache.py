@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import platform
 import shutil
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
@@ -16,10 +15,12 @@ from typing import TYPE_CHECKING
 from memopt.errors import MemoptError
 from memopt.files import write_atomic
 from memopt.plan import Plan, load_plan
+from memopt.profiler.trace_of import describe_script
 from memopt.version import VERSION
 
 if TYPE_CHECKING:
     from memopt.instrument.script.command import Command
+    from memopt.trace import Script
 
 FOLDER = ".memopt"
 _MOST_GROWTH = 8.0
@@ -32,7 +33,9 @@ class Cache:
 
     def __init__(self, command: Command, conditions: dict[str, object], *, keep: bool = True) -> None:
         """`conditions`: all else that a plan depends on (budget, device, kinds of action)."""
-        self._stem = f"{command.stem or 'script'}-{_key(command, conditions)}"
+        self.script = describe_script(command)
+        """As it was when the run began: it may go to another folder before anything is recorded."""
+        self._stem = f"{command.stem or 'script'}-{_key(self.script, conditions)}"
         self._passing: tempfile.TemporaryDirectory[str] | None = None
         folder = _folder() if keep else None
         if folder is None:
@@ -100,22 +103,20 @@ def _folder() -> Path | None:
     return folder if os.access(folder, os.W_OK) else None
 
 
-def _key(command: Command, conditions: dict[str, object]) -> str:
-    """Names the script as it is now, its arguments and folder, the versions, and `conditions`."""
-    from memopt.instrument.script.command import find_source
-
+def _key(script: Script, conditions: dict[str, object]) -> str:
+    """Names the script, its arguments and folder, the versions, and `conditions`."""
     try:
         installed = version("torch")
     except PackageNotFoundError:
         installed = ""
     known = {
-        "argv": list(command.argv),
-        "as_module": command.as_module,
-        "cwd": os.getcwd(),
-        "script": hashlib.sha256(find_source(command).read_bytes()).hexdigest(),
+        "argv": script.argv,
+        "as_module": script.as_module,
+        "cwd": script.cwd,
+        "script": script.sha256,
         "memopt": VERSION,
         "torch": installed,
-        "python": platform.python_version(),
+        "python": script.python,
         "rank": os.environ.get("RANK", ""),
         "world": os.environ.get("WORLD_SIZE", ""),
         **conditions,

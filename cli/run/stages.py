@@ -106,9 +106,6 @@ class Stages:
 
     def install(self) -> None:
         """Be there when the script imports torch."""
-        from memopt.profiler.trace_of import describe_script
-
-        describe_script(self._command)  # it may go to another folder before
         begin_at_torch(self)
 
     def torch_imported(self) -> None:
@@ -217,7 +214,7 @@ class Stages:
                 offload_from_bytes=0 if offloaded or self._is_near() else budget // 2,
                 under_way_bytes=min(wanted.under_way_bytes, max(_LEAST_UNDER_WAY, budget // _UNDER_WAY)),
             )
-        self._profile = ProfileSession(self._command, wanted, done=self._recorded)
+        self._profile = ProfileSession(self._command, wanted, done=self._recorded, script=self._cache.script)
         self._session = self._profile
         self._profile.begin_in(self._loop)
 
@@ -289,8 +286,9 @@ class Stages:
 
     def _send_left_over(self) -> None:
         """Where the recorded iteration has left a graph: the plan's first would begin with it, and the plan counts on its being away."""
-        from memopt.enforcers.guarding.left_over import LEAST_BYTES, send_away
+        from memopt.enforcers.guarding.left_over import send_away
         from memopt.enforcers.tiers.per_device import offload_tier
+        from memopt.enforcers.tiers.swapped import LEAST_BYTES
 
         assert self._profile is not None
         handles = [handle for each in self._profile.left_over if (handle := each()) is not None]

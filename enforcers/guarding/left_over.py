@@ -10,17 +10,14 @@ from typing import Any
 import torch
 
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
-from memopt.enforcers.tiers.swapped import SwappedStorage
+from memopt.enforcers.tiers.swapped import LEAST_BYTES, SwappedStorage
 from memopt.instrument.ops import is_lent, is_plain
 from memopt.instrument.saved import Kept
 from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of, storage_use_count
 
-LEAST_BYTES = 1 << 20
-"""Smaller storages stay, as under a plan."""
-
 
 def send_away(handles: Sequence[Kept], tier: SwapTier[Any]) -> None:
-    """Move the storages of `handles` to `tier` that nobody else holds; a copy that fails leaves them where they are."""
+    """Move the storages of `handles` to `tier` that nobody else holds, small ones apart; a copy that fails leaves them where they are."""
     by_storage: dict[int, list[Kept]] = defaultdict(list)
     _wait_for_streams(handles)  # the script's other streams may have written them
     guard = DisableTorchDispatch()

@@ -25,6 +25,10 @@ class Told(Protocol):
         """Wait for the copy."""
 
 
+LEAST_BYTES = 1 << 20
+"""Smaller storages are not worth the start of a copy and a place in a tier, under a plan or beside one."""
+
+
 class SwappedStorage:
     """One storage that a tier holds, shared by all handles on it. Asked for by any thread: backward has one for each device."""
 

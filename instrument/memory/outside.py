@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from memopt.trace import BEFORE_TRAINING, Trace
@@ -27,6 +28,14 @@ def was_above_now_bytes(kind: str, status: Path = Path("/proc/self/status")) -> 
         statistics = statistics_of(torch.cuda.current_device())
         return max(0, statistics.peaks_of_the_script()[0] - torch.cuda.memory_allocated())
     return max(0, _kilobytes(status, "VmHWM:") - _kilobytes(status, "VmRSS:")) * 1024
+
+
+def resident_bytes(pages: Path = Path("/proc/self/statm")) -> int:
+    """Of this process; 0 where the system does not tell."""
+    try:
+        return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, IndexError):
+        return 0
 
 
 def is_clearly_more(held_bytes: int, peak_bytes: int) -> bool:

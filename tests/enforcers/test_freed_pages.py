@@ -46,7 +46,8 @@ def test_the_users_own_settings_stay(name: str) -> None:
 
 
 IN_TURN = """
-from memopt.enforcers.freed_pages import FreedPages, keep_freed_pages, resident_bytes
+from memopt.enforcers.freed_pages import FreedPages, keep_freed_pages
+from memopt.instrument.memory.outside import resident_bytes
 assert keep_freed_pages({})
 import torch
 pages = FreedPages(64 << 20)  # 96 MiB, and 64 more, may stay

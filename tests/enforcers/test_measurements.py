@@ -235,24 +235,21 @@ def test_how_many_times_as_many_elements_is_told_once(measured):
     )
 
 
-def test_what_changes_slowly_is_measured_later(measured):
-    found = measured([1] * 9)
+def measured_of(found, iterations, guarded_from=1000):
+    """Which of so many iterations `found` measures; the guard beside the plan holds those from `guarded_from` on."""
     begun = []
     start = found._start
     found._start = lambda there=None: (begun.append(count + 1), start())
-    for count in range(1, 70):
+    for count in range(1, iterations):
         found.iteration_ended(count, 1.0, None, plain=False)
-        found.iteration_begins(count, LOOP)
-    assert begun == [3, 6, 17, 33, 65]
+        found.iteration_begins(count, LOOP, guarded=count + 1 >= guarded_from)
+    return begun
+
+
+def test_what_changes_slowly_is_measured_later(measured):
+    assert measured_of(measured([1] * 9), 70) == [3, 6, 17, 33, 65]
 
 
 def test_of_iterations_that_the_guard_holds_some_are_measured_and_no_two_in_a_row(measured):
     """A script that keeps something from iteration 20 on was told to be held, by what the first ones came to."""
-    found = measured([1] * 9)
-    begun = []
-    start = found._start
-    found._start = lambda there=None: (begun.append(count + 1), start())
-    for count in range(1, 33):
-        found.iteration_ended(count, 1.0, None, plain=False)
-        found.iteration_begins(count, LOOP, guarded=count > 20)
-    assert begun == [3, 6, 17, 22, 25, 29, 33]
+    assert measured_of(measured([1] * 9), 33, guarded_from=22) == [3, 6, 17, 22, 25, 29, 33]

@@ -22,7 +22,6 @@ from memopt.trace import Trace
 from tests.support.enforced import enforced, everything, recorded, seeded, state_digests
 
 MIB = 1 << 20
-Look = Callable[[int, Tensor], None]
 
 
 def layers() -> nn.Sequential:
@@ -69,7 +68,7 @@ def only_looked_at(steps: int, again_at: int = -1) -> list[str]:
     return found
 
 
-def thrown_away(steps: int, again_at: int = -1) -> list[str]:
+def thrown_away(steps: int) -> list[str]:
     """An evaluation that records a graph, which goes before the iteration ends."""
     model, found = layers(), list[str]()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -120,12 +119,8 @@ def test_a_backward_that_asks_after_all_gets_the_same(loop: Callable[..., list[s
     assert computed != seeded(loop, 6)
 
 
-def test_no_more_leaves_than_the_budget_asks_for(
-    case: tuple[Callable[..., list[str]], Trace, Plan],
-) -> None:
-    loop, trace, _ = case
-    if loop is not only_looked_at:
-        pytest.skip("where some are asked for, the search decides")
+def test_no_more_leaves_than_the_budget_asks_for(tmp_path: Path) -> None:
+    trace = recorded(only_looked_at, tmp_path)
     plan = Adviser(trace, allowed((), ())).plan(int(0.9 * trace.peak_bytes))
     assert 0 < sum(action.size_bytes for action in plan.actions) < 0.3 * trace.peak_bytes
 
