@@ -322,13 +322,14 @@ class ApplySession:
         self._remove()
         return outcome
 
-    def retire(self) -> tuple[Outcome | None, OptimizerInBackward | None]:
-        """As `finished`, in a script that goes on; and who is to be told of its steps until no gradient is missed."""
+    def retire(self) -> tuple[Outcome | None, OptimizerInBackward | None, OptimizerInPieces | None]:
+        """As `finished`, in a script that goes on; who is to be told of its steps until no gradient is missed, and who of them for as long as
+        state is to be in a tier."""
         self._measurements.end(training=self._in_training)
         outcome = self._outcome()
-        inside = self._steps.retire() if self._steps is not None else None
+        inside, pieces = self._steps.retire() if self._steps is not None else (None, None)
         self._remove()
-        return outcome, inside
+        return outcome, inside, pieces
 
     def _give_up(self) -> None:
         """What had been set up before something failed would go on alone."""

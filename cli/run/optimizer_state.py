@@ -84,10 +84,12 @@ class StateBeside:
         return self._pieces is not None
 
     def leaves(self, loop: Loop, budget_bytes: int) -> None:
-        """Nothing else is left to move: if there is any it leaves, as what the steps that follow make."""
+        """Nothing else is left to move: if there is any on the device it leaves, as what the steps that follow make."""
         from memopt.enforcers.optimizer.first_step import has_state
 
-        if not self.is_away and any(map(has_state, loop.iterations.stepped)):
+        if self._pieces is not None:
+            self._pieces.keep_none()
+        elif any(map(has_state, loop.iterations.stepped)):
             self._send(loop, budget_bytes)
 
     def _send(self, loop: Loop, budget_bytes: int) -> None:
@@ -102,6 +104,11 @@ class StateBeside:
         self._pieces = OptimizerInPieces(loop.iterations, piece_bytes, tier, whole_from=_WHOLE_FROM_BYTES)
         self._pieces.come_into(self._room)
         self._pieces.begin(loop.iterations.stepped)
+
+    def goes_on_with(self, pieces: OptimizerInPieces) -> None:
+        """The plan is over that had sent it away: it stays so from here on, beside whatever comes next."""
+        self._pieces = pieces
+        pieces.come_into(self._room)
 
     def left_alone(self, wishes: Wishes) -> Wishes:
         """For a plan beside which it is away."""
@@ -123,10 +130,14 @@ class StateBeside:
             self.note = FROM_THE_FIRST
 
     def comes_back(self, guard: Guard) -> None:
-        """Between iterations: it is on the device from here on, as in the plain run, if there is room for that."""
+        """Between iterations: it is on the device from here on, as in the plain run, if there is room for that; else all of it is away."""
         pieces = self._pieces
-        if pieces is not None and pieces.plain_step_bytes() + guard.bytes_now() <= guard.budget_bytes:
+        if pieces is None:
+            return
+        if pieces.plain_step_bytes() + guard.bytes_now() <= guard.budget_bytes:
             self.end()
+        else:
+            pieces.keep_none()
 
     def comes_back_for_a_better_plan(self, device: str) -> bool:
         """Between iterations: the same where the budget has no room, but the device has. Is it so?"""

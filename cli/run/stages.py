@@ -335,7 +335,9 @@ class Stages:
         apply, self._apply, self._session = self._apply, None, None
         assert apply is not None
         course, standby = self.course, apply.standby
-        outcome, self._retired = apply.retire() if goes_on else (apply.finished(), None)
+        outcome, self._retired, pieces = apply.retire() if goes_on else (apply.finished(), None, None)
+        if pieces is not None:
+            self._state.goes_on_with(pieces)
         course.most_saved = apply.most_saved
         seen_bytes = standby.guard.most_bytes if standby is not None else 0
         if standby is not None:
@@ -384,11 +386,11 @@ class Stages:
         assert self._apply is not None
         assert self._apply.standby is not None
         standby = self._apply.standby
-        self._state.comes_back(standby.guard)
         self._saved_before = standby.unforeseen
         how = standby.words or "iterations saved less than the plan is for"
         self.course.notes.append(f"up to iteration {count - self._parts}, {how}")
         self._end_enforcing()
+        self._state.comes_back(standby.guard)
         self._base = count
         self.course.phase += 1
         self.course.grew |= not standby.is_less
@@ -546,7 +548,9 @@ class Stages:
         guard.last_resort = lambda: self._guard(self._send_state)
 
     def _send_state(self) -> None:
-        if self._loop is not None and not self._is_planned:
+        if self._is_planned and self._apply is not None and self._apply.pieces is not None:
+            self._apply.pieces.keep_none()
+        elif self._loop is not None and not self._is_planned:
             self._state.leaves(self._loop, self.course.budget_bytes or 0)
 
     @property
@@ -600,15 +604,16 @@ class Stages:
 
 
 def _why_it_goes_on(plan: Plan, guard: Guard) -> str:
-    """Why the script cannot go on without what `plan` does to optimizer, gradients and weights, while an iteration is recorded; empty where it can."""
-    if plan.streamed:
-        return "frozen weights are streamed"
-    if plan.in_pieces and plan.in_pieces.tier:
-        return "optimizer state is in a tier between steps"
-    inside = plan.in_backward
-    if inside is None or guard.tensor_bytes() + inside.saved_bytes <= _NEAR * guard.budget_bytes:
+    """Why the script cannot go on without what `plan` does to gradients and weights, while an iteration is recorded; empty where it can."""
+    streamed, pieces, inside = plan.streamed, plan.in_pieces, plan.in_backward
+    weights = streamed.away_bytes if streamed is not None else 0
+    gradients = (pieces.gradient_bytes if pieces is not None else 0) + (inside.saved_bytes if inside is not None else 0)  # fmt: skip
+    if not weights + gradients:
         return ""
-    return "there is no room for the gradients that the optimizer's step inside backward saves"
+    room = _NEAR * guard.budget_bytes - guard.tensor_bytes()
+    if weights > room:
+        return "there is no room for the frozen weights that are streamed"
+    return "there is no room for the gradients that its plan lets go of" if weights + gradients > room else ""
 
 
 def _is_for(plan: Plan, saved: tuple[int, int]) -> bool:

@@ -242,6 +242,19 @@ class OptimizerInPieces:
         if self._whole is not None:
             self._whole.bring_back()
 
+    def keep_none(self) -> None:
+        """State that has stayed on the device leaves, and so will all of it after the steps to come."""
+        if self._tier is None or not (self.kept_bytes or self._most_away is not None):
+            return
+        self.keeps_bytes, self._most_away = 0, None
+        guard = DisableTorchDispatch()
+        try:
+            with held(), torch.no_grad():
+                for optimizer, stepped in list(self._stepped.items()):
+                    stepped.leave_all(optimizer)
+        finally:
+            del guard
+
     @property
     def kept_bytes(self) -> int:
         """State of what steps in pieces that has stayed there."""
@@ -252,9 +265,19 @@ class OptimizerInPieces:
         """State of what steps in pieces that is in the tier now."""
         return sum(each.away_bytes for each in self._stepped.values())
 
+    @property
+    def is_away(self) -> bool:
+        """Is any state in the tier now?"""
+        return self.away_bytes + self._whole_bytes > 0
+
+    @property
+    def _whole_bytes(self) -> int:
+        return self._whole.away_bytes if self._whole is not None else 0
+
     def plain_step_bytes(self) -> int:
         """What there will be on the device, beside what is there now, when the optimizers step as the script does."""
-        return self.away_bytes + sum(gradients_to_come(each) + temporaries_of(each) for each in self._stepped)
+        in_the_step = sum(gradients_to_come(each) + temporaries_of(each) for each in self._stepped)
+        return self.away_bytes + self._whole_bytes + in_the_step
 
     def remove(self) -> None:
         """Page no more. State that is away comes back when somebody asks for it: the tier stays open until the process ends."""

@@ -98,7 +98,7 @@ class PagedOptimizer:
         self._pager.all_gone(due)
 
     def leave(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lay the state that there is into bundles, and send them away: as after a step, without one."""
+        """Lay the state that there is into bundles, and send away what may not stay: as after a step, without one."""
         self.is_back = False
         self._stand_in(optimizer)
         if self._state is None:
@@ -107,10 +107,16 @@ class PagedOptimizer:
         for number, piece in enumerate(self._pieces):
             if piece.is_empty:
                 self._lay(piece, pageable)
-                room -= self._leave(piece, room)
+            room -= self._leave(piece, room)
             if number:
                 self._pager.gone(self._pieces[number - 1])
         self._pager.all_gone(self._pieces)
+
+    def leave_all(self, optimizer: torch.optim.Optimizer) -> None:
+        """None of it may stay from here on, of any parameter."""
+        self.keeps_bytes = 0
+        self._leave_it = {id(each) for each in trained(optimizer)}
+        self.leave(optimizer)
 
     def _leave(self, piece: Piece, room_bytes: int) -> int:
         """It leaves, or takes of the room that there is: how much."""

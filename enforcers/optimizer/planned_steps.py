@@ -106,13 +106,16 @@ class PlannedSteps:
             if each is not None:
                 each.remove()
 
-    def retire(self) -> OptimizerInBackward | None:
-        """As `remove`, in a script that goes on; who is to be told of its steps for a while yet."""
+    def retire(self) -> tuple[OptimizerInBackward | None, OptimizerInPieces | None]:
+        """As `remove`, in a script that goes on: who is to be told of its steps for a while yet, and who has optimizer state in a tier and
+        goes on to step it."""
         inside, self.in_backward = self.in_backward, None
+        pieces = self.in_pieces if self.in_pieces is not None and self.in_pieces.is_away else None
+        self.in_pieces = self.in_pieces if pieces is None else None
         self.remove()
         if inside is not None:
             inside.retire()
-        return inside
+        return inside, pieces
 
     def backward_begins(self, *, keep_graph: bool, create_graph: bool) -> None:
         for each in (self.in_backward, self.gradients):

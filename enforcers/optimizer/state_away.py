@@ -58,6 +58,11 @@ class StateAway:
         """Has somebody looked at its state since that has left?"""
         return optimizer in self._of and self._of[optimizer].is_back
 
+    @property
+    def away_bytes(self) -> int:
+        """In the tier now."""
+        return sum(each.away_bytes for each in self._of.values())
+
     def bring_back(self) -> None:
         """All of it, of all optimizers."""
         for away in list(self._of.values()):
@@ -92,6 +97,10 @@ class _Away:
     @property
     def count(self) -> int:
         return len(self._gone)
+
+    @property
+    def away_bytes(self) -> int:
+        return sum(each.size_bytes for each in self._gone)
 
     def leave(self, optimizer: torch.optim.Optimizer, least_bytes: int, room: Room | None) -> str:
         guard = DisableTorchDispatch()
@@ -138,7 +147,7 @@ class _Away:
 
     def _looked_at(self) -> None:
         if self._room is not None and self._gone:
-            self._room.state_looked_at(sum(each.size_bytes for each in self._gone))
+            self._room.state_looked_at(self.away_bytes)
         self.bring_back()
 
     def bring_back(self) -> None:

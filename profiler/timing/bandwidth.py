@@ -62,7 +62,7 @@ def measure_device(
 
 def _copy_rate(device: torch.device, sizes_bytes: list[int]) -> float:
     def pair(size_bytes: int) -> Callable[[], object]:
-        source = torch.ones(size_bytes // 4, device=device)
+        source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
         return lambda: target.copy_(source, non_blocking=True)
 
@@ -71,13 +71,13 @@ def _copy_rate(device: torch.device, sizes_bytes: list[int]) -> float:
 
 def _host_rates(device: torch.device, sizes_bytes: list[int]) -> tuple[float, float]:
     def out(size_bytes: int) -> Callable[[], object]:
-        here = torch.ones(size_bytes // 4, device=device)
-        host = torch.empty(here.shape, pin_memory=True)
+        here = torch.ones(size_bytes, dtype=torch.uint8, device=device)
+        host = torch.empty_like(here, device="cpu", pin_memory=True)
         return lambda: host.copy_(here, non_blocking=True)
 
     def back(size_bytes: int) -> Callable[[], object]:
-        host = torch.ones(size_bytes // 4, pin_memory=True)
-        here = torch.empty(host.shape, device=device)
+        host = torch.ones(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        here = torch.empty_like(host, device=device, pin_memory=False)
         return lambda: here.copy_(host, non_blocking=True)
 
     return _rate(out, device, sizes_bytes), _rate(back, device, sizes_bytes)

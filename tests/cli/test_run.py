@@ -535,12 +535,20 @@ def test_a_share_is_told_to_be_of_the_iteration_that_was_recorded_first() -> Non
     ("facts", "why"),
     [
         ({}, ""),
-        ({"streamed": True}, "frozen weights are streamed"),
-        ({"in_pieces": SimpleNamespace(tier="disk")}, "optimizer state is in a tier between steps"),
+        ({"streamed": SimpleNamespace(away_bytes=300)}, ""),
+        (
+            {"streamed": SimpleNamespace(away_bytes=700)},
+            "there is no room for the frozen weights that are streamed",
+        ),
+        ({"in_pieces": SimpleNamespace(gradient_bytes=0)}, ""),
+        (
+            {"in_pieces": SimpleNamespace(gradient_bytes=700)},
+            "there is no room for the gradients that its plan lets go of",
+        ),
         ({"in_backward": SimpleNamespace(saved_bytes=300)}, ""),
         (
             {"in_backward": SimpleNamespace(saved_bytes=700)},
-            "there is no room for the gradients that the optimizer's step inside backward saves",
+            "there is no room for the gradients that its plan lets go of",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from memopt.plan import load_plan
 from tests.cli.test_run import memopt, outcome_of, plain
 
 SCRIPT = """
@@ -90,6 +91,42 @@ def test_where_iterations_become_smaller_the_plan_for_the_large_ones_ends(tmp_pa
     assert course["outcome"]["actions"]["planned"] == 0, "they fit"
     assert ", iterations saved less than the plan is for" in done.stderr
     assert "memopt: held: " in done.stderr
+
+
+PAGED = """
+import os, time
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(4)])
+optimizer = torch.optim.AdamW(model.parameters(), 0.001)
+ends, step, late = time.time() + 60, 0, 0
+while time.time() < ends and late < 12:
+    loss = model(torch.randn(64 if step < 6 else 512, 512)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if step < 20:
+        print(step, loss.item().hex(), flush=True)
+    step += 1
+    late += step > 20 and os.path.exists(os.environ.get("WAIT_FOR", "."))
+"""
+
+
+def test_a_phase_is_recorded_though_the_plan_before_had_sent_state_away(tmp_path: Path) -> None:
+    """It was not, for such a plan could not end; the guard alone held the rest of the run, at what that costs."""
+    (tmp_path / "train.py").write_text(PAGED)
+    args = ("run", "--budget", "75%", "--time-limit", "0.5", "--outcome", "o.json", "train.py")
+    done = memopt(tmp_path, *args, until="memopt: the training goes on otherwise")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain(tmp_path).stdout
+    plans = [load_plan(each) for each in (tmp_path / ".memopt").glob("*.plan.json")]
+    assert any(plan.in_pieces is not None and plan.in_pieces.tier for plan in plans)
+    course = outcome_of(tmp_path)
+    (after,) = course["phases_after"]
+    assert course["enforced_after"] < 6 < after < course["iterations"]
+    outcome = course["outcome"]
+    assert outcome["measured_peak_bytes"] <= outcome["budget_bytes"] < outcome["unplanned_peak_bytes"]
 
 
 @pytest.mark.parametrize("part", ["recording", "planning"])

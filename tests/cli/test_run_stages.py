@@ -136,7 +136,7 @@ def test_a_plan_that_came_with_the_last_iteration_is_not_told_of(ended: int, sta
 
     def ends(peak_bytes: int | None) -> Any:
         outcome = SimpleNamespace(measured_peak_bytes=peak_bytes)
-        ended = {"retire": lambda: (outcome, None), "finished": lambda: outcome}
+        ended = {"retire": lambda: (outcome, None, None), "finished": lambda: outcome}
         return SimpleNamespace(standby=None, most_saved=1.0, **ended)
 
     iterations = SimpleNamespace(count=20, elsewhere=0, waits_until=0)

@@ -18,6 +18,7 @@ from memopt.advisors.advise import Adviser
 from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.profiles.problem import Decisions
 from memopt.enforcers.optimizer.in_pieces import OptimizerInPieces
+from memopt.enforcers.tiers.per_device import disk_tier
 from memopt.enforcers.verify.digests import digest
 from memopt.estimators.simulator.in_pieces import in_pieces, why_not
 from memopt.instrument.iterations import Iterations
@@ -666,6 +667,39 @@ def test_state_leaves_when_the_pieces_begin_in_the_midst_of_a_run(
     tier.close()
     assert computed == plain
     assert at_once == [True]
+
+
+@pytest.mark.parametrize(("keeps_bytes", "most_away"), [(1 << 30, None), (0, 1)])
+def test_state_that_stays_leaves_where_it_has_to(
+    keeps_bytes: int, most_away: int | None, tmp_path: Path
+) -> None:
+    """There was room for it, or the plan has only the largest parameters' away."""
+    tier = disk_tier(tmp_path)
+    pieces = OptimizerInPieces(cast(Iterations, _Nobody()), PIECE, tier, most_away)
+    pieces.keeps_bytes = keeps_bytes
+    away: list[int] = []
+
+    def trained(step_in: Callable[[torch.optim.Optimizer], None]) -> list[str]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        for _ in range(4):
+            model(torch.randn(8, 64)).square().sum().backward()
+            step_in(optimizer)
+        return everything(model, optimizer)
+
+    def and_leaves(optimizer: torch.optim.Optimizer) -> None:
+        step_in(pieces, optimizer)
+        away.append(pieces.away_bytes)
+        if len(away) == 2:
+            pieces.keep_none()
+            away.append(pieces.away_bytes)
+
+    assert trained(and_leaves) == trained(lambda optimizer: optimizer.step())
+    tier.close()
+    _, before, *after = away
+    assert before < min(after)
+    assert len({*after}) == 1
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:

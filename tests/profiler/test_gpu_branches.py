@@ -101,6 +101,18 @@ def test_copies_are_measured_within_the_memory_that_the_script_takes_itself(
     assert bandwidth.measure_device("cpu", tmp_path, room_bytes).copy_bytes_per_s == largest
 
 
+def test_a_copy_is_as_large_as_it_says_whatever_data_type_the_script_has_made_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A script in double precision had twice as much copied as there was room for."""
+    monkeypatch.setattr(bandwidth, "_rate", lambda pair, device, sizes_bytes: pair(sizes_bytes[0])().nbytes)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert bandwidth._copy_rate(torch.device("cpu"), [MIB]) == MIB
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_profile_of_the_moment_names_the_gpu(gpu: SimpleNamespace) -> None:
     device = out_of_memory._device("cuda")
     assert (device.kind, device.name, device.memory_bytes) == ("cuda", "Played 9000", 80 * GIB)

@@ -127,7 +127,7 @@ def enforced_from(
         def iteration_ended(self, count: int, milliseconds: float) -> None:
             if count == ends_after:
                 session.iteration_ended(count, milliseconds)
-                self.begun, (self.outcome, self.retired) = False, session.retire()
+                self.begun, (self.outcome, self.retired, _) = False, session.retire()
             elif self.begun:
                 session.iteration_ended(count, milliseconds)
                 return
