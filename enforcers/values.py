@@ -268,6 +268,10 @@ class Values:
         if is_plain(tensor):
             self.overwritten([storage_of(tensor)])
 
+    def pins(self, address: int) -> bool:
+        """May records hold aliases of the storage at `address`?"""
+        return address in self._pins
+
     def pins_of(self, storage: UntypedStorage) -> int:
         """How many aliases of `storage` the records hold."""
         records = [record for each in self._pins.get(storage._cdata, ()) if (record := each()) is not None]

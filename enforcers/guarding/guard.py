@@ -13,6 +13,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,11 @@ _LEAST_SHARE = 256
 """Of the budget, this part."""
 _PAGE_BYTES = 4096
 _MOST_BEFORE = 16
+_NEWEST = 16
+"""Storages that are tried whenever room is needed: an op's result is held by a local variable of the script's for a few ops."""
+_OTHERS = 4
+"""Where all were tried in vain, the others are tried again once room was needed so often, to this part of their number, or twice as much is
+needed."""
 _AHEAD = 2
 """Storages that are asked for next and come back before they are, where there is room."""
 
@@ -87,6 +93,10 @@ class Guard(modes.Mode):
         """By address, in the order of saving."""
         self._here: dict[int, Saved] = {}
         """Of these, what has not left: all that is tried where room is needed."""
+        self._skips = 0
+        """Times that room is needed for which only the newest are tried: what held the others holds most of them still."""
+        self._in_vain_bytes = 0
+        """Above the budget when all were tried in vain."""
         self._expected: dict[tuple[str, int], int] = {}
         """(overload, bytes of its inputs) -> bytes that it made the last time."""
         self.workspaces: Mapping[str, float] = {}
@@ -402,6 +412,14 @@ class Guard(modes.Mode):
             over = self._above(need_bytes)
         self.passed.by(over, need_bytes, what)
 
+    def _tried(self, over: int) -> list[Saved]:
+        """What may leave now, where so many bytes are to."""
+        self._skips -= 1
+        if self._skips < 0 or over > 2 * self._in_vain_bytes:
+            self._skips = -1
+            return list(self._here.values())
+        return [*islice(reversed(self._here.values()), _NEWEST)][::-1]
+
     def _collect_garbage(self, need_bytes: int) -> int:
         """Tensors in reference cycles may be all that is left; at most once an iteration, and no more where that frees nothing. What is still
         above the budget then."""
@@ -419,13 +437,15 @@ class Guard(modes.Mode):
             self._tier.collect()
             leaving: list[SwappedStorage] = []
             over = self._above(need_bytes)
-            for saved in list(self._here.values()):
+            for saved in self._tried(over) if self._tier.failure is None else ():
                 if over <= 0:
                     break
                 content = self._send(saved)
                 if content is not None:
                     leaving.append(content)
                     over -= saved.size_bytes
+            if not leaving and self._skips < 0:
+                self._skips, self._in_vain_bytes = len(self._here) // _OTHERS, over
             for content in leaving:
                 self._wait(content)
             self._tier.collect()
@@ -440,13 +460,11 @@ class Guard(modes.Mode):
 
     def _send(self, saved: Saved) -> SwappedStorage | None:
         """Start to move it, if only autograd holds it; None: it stays, or is gone."""
-        if self.values is None and saved.is_held_by_others:
+        if saved.is_held_by_others and not (self.values is not None and self.values.pins(saved.address)):
             return None
         handles = saved.living()
         if not handles:
             self._forget(saved.address)
-            return None
-        if self._tier.failure is not None:
             return None
         kept = {id(each.tensor): each for each in handles}
         pins = self.values.pins_of(storage_of(handles[0].tensor)) if self.values is not None else 0

@@ -24,8 +24,11 @@ _EXPECTED = (
     *(f"{_HOUSE / room}/" for room in ("instrument", "profiler", "enforcers")),
     f"{_TORCH / 'optim'}/",
     str(_TORCH / "nn" / "modules" / "module.py"),
+    str(_TORCH / "_dynamo" / "variables" / "builder.py"),
+    str(_TORCH / "_subclasses" / "meta_utils.py"),
 )
-"""Code that may look at gradients without making anything of them that a training loop would see."""
+"""Code that may look at gradients without making anything of them that a training loop would see. The last two are torch.compile's look at each
+tensor that a region is given; what a region computes from a gradient is a look of its own, by the guards of that region."""
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
