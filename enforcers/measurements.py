@@ -339,7 +339,7 @@ class Measurements:
             return
         if there is not None:
             self._there = what_is_there(self.frames, self._plan.device.kind, there)
-        elif self._is_more(base_bytes) and base_bytes > max(base for _, base in self._peaks):
+        elif self._is_more(base_bytes) and base_bytes > max((base for _, base in self._peaks), default=0):
             self._kept = grown(self._there, what_is_there(self.frames, self._plan.device.kind))
 
     def _is_more(self, base_bytes: int) -> bool:

@@ -107,6 +107,12 @@ class ApplySession:
         return self._steps.in_pieces if self._steps is not None else None
 
     @property
+    def ended_the_run(self) -> bool:
+        """Has the script wanted a gradient that the plan's steps inside backward had let go of?"""
+        inside = self._steps.in_backward if self._steps is not None else None
+        return inside is not None and inside.ended_the_run
+
+    @property
     def iterations_seen(self) -> int:
         """How many have ended in this process."""
         return self._iterations.count if self._iterations is not None else 0
@@ -398,7 +404,12 @@ class ApplySession:
             self._hooks.leave_thread()
 
     def iteration_ended(self, count: int, milliseconds: float) -> None:
-        self._end_iteration(count, milliseconds)
+        try:
+            self._end_iteration(count, milliseconds)
+        except Exception as error:
+            log.error("memopt failed; the script goes on plain", exc_info=True)
+            self.notes.append(f"from iteration {count + 1} on nothing was enforced: {type(error).__name__}: {error}")  # fmt: skip
+            self._give_up()
         if self._also is not None:
             self._also.iteration_ended(count, milliseconds)
 

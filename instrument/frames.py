@@ -23,6 +23,7 @@ from torch.nn.modules import module as module_hooks
 
 from memopt.instrument.compiled import CompiledRegions
 from memopt.instrument.memory.resizes import Resizes
+from memopt.instrument.modes import keep_out_of_traces
 from memopt.instrument.places import Loop, Roles, roles_of_modules
 from memopt.instrument.script.training_thread import TrainingThread
 from memopt.instrument.torch_internals import ask_for_module_hooks, module_hook_tables
@@ -129,6 +130,7 @@ class Frames:
         self.regions.install()
         self.resizes.install()
         keep_out_of_compiler()
+        keep_out_of_traces()
 
     def watch_calls(self) -> None:
         """Of modules, from here on."""

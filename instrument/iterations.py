@@ -107,6 +107,8 @@ class Iterations:
         """The one whose step has begun last."""
         self._stepped_inside = False
         """An optimizer has stepped during the backward call that is running."""
+        self._inside: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Optimizers that have stepped during one: they do not move the boundary where another steps after it."""
         self._handles: list[Any] = []
         self._run_backward: Callable[..., Any] | None = None
         self.count = 0
@@ -137,7 +139,9 @@ class Iterations:
         if self.boundary == "backward":
             return self.count < _MOST_ROUNDS
         self._look_for_others()
-        return self.rounds < _MOST_ROUNDS and any(each not in self._stepped for each in self._expected)
+        return self.rounds < _MOST_ROUNDS and any(
+            each not in self._stepped and each not in self._inside for each in self._expected
+        )
 
     @property
     def waits_until(self) -> int:
@@ -296,7 +300,9 @@ class Iterations:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         inside = self._depth > 0 and self._steps_open <= 1 and os.getpid() == self._pid
-        self._stepped_inside |= inside  # perhaps in a thread of autograd's
+        if inside:  # perhaps in a thread of autograd's
+            self._stepped_inside = True
+            self._inside.add(optimizer)
         if not self._steps_for_us():
             return
         self._steps_open = steps_under_way() - 1

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
+import torch
+
+from memopt.instrument import saved
 from memopt.instrument.torch_internals import (
+    JIT_TRACERS,
+    Gone,
+    TensorType,
     TorchDispatchMode,
     current_mode,
     current_modes,
+    numbers_are_tensors,
     pop_mode,
     pop_mode_temporarily,
     push_mode,
@@ -48,6 +56,8 @@ class Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if args and type(args[0]) in _NUMBERS:
+            args = _as_tensors(func, args)
         compiler = set_compiler(None)
         try:
             return self.dispatch(func, types, args, kwargs or {})
@@ -58,6 +68,21 @@ class Mode(TorchDispatchMode):
     @abstractmethod
     def dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `func`, and give what it gives."""
+
+
+_NUMBERS = frozenset({int, float, bool, complex})
+
+
+def _as_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """TorchScript has the sizes and constants that a trace computes with in tensors, which a mode is handed as numbers; most ops take none."""
+    if numbers_are_tensors(func.overloadpacket.__name__):
+        return args
+    return tuple(
+        torch.tensor(each, device="cpu")
+        if type(each) in _NUMBERS and isinstance(wanted.type, TensorType)
+        else each
+        for each, wanted in zip(args, func._schema.arguments, strict=False)
+    )
 
 
 def is_on(mode: TorchDispatchMode) -> bool:
@@ -77,6 +102,45 @@ def leave(mode: TorchDispatchMode) -> None:
     if is_on(mode):
         with _put_aside(down_to=mode):
             mode.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def none_of_ours() -> Iterator[None]:
+    """No mode of memopt's is on in here; those of the script are."""
+    on = current_modes()
+    if any(isinstance(each, Mode) for each in on):
+        _put_in_place(on, [each for each in on if not isinstance(each, Mode)])
+        try:
+            yield
+        finally:
+            _put_in_place(current_modes(), on)
+    else:
+        yield
+
+
+def keep_out_of_traces() -> None:
+    """Let torch.jit trace without memopt's modes and hooks, from here on. Under any mode it loses ops: what a convolution gives became a
+    constant of the trace."""
+    for place in JIT_TRACERS:
+        original = place.get()
+        if not (isinstance(original, Gone) or hasattr(original, "__wrapped__")):
+            place.put(_without_us(original))
+
+
+def _without_us(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        with none_of_ours(), saved.none_of_ours():
+            return original(*args, **kwargs)
+
+    return trace
+
+
+def _put_in_place(before: list[TorchDispatchMode], after: list[TorchDispatchMode]) -> None:
+    for _ in before:
+        pop_mode()
+    for each in after:
+        push_mode(each)
 
 
 @contextlib.contextmanager

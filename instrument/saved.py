@@ -108,7 +108,22 @@ def _or_keep(pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
                 log.error("memopt failed to handle a saved tensor, which is kept", exc_info=True)
             return Kept(tensor)
 
+    pack_or_keep.is_ours = True  # type: ignore[attr-defined]
     return pack_or_keep
+
+
+@contextlib.contextmanager
+def none_of_ours() -> Iterator[None]:
+    """No hooks of memopt's are there: torch.jit would trace what they compute (a size), and give them tensors for numbers."""
+    top = _top()
+    is_ours = top is not None and getattr(top[0], "is_ours", False)
+    if is_ours:
+        pop_saved_hooks()
+    try:
+        yield
+    finally:
+        if is_ours and top is not None:
+            _push(*top)
 
 
 def _push(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> None:

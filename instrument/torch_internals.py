@@ -256,6 +256,20 @@ save_to_state_dict = _watch(
     "torch.nn.Module._save_to_state_dict", "who detaches weights makes a `state_dict()`, and reads none"
 )
 jit_traces = _watch("torch._C._is_tracing", "does torch.jit trace what this thread runs?")
+TensorType = _watch(
+    "torch._C.TensorType", "does an op want a tensor where TorchScript gives a mode a number?"
+)
+numbers_are_tensors = _watch("torch._C._should_allow_numbers_as_tensors", "does it take a number for one?")
+JIT_TRACERS = [
+    Place(NAMES, f"torch._C.{name}", WATCH, "runs what torch.jit traces, which has no mode of memopt's on")
+    for name in (
+        "_create_function_from_trace",
+        "_create_function_from_trace_with_dict",
+        "_create_graph_by_tracing",
+        "ScriptModule._create_method_from_trace",
+        "ScriptModule._create_method_from_trace_with_dict",
+    )
+]
 current_graph_task = _watch("torch._C._current_graph_task_id", "is this thread inside backward?")
 
 # --- torch.profiler, for the peaks of a CPU run

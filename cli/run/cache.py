@@ -77,6 +77,22 @@ class Cache:
         with contextlib.suppress(OSError, MemoptError):
             write_atomic(self._growth_path, f"{max(factor, self.growth()):.3f}\n".encode())
 
+    @property
+    def _denied_path(self) -> Path:
+        return self.folder / f"{self._stem}.denied"
+
+    def denied(self) -> tuple[str, ...]:
+        """Kinds of action that have ended a run before."""
+        try:
+            return tuple(self._denied_path.read_text(encoding="utf-8").split())
+        except OSError:
+            return ()
+
+    def deny(self, kind: str) -> None:
+        """From the next run on."""
+        with contextlib.suppress(OSError, MemoptError):
+            write_atomic(self._denied_path, f"{kind}\n".encode())
+
     def forget(self, phase: int = 0) -> None:
         """The plan did not do what it said: the next run records again."""
         with contextlib.suppress(OSError):

@@ -63,6 +63,8 @@ class Course:
     """The most that was measured under any plan, or that the guard beside it saw."""
     last_peak_bytes: int = 0
     """The same under the last one."""
+    ended_by_plan: bool = False
+    """The script wanted a gradient that the plan had let go of, and ended with that."""
     most_at_looks: int = 0
     """Most that was live where the script looked at optimizer state that the plan has away."""
     still_planning: bool = False

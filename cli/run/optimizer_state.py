@@ -53,9 +53,9 @@ class _Room:
         if (guard := self.guard()) is not None:
             guard.resized(storage)
 
-    def state_looked_at(self, size_bytes: int) -> None:
+    def looked_at(self, size_bytes: int) -> None:
         if (guard := self.guard()) is not None:
-            guard.state_looked_at(size_bytes)
+            guard.looked_at(size_bytes)
 
 
 class StateBeside:

@@ -44,7 +44,7 @@ class Planning:
             budget,
             cache.plan_path(phase),
             allow=wishes.allow,
-            deny=wishes.deny,
+            deny=(*wishes.deny, *cache.denied()),
             time_limit_s=wishes.time_limit_s,
             grown=max(
                 trace.facts.get(MAY_GROW, 100) / 100,

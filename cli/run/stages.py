@@ -455,6 +455,7 @@ class Stages:
         course = self.course
         self._end_watch()
         if self._apply is not None:
+            course.ended_by_plan = self._apply.ended_the_run
             is_untried = self._loop is not None and self._loop.iterations.count == self._base
             self._end_enforcing(goes_on=False)
             if is_untried and self._before is not None:

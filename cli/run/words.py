@@ -176,14 +176,14 @@ def _not_enforced(course: Course) -> str:
 
 
 def _looked_at(course: Course, plan: Plan) -> str:
-    """The budget was passed where the script looked at optimizer state, and nowhere by more."""
+    """The budget was passed where the script looked at optimizer state or gradients, and nowhere by more."""
     peak, budget = course.most_at_looks, plan.budget_bytes
     if peak <= max(budget, course.peak_bytes):
         return ""
     others = f"; iterations peak at {format_bytes(course.peak_bytes)}" if course.peak_bytes else ""
     return (
         f"NOT held: {format_bytes(peak)}, {format_bytes(peak - budget)} above the budget of {format_bytes(budget)}, when the script looked at "
-        f"the optimizer's state (a checkpoint, say), all of which comes back for that{others}"
+        f"optimizer state or gradients that were away (a checkpoint, say), and come back for that{others}"
     )
 
 

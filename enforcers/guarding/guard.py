@@ -137,7 +137,7 @@ class Guard(modes.Mode):
         self.moved_bytes = 0
         self.passed = Passed(loop.frames, device)
         self.most_at_looks = 0
-        """Most that was live where the script looked at optimizer state that was away, while the guard rested."""
+        """Most that was live where the script looked at optimizer state or gradients that were away, while the guard rested."""
         self._collects = self._may_collect = True
 
     # --- life
@@ -359,10 +359,11 @@ class Guard(modes.Mode):
         if self.device == "cpu" and self._counts:
             self._live.resized(storage)
 
-    def state_looked_at(self, size_bytes: int) -> None:
-        """Optimizer state comes back between steps, which no plan foresees: room is made for it, or it is noted how much there is then."""
+    def looked_at(self, size_bytes: int) -> None:
+        """Optimizer state comes back between steps, or gradients have, which no plan foresees: room is made for it, or it is noted how much there
+        is then."""
         if self._counts and self._thread.is_here:
-            self._make_room(size_bytes, "the optimizer's state came back, as the script looked at it (a checkpoint, say)")  # fmt: skip
+            self._make_room(size_bytes, "optimizer state or gradients came back, as the script looked at them (a checkpoint, say)")  # fmt: skip
         elif self.active and not 0 < held_bytes(self.device) <= self.budget_bytes - size_bytes:
             self.most_at_looks = max(self.most_at_looks, self.tensor_bytes() + size_bytes)
 

@@ -1,8 +1,8 @@
 """Gradients that are in a tier from the moment they are whole until the step uses them, and after it until they are cleared.
 
 ZeRO-Infinity (Rajbhandari et al., SC 2021) streams gradients out during backward, for an engine of its own; here they come back to whoever
-asks: every look at `parameter.grad` from Python finds the gradient whole (clipping, a scaler, a logger), and it stays from there on. The
-step in pieces reads one at a time. What adds up over several backward calls is added as autograd does, in the same order.
+asks: every look at `parameter.grad` from Python finds the gradient whole (clipping, a scaler, a logger), and it stays while somebody holds it:
+with the next look it leaves again. The step in pieces reads one at a time. What adds up over several backward calls is added as autograd does, in the same order.
 A gradient stays where it is when anybody else holds it, when it is small, or when it does not lie in memory as its parameter does.
 """
 
@@ -25,6 +25,7 @@ from memopt.enforcers import capturing
 from memopt.enforcers.tiers.swap import SwapFailed, SwapTier, without_frames
 from memopt.enforcers.tiers.swap_file import PAGE_BYTES
 from memopt.enforcers.weights import python_reads
+from memopt.enforcers.weights.emptied import Room
 from memopt.estimators.simulator.gradients_away import LEAST_BYTES
 from memopt.instrument.live_objects import living
 from memopt.instrument.ops import PLAIN_TYPES
@@ -62,6 +63,9 @@ class GradientsElsewhere:
         self._away: dict[int, _Away] = {}
         self._paused = False
         self._hidden = False
+        self.room: Room | None = None
+        self._looked_at = False
+        """Has any come back, as somebody looked, since the last ones were cleared or stepped with?"""
         self._lock = threading.RLock()
         self.most_away = 0
         """Most gradients that were away at once."""
@@ -88,6 +92,7 @@ class GradientsElsewhere:
         """Gradients with a graph of their own stay, and what they add to comes back. So do those that processes exchange: DDP's reducer
         writes them from C++, after our hooks."""
         self._hidden = False  # a step that raised has no end
+        self._tell_of_looks()
         self._paused = keep_graph or create_graph or several_processes() or capturing.on_this_stream()
         if self._paused:
             for known in list(self._away.values()):
@@ -129,6 +134,7 @@ class GradientsElsewhere:
 
     def step_begins(self) -> None:
         """The step in pieces is done: the script's own must find no gradients."""
+        self._tell_of_looks()
         self._hidden = True
 
     def step_ended(self, optimizer: torch.optim.Optimizer, *, leave: bool) -> None:
@@ -260,23 +266,35 @@ class GradientsElsewhere:
     # --- who looks at gradients (Reader)
 
     def read(self, tensor: Tensor, where: str) -> None:
-        """Whoever looks finds it. Torch's own steps look several times at each."""
+        """Whoever looks finds it; the one before, at which nobody looks any more, goes again. Torch's own steps look several times at each."""
         if id(tensor) not in self._away:
             return
-        with held(), self._lock:
+        with held(), self._lock, torch.no_grad():
             known = self._known(tensor)
             if known is not None and not self._hidden:
                 guard = DisableTorchDispatch()
                 try:
+                    while self._fresh:
+                        self._send_next()
                     self._bring(known)
+                    self._looked_at = True
+                    if not self._paused:
+                        self._fresh.append(weakref.ref(tensor))
                 finally:
                     del guard
+
+    def _tell_of_looks(self) -> None:
+        """Nobody holds more of them than now."""
+        if self._looked_at and self.room is not None:
+            self.room.looked_at(0)
+        self._looked_at = False
 
     def set(self, tensor: Tensor) -> None:
         self._forget(tensor)
 
     def zeroed(self, tensors: Iterable[Tensor], *, to_none: bool) -> None:
         """What is cleared does not come back for it."""
+        self._tell_of_looks()
         for tensor in tensors:
             known = self._forget(tensor)
             if known is not None and not to_none:

@@ -67,6 +67,7 @@ class OptimizerInBackward:
         """Most gradients that one backward call has used."""
         self.declined: Counter[str] = Counter()
         """Why backward calls were left alone."""
+        self.ended_the_run = False
 
     @property
     def why_not_all(self) -> str:
@@ -219,10 +220,11 @@ class OptimizerInBackward:
         return known is not None and known() is tensor
 
     def _break(self, what: str) -> NoReturn:
+        self.ended_the_run = True
         raise NotPossibleHere(
             f"this run cannot go on under its plan: {what}",
             why="the plan steps the optimizer inside backward, where each gradient is used and let go; the plain run would still have it",
-            try_="memopt advise PROFILE --deny optimizer, with the same budget",
+            try_="memopt run once more, which plans without that then, or memopt advise PROFILE --deny optimizer, with the same budget",
         )
 
 

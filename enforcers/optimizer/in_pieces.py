@@ -71,8 +71,11 @@ class OptimizerInPieces:
         """Iterations that had ended when `goes_on` was called for the first time since."""
 
     def come_into(self, room: Room) -> None:
-        """State that comes back asks `room` for memory from here on; of pieces in a step there are never more than three."""
+        """State that comes back asks `room` for memory from here on, and gradients that do tell it; of pieces in a step there are never more
+        than three."""
         self._room = room
+        if self._elsewhere is not None:
+            self._elsewhere.room = room
         if self._whole is not None:
             self._whole.room = room
 

@@ -309,7 +309,7 @@ class PagedOptimizer:
 
     def _looked_at(self) -> None:
         if self._room is not None and (size := self.away_bytes):
-            self._room.state_looked_at(size)
+            self._room.looked_at(size)
         self.bring_back()
 
     def bring_back(self) -> None:

@@ -147,7 +147,7 @@ class _Away:
 
     def _looked_at(self) -> None:
         if self._room is not None and self._gone:
-            self._room.state_looked_at(self.away_bytes)
+            self._room.looked_at(self.away_bytes)
         self.bring_back()
 
     def bring_back(self) -> None:

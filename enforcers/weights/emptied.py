@@ -31,8 +31,8 @@ class Room(Protocol):
     def resized(self, storage: UntypedStorage) -> None:
         """`storage` has got its bytes, or has let go of them."""
 
-    def state_looked_at(self, size_bytes: int) -> None:
-        """Optimizer state of so many bytes is about to come back, as the script looks at it."""
+    def looked_at(self, size_bytes: int) -> None:
+        """So many bytes of optimizer state are about to come back, as the script looks at it; or gradients have."""
 
 
 class _Holder:

@@ -20,15 +20,18 @@ from memopt.instrument.torch_internals import TensorBase
 _GRAD: Any = TensorBase.__dict__["grad"]
 _HOUSE = Path(__file__).resolve().parents[2]
 _TORCH = Path(torch.__file__).parent
+_COMPILER = (
+    str(_TORCH / "_dynamo" / "variables" / "builder.py"),
+    str(_TORCH / "_subclasses" / "meta_utils.py"),
+)
+"""torch.compile looks whether each tensor that a region is given has a gradient. What a region computes from one is a look of its own."""
 _EXPECTED = (
     *(f"{_HOUSE / room}/" for room in ("instrument", "profiler", "enforcers")),
     f"{_TORCH / 'optim'}/",
     str(_TORCH / "nn" / "modules" / "module.py"),
-    str(_TORCH / "_dynamo" / "variables" / "builder.py"),
-    str(_TORCH / "_subclasses" / "meta_utils.py"),
+    *_COMPILER,
 )
-"""Code that may look at gradients without making anything of them that a training loop would see. The last two are torch.compile's look at each
-tensor that a region is given; what a region computes from a gradient is a look of its own, by the guards of that region."""
+"""Code that may look at gradients without making anything of them that a training loop would see."""
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
@@ -83,9 +86,9 @@ class GradientReads:
     """Tells `reader`, between `install` and `remove`; several may be told at once."""
 
     def __init__(self, reader: Reader, *, everywhere: bool = False) -> None:
-        """`everywhere`: tell of torch's own looks, too."""
+        """`everywhere`: tell of torch's own looks, too, but for those of the compiler."""
         self.reader = reader
-        self.expected = () if everywhere else _EXPECTED
+        self.expected = _COMPILER if everywhere else _EXPECTED
 
     def install(self) -> None:
         if not _installed:

@@ -52,7 +52,7 @@ def test_it_is_in_a_tier_from_the_first_step_on(ran: Ran, number: int) -> None:
     assert done.stdout == plain(folder).stdout
     looked = outcome_of(folder, "o.json")["looked_at_bytes"]
     assert abs(looked - (32 << 20)) < 1 << 20, "at the state, all of which came back"
-    assert "NOT held: 32.1 MiB, 7.06 MiB above the budget of 25.0 MiB, when the script looked at the optimizer's state" in done.stderr  # fmt: skip
+    assert "NOT held: 32.1 MiB, 7.06 MiB above the budget of 25.0 MiB, when the script looked at optimizer state" in done.stderr  # fmt: skip
     assert "had no room in its first step" in done.stderr
     course = outcome_of(folder, "o.json" if number == 1 else "o2.json")
     assert course["from_cache"] is (number == 2)

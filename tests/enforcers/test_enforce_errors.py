@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from memopt.enforcers.measurements import Measurements
+from memopt.instrument.frames import Frames
 from tests.support import warm
 from tests.support.enforced import enforced, everything, plan_of, recorded, seeded
 
@@ -46,6 +48,19 @@ def _changes_a_saved_tensor(steps: int) -> list[str]:
         loss.backward()
         optimizer.step()
     return []
+
+
+def _changes_nothing(steps: int) -> list[str]:
+    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4096, 8)).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item().hex())
+    return found
 
 
 def _steps_between_two_backwards(steps: int) -> list[str]:
@@ -308,3 +323,37 @@ def _trains(steps: int) -> list[str]:
         optimizer.step()
         losses.append(repr(loss.item()))
     return losses
+
+
+def test_what_fails_in_memopt_as_an_iteration_ends_leaves_the_script_to_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(recorded(_changes_nothing, tmp_path), everything("swap"))
+    ended: list[int] = []
+
+    def fails(self: Measurements, after: int, *_: object, **__: object) -> None:
+        ended.append(after)
+        if after == 4:
+            raise ZeroDivisionError("of a test")
+
+    monkeypatch.setattr(Measurements, "iteration_begins", fails)
+    computed, outcome = enforced(_changes_nothing, plan, tmp_path, 8)
+    assert computed == seeded(_changes_nothing, 8)
+    assert ended == [1, 2, 3, 4]
+    assert any(
+        "from iteration 5 on nothing was enforced: ZeroDivisionError: of a test" in note
+        for note in outcome.notes
+    )
+
+
+def test_an_iteration_that_could_not_be_measured_may_be_followed_by_one_that_begins_with_more(
+    tmp_path: Path,
+) -> None:
+    """The script's own profiler ran in the first one."""
+    trace = recorded(_changes_nothing, tmp_path)
+    plan = plan_of(trace, everything("swap"))
+    measurements = Measurements(plan, peaks=True)
+    measurements.frames = Frames()
+    measurements._look_what_is_there(plan.base_bytes + plan.predicted_peak_bytes, None)
+    assert measurements.peak_bytes is None
+    assert measurements.notes() == []

@@ -118,6 +118,28 @@ def test_a_wrapper_of_an_optimizer_that_steps_is_not_waited_for() -> None:
     assert all(each not in iterations.stepped for each in wrappers)
 
 
+def test_optimizers_that_step_inside_backward_are_not_waited_for() -> None:
+    """One for each parameter, stepped in hooks, and another of the embedding after backward: the recording waited for 16 of its rounds."""
+    gc.collect()
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    *inside, after = (torch.optim.SGD([each]) for each in weights)
+    hooks = [
+        weight.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        for weight, optimizer in zip(weights, inside, strict=False)
+    ]
+    iterations = Iterations(Log())
+    iterations.install()
+    try:
+        torch.stack([each.sum() for each in weights]).sum().backward()
+        after.step()
+        assert not iterations.waits_for_another
+        assert iterations.chosen is after
+    finally:
+        iterations.remove()
+        for hook in hooks:
+            hook.remove()  # no collector finds the optimizers there
+
+
 def test_optimizers_that_step_after_one_backward_call_share_an_iteration_however_many_they_are() -> None:
     """Pyro makes one for each parameter as that is first stepped. The profile was of what lies between two of them."""
     numbers: list[int] = []

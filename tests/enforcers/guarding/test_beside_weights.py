@@ -88,7 +88,7 @@ class Room:
     def resized(self, storage: torch.UntypedStorage) -> None:
         self.told.append(-storage.nbytes())
 
-    def state_looked_at(self, size_bytes: int) -> None:
+    def looked_at(self, size_bytes: int) -> None:
         raise AssertionError("of weights nobody tells so")
 
 

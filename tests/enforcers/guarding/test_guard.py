@@ -304,7 +304,7 @@ def test_room_is_made_for_state_that_the_script_looks_at(
     plain = seeded(looks, 3)
 
     def begin_and_look(guard: Guard, *, waits: bool) -> None:
-        LOOKS[:] = [guard.state_looked_at]
+        LOOKS[:] = [guard.looked_at]
         begin(guard, waits=waits)
 
     monkeypatch.setattr(Guard, "begin", begin_and_look)
@@ -314,14 +314,14 @@ def test_room_is_made_for_state_that_the_script_looks_at(
     assert guard.passed.most_bytes == 0
     assert guard.most_at_looks == 0
     computed, guard = guarded(looks, tmp_path, 5_000_000)
-    assert "the script looked at it" in guard.passed.words
+    assert "the script looked at them" in guard.passed.words
 
 
 def test_a_guard_at_rest_notes_what_there_is_where_state_is_looked_at(tmp_path: Path) -> None:
     tier = disk_tier(tmp_path)
     guard = Guard(Loop(Frames(), Iterations(SimpleNamespace()), PlainForms()), tier, "cpu", 1, rests=True)
     there, size = guard.tensor_bytes(), 1 << 20
-    guard.state_looked_at(size)
+    guard.looked_at(size)
     assert guard.most_at_looks == there + size
     assert guard.passed.most_bytes == 0
     tier.close()

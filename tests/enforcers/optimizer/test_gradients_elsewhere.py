@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -17,6 +17,7 @@ from memopt.advisors.kinds import DEFAULT_ALLOW
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.optimizer import gradients_elsewhere
 from memopt.enforcers.session import ApplySession, Options
+from memopt.enforcers.tiers.per_device import disk_tier
 from memopt.enforcers.verify.digests import Digests, digest
 from memopt.estimators.simulator import gradients_away
 from memopt.estimators.simulator.gradients_away import why_not
@@ -158,6 +159,42 @@ def _held(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> list
 def test_they_are_whole_whoever_asks(between: Any, late: bool, tmp_path: Path, most: list[int]) -> None:
     check(_loop(between), tmp_path, late=late)
     assert most[0] > 3
+
+
+def test_one_that_was_looked_at_leaves_again_with_the_next_look(tmp_path: Path) -> None:
+    """A log of norms now and then: all of them came back, and none was told of."""
+    away: list[int] = []
+    told: list[int] = []
+
+    class Room:
+        def looked_at(self, size_bytes: int) -> None:
+            told.append(size_bytes)
+
+    tier = disk_tier(tmp_path)
+    gradients = gradients_elsewhere.GradientsElsewhere(tier)
+    gradients.room = cast(Any, Room())
+    model = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    gradients.install()
+    try:
+        gradients.watch([optimizer])
+        model(torch.randn(8, 40)).square().mean().backward()
+        gradients.backward_ended()
+        plain = [digest(gradients.copy_of(each)) for each in model.parameters()]
+        seen = []
+        for each in model.parameters():
+            assert each.grad is not None
+            seen.append(digest(each.grad))
+            away.append(sum(gradients.holds(other) for other in model.parameters()))
+        held = [each.grad for each in model.parameters()]
+        away.append(sum(gradients.holds(each) for each in model.parameters()))
+        optimizer.zero_grad()
+    finally:
+        gradients.remove()
+        tier.close()
+    assert seen == plain == [digest(each) for each in held if each is not None]
+    assert away == [3, 3, 3, 3, 0]
+    assert told == [0]
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

@@ -492,7 +492,7 @@ class Room:
     def resized(self, storage: torch.UntypedStorage) -> None:
         return None
 
-    def state_looked_at(self, size_bytes: int) -> None:
+    def looked_at(self, size_bytes: int) -> None:
         self.looks.append(size_bytes)
 
 
