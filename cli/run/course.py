@@ -67,6 +67,8 @@ class Course:
     """The script wanted a gradient that the plan had let go of, and ended with that."""
     most_at_looks: int = 0
     """Most that was live where the script looked at optimizer state that the plan has away."""
+    most_after: int = 0
+    """Most that was live after the last iteration, where that was more than in any."""
     still_planning: bool = False
     no_plan_until: int = 0
     """Iterations, which backward calls end, before which nothing is planned, as the script may yet make an optimizer; 0 elsewhere."""
@@ -126,6 +128,7 @@ def facts(course: Course) -> dict[str, Any]:
         "phases_after": course.phases_after,
         "peak_bytes": course.peak_bytes or None,
         "looked_at_bytes": course.most_at_looks or None,
+        "after_bytes": course.most_after or None,
         "state_away_bytes": course.state_away_bytes,
         "planning_ms": course.planning_ms,
         "extra_ms": course.extra_ms,

@@ -339,9 +339,10 @@ class Stages:
         if pieces is not None:
             self._state.goes_on_with(pieces)
         course.most_saved = apply.most_saved
-        seen_bytes = standby.guard.most_bytes if standby is not None else 0
+        seen_bytes = standby.most_bytes if standby is not None else 0
         if standby is not None:
             course.most_at_looks = max(course.most_at_looks, standby.guard.most_at_looks)
+            course.most_after = standby.guard.most_bytes if standby.guard.most_bytes > seen_bytes else 0
         if outcome is not None:
             course.outcome = outcome
             course.last_peak_bytes = max(outcome.measured_peak_bytes or 0, seen_bytes)

@@ -57,7 +57,7 @@ def last_words(course: Course) -> list[str]:
     if plan is None or outcome is None:
         return [_not_enforced(course), *_meanwhile(course)]
     lines = [
-        _looked_at(course, plan)
+        _outside_iterations(course, plan)
         or _held(plan, outcome, course.peak_bytes or None, state_is_away=course.state_away_bytes > 0),
         _beside(course, plan, outcome),
         _cost(course, plan, outcome),
@@ -175,16 +175,18 @@ def _not_enforced(course: Course) -> str:
     return told
 
 
-def _looked_at(course: Course, plan: Plan) -> str:
-    """The budget was passed where the script looked at optimizer state or gradients, and nowhere by more."""
-    peak, budget = course.most_at_looks, plan.budget_bytes
+def _outside_iterations(course: Course, plan: Plan) -> str:
+    """The budget was passed where the script looked at optimizer state or gradients, or after the last step, and nowhere by more."""
+    peak, budget = max(course.most_at_looks, course.most_after), plan.budget_bytes
     if peak <= max(budget, course.peak_bytes):
         return ""
     others = f"; iterations peak at {format_bytes(course.peak_bytes)}" if course.peak_bytes else ""
-    return (
-        f"NOT held: {format_bytes(peak)}, {format_bytes(peak - budget)} above the budget of {format_bytes(budget)}, when the script looked at "
-        f"optimizer state or gradients that were away (a checkpoint, say), and come back for that{others}"
+    when = (
+        "when the script looked at optimizer state or gradients that were away (a checkpoint, say), and come back for that"
+        if peak == course.most_at_looks
+        else "after the last step (an evaluation with gradients, say)"
     )
+    return f"NOT held: {format_bytes(peak)}, {format_bytes(peak - budget)} above the budget of {format_bytes(budget)}, {when}{others}"
 
 
 def _held(plan: Plan, outcome: Outcome, peak: int | None, *, state_is_away: bool = False) -> str:

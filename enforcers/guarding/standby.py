@@ -88,6 +88,8 @@ class Standby:
         """In the last iteration."""
         self._moved = 0
         """Storages, in the iterations before."""
+        self.most_bytes = 0
+        """Most that was live in iterations that have ended, as far as the guard saw it."""
         self.looked_ms = 0.0
         """Spent in this iteration on a look at what the script has kept, which few iterations take."""
         self.was_needed = False
@@ -172,6 +174,7 @@ class Standby:
     ) -> None:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured, `in_cycles` if garbage made one larger than planned."""
         over, self._saved_elements = self.guard.passed.now_bytes, saved[1]
+        self.most_bytes = self.guard.most_bytes
         helped = self.guard.moved > self._moved or over > 0
         needed = helped and (self._woken == self._begun or self.for_good)
         is_whole = saved[1] >= self._as_planned[1]

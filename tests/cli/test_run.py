@@ -382,6 +382,24 @@ def test_a_peak_that_the_measured_iterations_did_not_have_is_told_with_its_place
     assert words in _beside(course, plan, outcome)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("looked", "after", "words"),
+    [
+        (0, 0, ""),
+        (0, 2048, "NOT held: 2.00 KiB, 512 B above the budget of 1.50 KiB, after the last step (an evaluation with gradients, say); iterations peak at 1.00 KiB"),
+        (2048, 0, "when the script looked at optimizer state or gradients that were away"),
+        (0, 1500, ""),
+    ],
+)  # fmt: skip
+def test_a_budget_that_is_passed_outside_iterations_is_told(looked: int, after: int, words: str) -> None:
+    from memopt.cli.run.words import _outside_iterations
+
+    course: Any = SimpleNamespace(most_at_looks=looked, most_after=after, peak_bytes=1024)
+    plan: Any = SimpleNamespace(budget_bytes=1536)
+    found = _outside_iterations(course, plan)
+    assert words in found if words else not found
+
+
 def test_what_holding_the_budget_took_is_told_where_no_plan_came() -> None:
     from memopt.cli.run.words import last_words
 

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import pytest
 
+from memopt.cli.requests import RunRequest
 from memopt.cli.run.cache import Cache
-from memopt.cli.run.course import Wishes
+from memopt.cli.run.course import Course, Wishes
+from memopt.cli.run.one_run import Run
 from memopt.cli.run.stages import Stages
 from memopt.instrument.script.command import Command
 from memopt.plan import OPTIMIZER_IN_BACKWARD, OPTIMIZER_IN_PIECES, WEIGHTS_STREAMED, ScriptAction
@@ -137,7 +139,7 @@ def test_a_plan_that_came_with_the_last_iteration_is_not_told_of(ended: int, sta
     def ends(peak_bytes: int | None) -> Any:
         outcome = SimpleNamespace(measured_peak_bytes=peak_bytes)
         ended = {"retire": lambda: (outcome, None, None), "finished": lambda: outcome}
-        return SimpleNamespace(standby=None, most_saved=1.0, **ended)
+        return SimpleNamespace(standby=None, most_saved=1.0, ended_the_run=False, **ended)
 
     iterations = SimpleNamespace(count=20, elsewhere=0, waits_until=0)
     stages._loop = SimpleNamespace(iterations=iterations, remove=lambda: None)
@@ -150,6 +152,29 @@ def test_a_plan_that_came_with_the_last_iteration_is_not_told_of(ended: int, sta
     assert course.plan is (better if ended > 20 else first)
     assert course.better_after == (20 if ended > 20 else None)
     assert course.outcome.measured_peak_bytes == (None if ended > 20 else 1000)
+
+
+@pytest.mark.parametrize(("after_bytes", "told"), [(1000, 0), (1500, 1500)])
+def test_what_comes_after_the_last_step_is_no_iteration(after_bytes: int, told: int, stages: Any) -> None:
+    """An evaluation with gradients, after training: each run planned for less than the one before, and none held the budget."""
+    guard = SimpleNamespace(most_bytes=after_bytes, most_at_looks=0)
+    standby = SimpleNamespace(most_bytes=1000, guard=guard)
+    outcome = SimpleNamespace(measured_peak_bytes=900)
+    stages._apply = SimpleNamespace(standby=standby, most_saved=1.0, finished=lambda: outcome)
+    stages._end_enforcing(goes_on=False)
+    assert (stages.course.last_peak_bytes, stages.course.most_after) == (1000, told)
+
+
+def test_a_kind_of_action_that_ended_a_run_is_left_out_of_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script looks at gradients now and then, which a plan that steps inside backward lets go of."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    request = RunRequest(budget="1MiB", device=None, dry_run=False, online=False, fresh=False, swap_dir=None, allow=(), deny=(), time_limit_s=None, outcome_path=None, force=False, no_measure=False, quiet=True, as_module=False, script="train.py", args=())  # fmt: skip
+    course = Course(budget="1MiB", ended_by_plan=True, plan=plan_with(ScriptAction(kind="optimizer", what="", why="", saved_bytes=0)))  # fmt: skip
+    Run(request, Command(("train.py",)), None)._ended(course)
+    assert Run(request, Command(("train.py",)), None)._cache.denied() == ("optimizer",)
 
 
 ONE_BY_ONE = """
