@@ -141,7 +141,7 @@ class Measurements:
         if self._evaluation_bytes:
             found.append(
                 f"a module was called without gradients inside a measured iteration (an evaluation), and {format_bytes(self._evaluation_bytes)} "
-                "were held then: a plan changes what trains only; smaller batches there would"
+                "were held then: a plan changes what trains only; smaller batches there, or fewer copies that the script keeps, would"
             )
         plan = self._plan
         base_bytes = max(self._peaks)[1] if self._peaks else 0

@@ -550,10 +550,12 @@ class Stages:
         guard.last_resort = lambda: self._guard(self._send_state)
 
     def _send_state(self) -> None:
-        if self._is_planned and self._apply is not None and self._apply.pieces is not None:
-            self._apply.pieces.keep_none()
-        elif self._loop is not None and not self._is_planned:
+        if self._loop is None:
+            return
+        if not self._is_planned:
             self._state.leaves(self._loop, self.course.budget_bytes or 0)
+        elif self._apply is not None and self._apply.pieces is not None:
+            self._apply.pieces.keep_none()
 
     @property
     def _is_planned(self) -> bool:

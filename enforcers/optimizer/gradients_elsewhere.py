@@ -1,8 +1,9 @@
 """Gradients that are in a tier from the moment they are whole until the step uses them, and after it until they are cleared.
 
 ZeRO-Infinity (Rajbhandari et al., SC 2021) streams gradients out during backward, for an engine of its own; here they come back to whoever
-asks: every look at `parameter.grad` from Python finds the gradient whole (clipping, a scaler, a logger), and it stays while somebody holds it:
-with the next look it leaves again. The step in pieces reads one at a time. What adds up over several backward calls is added as autograd does, in the same order.
+asks: every look at `parameter.grad` from Python finds the gradient whole (clipping, a scaler, a logger), and it stays while somebody holds
+it: with the next look it leaves again. The step in pieces reads one at a time. What adds up over several backward calls is added as autograd
+does, in the same order.
 A gradient stays where it is when anybody else holds it, when it is small, or when it does not lie in memory as its parameter does.
 """
 

@@ -110,8 +110,9 @@ class PlannedSteps:
         """As `remove`, in a script that goes on: who is to be told of its steps for a while yet, and who has optimizer state in a tier and
         goes on to step it."""
         inside, self.in_backward = self.in_backward, None
-        pieces = self.in_pieces if self.in_pieces is not None and self.in_pieces.is_away else None
-        self.in_pieces = self.in_pieces if pieces is None else None
+        pieces = None
+        if self.in_pieces is not None and self.in_pieces.is_away:
+            pieces, self.in_pieces = self.in_pieces, None
         self.remove()
         if inside is not None:
             inside.retire()
