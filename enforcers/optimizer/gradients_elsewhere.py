@@ -277,6 +277,7 @@ class GradientsElsewhere:
                 try:
                     while self._fresh:
                         self._send_next()
+                    self._wait_for_last()
                     self._bring(known)
                     self._looked_at = True
                     if not self._paused:

@@ -235,7 +235,7 @@ class Played:
     """A guard that moves something in each iteration in which it is woken."""
 
     budget_bytes, device = 1 << 40, "cpu"
-    rests, moved = True, 0
+    rests, moved, most_bytes = True, 0, 0
     passed = SimpleNamespace(now_bytes=0)
 
     def tensor_bytes(self) -> int:
