@@ -1,4 +1,5 @@
-"""Dispatch modes of memopt's lie below those of the script: a `with` of the script exits the innermost mode, whosever it is."""
+"""Dispatch modes of memopt's lie below those of the script: a `with` of the script exits the innermost mode, whosever it is. What torch.jit
+traces has none of them on."""
 
 from __future__ import annotations
 
@@ -107,15 +108,15 @@ def leave(mode: TorchDispatchMode) -> None:
 @contextlib.contextmanager
 def none_of_ours() -> Iterator[None]:
     """No mode of memopt's is on in here; those of the script are."""
-    on = current_modes()
-    if any(isinstance(each, Mode) for each in on):
-        _put_in_place(on, [each for each in on if not isinstance(each, Mode)])
+    scripts = [each for each in current_modes() if not isinstance(each, Mode)]
+    with _put_aside():
+        for each in scripts:
+            push_mode(each)
         try:
             yield
         finally:
-            _put_in_place(current_modes(), on)
-    else:
-        yield
+            for _ in scripts:
+                pop_mode()
 
 
 def keep_out_of_traces() -> None:
@@ -134,13 +135,6 @@ def _without_us(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
 
     return trace
-
-
-def _put_in_place(before: list[TorchDispatchMode], after: list[TorchDispatchMode]) -> None:
-    for _ in before:
-        pop_mode()
-    for each in after:
-        push_mode(each)
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ class Course:
     ended_by_plan: bool = False
     """The script wanted a gradient that the plan had let go of, and ended with that."""
     most_at_looks: int = 0
-    """Most that was live where the script looked at optimizer state that the plan has away."""
+    """Most that was live where the script looked at optimizer state or gradients that the plan has away."""
     most_after: int = 0
     """Most that was live after the last iteration, where that was more than in any."""
     still_planning: bool = False

@@ -117,9 +117,7 @@ class GradientsElsewhere:
 
     def backward_ended(self) -> None:
         with held():
-            while self._fresh:
-                self._send_next()
-            self._wait_for_last()
+            self._send_fresh()
             self._tier.collect()
             self._paused = False
 
@@ -188,6 +186,12 @@ class GradientsElsewhere:
             give_back(parameter, new + old)
 
     # --- to and from the tier
+
+    def _send_fresh(self) -> None:
+        """All of them, until they are away."""
+        while self._fresh:
+            self._send_next()
+        self._wait_for_last()
 
     def _send_next(self) -> None:
         self._wait_for_last()
@@ -275,9 +279,7 @@ class GradientsElsewhere:
             if known is not None and not self._hidden:
                 guard = DisableTorchDispatch()
                 try:
-                    while self._fresh:
-                        self._send_next()
-                    self._wait_for_last()
+                    self._send_fresh()
                     self._bring(known)
                     self._looked_at = True
                     if not self._paused:

@@ -50,19 +50,6 @@ def _changes_a_saved_tensor(steps: int) -> list[str]:
     return []
 
 
-def _changes_nothing(steps: int) -> list[str]:
-    model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(torch.randn(4096, 8)).square().mean()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item().hex())
-    return found
-
-
 def _steps_between_two_backwards(steps: int) -> list[str]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -328,7 +315,7 @@ def _trains(steps: int) -> list[str]:
 def test_what_fails_in_memopt_as_an_iteration_ends_leaves_the_script_to_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = plan_of(recorded(_changes_nothing, tmp_path), everything("swap"))
+    plan = plan_of(recorded(_trains, tmp_path), everything("recompute"))
     ended: list[int] = []
 
     def fails(self: Measurements, after: int, *_: object, **__: object) -> None:
@@ -337,8 +324,8 @@ def test_what_fails_in_memopt_as_an_iteration_ends_leaves_the_script_to_itself(
             raise ZeroDivisionError("of a test")
 
     monkeypatch.setattr(Measurements, "iteration_begins", fails)
-    computed, outcome = enforced(_changes_nothing, plan, tmp_path, 8)
-    assert computed == seeded(_changes_nothing, 8)
+    computed, outcome = enforced(_trains, plan, tmp_path, 8)
+    assert computed == seeded(_trains, 8)
     assert ended == [1, 2, 3, 4]
     assert any(
         "from iteration 5 on nothing was enforced: ZeroDivisionError: of a test" in note
@@ -350,8 +337,7 @@ def test_an_iteration_that_could_not_be_measured_may_be_followed_by_one_that_beg
     tmp_path: Path,
 ) -> None:
     """The script's own profiler ran in the first one."""
-    trace = recorded(_changes_nothing, tmp_path)
-    plan = plan_of(trace, everything("swap"))
+    plan = plan_of(recorded(_trains, tmp_path), everything("recompute"))
     measurements = Measurements(plan, peaks=True)
     measurements.frames = Frames()
     measurements._look_what_is_there(plan.base_bytes + plan.predicted_peak_bytes, None)
