@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,13 +21,25 @@ from memopt.instrument.ops import is_plain, tensors_in
 from memopt.instrument.torch_internals import DisableTorchDispatch, tree_map_only
 
 
+_STRIDED = torch.strided
+
+
+class _Counted(weakref.ref[UntypedStorage]):
+    """A storage whose bytes count."""
+
+    __slots__ = ("address", "size_bytes")
+    address: int
+    size_bytes: int
+
+
 class Live:
     """Bytes on the device."""
 
     def __init__(self, device: str) -> None:
         """Knows of nothing until it has looked around."""
         self._device = device
-        self._sizes: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
+        self._is_there: Callable[[Tensor], bool] = attrgetter(f"is_{device}")
+        self._counted: dict[int, _Counted] = {}
         self._hidden: Counter[int] = Counter()
         """Sizes of the buckets that no op has shown yet."""
         self.bytes = 0
@@ -34,7 +47,7 @@ class Live:
 
     def look_around(self) -> Live:
         """Count what there is, whatever was known before; itself."""
-        self._sizes.clear()
+        self._counted.clear()
         self._hidden.clear()
         self.bytes = 0
         if self._device == "cpu":
@@ -48,37 +61,40 @@ class Live:
     def met(self, storage: UntypedStorage) -> None:
         """Count `storage`, if it is new."""
         address = storage._cdata
-        if address not in self._sizes:
-            size = storage.nbytes()
-            self._sizes[address] = size, weakref.ref(storage, partial(self._gone, address))
-            if self._hidden[size]:
-                self._hidden[size] -= 1
+        if address not in self._counted:
+            counted = self._counted[address] = _Counted(storage, self._gone)
+            counted.address, counted.size_bytes = address, storage.nbytes()
+            if self._hidden and self._hidden[counted.size_bytes]:
+                self._hidden[counted.size_bytes] -= 1
             else:
-                self.bytes += size
-            self.most = max(self.most, self.bytes)
+                self.bytes += counted.size_bytes
+                if self.bytes > self.most:
+                    self.most = self.bytes
 
     def resized(self, storage: UntypedStorage) -> None:
         """Count what `storage` has now, and no more what it had."""
-        address = storage._cdata
-        if address not in self._sizes:
+        counted = self._counted.get(storage._cdata)
+        if counted is None:
             self.met(storage)
             return
-        before, reference = self._sizes[address]
-        self._sizes[address] = storage.nbytes(), reference
-        self.bytes += storage.nbytes() - before
+        self.bytes += storage.nbytes() - counted.size_bytes
+        counted.size_bytes = storage.nbytes()
         self.most = max(self.most, self.bytes)
 
     def made(self, out: Any) -> int:
         """Count what an op gave, as far as it is new; its bytes."""
-        before = self.now()
-        for tensor in tensors_in((out,)):
-            if is_plain(tensor) and tensor.device.type == self._device:
+        if self._device != "cpu":
+            self.now()
+            return bytes_of((out,))
+        before = self.bytes
+        for tensor in (out,) if type(out) is Tensor else tensors_in((out,)):
+            if self._is_there(tensor) and is_plain(tensor):
                 self.met(tensor.untyped_storage())
-        return self.now() - before if self._device == "cpu" else bytes_of((out,))
+        return self.bytes - before
 
-    def _gone(self, address: int, _: Any) -> None:
-        size, _ = self._sizes.pop(address, (0, None))
-        self.bytes -= size
+    def _gone(self, counted: _Counted) -> None:
+        if self._counted.pop(counted.address, None) is not None:
+            self.bytes -= counted.size_bytes
 
     def now(self) -> int:
         """Bytes at this moment."""
@@ -113,4 +129,4 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def bytes_of(values: Iterable[object]) -> int:
-    return sum([each.nbytes for each in tensors_in(values) if each.layout is torch.strided])
+    return sum([each.nbytes for each in tensors_in(values) if each.layout is _STRIDED])
