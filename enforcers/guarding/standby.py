@@ -51,7 +51,7 @@ class Standby:
         )
         self._more_saved_bytes = self._most_saved_bytes - plan.saved_bytes
         """So much more than planned may be saved, or stay."""
-        self._as_planned = plan.saved_tensors, plan.saved_elements
+        self._as_planned, self._grown = (plan.saved_tensors, plan.saved_elements), plan.grown
         self._staying_bytes = 0
         """Of what was saved in this iteration."""
         self._most_staying_bytes = 0
@@ -230,8 +230,14 @@ class Standby:
         last = self._needed_in[-_ANOTHER_PHASE:]
         elements = [found for _, (_, found) in last]
         if len(last) == _ANOTHER_PHASE and max(elements) <= _ALIKE * min(elements):
-            return self._begun - last[0][0] <= 2 * _ANOTHER_PHASE
-        return len(self._needed_in) == _OF_ALL_SIZES or self.is_less
+            return self._begun - last[0][0] <= 2 * _ANOTHER_PHASE and self._would_gain(last)
+        return self.is_less or (len(self._needed_in) == _OF_ALL_SIZES and self._would_gain(self._needed_in))
+
+    def _would_gain(self, needed: list[tuple[int, tuple[int, int]]]) -> bool:
+        """Would a plan made for one of these do better for the others? Not where they differ from each other as they differ from the one that
+        this plan is for, which is as large (sentences, of which each has its own number of steps)."""
+        larger = max(elements for _, (_, elements) in needed) > _ALIKE * self._grown * self._as_planned[1]
+        return larger or len({tensors for _, (tensors, _) in needed}) == 1
 
     @property
     def is_less(self) -> bool:

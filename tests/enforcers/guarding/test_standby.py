@@ -285,6 +285,22 @@ def test_another_phase_is_what_most_iterations_of_late_are(
         assert standby.unforeseen_iterations == sum(count != 1 for count in rows)
 
 
+@pytest.mark.parametrize(
+    ("tensors", "size", "is_another"), [((1, 1), 1.0, True), ((1, 3), 1.0, False), ((1, 3), 1.5, True)]
+)
+def test_where_each_iteration_has_its_own_number_of_ops_another_plan_gains_nothing(
+    tensors: tuple[int, int], size: float, is_another: bool, plan: Plan
+) -> None:
+    """Sentences as long as the profiled one: no two of them save the same tensors, and each needed the guard; longer ones are another matter."""
+    standby = Standby(cast(Guard, Played()), plan)
+    for step in range(16):
+        standby.new_iteration()
+        standby.stays(1 << 41)
+        standby.iteration_ended((100 + tensors[step % 2], int(size * plan.saved_elements)), None)
+    standby.new_iteration()
+    assert standby.another_phase is is_another
+
+
 class Cycle:
     """Nothing but Python's garbage collector ends it."""
 
