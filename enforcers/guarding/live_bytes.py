@@ -20,7 +20,6 @@ from memopt.instrument.memory.meter import hidden_buckets, living_storages
 from memopt.instrument.ops import is_plain, tensors_in
 from memopt.instrument.torch_internals import DisableTorchDispatch, tree_map_only
 
-
 _STRIDED = torch.strided
 
 
