@@ -2,7 +2,8 @@
 
 The process leaves the script's at once (it becomes nobody's child: a script that waits for any child of its own never meets it), works
 when the processor has nothing else to do once nobody waits for it, does not hear the terminal's Ctrl-C, and ends by itself, on a processor
-that always has something else to do after some minutes. What it finds is one file: the plan, or why there is none.
+that always has something else to do after some minutes, and a minute after the script. What it finds is one file: the plan, or why there is
+none.
 
 It stays in the script's session. Linux shares the processor among sessions before it looks at priorities (autogroups, `man 7 sched`), and
 OpenMP threads that wait for one that does not run take up to twenty times as long for a step: two cores, beside a loop in Python.
@@ -17,6 +18,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,6 +49,8 @@ _LONG_S: Final = 8.0
 the script waits ten seconds at most."""
 _LATEST_S: Final = 600
 """By the wall, once nobody waits: a process that gets no time would keep its memory for as long as the machine is busy."""
+AFTER_S: Final = 60
+"""The same, once the script has ended: what is found then is for its next run."""
 _LATEST: Final = 10
 """Times as long as it may search, where that is more."""
 _MEASURED_S: Final = 10.0
@@ -207,6 +211,7 @@ def main() -> None:
         return
     order["alive"] = int(sys.argv[1])
     output = Path(order["output"])
+    threading.Thread(target=_end_soon_after, args=(order["alive"],), daemon=True).start()
     try:
         _plan(order, output)
     except BaseException as error:
@@ -258,7 +263,7 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         # the smallest peak of all has been looked for, if this is one
         again = _search(adviser, budget, first_s, soon=first_s < limit_s, once=_does_something(first))
         first = again if again.is_better_than(first) else first
-    first.save(output)
+    _save(first, output)
     if first_s == limit_s or not _does_something(first):
         return
     with contextlib.suppress(BrokenPipeError):  # the script has ended; the plan is for its next run
@@ -266,7 +271,15 @@ def _plan(order: dict[str, Any], output: Path) -> None:
     _step_back(limit_s)
     longer = _search(adviser, budget, limit_s)
     if longer.is_better_than(first) and output.exists():
-        longer.save(output)
+        _save(longer, output)
+
+
+_saving = threading.Lock()
+
+
+def _save(plan: Plan, output: Path) -> None:
+    with _saving:
+        plan.save(output)
 
 
 def _does_something(plan: Plan) -> bool:
@@ -305,5 +318,20 @@ def _step_back(limit_s: float) -> None:
     """Run when the processor has nothing else to do, and not for ever: nobody waits any more, and `limit_s` of its time are wanted."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(max(_LATEST_S, int(_LATEST * limit_s)))
+    _idle()
+
+
+def _idle() -> None:
     with contextlib.suppress(OSError, AttributeError):
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        os.sched_setscheduler(os.getpid(), os.SCHED_IDLE, os.sched_param(0))
+
+
+def _end_soon_after(script: int) -> None:
+    """End the process a minute after nobody can read any more what is written to `script`."""
+    waits = select.poll()
+    waits.register(script, 0)
+    waits.poll()
+    _idle()
+    time.sleep(AFTER_S)
+    with _saving:
+        os._exit(0)

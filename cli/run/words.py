@@ -160,7 +160,7 @@ def _not_enforced(course: Course) -> str:
     if course.still_planning:
         return (
             f"nothing was enforced: the script ended after {course.iterations} iterations, before its plan was found; "
-            "the plan will be in .memopt/ for the next run"
+            "it is looked for another minute, for the next run"
         )
     if not course.iterations and (elsewhere := not_followed()):
         return f"nothing was enforced: {elsewhere}; try {PUT_BEFORE}"

@@ -319,6 +319,26 @@ def test_a_planner_that_gets_no_time_ends_all_the_same() -> None:
     assert ended.returncode == -signal.SIGALRM
 
 
+def test_a_planner_does_not_stay_long_after_the_script_and_saves_what_it_is_saving() -> None:
+    """It went on for ten minutes, with gigabytes, where the trace was large."""
+    lines = (
+        "import os, threading, time",
+        "from memopt.advisors import background",
+        "background.AFTER_S = 0.1",
+        "script, planner = os.pipe()",
+        "threading.Thread(target=background._end_soon_after, args=(planner,), daemon=True).start()",
+        "time.sleep(0.5)",
+        "with background._saving:",
+        "    print('the script is there', flush=True)",
+        "    os.close(script)",
+        "    time.sleep(1)",
+        "    print('saved', flush=True)",
+        "time.sleep(60)",
+    )
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=50, capture_output=True, text=True)  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, "the script is there\nsaved\n")
+
+
 def test_a_longer_search_for_a_plan_that_meets_the_budget_asks_for_no_other(
     trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
