@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 from memopt.enforcers.guarding.what_is_there import largest, what_is_there
 from memopt.instrument.frames import Frames
 from memopt.units import format_bytes
 
 _FAR_MORE = 1.25
+_LONG_S = 0.1
+"""A look at what is there that took longer is the last until this many times as long has gone by: where a graph has a hundred thousand
+nodes one takes seconds."""
+_RARELY = 20
 
 
 class Passed:
@@ -21,6 +27,8 @@ class Passed:
         self._need_bytes = self._told_bytes = 0
         self._held = ""
         """What there was then."""
+        self._not_before = 0.0
+        """Is looked for it again."""
         self._at = ""
         """The op before which that was, and where."""
 
@@ -35,9 +43,12 @@ class Passed:
 
     def _look_what_is_there(self) -> None:
         """At the first time that the budget is passed, and when it is passed by far more: it takes long."""
-        if self.most_bytes > _FAR_MORE * self._told_bytes:
+        began = time.monotonic()
+        if self.most_bytes > _FAR_MORE * self._told_bytes and began >= self._not_before:
             self._told_bytes = self.most_bytes
             self._held = largest(what_is_there(self._frames, self._device))
+            took = time.monotonic() - began
+            self._not_before = began + _RARELY * took if took > _LONG_S else 0.0
 
     @property
     def words(self) -> str:
