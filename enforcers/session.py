@@ -489,7 +489,11 @@ class ApplySession:
         self._engine.backward_ended()
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        self._weights_are_back()
+        inside = self._iterations is not None and self._iterations.in_backward
+        if inside and self._weights is not None:
+            self._weights.stepped_inside(optimizer)
+        else:
+            self._weights_are_back()
         if self._also is not None:
             self._also.step_begins(optimizer)
         if self._engine is not None:

@@ -114,15 +114,18 @@ class StateBeside:
         """For a plan beside which it is away."""
         return dataclasses.replace(wishes, deny=(*wishes.deny, "optimizer")) if self.is_away else wishes
 
-    def first_step(self, optimizer: torch.optim.Optimizer, loop: Loop, guard: Guard) -> None:
-        """A step begins: if it is the optimizer's first, and would pass the budget with what it makes, it is taken in pieces."""
+    def first_step(
+        self, optimizer: torch.optim.Optimizer, loop: Loop, guard: Guard, *, foreseen: bool
+    ) -> None:
+        """A step begins: if it is the first that is seen of the optimizer, and would pass the budget with what it makes, it is taken in pieces.
+        `foreseen`: what it finds is what a plan that is in force has found."""
         from memopt.enforcers.optimizer.first_step import has_state, made_by_first_step, temporaries_of
 
         if self.is_away or optimizer in self._seen:
             return
         self._seen.add(optimizer)
         made = made_by_first_step(optimizer)
-        if not (made or has_state(optimizer)):
+        if not (made or (has_state(optimizer) and not foreseen)):
             return
         needed = made + temporaries_of(optimizer)
         if (made and self._is_planned) or guard.bytes_now() + needed > guard.budget_bytes:

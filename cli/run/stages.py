@@ -599,7 +599,7 @@ class Stages:
     def _first_step(self, optimizer: torch.optim.Optimizer) -> None:
         guard = self._guard_now
         if self._loop is not None and guard is not None and not self._is_planned:
-            self._state.first_step(optimizer, self._loop, guard)
+            self._state.first_step(optimizer, self._loop, guard, foreseen=self._apply is not None)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         self._state.step_ended(optimizer)

@@ -33,6 +33,7 @@ from memopt.instrument.nodes import nodes_below, saves_by_hooks_alone
 from memopt.instrument.ops import PLAIN_TYPES, is_plain, kind_of, tensors_in
 from memopt.instrument.saved import Kept
 from memopt.instrument.script.other_threads import is_ours
+from memopt.instrument.stepping.single_parameter_step import parameters_of
 from memopt.instrument.torch_internals import save_to_state_dict, storage_of
 
 _DETACH = torch.ops.aten.detach.default
@@ -207,6 +208,11 @@ class WatchedWeights:
         if self.streamed is not None and is_plain(tensor):
             self.streamed.replayed(tensor, reader)
         self._whole(tensor)
+
+    def stepped_inside(self, optimizer: torch.optim.Optimizer) -> None:
+        """A step begins while backward runs, which has yet to ask for weights of others."""
+        for _, each in parameters_of(optimizer):
+            self._looked_at(each)
 
     def _looked_at(self, tensor: Tensor) -> None:
         """Somebody reads it as no mode sees, or has it handed out."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
+from memopt.cli.run.optimizer_state import StateBeside
 from tests.cli.test_run import memopt, outcome_of, plain
 
 SCRIPT = """
@@ -110,3 +114,19 @@ def test_what_the_budget_has_room_for_stays(ran: Ran) -> None:
     assert 31 << 20 < outcome["measured_peak_bytes"] <= 32 << 20
     assert abs(outcome["measured_peak_bytes"] / outcome["predicted_peak_bytes"] - 1) < 0.02
     assert course["looked_at_bytes"] > 32 << 20
+
+
+@pytest.mark.parametrize("foreseen", [True, False])
+def test_state_that_was_there_when_the_plan_was_made_stays(
+    foreseen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step inside backward begins near the plan's peak: what the plan has seen of it is in that."""
+    parameter = torch.zeros(4, requires_grad=True)
+    optimizer = torch.optim.Adam([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    guard, sent = cast(Any, SimpleNamespace(bytes_now=lambda: 100, budget_bytes=100)), []
+    monkeypatch.setattr(StateBeside, "_send", lambda self, loop, budget_bytes: sent.append(budget_bytes))
+    beside = StateBeside(cast(Any, SimpleNamespace()), lambda: guard)
+    beside.first_step(optimizer, cast(Any, None), guard, foreseen=foreseen)
+    assert sent == ([] if foreseen else [100])
