@@ -350,7 +350,8 @@ class Engine(modes.Mode):
         standby = self.standby
         if standby is not None:
             # whether this one leaves is not known yet
-            standby.saved(self.saved_bytes + tensor.nbytes, self.saved_bytes - self._leaving_bytes)
+            size_bytes = tensor.nbytes
+            standby.saved(size_bytes, self.saved_bytes + size_bytes, self.saved_bytes - self._leaving_bytes)
         self.saved_tensors += 1
         self.saved_elements += tensor.numel()
         self.saved_bytes += tensor.nbytes

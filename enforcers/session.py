@@ -478,6 +478,8 @@ class ApplySession:
             over.backward_begins(roots, self.standby.guard if self.standby is not None else None)
 
     def backward_ended(self) -> None:
+        if self.standby is not None:
+            self.standby.backward_ended()
         if self._over_gradients is not None:
             self._over_gradients.backward_ended()
         if self._steps is not None:

@@ -100,7 +100,7 @@ class Guard(modes.Mode):
         self._expected: dict[tuple[str, int], int] = {}
         """(overload, bytes of its inputs) -> bytes that it made the last time."""
         self.workspaces: Mapping[str, float] = {}
-        """Overload -> bytes that it takes beside its results, to one that it reads, as a profile showed."""
+        """Overload -> bytes that it takes beside its results, to one that it reads or gives, as a profile showed."""
         self._beyond: dict[str, float] = {}
         """Overload -> how many times as much it made as its shapes say, where it keeps what only its kernel knows of (recurrent layers)."""
         self._about_bytes = 0
@@ -262,7 +262,7 @@ class Guard(modes.Mode):
         key = name, bytes_of((*args, *kwargs.values()))
         shown = 0 if key in self._expected else would_make(func, args, kwargs)
         makes = self._expected.get(key, int(shown * self._beyond.get(name, 1.0)))
-        self._about_bytes = makes + int(self.workspaces.get(name, 0.0) * key[1])
+        self._about_bytes = makes + int(self.workspaces.get(name, 0.0) * (key[1] + makes))
         self._make_room(self._about_bytes, name)
         return (*key, shown)
 

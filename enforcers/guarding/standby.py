@@ -1,8 +1,9 @@
 """The guard beside a plan: it rests while iterations are as the profiled one was, and holds the budget in those that are not.
 
 An iteration that saves more than was planned for (a longer text, several batches a step, an evaluation with gradients) is known as soon
-as more of what it saved stays than in an iteration that was as planned, or it has saved more in all; one that saves other tensors (of
-another data type), as soon as what was to leave stays. From there on the guard counts, and moves away what no action of the plan is for.
+as it saves a larger tensor than any was in an iteration that was as planned, as more of what it saves before a backward call stays than was
+the most there, or it has saved more in all; one that saves other tensors (of another data type), as soon as what was to leave stays. From
+there on the guard counts, and moves away what no action of the plan is for.
 
 It stays awake for the next iterations, the more of them the more in a row have needed it; for a while where it woke too late, or the
 script has kept something since, so that the next iteration would pass the budget; and for good where a measured one did without it
@@ -41,6 +42,32 @@ _PASSED = 1.005
 """Times the budget, or the planned peak where that is above it."""
 
 
+class Largest:
+    """The largest amount of an iteration, beside that of those that were as planned."""
+
+    def __init__(self) -> None:
+        self.new_iteration()
+        self._most = 0.0
+        """Of those; 0: there was none yet."""
+
+    def new_iteration(self) -> None:
+        self._seen = self._largest = self._gone = 0
+
+    def comes_to(self, amount: int) -> bool:
+        """What there was of it in this iteration is `amount` now. Is there more than there was in any that was as planned?"""
+        self._seen = amount
+        self._largest = max(self._largest, amount - self._gone)
+        return 0 < self._most < amount - self._gone
+
+    def begin_anew(self) -> None:
+        """From here on count from what there was."""
+        self._gone = self._seen
+
+    def was_as_planned(self, more: float) -> None:
+        """This iteration; another may come to so many times as much."""
+        self._most = max(self._most, more * self._largest)
+
+
 class Standby:
     """Told of what an iteration saves, and of its end."""
 
@@ -49,13 +76,13 @@ class Standby:
         self._most_saved_bytes = int(
             MORE * plan.grown * (plan.saved_bytes or _ELEMENT_BYTES * plan.saved_elements)
         )
-        self._more_saved_bytes = self._most_saved_bytes - plan.saved_bytes
-        """So much more than planned may be saved, or stay."""
+        self._more = MORE * plan.grown
+        """So many times as much as planned may be saved, or stay."""
         self._as_planned, self._grown = (plan.saved_tensors, plan.saved_elements), plan.grown
-        self._staying_bytes = 0
-        """Of what was saved in this iteration."""
-        self._most_staying_bytes = 0
-        """Of one that is as planned, once there was one."""
+        self._saves, self._stays = Largest(), Largest()
+        """Bytes that were saved since the last backward call, and of these what stays."""
+        self._saves_one = Largest()
+        """Bytes of one tensor that was saved."""
         self._most_bytes = max(guard.budget_bytes, plan.predicted_peak_bytes)
         self._room_bytes = _PASSED * self._most_bytes - plan.predicted_peak_bytes
         self._count_kept_anew()
@@ -103,17 +130,22 @@ class Standby:
         self._often_less = 0
         """Iterations in a row that did."""
 
-    def saved(self, saved_bytes: int, staying_bytes: int) -> None:
-        """So many have been saved in this iteration, the tensor that is being saved among them; of those before it so many are not to leave."""
+    def saved(self, size_bytes: int, saved_bytes: int, staying_bytes: int) -> None:
+        """A tensor of `size_bytes` is being saved; with it so many have been saved in this iteration, and of those before it so many are not to
+        leave."""
         if not self._has_saved:
             self._has_saved = True
             self.guard.goes_on()
             self._look_at_what_is_kept()
-        self._staying_bytes = staying_bytes
-        if saved_bytes > self._most_saved_bytes or (
-            self._most_staying_bytes and self._staying_bytes > self._most_staying_bytes and not self.alone
-        ):
+        more = self._saves_one.comes_to(size_bytes) | self._saves.comes_to(saved_bytes)
+        more |= self._stays.comes_to(staying_bytes) and not self.alone
+        if more or saved_bytes > self._most_saved_bytes:
             self._wake()
+
+    def backward_ended(self) -> None:
+        """What has been saved is gone."""
+        for each in (self._saves, self._stays):
+            each.begin_anew()
 
     def _look_at_what_is_kept(self) -> None:
         """The script may have made something between iterations (a copy of its model), and keeps it."""
@@ -182,10 +214,9 @@ class Standby:
             self._room_bytes, self._kept_bytes = max(self._room_bytes, self._kept_bytes), 0
             self._awake = min(self._awake, 1)
         self._moved = self.guard.moved
-        if saved == self._as_planned and not self.alone and self._more_saved_bytes > 0:
-            self._most_staying_bytes = max(
-                self._most_staying_bytes, self._staying_bytes + self._more_saved_bytes
-            )
+        if saved == self._as_planned:
+            for each in (self._saves_one, self._saves, *(() if self.alone else (self._stays,))):
+                each.was_as_planned(self._more)
         self.was_needed = needed
         self._needed_in = [each for each in self._needed_in if each[0] > self._begun - _OF_ALL_SIZES]
         self._needed_in += [(self._begun, saved)] if needed else []
@@ -204,6 +235,8 @@ class Standby:
 
     def new_iteration(self) -> None:
         self._stays_bytes, self._has_saved, self.looked_ms = 0, False, 0.0
+        for each in (self._saves_one, self._saves, self._stays):
+            each.new_iteration()
         self._begun += 1
         self._awake = max(0, self._awake - 1)
         self._was_awake = self._awake > 0 or self.for_good

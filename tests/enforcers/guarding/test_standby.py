@@ -276,7 +276,7 @@ def test_another_phase_is_what_most_iterations_of_late_are(
     standby = Standby(cast(Guard, Played()), plan)
     for count in rows:
         standby.new_iteration()
-        standby.saved(int(count * plan.saved_bytes), int(count * plan.saved_bytes))
+        standby.saved(1, int(count * plan.saved_bytes), int(count * plan.saved_bytes))
         standby.iteration_ended((plan.saved_tensors, int(count * plan.saved_elements)), None)
     standby.new_iteration()
     assert standby.another_phase is is_another
@@ -299,6 +299,36 @@ def test_where_each_iteration_has_its_own_number_of_ops_another_plan_gains_nothi
         standby.iteration_ended((100 + tensors[step % 2], int(size * plan.saved_elements)), None)
     standby.new_iteration()
     assert standby.another_phase is is_another
+
+
+@pytest.mark.parametrize(
+    ("parts", "largest", "wakes"),
+    [
+        ([0.5, 0.5], 1, False),
+        ([0.25] * 4, 1, False),
+        ([0.7], 1, True),
+        ([0.5], 2, True),
+        ([0.6, 0.6], 1, True),
+    ],
+)
+def test_what_is_saved_before_a_backward_call_is_held_at_once(
+    parts: list[float], largest: int, wakes: bool, plan: Plan
+) -> None:
+    """The planned iteration calls backward twice; a check of a larger batch before it saves less than both together, and has larger ops."""
+    standby = Standby(cast(Guard, Played()), plan)
+
+    def iteration(parts: list[float], largest: int) -> bool:
+        standby.new_iteration()
+        saved = 0.0
+        for part in parts:
+            saved += part * plan.saved_bytes
+            standby.saved(largest, int(saved), int(saved))
+            standby.backward_ended()
+        standby.iteration_ended((plan.saved_tensors, int(sum(parts) * plan.saved_elements)), None)
+        return not standby.guard.rests
+
+    assert not iteration([0.5, 0.5], 1)
+    assert iteration(parts, largest) is wakes
 
 
 class Cycle:
@@ -494,7 +524,7 @@ def test_nobody_looks_at_what_is_kept_while_the_guard_is_awake(
     standby.for_good = for_good
     for _ in range(18):
         standby.new_iteration()
-        standby.saved(0, 0)
+        standby.saved(0, 0, 0)
         standby.iteration_ended((plan.saved_tensors, 0), None)
     assert len(asked) == looks
 
