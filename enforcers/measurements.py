@@ -43,6 +43,9 @@ _IN_CYCLES = "tensors in reference cycles, which are there until Python's garbag
 _DID_OTHER_THINGS = "the iterations that were measured did other things than the profiled one"
 _COMPILED = ", or kernels that memopt does not see into (torch.compile) did"
 
+LESS = 0.75
+"""Of the elements that the plan is for: an iteration that saves fewer is one of which no plan for a larger one would take more away."""
+
 _ELEMENT_BYTES = 4
 """Of what an iteration saved beyond the profiled one, whose types nobody has counted."""
 
@@ -65,6 +68,8 @@ class Measurements:
         """Largest resident set before torch's profiler, which measures, took memory of its own."""
         self._peaks: list[tuple[int, int]] = []
         """(peak, what there was when the iteration began)."""
+        self.full_peak_bytes = 0
+        """The most in iterations that saved about as much as the plan is for, or more."""
         self._above_bytes = 0
         """The most that was held before that, above what was held when it was looked at."""
         self._before_bytes = 0
@@ -231,6 +236,8 @@ class Measurements:
         self._just_measured = self._stop()
         if not self._just_measured:
             return None
+        if saved is None or saved[1] >= LESS * self._plan.saved_elements:
+            self.full_peak_bytes = max(self.full_peak_bytes, self._peaks[-1][0])
         if self._peaks[-1] == max(self._peaks):
             other = self._is_unlike(saved) and bool(self._others)
             self._at_the_peak = self._others[-1] if other else 1.0

@@ -123,6 +123,12 @@ class ApplySession:
         return self._measurements.most_saved
 
     @property
+    def full_peak_bytes(self) -> int:
+        """The most that was measured, or that the guard saw pass the budget, in iterations that saved about as much as the plan is for, or more."""
+        seen_bytes = self.standby.full_peak_bytes if self.standby is not None else 0
+        return max(self._measurements.full_peak_bytes, seen_bytes)
+
+    @property
     def standby(self) -> Standby | None:
         """The guard beside the plan, where there is one."""
         return self._engine.standby if self._engine is not None else None

@@ -41,7 +41,7 @@ def did_what_it_said(course: Course) -> bool:
 def _passed(course: Course, plan: Plan) -> bool:
     above = plan.over_bytes > 0
     most = (1 + _OFF_ABOVE) * plan.predicted_peak_bytes if above else (1 + _OFF) * plan.budget_bytes
-    return course.last_peak_bytes > most
+    return course.last_full_peak_bytes > most
 
 
 def _steps_under_it(course: Course) -> int:
@@ -85,7 +85,7 @@ def came_to(course: Course) -> float:
     if course.most_saved > plan.grown:
         found.append(course.most_saved)
     if _passed(course, plan) and not course.phase:
-        found.append(plan.grown * course.last_peak_bytes / plan.budget_bytes)
+        found.append(plan.grown * course.last_full_peak_bytes / plan.budget_bytes)
     return max(found)
 
 

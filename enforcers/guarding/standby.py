@@ -18,6 +18,7 @@ from pathlib import Path
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.keeping import Held, Keeping
 from memopt.enforcers.guarding.what_is_there import freed_by_collecting
+from memopt.enforcers.measurements import LESS
 from memopt.enforcers.tiers.per_device import offload_tier
 from memopt.enforcers.values import Values
 from memopt.instrument.loop import Loop
@@ -36,7 +37,6 @@ since the first of them."""
 _OF_ALL_SIZES = 16
 """As many in a row that needed it are, where they did not, and as many that saved clearly less than was planned for: their plan costs
 more than they need."""
-_LESS = 0.75
 _ALIKE = 1.02
 _PASSED = 1.005
 """Times the budget, or the planned peak where that is above it."""
@@ -117,6 +117,8 @@ class Standby:
         """Storages, in the iterations before."""
         self.most_bytes = 0
         """Most that was live in iterations that have ended, as far as the guard saw it."""
+        self.full_peak_bytes = 0
+        """The most in those that passed the budget, and saved about as much as the plan is for, or more."""
         self.looked_ms = 0.0
         """Spent in this iteration on a look at what the script has kept, which few iterations take."""
         self.was_needed = False
@@ -207,6 +209,8 @@ class Standby:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured, `in_cycles` if garbage made one larger than planned."""
         over, self._saved_elements = self.guard.passed.now_bytes, saved[1]
         self.most_bytes = self.guard.most_bytes
+        if over > 0 and saved[1] >= LESS * self._as_planned[1]:
+            self.full_peak_bytes = max(self.full_peak_bytes, self.guard.budget_bytes + over)
         helped = self.guard.moved > self._moved or over > 0
         needed = helped and (self._woken == self._begun or self.for_good)
         is_whole = saved[1] >= self._as_planned[1]
@@ -221,7 +225,7 @@ class Standby:
         self._needed_in = [each for each in self._needed_in if each[0] > self._begun - _OF_ALL_SIZES]
         self._needed_in += [(self._begun, saved)] if needed else []
         self._often_needed = self._often_needed + needed if self._needed_in else 0
-        if saved[1] < _LESS * self._as_planned[1] and not needed:
+        if saved[1] < LESS * self._as_planned[1] and not needed:
             self._often_less += 1
             self._less_in = [*self._less_in, saved][-_OF_ALL_SIZES:]
         else:

@@ -430,7 +430,7 @@ def test_the_next_run_plans_for_what_this_one_came_to(
 
     plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=predicted_bytes, over_bytes=max(0, predicted_bytes - 1000), grown=1.2)  # fmt: skip
     outcome = SimpleNamespace(actions=SimpleNamespace(planned=1, skipped=0))
-    course: Any = SimpleNamespace(plan=plan, outcome=outcome, last_peak_bytes=peak_bytes, most_saved=most_saved, phase=phase, iterations=9, enforced_after=0, phases_after=[])  # fmt: skip
+    course: Any = SimpleNamespace(plan=plan, outcome=outcome, last_full_peak_bytes=peak_bytes, most_saved=most_saved, phase=phase, iterations=9, enforced_after=0, phases_after=[])  # fmt: skip
     assert came_to(course) == pytest.approx(factor)
     assert bool(_grown(course)) == (factor > 1)
 
@@ -448,7 +448,7 @@ def test_a_plan_that_is_not_kept_is_told(peak_bytes: int, skipped: int, why: str
 
     plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=900, over_bytes=0, grown=1.0)
     outcome = SimpleNamespace(actions=SimpleNamespace(planned=10, skipped=skipped))
-    course = SimpleNamespace(plan=plan, outcome=outcome, last_peak_bytes=peak_bytes, iterations=9, enforced_after=3, phases_after=[])  # fmt: skip
+    course = SimpleNamespace(plan=plan, outcome=outcome, last_full_peak_bytes=peak_bytes, iterations=9, enforced_after=3, phases_after=[])  # fmt: skip
     assert [told.partition(": ")[2] for told in _not_kept(course)] == ([why] if why else [])  # type: ignore[arg-type]
 
 

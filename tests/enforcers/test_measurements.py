@@ -211,6 +211,16 @@ def outcomes_of(measured, *elements):
     return found
 
 
+@pytest.mark.parametrize(("elements", "peak_bytes"), [(1000, 7), (760, 7), (740, 0), (1500, 7)])
+def test_an_iteration_that_saves_little_is_none_that_a_larger_plan_is_for(measured, elements, peak_bytes):
+    """A linear evaluation after the pretraining passed the budget without anything saved, and each next run planned for twice as much."""
+    found = measured([7])
+    found._plan = msgspec.structs.replace(found._plan, saved_tensors=2, saved_elements=1000)
+    found.begin_after(7)
+    found.iteration_ended(8, 1.0, (2, elements), plain=False)
+    assert (found.peak_bytes, found.full_peak_bytes) == (7, peak_bytes)
+
+
 def test_hardly_any_more_elements_are_no_other_iteration(measured):
     """A spline's mask selects some more of a batch each time: what a step costs is told all the same."""
     found = outcomes_of(measured, 1003, 998, 1000)

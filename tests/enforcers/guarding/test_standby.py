@@ -331,6 +331,19 @@ def test_what_is_saved_before_a_backward_call_is_held_at_once(
     assert iteration(parts, largest) is wakes
 
 
+@pytest.mark.parametrize(("size", "peak_bytes"), [(1.0, 1007), (0.8, 1007), (0.5, 0)])
+def test_an_iteration_that_saves_little_is_none_that_a_larger_plan_is_for(
+    size: float, peak_bytes: int, plan: Plan
+) -> None:
+    guard = Idle()
+    guard.budget_bytes = 1000
+    standby = Standby(cast(Guard, guard), plan)
+    standby.new_iteration()
+    guard.passed = SimpleNamespace(now_bytes=7)
+    standby.iteration_ended((plan.saved_tensors, int(size * plan.saved_elements)), None)
+    assert standby.full_peak_bytes == peak_bytes
+
+
 class Cycle:
     """Nothing but Python's garbage collector ends it."""
 
