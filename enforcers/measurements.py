@@ -35,6 +35,8 @@ _MORE_AT_THE_START = 0.01
 
 _MOSTLY = 0.5
 
+_FEW = 3
+
 _ALIKE = 0.005
 """Of the elements that the profiled iteration saved: an iteration that saves as many tensors, and no more or fewer elements than this, costs
 and holds what that did (a mask that selects some more of a batch)."""
@@ -62,8 +64,11 @@ class Measurements:
         """An iteration like the profiled one has been measured."""
         self._just_measured = False
         """The iteration before: two of torch's profiles in a row crash now and then."""
-        self._guarded = 0
-        """Iterations that the guard beside the plan has held from their beginning on."""
+        self._others_begun = 0
+        """Iterations that the guard beside the plan has held from their beginning on, or that came after one that saved far less than planned, which
+        nobody watches."""
+        self._was_less = False
+        """The iteration before did."""
         self._resident_bytes = 0
         """Largest resident set before torch's profiler, which measures, took memory of its own."""
         self._peaks: list[tuple[int, int]] = []
@@ -79,6 +84,8 @@ class Measurements:
         self._evaluation_bytes = 0
         """The most in module calls without gradients inside measured iterations, where it was clearly more than the plan foretold."""
         self._times_ms: list[float] = []
+        self._alike_ms: list[float] = []
+        """Of these, those of iterations like the profiled one."""
         self._parts = 0
         """Iterations that ended before the last optimizer had joined the round."""
         self._joined = False
@@ -119,7 +126,9 @@ class Measurements:
 
     @property
     def step_ms(self) -> float | None:
-        return median(self._times_ms) if self._times_ms else None
+        """Of iterations like the profiled one, where there were a few."""
+        times = self._alike_ms if len(self._alike_ms) >= _FEW else self._times_ms
+        return median(times) if times else None
 
     @property
     def other_steps(self) -> int:
@@ -233,10 +242,13 @@ class Measurements:
         as_planned = not plain and count > 1 and self._is_as_planned(saved)
         if count > 1 and self._meter is None and not plain:
             self._times_ms.append(milliseconds)
+            if not self._is_unlike(saved):
+                self._alike_ms.append(milliseconds)
+        self._was_less = saved is not None and saved[1] < LESS * self._plan.saved_elements
         self._just_measured = self._stop()
         if not self._just_measured:
             return None
-        if saved is None or saved[1] >= LESS * self._plan.saved_elements:
+        if not self._was_less:
             self.full_peak_bytes = max(self.full_peak_bytes, self._peaks[-1][0])
         if self._peaks[-1] == max(self._peaks):
             other = self._is_unlike(saved) and bool(self._others)
@@ -249,19 +261,21 @@ class Measurements:
 
     def iteration_begins(self, after: int, iterations: Iterations, *, guarded: bool = False) -> None:
         """Measure it, if it is one of those, where `after` iterations have ended; of those that are `guarded`, which are unlike the planned one,
-        or begin with more than that, some too."""
+        or begin with more than that, and of those after one that saved far less, some too."""
         if after >= MEASURED[0] and iterations.rounds == 1 and iterations.came_late:
             # what was measured so far were parts of iterations: another optimizer has joined the round only now
             self._parts = after - 1
             self._times_ms.clear()
+            self._alike_ms.clear()
             self._others.clear()
         turns: tuple[int, ...] = MEASURED[:2] if self._measured_planned else MEASURED
         first = self._plan.iteration
         if 0 < first < MEASURED[0]:  # the script may make no more
             turns = (first, *(each for each in turns if each > first + 1))
         begun = after - self._parts
-        self._guarded += guarded
-        wanted = guarded and self._guarded.bit_count() == 1 and not self._just_measured
+        other = guarded or self._was_less
+        self._others_begun += other
+        wanted = other and self._others_begun.bit_count() == 1 and not self._just_measured
         if self._wanted and (begun + 1 in turns or wanted or (begun >= _LATE and begun.bit_count() == 1)):
             self._start()
 

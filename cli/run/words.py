@@ -24,6 +24,9 @@ _NOISE = 0.05
 _SKIPPED = 0.2
 _LARGER = 1.25
 """Times as much as the recorded iteration saved."""
+_HARDLY = 1.05
+"""Times the budget: the guard has all but held the largest iterations beside a plan for usual ones, which costs these less than one for the
+largest."""
 _MOST_NOTES = 3
 
 
@@ -76,16 +79,17 @@ def last_words(course: Course) -> list[str]:
 
 
 def came_to(course: Course) -> float:
-    """How many times as much as the recorded iteration the next run's plan is to be for, where this one did not do what it said: as much as one
-    saved, or by as much more as the budget was passed. 1.0 elsewhere, and where the plan is above the budget: none leaves room then."""
+    """How many times as much as the recorded iteration the next run's plan is to be for, where this one passed the budget: as much as one
+    saved, or by as much more as it was passed. 1.0 elsewhere, and where the plan is above the budget: none leaves room then."""
     plan = course.plan
-    if plan is None or plan.over_bytes or course.outcome is None or did_what_it_said(course):
+    if plan is None or plan.over_bytes or course.outcome is None or not _passed(course, plan):
         return 1.0
+    passed_by = course.last_full_peak_bytes / plan.budget_bytes
     found = [1.0]
-    if course.most_saved > plan.grown:
+    if course.most_saved > plan.grown and passed_by > _HARDLY:
         found.append(course.most_saved)
-    if _passed(course, plan) and not course.phase:
-        found.append(plan.grown * course.last_full_peak_bytes / plan.budget_bytes)
+    if not course.phase:
+        found.append(plan.grown * passed_by)
     return max(found)
 
 

@@ -45,10 +45,10 @@ _PASSED = 1.005
 class Largest:
     """The largest amount of an iteration, beside that of those that were as planned."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: float = 0.0) -> None:
+        """`most`: of one as planned, before there was any; 0: not known."""
         self.new_iteration()
-        self._most = 0.0
-        """Of those; 0: there was none yet."""
+        self._most = most
 
     def new_iteration(self) -> None:
         self._seen = self._largest = self._gone = 0
@@ -79,7 +79,7 @@ class Standby:
         self._more = MORE * plan.grown
         """So many times as much as planned may be saved, or stay."""
         self._as_planned, self._grown = (plan.saved_tensors, plan.saved_elements), plan.grown
-        self._saves, self._stays = Largest(), Largest()
+        self._saves, self._stays = Largest(), Largest(self._more * staying_bytes(plan))
         """Bytes that were saved since the last backward call, and of these what stays."""
         self._saves_one = Largest()
         """Bytes of one tensor that was saved."""
@@ -311,3 +311,9 @@ def standby_of(plan: Plan, loop: Loop, swap_dir: Path, budget_bytes: int, values
     values.kept = lambda value: guard.held_again(value.cached) if value.cached is not None else None
     guard.workspaces = plan.workspaces
     return Standby(guard, plan)
+
+
+def staying_bytes(plan: Plan) -> int:
+    """About what stays of what the profiled iteration saved: a storage may be saved several times, and in part."""
+    leaving = sum(each.size_bytes for each in plan.actions if each.slots)
+    return max(0, plan.saved_bytes - leaving)

@@ -417,10 +417,12 @@ def test_what_holding_the_budget_took_is_told_where_no_plan_came() -> None:
         (900, 2000, 3.0, 0, 3.0),
         (900, 1100, 1.0, 0, 1.2 * 1.1),
         (900, 1004, 1.0, 0, 1.0),
+        (900, 1000, 3.0, 0, 1.0),
+        (900, 1020, 3.0, 0, 1.2 * 1.02),
         (900, 1100, 1.0, 1, 1.0),
         (1100, 2000, 3.0, 0, 1.0),
     ],
-    ids=["as much as was saved", "as much as it was passed by", "hardly passed", "of another phase", "no room"],
+    ids=["as much as was saved", "as much as it was passed by", "hardly passed", "held by the guard", "all but held by it", "of another phase", "no room"],
 )  # fmt: skip
 def test_the_next_run_plans_for_what_this_one_came_to(
     predicted_bytes: int, peak_bytes: int, most_saved: float, phase: int, factor: float

@@ -18,7 +18,7 @@ from memopt.advisors.kinds import allowed
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.keeping import Keeping
-from memopt.enforcers.guarding.standby import Standby
+from memopt.enforcers.guarding.standby import Standby, staying_bytes
 from memopt.enforcers.verify.digests import digest
 from memopt.plan import Plan
 from tests.support.enforced import Loop, any_mixture, enforced, enforced_from, plan_of, recorded, seeded
@@ -276,7 +276,7 @@ def test_another_phase_is_what_most_iterations_of_late_are(
     standby = Standby(cast(Guard, Played()), plan)
     for count in rows:
         standby.new_iteration()
-        standby.saved(1, int(count * plan.saved_bytes), int(count * plan.saved_bytes))
+        standby.saved(1, int(count * plan.saved_bytes), int(count * staying_bytes(plan)))
         standby.iteration_ended((plan.saved_tensors, int(count * plan.saved_elements)), None)
     standby.new_iteration()
     assert standby.another_phase is is_another
@@ -322,7 +322,7 @@ def test_what_is_saved_before_a_backward_call_is_held_at_once(
         saved = 0.0
         for part in parts:
             saved += part * plan.saved_bytes
-            standby.saved(largest, int(saved), int(saved))
+            standby.saved(largest, int(saved), int(saved * staying_bytes(plan) / plan.saved_bytes))
             standby.backward_ended()
         standby.iteration_ended((plan.saved_tensors, int(sum(parts) * plan.saved_elements)), None)
         return not standby.guard.rests
@@ -342,6 +342,17 @@ def test_an_iteration_that_saves_little_is_none_that_a_larger_plan_is_for(
     guard.passed = SimpleNamespace(now_bytes=7)
     standby.iteration_ended((plan.saved_tensors, int(size * plan.saved_elements)), None)
     assert standby.full_peak_bytes == peak_bytes
+
+
+def test_of_a_plan_for_larger_iterations_the_first_one_is_watched_too(plan: Plan) -> None:
+    """A validation with gradients came first under a plan for iterations of 3.45 times the size: none of its tensors was to leave."""
+    grown = msgspec.structs.replace(plan, grown=3.45)
+    standby = Standby(cast(Guard, Played()), grown)
+    standby.new_iteration()
+    standby.saved(1, 2 * plan.saved_bytes, int(3.4 * staying_bytes(plan)))
+    assert standby.guard.rests
+    standby.saved(1, 2 * plan.saved_bytes, 2 * plan.saved_bytes)
+    assert not standby.guard.rests
 
 
 class Cycle:
