@@ -467,7 +467,8 @@ class Stages:
             course.problem = course.problem or (str(failure) if failure is not None else "")
         course.state_away_bytes = self._state.last_away_bytes
         if course.notes and course.outcome is not None and len(course.phases_after) < course.phase:
-            course.notes.pop()  # it ended before there was another plan: the outcome of the last one says the same
+            # what was noted then the outcome of the last plan says as well
+            course.notes[-1] = "the script ended before there was a plan for how the training went on"
         course.notes += [self._state.note] if self._state.note else []
         planning = self._planning
         course.still_planning = planning is not None and not planning.is_over and not planning.has_news()
