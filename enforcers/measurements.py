@@ -65,9 +65,8 @@ class Measurements:
         self._just_measured = False
         """The iteration before: two of torch's profiles in a row crash now and then."""
         self._others_begun = 0
-        """Iterations that the guard beside the plan has held from their beginning on, or that came after one that saved far less than planned, which
-        nobody watches."""
-        self._was_less = False
+        """Iterations that the guard beside the plan has held from their beginning on, or that came after one that saved other tensors than planned."""
+        self._was_other = False
         """The iteration before did."""
         self._resident_bytes = 0
         """Largest resident set before torch's profiler, which measures, took memory of its own."""
@@ -244,11 +243,11 @@ class Measurements:
             self._times_ms.append(milliseconds)
             if not self._is_unlike(saved):
                 self._alike_ms.append(milliseconds)
-        self._was_less = saved is not None and saved[1] < LESS * self._plan.saved_elements
+        self._was_other = self._is_unlike(saved)
         self._just_measured = self._stop()
         if not self._just_measured:
             return None
-        if not self._was_less:
+        if saved is None or saved[1] >= LESS * self._plan.saved_elements:
             self.full_peak_bytes = max(self.full_peak_bytes, self._peaks[-1][0])
         if self._peaks[-1] == max(self._peaks):
             other = self._is_unlike(saved) and bool(self._others)
@@ -261,7 +260,7 @@ class Measurements:
 
     def iteration_begins(self, after: int, iterations: Iterations, *, guarded: bool = False) -> None:
         """Measure it, if it is one of those, where `after` iterations have ended; of those that are `guarded`, which are unlike the planned one,
-        or begin with more than that, and of those after one that saved far less, some too."""
+        or begin with more than that, and of those after one that saved other tensors, some too."""
         if after >= MEASURED[0] and iterations.rounds == 1 and iterations.came_late:
             # what was measured so far were parts of iterations: another optimizer has joined the round only now
             self._parts = after - 1
@@ -273,7 +272,7 @@ class Measurements:
         if 0 < first < MEASURED[0]:  # the script may make no more
             turns = (first, *(each for each in turns if each > first + 1))
         begun = after - self._parts
-        other = guarded or self._was_less
+        other = guarded or self._was_other
         self._others_begun += other
         wanted = other and self._others_begun.bit_count() == 1 and not self._just_measured
         if self._wanted and (begun + 1 in turns or wanted or (begun >= _LATE and begun.bit_count() == 1)):
