@@ -130,7 +130,7 @@ class Iterations:
     @property
     def stepped(self) -> list[torch.optim.Optimizer]:
         """Those that have stepped and live."""
-        return list(self._stepped)
+        return list(self._stepped | self._inside)
 
     @property
     def waits_for_another(self) -> bool:

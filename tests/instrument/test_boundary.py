@@ -134,6 +134,7 @@ def test_optimizers_that_step_inside_backward_are_not_waited_for() -> None:
         after.step()
         assert not iterations.waits_for_another
         assert iterations.chosen is after
+        assert set(iterations.stepped) == {*inside, after}
     finally:
         iterations.remove()
         for hook in hooks:
