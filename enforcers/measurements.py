@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
     from memopt.instrument.memory.meter import Meter
     from memopt.profiler.known import There
 
-MEASURED = (3, 6, 8, 11, 14, 17)
+MEASURED = (3, 6, 8, 10, 13, 17)
 """Iterations in which the bytes are measured on a CPU; their times do not count. An odd and an even one, for what a script does each second
-time; from the third on only until one was like the profiled one; and then those after 16, 32, 64, ... of them, for what a script does
-may change slowly (routing that comes to prefer one expert, a cache that fills).
+time; from the third on only until one was like the profiled one, or where others were not (what it does each third time is among them); and
+then those after 16, 32, 64, ... of them, for what a script does may change slowly (routing that comes to prefer one expert, a cache that fills),
+and after 24, 48, ... where others were unlike it.
 
 Never two in a row: the optimizer's own `record_function` is open where iterations end, and one that was opened under a profiler
 writes into freed memory if it is closed under the next."""
@@ -45,11 +47,32 @@ _IN_CYCLES = "tensors in reference cycles, which are there until Python's garbag
 _DID_OTHER_THINGS = "the iterations that were measured did other things than the profiled one"
 _COMPILED = ", or kernels that memopt does not see into (torch.compile) did"
 
+MORE = 1.02
+"""Times as much as the plan is for is clearly more."""
 LESS = 0.75
-"""Of the elements that the plan is for: an iteration that saves fewer is one of which no plan for a larger one would take more away."""
+"""Of the elements that the plan is for: of an iteration that saves fewer no plan for a larger one would take more away."""
 
 _ELEMENT_BYTES = 4
 """Of what an iteration saved beyond the profiled one, whose types nobody has counted."""
+
+
+@dataclass(slots=True)
+class Peaks:
+    """The most that iterations came to which saved about as much as the plan is for, and the most of those that saved more; bytes."""
+
+    planned: int = 0
+    larger: int = 0
+
+    def came_to(self, peak_bytes: int, elements: int, plan: Plan) -> None:
+        """An iteration did, in which autograd saved so many elements."""
+        if elements > MORE * plan.grown * plan.saved_elements:
+            self.larger = max(self.larger, peak_bytes)
+        elif elements >= LESS * plan.saved_elements:
+            self.planned = max(self.planned, peak_bytes)
+
+    def or_those(self, others: Peaks) -> Peaks:
+        """The larger of both."""
+        return Peaks(max(self.planned, others.planned), max(self.larger, others.larger))
 
 
 class Measurements:
@@ -72,8 +95,7 @@ class Measurements:
         """Largest resident set before torch's profiler, which measures, took memory of its own."""
         self._peaks: list[tuple[int, int]] = []
         """(peak, what there was when the iteration began)."""
-        self.full_peak_bytes = 0
-        """The most in iterations that saved about as much as the plan is for, or more."""
+        self.peaks = Peaks()
         self._above_bytes = 0
         """The most that was held before that, above what was held when it was looked at."""
         self._before_bytes = 0
@@ -247,8 +269,8 @@ class Measurements:
         self._just_measured = self._stop()
         if not self._just_measured:
             return None
-        if saved is None or saved[1] >= LESS * self._plan.saved_elements:
-            self.full_peak_bytes = max(self.full_peak_bytes, self._peaks[-1][0])
+        elements = saved[1] if saved is not None else self._plan.saved_elements
+        self.peaks.came_to(self._peaks[-1][0], elements, self._plan)
         if self._peaks[-1] == max(self._peaks):
             other = self._is_unlike(saved) and bool(self._others)
             self._at_the_peak = self._others[-1] if other else 1.0
@@ -267,15 +289,19 @@ class Measurements:
             self._times_ms.clear()
             self._alike_ms.clear()
             self._others.clear()
-        turns: tuple[int, ...] = MEASURED[:2] if self._measured_planned else MEASURED
+        alike = self._measured_planned and not self._others
+        turns: tuple[int, ...] = MEASURED[:2] if alike else MEASURED
         first = self._plan.iteration
         if 0 < first < MEASURED[0]:  # the script may make no more
             turns = (first, *(each for each in turns if each > first + 1))
         begun = after - self._parts
         other = guarded or self._was_other
         self._others_begun += other
-        wanted = other and self._others_begun.bit_count() == 1 and not self._just_measured
-        if self._wanted and (begun + 1 in turns or wanted or (begun >= _LATE and begun.bit_count() == 1)):
+        wanted = other and _is_power(self._others_begun)
+        late = begun >= _LATE and (
+            _is_power(begun) or (not alike and begun % 3 == 0 and _is_power(begun // 3))
+        )
+        if self._wanted and not self._just_measured and (begun + 1 in turns or wanted or late):
             self._start()
 
     def training_begins(self) -> None:
@@ -409,3 +435,8 @@ def _resident_peak_bytes() -> int:
     """The process's largest resident set so far."""
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def _is_power(count: int) -> bool:
+    """Of two."""
+    return count.bit_count() == 1

@@ -16,7 +16,7 @@ from memopt.enforcers.carried_out import (
     outcome_of,
 )
 from memopt.enforcers.freed_pages import FreedPages, keep_freed_pages
-from memopt.enforcers.measurements import Measurements
+from memopt.enforcers.measurements import Measurements, Peaks
 from memopt.enforcers.memory_limit import MemoryLimit
 from memopt.errors import NotPossibleHere
 from memopt.instrument.loop import Loop, begin_at_torch
@@ -123,10 +123,10 @@ class ApplySession:
         return self._measurements.most_saved
 
     @property
-    def full_peak_bytes(self) -> int:
-        """The most that was measured, or that the guard saw pass the budget, in iterations that saved about as much as the plan is for, or more."""
-        seen_bytes = self.standby.full_peak_bytes if self.standby is not None else 0
-        return max(self._measurements.full_peak_bytes, seen_bytes)
+    def peaks(self) -> Peaks:
+        """As far as they were measured, or the guard saw them pass the budget."""
+        seen = self._measurements.peaks
+        return seen.or_those(self.standby.peaks) if self.standby is not None else seen
 
     @property
     def standby(self) -> Standby | None:

@@ -10,6 +10,7 @@ import msgspec
 
 if TYPE_CHECKING:
     from memopt.enforcers.guarding.guard import Guard
+    from memopt.enforcers.measurements import Peaks
     from memopt.outcome import Outcome
     from memopt.plan import Plan
     from memopt.profiler.offload import OpenTier
@@ -63,8 +64,8 @@ class Course:
     """The most that was measured under any plan, or that the guard beside it saw."""
     last_peak_bytes: int = 0
     """The same under the last one."""
-    last_full_peak_bytes: int = 0
-    """Of that, in iterations that saved about as much as the plan is for, or more."""
+    last_peaks: Peaks | None = None
+    """Of that, by what the iterations saved."""
     ended_by_plan: bool = False
     """The script wanted a gradient that the plan had let go of, and ended with that."""
     most_at_looks: int = 0
@@ -89,7 +90,7 @@ class Course:
 
     def tell_as_in(self, before: Course) -> None:
         """Of the plan of then: the one after it came with the script's last iteration."""
-        for each in ("plan", "outcome", "better_after", "phases_after", "last_peak_bytes", "last_full_peak_bytes", "most_saved"):  # fmt: skip
+        for each in ("plan", "outcome", "better_after", "phases_after", "last_peak_bytes", "last_peaks", "most_saved"):  # fmt: skip
             setattr(self, each, getattr(before, each))
 
     @property

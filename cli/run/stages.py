@@ -338,7 +338,7 @@ class Stages:
         outcome, self._retired, pieces = apply.retire() if goes_on else (apply.finished(), None, None)
         if pieces is not None:
             self._state.goes_on_with(pieces)
-        course.most_saved, course.last_full_peak_bytes = apply.most_saved, apply.full_peak_bytes
+        course.most_saved, course.last_peaks = apply.most_saved, apply.peaks
         seen_bytes = standby.most_bytes if standby is not None else 0
         if standby is not None:
             course.most_at_looks = max(course.most_at_looks, standby.guard.most_at_looks)

@@ -24,8 +24,8 @@ _NOISE = 0.05
 _SKIPPED = 0.2
 _LARGER = 1.25
 """Times as much as the recorded iteration saved."""
-_HARDLY = 1.05
-"""Times the budget: the guard has all but held the largest iterations beside a plan for usual ones, which costs these less than one for the
+_HARDLY = 0.05
+"""Of the budget: the guard has all but held the largest iterations beside a plan for usual ones, which costs these less than one for the
 largest."""
 _MOST_NOTES = 3
 
@@ -35,16 +35,22 @@ def did_what_it_said(course: Course) -> bool:
     plan, outcome = course.plan, course.outcome
     if plan is None or outcome is None:
         return False
-    if _passed(course, plan):
+    if _passed_by(course, plan) > 1:
         return False
     counts = outcome.actions
     return _steps_under_it(course) < 3 or counts.skipped <= _SKIPPED * counts.planned
 
 
-def _passed(course: Course, plan: Plan) -> bool:
+def _passed_by(course: Course, plan: Plan) -> float:
+    """How many times the budget, or the planned peak where that is above it, iterations came to that the plan is for, and larger ones where the guard
+    did not all but hold them; 1.0 where they did not pass it."""
     above = plan.over_bytes > 0
-    most = (1 + _OFF_ABOVE) * plan.predicted_peak_bytes if above else (1 + _OFF) * plan.budget_bytes
-    return course.last_full_peak_bytes > most
+    most, off = (plan.predicted_peak_bytes, _OFF_ABOVE) if above else (plan.budget_bytes, _OFF)
+    peaks = course.last_peaks
+    found = [1.0]
+    if peaks is not None:
+        found += [each / most for each, free in ((peaks.planned, off), (peaks.larger, _HARDLY)) if each > (1 + free) * most]  # fmt: skip
+    return max(found)
 
 
 def _steps_under_it(course: Course) -> int:
@@ -82,13 +88,14 @@ def came_to(course: Course) -> float:
     """How many times as much as the recorded iteration the next run's plan is to be for, where this one passed the budget: as much as one
     saved, or by as much more as it was passed. 1.0 elsewhere, and where the plan is above the budget: none leaves room then."""
     plan = course.plan
-    if plan is None or plan.over_bytes or course.outcome is None or not _passed(course, plan):
+    if plan is None or plan.over_bytes or course.outcome is None:
         return 1.0
-    passed_by = course.last_full_peak_bytes / plan.budget_bytes
+    passed_by = _passed_by(course, plan)
+    larger = course.last_peaks.larger if course.last_peaks is not None else 0
     found = [1.0]
-    if course.most_saved > plan.grown and passed_by > _HARDLY:
+    if course.most_saved > plan.grown and larger > (1 + _HARDLY) * plan.budget_bytes:
         found.append(course.most_saved)
-    if not course.phase:
+    if passed_by > 1 and not course.phase:
         found.append(plan.grown * passed_by)
     return max(found)
 
@@ -113,7 +120,11 @@ def _not_kept(course: Course) -> list[str]:
     plan = course.plan
     if plan is None or course.outcome is None or did_what_it_said(course):
         return []
-    why = "the peak passed what it predicts" if _passed(course, plan) else "many of its actions were skipped"
+    why = (
+        "the peak passed what it predicts"
+        if _passed_by(course, plan) > 1
+        else "many of its actions were skipped"
+    )
     return [f"the plan is not kept for the next run, which records and plans again: {why}"]
 
 

@@ -18,15 +18,13 @@ from pathlib import Path
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.keeping import Held, Keeping
 from memopt.enforcers.guarding.what_is_there import freed_by_collecting
-from memopt.enforcers.measurements import LESS
+from memopt.enforcers.measurements import LESS, MORE, Peaks
 from memopt.enforcers.tiers.per_device import offload_tier
 from memopt.enforcers.values import Values
 from memopt.instrument.loop import Loop
 from memopt.outcome import MOVED_BESIDE
 from memopt.plan import Plan
 
-MORE = 1.02
-"""Times as many bytes as the profiled iteration saved are clearly more."""
 _ELEMENT_BYTES = 4
 """Of most elements, in plans that do not tell."""
 _STAYS_AWAKE = 16
@@ -78,7 +76,11 @@ class Standby:
         )
         self._more = MORE * plan.grown
         """So many times as much as planned may be saved, or stay."""
-        self._as_planned, self._grown = (plan.saved_tensors, plan.saved_elements), plan.grown
+        self._plan, self._as_planned, self._grown = (
+            plan,
+            (plan.saved_tensors, plan.saved_elements),
+            plan.grown,
+        )
         self._saves, self._stays = Largest(), Largest(self._more * staying_bytes(plan))
         """Bytes that were saved since the last backward call, and of these what stays."""
         self._saves_one = Largest()
@@ -117,8 +119,8 @@ class Standby:
         """Storages, in the iterations before."""
         self.most_bytes = 0
         """Most that was live in iterations that have ended, as far as the guard saw it."""
-        self.full_peak_bytes = 0
-        """The most in those that passed the budget, and saved about as much as the plan is for, or more."""
+        self.peaks = Peaks()
+        """Of those that passed the budget."""
         self.looked_ms = 0.0
         """Spent in this iteration on a look at what the script has kept, which few iterations take."""
         self.was_needed = False
@@ -209,8 +211,8 @@ class Standby:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured, `in_cycles` if garbage made one larger than planned."""
         over, self._saved_elements = self.guard.passed.now_bytes, saved[1]
         self.most_bytes = self.guard.most_bytes
-        if over > 0 and saved[1] >= LESS * self._as_planned[1]:
-            self.full_peak_bytes = max(self.full_peak_bytes, self.guard.budget_bytes + over)
+        if over > 0:
+            self.peaks.came_to(self.guard.budget_bytes + over, saved[1], self._plan)
         helped = self.guard.moved > self._moved or over > 0
         needed = helped and (self._woken == self._begun or self.for_good)
         is_whole = saved[1] >= self._as_planned[1]

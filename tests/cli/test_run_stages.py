@@ -140,7 +140,7 @@ def test_a_plan_that_came_with_the_last_iteration_is_not_told_of(ended: int, sta
     def ends(peak_bytes: int | None) -> Any:
         outcome = SimpleNamespace(measured_peak_bytes=peak_bytes)
         ended = {"retire": lambda: (outcome, None, None), "finished": lambda: outcome}
-        return SimpleNamespace(standby=None, most_saved=1.0, full_peak_bytes=0, ended_the_run=False, **ended)
+        return SimpleNamespace(standby=None, most_saved=1.0, peaks=None, ended_the_run=False, **ended)
 
     iterations = SimpleNamespace(count=20, elsewhere=0, waits_until=0)
     stages._loop = SimpleNamespace(iterations=iterations, remove=lambda: None)
@@ -161,9 +161,7 @@ def test_what_comes_after_the_last_step_is_no_iteration(after_bytes: int, told: 
     guard = SimpleNamespace(most_bytes=after_bytes, most_at_looks=0)
     standby = SimpleNamespace(most_bytes=1000, guard=guard)
     outcome = SimpleNamespace(measured_peak_bytes=900)
-    stages._apply = SimpleNamespace(
-        standby=standby, most_saved=1.0, full_peak_bytes=800, finished=lambda: outcome
-    )
+    stages._apply = SimpleNamespace(standby=standby, most_saved=1.0, peaks=None, finished=lambda: outcome)
     stages._end_enforcing(goes_on=False)
     assert (stages.course.last_peak_bytes, stages.course.most_after) == (1000, told)
 

@@ -19,6 +19,7 @@ from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.keeping import Keeping
 from memopt.enforcers.guarding.standby import Standby, staying_bytes
+from memopt.enforcers.measurements import Peaks
 from memopt.enforcers.verify.digests import digest
 from memopt.plan import Plan
 from tests.support.enforced import Loop, any_mixture, enforced, enforced_from, plan_of, recorded, seeded
@@ -331,9 +332,11 @@ def test_what_is_saved_before_a_backward_call_is_held_at_once(
     assert iteration(parts, largest) is wakes
 
 
-@pytest.mark.parametrize(("size", "peak_bytes"), [(1.0, 1007), (0.8, 1007), (0.5, 0)])
+@pytest.mark.parametrize(
+    ("size", "peaks"), [(1.0, Peaks(1007)), (0.8, Peaks(1007)), (0.5, Peaks()), (1.2, Peaks(0, 1007))]
+)
 def test_an_iteration_that_saves_little_is_none_that_a_larger_plan_is_for(
-    size: float, peak_bytes: int, plan: Plan
+    size: float, peaks: Peaks, plan: Plan
 ) -> None:
     guard = Idle()
     guard.budget_bytes = 1000
@@ -341,7 +344,7 @@ def test_an_iteration_that_saves_little_is_none_that_a_larger_plan_is_for(
     standby.new_iteration()
     guard.passed = SimpleNamespace(now_bytes=7)
     standby.iteration_ended((plan.saved_tensors, int(size * plan.saved_elements)), None)
-    assert standby.full_peak_bytes == peak_bytes
+    assert standby.peaks == peaks
 
 
 def test_of_a_plan_for_larger_iterations_the_first_one_is_watched_too(plan: Plan) -> None:
