@@ -67,7 +67,8 @@ def last_words(course: Course) -> list[str]:
         return [_not_enforced(course), *_meanwhile(course)]
     lines = [
         _outside_iterations(course, plan)
-        or _held(plan, outcome, course.peak_bytes or None, state_is_away=course.state_away_bytes > 0),
+        or _held(plan, outcome, course.peak_bytes or None, state_is_away=course.state_away_bytes > 0)
+        + _elsewhere(plan, outcome),
         _beside(course, plan, outcome),
         _cost(course, plan, outcome),
     ]
@@ -220,12 +221,20 @@ def _held(plan: Plan, outcome: Outcome, peak: int | None, *, state_is_away: bool
         return f"{told}{without}; {floor}" if floor else told
     changes = bool(plan.actions or plan.script_actions or state_is_away)
     if not changes and not any(note.startswith(MOVED_BESIDE) for note in outcome.notes):
-        return f"held: the plain run peaks at {format_bytes(known)}, within the budget of {budget}{how}; nothing was changed"
+        return f"held: training peaks at {format_bytes(known)} as it is, within the budget of {budget}{how}; nothing was changed"
     if plan.over_bytes and outcome.other_steps:
         needed = format_bytes(plan.predicted_peak_bytes)
         return f"held: peak {format_bytes(known)}, within the budget of {budget}, in iterations unlike the profiled one, which would take {needed}"
     without = f"; without the plan {plain}" if is_less else ""
     return f"held{how}: peak {format_bytes(known)}, within the budget of {budget}{without}"
+
+
+def _elsewhere(plan: Plan, outcome: Outcome) -> str:
+    """What passed the budget where nothing trains. A GPU counts the whole run, the iterations before the plan too."""
+    held = outcome.outside_peak_bytes
+    if held <= plan.budget_bytes or plan.device.kind != "cpu":
+        return ""
+    return f"; about {format_bytes(held)} were held outside training (loading, an evaluation), which no plan lowers"
 
 
 def _beside(course: Course, plan: Plan, outcome: Outcome) -> str:

@@ -263,7 +263,7 @@ def test_without_a_budget_it_is_what_is_free(ran: Any) -> None:
     folder = ran[0]
     done = memopt(folder, "run", "--outcome", "free.json", "train.py", until=PLANNED)
     assert done.returncode == 0, done.stderr
-    assert "\nmemopt: held: the plain run peaks at " in done.stderr
+    assert "\nmemopt: held: training peaks at " in done.stderr
     assert outcome_of(folder, "free.json")["budget_bytes"] > 2**28
 
 
@@ -410,6 +410,18 @@ def test_what_holding_the_budget_took_is_told_where_no_plan_came() -> None:
     assert nothing.startswith("nothing was enforced")
     assert "2 storages (4 KiB) were moved away" in moved
     assert passed == "note: meanwhile, live bytes reached 3 B"
+
+
+@pytest.mark.parametrize(
+    ("kind", "outside_bytes", "told"), [("cpu", 2048, True), ("cpu", 1000, False), ("cuda", 2048, False)]
+)
+def test_what_passed_the_budget_outside_training_is_told(kind: str, outside_bytes: int, told: bool) -> None:
+    """A graph network's evaluation of the whole graph took 229 MiB of 149, and "held" was all that was said."""
+    from memopt.cli.run.words import _elsewhere
+
+    plan: Any = SimpleNamespace(budget_bytes=1024, device=SimpleNamespace(kind=kind))
+    outcome: Any = SimpleNamespace(outside_peak_bytes=outside_bytes)
+    assert ("about 2.00 KiB were held outside training" in _elsewhere(plan, outcome)) is told
 
 
 @pytest.mark.parametrize(
