@@ -71,16 +71,10 @@ class Standby:
 
     def __init__(self, guard: Guard, plan: Plan) -> None:
         self.guard = guard
-        self._most_saved_bytes = int(
-            MORE * plan.grown * (plan.saved_bytes or _ELEMENT_BYTES * plan.saved_elements)
-        )
         self._more = MORE * plan.grown
         """So many times as much as planned may be saved, or stay."""
-        self._plan, self._as_planned, self._grown = (
-            plan,
-            (plan.saved_tensors, plan.saved_elements),
-            plan.grown,
-        )
+        self._most_saved_bytes = int(self._more * (plan.saved_bytes or _ELEMENT_BYTES * plan.saved_elements))
+        self._plan, self._as_planned = plan, (plan.saved_tensors, plan.saved_elements)
         self._saves, self._stays = Largest(), Largest(self._more * staying_bytes(plan))
         """Bytes that were saved since the last backward call, and of these what stays."""
         self._saves_one = Largest()
@@ -275,7 +269,7 @@ class Standby:
     def _would_gain(self, needed: list[tuple[int, tuple[int, int]]]) -> bool:
         """Would a plan made for one of these do better for the others? Not where they differ from each other as they differ from the one that
         this plan is for, which is as large (sentences, of which each has its own number of steps)."""
-        larger = max(elements for _, (_, elements) in needed) > _ALIKE * self._grown * self._as_planned[1]
+        larger = max(elements for _, (_, elements) in needed) > self._more * self._as_planned[1]
         return larger or len({tensors for _, (tensors, _) in needed}) == 1
 
     @property
@@ -302,9 +296,8 @@ class Standby:
 
 
 def standby_of(plan: Plan, loop: Loop, swap_dir: Path, budget_bytes: int, values: Values) -> Standby | None:
-    """A guard that holds `budget_bytes` beside `plan`, whose replays are made of `values`; none where the budget is 0, or what the profiled
-    iteration saved is not known."""
-    if not (budget_bytes and plan.saved_elements):
+    """A guard that holds `budget_bytes` beside `plan`, whose replays are made of `values`; none where the budget is 0."""
+    if not budget_bytes:
         return None
     tier = offload_tier(swap_dir)
     guard = Guard(loop, tier, plan.device.kind, budget_bytes, rests=True)

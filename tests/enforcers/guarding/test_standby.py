@@ -18,9 +18,13 @@ from memopt.advisors.kinds import allowed
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.keeping import Keeping
-from memopt.enforcers.guarding.standby import Standby, staying_bytes
+from memopt.enforcers.guarding.standby import Standby, standby_of, staying_bytes
 from memopt.enforcers.measurements import Peaks
 from memopt.enforcers.verify.digests import digest
+from memopt.instrument.as_plain import PlainForms
+from memopt.instrument.frames import Frames
+from memopt.instrument.iterations import Iterations
+from memopt.instrument.loop import Loop as WatchedLoop
 from memopt.plan import Plan
 from tests.support.enforced import Loop, any_mixture, enforced, enforced_from, plan_of, recorded, seeded
 from tests.support.enforced import everything as all_of
@@ -355,6 +359,21 @@ def test_of_a_plan_for_larger_iterations_the_first_one_is_watched_too(plan: Plan
     standby.saved(1, 2 * plan.saved_bytes, int(3.4 * staying_bytes(plan)))
     assert standby.guard.rests
     standby.saved(1, 2 * plan.saved_bytes, 2 * plan.saved_bytes)
+    assert not standby.guard.rests
+
+
+def test_beside_a_plan_of_an_iteration_that_saved_nothing_the_guard_wakes_at_the_first_tensor(
+    plan: Plan, tmp_path: Path
+) -> None:
+    """Each third iteration computed gradients of each sample by `torch.func`, and was the recorded one: nothing held the budget in the others."""
+    nothing = msgspec.structs.replace(plan, actions=[], saved_tensors=0, saved_elements=0, saved_bytes=0)
+    loop = WatchedLoop(Frames(), Iterations(cast(Any, SimpleNamespace())), PlainForms())
+    assert standby_of(nothing, loop, tmp_path, 0, cast(Any, SimpleNamespace())) is None
+    assert standby_of(nothing, loop, tmp_path, 1000, cast(Any, SimpleNamespace())) is not None
+    standby = Standby(cast(Guard, Played()), nothing)
+    standby.new_iteration()
+    assert standby.guard.rests
+    standby.saved(1, 1, 0)
     assert not standby.guard.rests
 
 
