@@ -69,6 +69,8 @@ class StateBeside:
         """Optimizers whose first step has begun."""
         self._spent_ms = 0.0
         """For steps of this iteration."""
+        self._there: int | None = None
+        """Bytes on the device when it was looked at since the last backward call began, and what first steps have made since."""
         self._is_planned = False
         """Is the plan that is in force one beside which state is away?"""
         self._keeps_bytes: int | None = None
@@ -128,9 +130,18 @@ class StateBeside:
         if not (made or (has_state(optimizer) and not foreseen)):
             return
         needed = made + temporaries_of(optimizer)
-        if (made and self._is_planned) or guard.bytes_now() + needed > guard.budget_bytes:
+        if (made and self._is_planned) or not self._has_room(needed, made, guard):
             self._send(loop, guard.budget_bytes)
             self.note = FROM_THE_FIRST
+
+    def _has_room(self, needed: int, made: int, guard: Guard) -> bool:
+        """On the device, now. A guard that rests looks at all there is, which takes long: once for the optimizers, one for each parameter, that step
+        inside one backward call, which lets go of more than they make, or after it."""
+        there = self._there
+        if not guard.rests or there is None or there + needed > guard.budget_bytes:
+            there = guard.bytes_now()
+        self._there = there + made
+        return there + needed <= guard.budget_bytes
 
     def comes_back(self, guard: Guard) -> None:
         """Between iterations: it is on the device from here on, as in the plain run, if there is room for that; else all of it is away."""
@@ -197,6 +208,9 @@ class StateBeside:
 
     def new_iteration(self) -> None:
         self._spent_ms = 0.0
+
+    def backward_begins(self) -> None:
+        self._there = None
 
     def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
         if self._pieces is not None:

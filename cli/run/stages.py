@@ -581,6 +581,7 @@ class Stages:
     def backward_begins(
         self, roots: tuple[torch.Tensor, ...], *, keep_graph: bool, create_graph: bool
     ) -> None:
+        self._state.backward_begins()
         self._start_planner()
         if self._session is not None:
             self._session.backward_begins(roots, keep_graph=keep_graph, create_graph=create_graph)

@@ -125,8 +125,27 @@ def test_state_that_was_there_when_the_plan_was_made_stays(
     optimizer = torch.optim.Adam([parameter])
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    guard, sent = cast(Any, SimpleNamespace(bytes_now=lambda: 100, budget_bytes=100)), []
+    guard, sent = cast(Any, SimpleNamespace(bytes_now=lambda: 100, budget_bytes=100, rests=False)), []
     monkeypatch.setattr(StateBeside, "_send", lambda self, loop, budget_bytes: sent.append(budget_bytes))
     beside = StateBeside(cast(Any, SimpleNamespace()), lambda: guard)
     beside.first_step(optimizer, cast(Any, None), guard, foreseen=foreseen)
     assert sent == ([] if foreseen else [100])
+
+
+@pytest.mark.parametrize(("rests", "looks"), [(True, 2), (False, 6)])
+def test_what_is_there_is_looked_for_once_for_many_first_steps(rests: bool, looks: int) -> None:
+    """Of 82 optimizers, one for each parameter, each looked at all objects of the process: 7 s."""
+    looked: list[int] = []
+
+    def bytes_now() -> int:
+        looked.append(1)
+        return 0
+
+    guard = cast(Any, SimpleNamespace(bytes_now=bytes_now, budget_bytes=1 << 20, rests=rests))
+    beside = StateBeside(cast(Any, SimpleNamespace()), lambda: guard)
+    for _ in range(2):
+        beside.backward_begins()
+        for _ in range(3):
+            optimizer = torch.optim.Adam([torch.zeros(4, requires_grad=True)])
+            beside.first_step(optimizer, cast(Any, None), guard, foreseen=True)
+    assert len(looked) == looks
