@@ -119,8 +119,11 @@ class ApplySession:
 
     @property
     def most_saved(self) -> float:
-        """How many times as many elements as the profiled iteration the largest one saved."""
-        return self._measurements.most_saved
+        """How many times as many elements as the profiled iteration the largest one saved, of what one backward call lets go of."""
+        most, planned_bytes, standby = self._measurements.most_saved, self._plan.saved_bytes, self.standby
+        if standby is None or not planned_bytes:
+            return most
+        return min(most, max(1.0, standby.most_saved_bytes / planned_bytes))
 
     @property
     def peaks(self) -> Peaks:

@@ -411,7 +411,9 @@ class Guard(modes.Mode):
         if over > 0 and self._thread.is_here and not self._iterations.in_step:
             self.last_resort()
             over = self._above(need_bytes)
-        self.passed.by(over, need_bytes, what)
+        iterations = self._iterations
+        trains = torch.is_grad_enabled() or iterations.in_backward or iterations.in_step
+        self.passed.by(over, need_bytes, what, trains=trains)
 
     def _tried(self, over: int) -> list[Saved]:
         """What may leave now, where so many bytes are to."""
@@ -521,7 +523,8 @@ class Guard(modes.Mode):
             self.saved_before.append((len(self._sizes_now), sum(self._sizes_now)))
         self.last_sizes, self._sizes_now = self._sizes_now, []
         self._makers.forget()
-        self.passed.now_bytes, self._may_collect = 0, self._collects
+        self.passed.new_iteration()
+        self._may_collect = self._collects
         self._streams.new_iteration()
         self._enter()
 

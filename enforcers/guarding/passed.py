@@ -22,8 +22,8 @@ class Passed:
         self._frames, self._device = frames, device
         self.most_bytes = 0
         """Above the budget, at most."""
-        self.now_bytes = 0
-        """In this iteration."""
+        self.now_bytes = self.now_training_bytes = 0
+        """In this iteration; the second where a graph is made, in backward or in a step: not where the script evaluates."""
         self._need_bytes = self._told_bytes = 0
         self._held = ""
         """What there was then."""
@@ -32,9 +32,14 @@ class Passed:
         self._at = ""
         """The op before which that was, and where."""
 
-    def by(self, over_bytes: int, need_bytes: int, what: str) -> None:
+    def new_iteration(self) -> None:
+        self.now_bytes = self.now_training_bytes = 0
+
+    def by(self, over_bytes: int, need_bytes: int, what: str, *, trains: bool) -> None:
         """The budget is passed by so much, as `what` takes `need_bytes`; not passed, where that is 0 or less."""
         self.now_bytes = max(self.now_bytes, over_bytes)
+        if trains:
+            self.now_training_bytes = max(self.now_training_bytes, over_bytes)
         if over_bytes > self.most_bytes:
             where = self._frames.current.path
             self._at = f"{what} in {where}" if where else what

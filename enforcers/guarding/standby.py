@@ -49,12 +49,12 @@ class Largest:
         self._most = most
 
     def new_iteration(self) -> None:
-        self._seen = self._largest = self._gone = 0
+        self._seen = self.largest = self._gone = 0
 
     def comes_to(self, amount: int) -> bool:
         """What there was of it in this iteration is `amount` now. Is there more than there was in any that was as planned?"""
         self._seen = amount
-        self._largest = max(self._largest, amount - self._gone)
+        self.largest = max(self.largest, amount - self._gone)
         return 0 < self._most < amount - self._gone
 
     def begin_anew(self) -> None:
@@ -63,7 +63,7 @@ class Largest:
 
     def was_as_planned(self, more: float) -> None:
         """This iteration; another may come to so many times as much."""
-        self._most = max(self._most, more * self._largest)
+        self._most = max(self._most, more * self.largest)
 
 
 class Standby:
@@ -115,6 +115,8 @@ class Standby:
         """Most that was live in iterations that have ended, as far as the guard saw it."""
         self.peaks = Peaks()
         """Of those that passed the budget."""
+        self.most_saved_bytes = 0
+        """Before one backward call, at most, in iterations that have ended."""
         self.looked_ms = 0.0
         """Spent in this iteration on a look at what the script has kept, which few iterations take."""
         self.was_needed = False
@@ -205,8 +207,9 @@ class Standby:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured, `in_cycles` if garbage made one larger than planned."""
         over, self._saved_elements = self.guard.passed.now_bytes, saved[1]
         self.most_bytes = self.guard.most_bytes
-        if over > 0:
-            self.peaks.came_to(self.guard.budget_bytes + over, saved[1], self._plan)
+        if (trained_over := self.guard.passed.now_training_bytes) > 0:
+            self.peaks.came_to(self.guard.budget_bytes + trained_over, saved[1], self._plan)
+        self.most_saved_bytes = max(self.most_saved_bytes, self._saves.largest)
         helped = self.guard.moved > self._moved or over > 0
         needed = helped and (self._woken == self._begun or self.for_good)
         is_whole = saved[1] >= self._as_planned[1]

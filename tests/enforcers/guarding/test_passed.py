@@ -25,9 +25,19 @@ def test_what_is_there_is_looked_for_as_often_as_there_is_time(
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     known = Passed(Frames(), "cpu")
     for step in range(10):
-        known.by(2**step, 1, "an op")
+        known.by(2**step, 1, "an op", trains=True)
         now[0] += 1
     assert len(seen) == looks
     now[0] += 100
-    known.by(2**20, 1, "an op")
+    known.by(2**20, 1, "an op", trains=True)
     assert known.words.endswith(f"look {looks + 1} 1 B")
+
+
+def test_what_an_evaluation_takes_is_told_apart() -> None:
+    """Mining of hard examples without gradients cost the plan of the training its place."""
+    known = Passed(Frames(), "cpu")
+    known.by(100, 1, "an op", trains=False)
+    known.by(7, 1, "an op", trains=True)
+    assert (known.now_bytes, known.now_training_bytes, known.most_bytes) == (100, 7, 100)
+    known.new_iteration()
+    assert (known.now_bytes, known.now_training_bytes) == (0, 0)

@@ -20,6 +20,7 @@ from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.keeping import Keeping
 from memopt.enforcers.guarding.standby import Standby, standby_of, staying_bytes
 from memopt.enforcers.measurements import Peaks
+from memopt.enforcers.session import ApplySession
 from memopt.enforcers.verify.digests import digest
 from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
@@ -241,7 +242,7 @@ class Played:
 
     budget_bytes, device = 1 << 40, "cpu"
     rests, moved, most_bytes = True, 0, 0
-    passed = SimpleNamespace(now_bytes=0)
+    passed = SimpleNamespace(now_bytes=0, now_training_bytes=0)
 
     def tensor_bytes(self) -> int:
         return 0
@@ -346,7 +347,7 @@ def test_an_iteration_that_saves_little_is_none_that_a_larger_plan_is_for(
     guard.budget_bytes = 1000
     standby = Standby(cast(Guard, guard), plan)
     standby.new_iteration()
-    guard.passed = SimpleNamespace(now_bytes=7)
+    guard.passed = SimpleNamespace(now_bytes=7, now_training_bytes=7)
     standby.iteration_ended((plan.saved_tensors, int(size * plan.saved_elements)), None)
     assert standby.peaks == peaks
 
@@ -375,6 +376,22 @@ def test_beside_a_plan_of_an_iteration_that_saved_nothing_the_guard_wakes_at_the
     assert standby.guard.rests
     standby.saved(1, 1, 0)
     assert not standby.guard.rests
+
+
+@pytest.mark.parametrize(("parts", "most"), [([1.0] * 4, 1.0), ([0.5, 1.5, 0.5], 1.5), ([0.5], 1.0)])
+def test_batches_that_add_up_to_a_step_are_no_larger_iteration(
+    parts: list[float], most: float, plan: Plan
+) -> None:
+    """Lightning's schedule went over to four batches a step, and the next run planned for 8.34 times as much."""
+    standby, saved = Standby(cast(Guard, Played()), plan), 0.0
+    standby.new_iteration()
+    for part in parts:
+        saved += part * plan.saved_bytes
+        standby.saved(1, int(saved), 0)
+        standby.backward_ended()
+    standby.iteration_ended((1, 1), None)
+    session = SimpleNamespace(_measurements=SimpleNamespace(most_saved=4.0), _plan=plan, standby=standby)
+    assert ApplySession.most_saved.fget(session) == pytest.approx(most, 0.01)  # type: ignore[attr-defined]
 
 
 class Cycle:
@@ -585,7 +602,7 @@ def test_the_smallest_plan_there_is_is_not_left_for_the_guard_alone(
     standby = Standby(cast(Guard, guard), msgspec.structs.replace(plan, budget_bytes=budget))
     standby.for_good = True
     for over in (0, 5000):
-        guard.passed = SimpleNamespace(now_bytes=over)
+        guard.passed = SimpleNamespace(now_bytes=over, now_training_bytes=over)
         standby.new_iteration()
     assert standby.alone is alone
 
@@ -602,7 +619,7 @@ def test_alone_or_beside_the_plan_is_judged_by_what_iterations_save(
     standby.for_good = True
     for rows, over in ((1.0, budget // 10), (size, budget // 8)):
         standby.new_iteration()
-        guard.passed = SimpleNamespace(now_bytes=over)
+        guard.passed = SimpleNamespace(now_bytes=over, now_training_bytes=over)
         standby.iteration_ended((plan.saved_tensors, int(rows * plan.saved_elements)), None)
     standby.new_iteration()
     assert standby.alone is alone
