@@ -297,7 +297,7 @@ class Measurements:
         begun = after - self._parts
         other = guarded or self._was_other
         self._others_begun += other
-        wanted = other and _is_power(self._others_begun)
+        wanted = other and _is_power(self._others_begun) and begun + 2 not in turns
         late = begun >= _LATE and (
             _is_power(begun) or (not alike and begun % 3 == 0 and _is_power(begun // 3))
         )

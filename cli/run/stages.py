@@ -335,10 +335,10 @@ class Stages:
         apply, self._apply, self._session = self._apply, None, None
         assert apply is not None
         course, standby = self.course, apply.standby
+        course.most_saved, course.last_peaks = apply.most_saved, apply.peaks
         outcome, self._retired, pieces = apply.retire() if goes_on else (apply.finished(), None, None)
         if pieces is not None:
             self._state.goes_on_with(pieces)
-        course.most_saved, course.last_peaks = apply.most_saved, apply.peaks
         seen_bytes = standby.most_bytes if standby is not None else 0
         if standby is not None:
             course.most_at_looks = max(course.most_at_looks, standby.guard.most_at_looks)

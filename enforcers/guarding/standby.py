@@ -205,10 +205,14 @@ class Standby:
         self, saved: tuple[int, int], peak_bytes: int | None, *, in_cycles: bool = False
     ) -> None:
         """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured, `in_cycles` if garbage made one larger than planned."""
-        over, self._saved_elements = self.guard.passed.now_bytes, saved[1]
+        passed, self._saved_elements = self.guard.passed, saved[1]
+        over = passed.now_bytes
+        woke_late = self.guard.most_bytes > max(self.most_bytes, self.guard.budget_bytes)
         self.most_bytes = self.guard.most_bytes
-        if (trained_over := self.guard.passed.now_training_bytes) > 0:
-            self.peaks.came_to(self.guard.budget_bytes + trained_over, saved[1], self._plan)
+        if passed.now_training_bytes > 0:
+            self.peaks.came_to(self.guard.budget_bytes + passed.now_training_bytes, saved[1], self._plan)
+        if woke_late and over == passed.now_training_bytes:
+            self.peaks.came_to(self.most_bytes, saved[1], self._plan)
         self.most_saved_bytes = max(self.most_saved_bytes, self._saves.largest)
         helped = self.guard.moved > self._moved or over > 0
         needed = helped and (self._woken == self._begun or self.for_good)

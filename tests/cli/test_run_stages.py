@@ -161,9 +161,16 @@ def test_what_comes_after_the_last_step_is_no_iteration(after_bytes: int, told: 
     guard = SimpleNamespace(most_bytes=after_bytes, most_at_looks=0)
     standby = SimpleNamespace(most_bytes=1000, guard=guard)
     outcome = SimpleNamespace(measured_peak_bytes=900)
-    stages._apply = SimpleNamespace(standby=standby, most_saved=1.0, peaks=None, finished=lambda: outcome)
+    apply = stages._apply = SimpleNamespace(standby=standby, most_saved=2.0, peaks="of the guard, too")
+
+    def finished() -> Any:
+        apply.standby = apply.peaks = apply.most_saved = None
+        return outcome
+
+    apply.finished = finished
     stages._end_enforcing(goes_on=False)
     assert (stages.course.last_peak_bytes, stages.course.most_after) == (1000, told)
+    assert (stages.course.most_saved, stages.course.last_peaks) == (2.0, "of the guard, too")
 
 
 def test_a_kind_of_action_that_ended_a_run_is_left_out_of_the_next_one(
