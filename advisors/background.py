@@ -49,10 +49,10 @@ _LONG_S: Final = 8.0
 the script waits ten seconds at most."""
 _LATEST_S: Final = 600
 """By the wall, once nobody waits: a process that gets no time would keep its memory for as long as the machine is busy."""
-AFTER_S: Final = 60
-"""The same, once the script has ended: what is found then is for its next run."""
 _LATEST: Final = 10
 """Times as long as it may search, where that is more."""
+_AFTER_S: Final = 60
+"""By the wall, once the script has ended: what is found then is for its next run."""
 _MEASURED_S: Final = 10.0
 """To measure a disk takes a tenth of a second; first of all the process has imported what it needs."""
 _ENTRY: Final = (
@@ -332,6 +332,6 @@ def _end_soon_after(script: int) -> None:
     waits.register(script, 0)
     waits.poll()
     _idle()
-    time.sleep(AFTER_S)
+    time.sleep(_AFTER_S)
     with _saving:
         os._exit(0)

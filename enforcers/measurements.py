@@ -260,22 +260,23 @@ class Measurements:
     ) -> int | None:
         """Iteration `count` is over; `plain` if it ran without the plan. `saved`: how many tensors autograd saved in it, and their
         elements; None where nobody counted. Its peak, if it was measured and as planned."""
+        other = self._is_unlike(saved)
         as_planned = not plain and count > 1 and self._is_as_planned(saved)
         if count > 1 and self._meter is None and not plain:
             self._times_ms.append(milliseconds)
-            if not self._is_unlike(saved):
+            if not other:
                 self._alike_ms.append(milliseconds)
-        self._was_other = self._is_unlike(saved)
+        self._was_other = other
         self._just_measured = self._stop()
         if not self._just_measured:
             return None
         elements = saved[1] if saved is not None else self._plan.saved_elements
         self.peaks.came_to(self._peaks[-1][0], elements, self._plan)
         if self._peaks[-1] == max(self._peaks):
-            other = self._is_unlike(saved) and bool(self._others)
-            self._at_the_peak = self._others[-1] if other else 1.0
-            self._of_more_tensors = other and saved is not None and saved[0] > self._plan.saved_tensors
-        self._measured_planned |= as_planned or (not plain and count > 1 and not self._is_unlike(saved))
+            counted = other and bool(self._others)
+            self._at_the_peak = self._others[-1] if counted else 1.0
+            self._of_more_tensors = counted and saved is not None and saved[0] > self._plan.saved_tensors
+        self._measured_planned |= as_planned or (not plain and count > 1 and not other)
         if not as_planned:
             return None
         return self._peaks[-1][0]

@@ -324,7 +324,7 @@ def test_a_planner_does_not_stay_long_after_the_script_and_saves_what_it_is_savi
     lines = (
         "import os, threading, time",
         "from memopt.advisors import background",
-        "background.AFTER_S = 0.1",
+        "background._AFTER_S = 0.1",
         "script, planner = os.pipe()",
         "threading.Thread(target=background._end_soon_after, args=(planner,), daemon=True).start()",
         "time.sleep(0.5)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -439,10 +441,14 @@ def updates_in_backward_hooks(steps: int) -> list[str]:
     return found
 
 
-def optimizers_in_backward(steps: int) -> list[str]:
-    """An optimizer for each parameter, stepped by a hook as soon as its gradient is there."""
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
-    optimizers = {p: torch.optim.Adam([p], lr=0.01) for p in model.parameters()}
+def stepped_in_hooks(
+    model: nn.Module,
+    make: Callable[[list[Tensor]], torch.optim.Optimizer],
+    given: Callable[[], Tensor],
+    steps: int,
+) -> list[str]:
+    """An optimizer for each parameter, stepped by a hook as soon as its gradient is there (PyTorch's tutorial "optimizer step in backward")."""
+    optimizers = {p: make([p]) for p in model.parameters()}
 
     def step(parameter: Tensor) -> None:
         optimizers[parameter].step()
@@ -452,13 +458,18 @@ def optimizers_in_backward(steps: int) -> list[str]:
     found = []
     try:
         for _ in range(steps):
-            value = model(torch.randn(64, 32)).square().mean()
+            value = model(given()).square().mean()
             value.backward()
             found += [digest(value), *state_digests(model)]
     finally:
         for handle in handles:
             handle.remove()  # or the optimizers live for ever, which other loops would notice
     return found
+
+
+def optimizers_in_backward(steps: int) -> list[str]:
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)])
+    return stepped_in_hooks(model, lambda p: torch.optim.Adam(p, lr=0.01), lambda: torch.randn(64, 32), steps)
 
 
 def observations_in_one_buffer(steps: int) -> list[str]:

@@ -33,6 +33,7 @@ from tests.enforcers.weights.test_frozen_away import (  # fmt: skip
     weights_of,
 )
 from tests.support.enforced import SWAP, enforced, everything, plan_of, recorded, seeded, state_digests
+from tests.support.loops import stepped_in_hooks
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -202,33 +203,20 @@ def test_hooks_that_read_weights_in_backward_find_them_and_nothing_else_is_watch
     assert not _get_current_function_mode_stack()
 
 
-def stepped_in_hooks(steps: int) -> list[str]:
-    """As PyTorch's tutorial "optimizer step in backward" does."""
+def steps_inside(steps: int) -> list[str]:
     model = nn.Sequential(*[Layer() for _ in range(LAYERS)])
-    optimizers = {each: torch.optim.SGD([each], lr=0.1) for each in model.parameters()}
-
-    def step(parameter: Tensor) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    hooks = [each.register_post_accumulate_grad_hook(step) for each in model.parameters()]
-    found = []
-    for _ in range(steps):
-        loss = model(torch.randn(512, WIDTH)).square().mean()
-        loss.backward()
-        found += [digest(loss), *state_digests(model)]
-    for each in hooks:  # the model lives as long as they do
-        each.remove()
-    return found
+    return stepped_in_hooks(
+        model, lambda p: torch.optim.SGD(p, lr=0.1), lambda: torch.randn(512, WIDTH), steps
+    )
 
 
 def test_a_step_inside_backward_has_its_own_parameters_back_and_no_others(tmp_path: Path) -> None:
     """The first step of a backward pass had all of them back, and the budget was passed by as much."""
-    plan = plan_of(recorded(stepped_in_hooks, tmp_path), all_away)
+    plan = plan_of(recorded(steps_inside, tmp_path), all_away)
     assert weights_of(plan) >= LAYERS - 1
     assert plan.predicted_peak_bytes < plan.unplanned_peak_bytes - WEIGHT_BYTES
-    computed, outcome = enforced(stepped_in_hooks, plan, tmp_path, 4, measure=True)
-    assert computed == seeded(stepped_in_hooks, 4)
+    computed, outcome = enforced(steps_inside, plan, tmp_path, 4, measure=True)
+    assert computed == seeded(steps_inside, 4)
     assert outcome.actions.done == outcome.actions.planned, outcome.notes
     assert close(outcome), outcome
 
