@@ -215,8 +215,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The same in bytes; 0 when not known."""
     state_beside_bytes: int = 0
     """Optimizer state that the recorded iteration had in a tier between steps, where it stays beside this plan; not in `unplanned_peak_bytes`."""
-    workspaces: dict[str, float] = {}
-    """Overload -> bytes that it takes while it runs beside its results, to one that it reads; of those that take much."""
+    workspace_calls: dict[str, list[tuple[int, int]]] = {}
+    """Overload -> of its largest calls the bytes that one reads and gives, and those that it takes beside them; of those that take much."""
     grown: float = 1.0
     """It was made for an iteration that saves so many times as much as the profiled one, since iterations differ in size."""
     host_bytes: int = 0

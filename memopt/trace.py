@@ -61,6 +61,10 @@ MAY_GROW = "may_grow_percent"
 
 STATE_BESIDE = "state_beside_bytes"
 """A fact: optimizer state that was in a tier while the iteration was recorded."""
+
+WHILE_RECORDED = "most_while_recorded_bytes"
+"""A fact: what was on the device at most as the iteration was recorded, where its saved tensors were out of the way."""
+
 LEFT_OVER = "left over from before"
 """Begin of the name of a tensor that was there when the iteration began, and that neither a module nor a variable names."""
 IN_A_LIST = " (in a list)"

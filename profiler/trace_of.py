@@ -15,7 +15,7 @@ from memopt.device import Device
 from memopt.growth import may_grow, may_move
 from memopt.instrument.script.command import Command, find_source
 from memopt.instrument.script.other_threads import threads_of_the_script
-from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, MAY_GROW, Script, Trace
+from memopt.trace import BEFORE_TRAINING, CACHE_EMPTIED, MAY_GROW, WHILE_RECORDED, Script, Trace
 
 if TYPE_CHECKING:
     from memopt.instrument.iterations import Iterations
@@ -130,11 +130,20 @@ def _facts(result: Result, recordings: Recordings, run: Run) -> dict[str, int]:
         "other_threads": len(threads_of_the_script()),
         "several_processes": int(several_processes()),
         **{f"{CACHE_EMPTIED}{line}": count for line, count in recorder.cache_emptied.items()},
+        **({WHILE_RECORDED: most} if (most := _most_while_recorded(result)) else {}),
         **({BEFORE_TRAINING: before} if (before := recordings.before_training_bytes) else {}),
         **({MAY_GROW: percent} if (percent := _may_grow_percent(result, recordings)) > 100 else {}),
         "iterations_seen": run.iterations_seen,
         "boundary_is_backward": int(iterations is not None and iterations.boundary == "backward"),
     }
+
+
+def _most_while_recorded(result: Result) -> int:
+    """Bytes on the device, where saved tensors were out of the way; 0 elsewhere, where that is the peak."""
+    usage, recorder = result.usage, result.recorder
+    if usage is None or not recorder.sends_away:
+        return 0
+    return recorder.base_bytes + max([*usage.high_bytes, usage.high_after_bytes])
 
 
 def _may_grow_percent(result: Result, recordings: Recordings) -> int:

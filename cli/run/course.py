@@ -45,6 +45,8 @@ class Course:
     from_cache: bool = False
     iterations: int = 0
     recorded: list[int] = field(default_factory=list)
+    most_while_recorded: int = 0
+    """Bytes, in iterations that were recorded with their saved tensors out of the way."""
     enforced_after: int | None = None
     """Iterations that had ended when the plan took effect."""
     planning_ms: float = 0.0
@@ -124,6 +126,7 @@ def facts(course: Course) -> dict[str, Any]:
         ],
         "outcome": msgspec.to_builtins(course.outcome) if course.outcome is not None else None,
         "problem": course.problem,
+        "most_while_recorded": course.most_while_recorded or None,
         "from_cache": course.from_cache,
         "iterations": course.iterations,
         "enforced_after": course.enforced_after,

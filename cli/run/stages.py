@@ -27,7 +27,9 @@ from memopt.cli.run.planning import Planning
 from memopt.errors import MemoptError
 from memopt.instrument.loop import Loop, begin_at_torch
 from memopt.instrument.script.command import Command
+from memopt.trace import WHILE_RECORDED
 from memopt.units import format_bytes
+from memopt.workspaces import workspaces_of
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +94,8 @@ class Stages:
         """Iterations that had ended when the session began."""
         self._retired: OptimizerInBackward | None = None
         """Of a plan that is over: told of steps, and of who looks at gradients, while it has let go of some that the plain run would have."""
+        self._has_come_back = False
+        """Has an iteration been recorded once more with the optimizer's state on the device?"""
         self._keeps_plan = False
         """Whatever comes, nothing is recorded again."""
         self._saved_before: list[tuple[int, int]] = []
@@ -148,6 +152,8 @@ class Stages:
         device = self._wishes.device or (trace.device.kind if trace is not None else likely_device())
         tier, whole = offload_tier(self._wishes.swap_dir), not self.course.is_share
         guard = Guard(self._loop, tier, device, self.course.budget_bytes, whole=whole)
+        if trace is not None:
+            guard.learn(workspaces_of(trace))
         self.course.guards.append(guard)
         self._session = guard
         self._stands_behind(guard)
@@ -238,6 +244,9 @@ class Stages:
         if self._trace is None:
             found = msgspec.structs.replace(trace, iteration=self._base - self._parts + trace.iteration)
             self._trace = self._state.told_of(found)
+            self.course.most_while_recorded = max(
+                self.course.most_while_recorded, trace.facts.get(WHILE_RECORDED, 0)
+            )
 
     def _plan(self, count: int) -> None:
         """The recording is whole: wait for a plan a while, then look for it while the script goes on guarded."""
@@ -263,6 +272,8 @@ class Stages:
             course.phase,
         )
         profile.finished()
+        for guard in course.guards:
+            guard.learn(workspaces_of(trace))
         self._get_ready()
         if self._planning.has_news(_MOST_WAIT_S):
             self._planned(self._planning, count)
@@ -308,11 +319,17 @@ class Stages:
             raise
         self._end_watch()
         self._base = count
-        if plan.over_bytes and self._state.comes_back_for_a_better_plan(plan.device.kind):
+        if plan.over_bytes and self._may_come_back(course) and self._state.comes_back_for_a_better_plan(plan.device.kind):  # fmt: skip
+            self._has_come_back = True
             self._saved_before = [*self._seen_saving, (plan.saved_tensors, plan.saved_elements)]
             self._record_again("an iteration is recorded once more with the optimizer's state on the device, for a plan that moves more")  # fmt: skip
         else:
             self._enforce(plan, "its plan")
+
+    def _may_come_back(self, course: Course) -> bool:
+        """Is another recording worth it, for a plan that moves the state as well? Once, and where a plan is soon found: most of the script may
+        be over before there is another."""
+        return not self._has_come_back and course.planning_ms <= 1000 * _MOST_WAIT_S
 
     def _record_again(self, why: str, *, warmup: int = 0, offloaded: bool = False) -> None:
         self._tell(why)

@@ -130,14 +130,17 @@ def _not_kept(course: Course) -> list[str]:
 
 
 def _before_the_plan(course: Course, when: str = "before the plan took effect") -> list[str]:
-    """Where the guard could not hold the budget until the plan took over."""
-    passed = [guard for guard in course.guards if guard.most_bytes > guard.budget_bytes]
-    if not passed:
+    """Where the guard could not hold the budget until the plan took over, or recording did not."""
+    worst = max(course.guards, key=lambda guard: guard.most_bytes, default=None)
+    if worst is None:
         return []
-    worst = max(passed, key=lambda guard: guard.most_bytes)
-    stuck = f": {worst.passed.words}" if worst.passed.words else ""
+    most, how = worst.most_bytes, f": {worst.passed.words}" if worst.passed.words else ""
+    if course.most_while_recorded > most:
+        most, how = course.most_while_recorded, ", as an iteration was recorded"
+    if most <= worst.budget_bytes:
+        return []
     again = "; the next run starts under the plan" if did_what_it_said(course) else ""
-    return [f"note: {when}, live bytes reached {format_bytes(worst.most_bytes)}{stuck}{again}"]  # fmt: skip
+    return [f"note: {when}, live bytes reached {format_bytes(most)}{how}{again}"]
 
 
 def _meanwhile(course: Course) -> list[str]:

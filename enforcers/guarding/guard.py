@@ -41,6 +41,7 @@ from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.stepping.gradient_reads import is_leaf
 from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of, storage_use_count
 from memopt.units import format_bytes
+from memopt.workspaces import ON_A_CPU, Calls, workspace_bytes
 
 if TYPE_CHECKING:
     from memopt.enforcers.values import Values
@@ -99,8 +100,11 @@ class Guard(modes.Mode):
         """Above the budget when all were tried in vain."""
         self._expected: dict[tuple[str, int], int] = {}
         """(overload, bytes of its inputs) -> bytes that it made the last time."""
-        self.workspaces: Mapping[str, float] = {}
-        """Overload -> bytes that it takes beside its results, to one that it reads or gives, as a profile showed."""
+        self.workspaces: Mapping[str, Calls] = ON_A_CPU if device == "cpu" else {}
+        """What ops take beside their results: as kernels do in general, until a profile has shown it."""
+        self._held_at: dict[tuple[str, int], int] = {}
+        """(overload, bytes of its inputs) -> most that was live as it ended, while that was not known."""
+        self._most_with_workspaces = 0
         self._beyond: dict[str, float] = {}
         """Overload -> how many times as much it made as its shapes say, where it keeps what only its kernel knows of (recurrent layers)."""
         self._about_bytes = 0
@@ -145,7 +149,7 @@ class Guard(modes.Mode):
     @property
     def most_bytes(self) -> int:
         """Most that was live, as far as it was seen."""
-        return self._live.most
+        return max(self._live.most, self._most_with_workspaces)
 
     @property
     def next_bytes(self) -> int:
@@ -160,6 +164,15 @@ class Guard(modes.Mode):
     def tensor_bytes(self) -> int:
         """The same, by a look at all there is."""
         return Live(self.device).look_around().now()
+
+    def learn(self, workspaces: Mapping[str, Calls]) -> None:
+        """A profile has shown what ops take beside their results: those that have run took it as well."""
+        self.workspaces = workspaces
+        for key, held in self._held_at.items():
+            if calls := workspaces.get(key[0]):
+                came_to = held + workspace_bytes(calls, key[1] + self._expected[key])
+                self._most_with_workspaces = max(self._most_with_workspaces, came_to)
+        self._held_at.clear()
 
     @property
     def frees_nothing(self) -> str:
@@ -262,7 +275,8 @@ class Guard(modes.Mode):
         key = name, bytes_of((*args, *kwargs.values()))
         shown = 0 if key in self._expected else would_make(func, args, kwargs)
         makes = self._expected.get(key, int(shown * self._beyond.get(name, 1.0)))
-        self._about_bytes = makes + int(self.workspaces.get(name, 0.0) * (key[1] + makes))
+        calls = self.workspaces.get(name)
+        self._about_bytes = makes + (workspace_bytes(calls, key[1] + makes) if calls else 0)
         self._make_room(self._about_bytes, name)
         return (*key, shown)
 
@@ -273,6 +287,8 @@ class Guard(modes.Mode):
         made = self._expected[name, taken] = self._live.made(out)
         if made > shown > 0:
             self._beyond[name] = made / shown
+        if self.device == "cpu" and self._live.bytes > self._held_at.get((name, taken), 0):
+            self._held_at[name, taken] = self._live.bytes
         self._make_room(0, name)
 
     # --- saved tensors

@@ -311,7 +311,7 @@ def standby_of(plan: Plan, loop: Loop, swap_dir: Path, budget_bytes: int, values
     values.tier = tier
     guard.values = values
     values.kept = lambda value: guard.held_again(value.cached) if value.cached is not None else None
-    guard.workspaces = plan.workspaces
+    guard.workspaces = plan.workspace_calls
     return Standby(guard, plan)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -41,7 +41,7 @@ class Streamed:
     size_bytes: int
     plain_peak_bytes: int
     plain_step_ms: float
-    workspaces: Mapping[str, float]
+    workspaces: dict[str, list[tuple[int, int]]]
     """As `workspaces_of` has them: in the changed trace weights that ops bring about stand among them."""
     cost_ms: float
 

@@ -310,12 +310,14 @@ def test_what_the_guard_could_not_hold_before_the_plan_is_told(
 
     monkeypatch.setattr(words, "did_what_it_said", lambda course: is_kept)
 
-    def course(most: int, over: int) -> Any:
+    def course(most: int, over: int, recorded: int = 0) -> Any:
         stuck = "before aten.mm nothing was left that could be moved" if over else ""
-        passed = SimpleNamespace(words=stuck)
-        return SimpleNamespace(guards=[SimpleNamespace(most_bytes=most, budget_bytes=2 << 20, passed=passed)])
+        guard = SimpleNamespace(most_bytes=most, budget_bytes=2 << 20, passed=SimpleNamespace(words=stuck))
+        return SimpleNamespace(guards=[guard], most_while_recorded=recorded)
 
     assert _before_the_plan(course(2 << 20, 0)) == []
+    (told,) = _before_the_plan(course(2 << 20, 0, recorded=5 << 20))
+    assert "reached 5.00 MiB, as an iteration was recorded" in told
     (told,) = _before_the_plan(course(3 << 20, 1 << 20))
     assert "reached 3.00 MiB: before aten.mm nothing was left" in told
     assert ("the next run starts under the plan" in told) is is_kept
@@ -405,7 +407,7 @@ def test_what_holding_the_budget_took_is_told_where_no_plan_came() -> None:
     from memopt.cli.run.words import last_words
 
     guard = SimpleNamespace(moved=2, moved_words="2 storages (4 KiB) were moved away", most_bytes=3, budget_bytes=2, passed=SimpleNamespace(words=""))  # fmt: skip
-    course = SimpleNamespace(online=False, guards=[guard], plan=None, outcome=None, problem="", still_planning=True, iterations=9)  # fmt: skip
+    course = SimpleNamespace(online=False, guards=[guard], plan=None, outcome=None, problem="", still_planning=True, iterations=9, most_while_recorded=0)  # fmt: skip
     nothing, moved, passed = last_words(course)  # type: ignore[arg-type]
     assert nothing.startswith("nothing was enforced")
     assert "2 storages (4 KiB) were moved away" in moved

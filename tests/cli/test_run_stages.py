@@ -109,6 +109,25 @@ def test_what_lived_before_a_plan_sent_some_of_it_away_is_not_measured(
     assert stages._there is None
 
 
+@pytest.mark.parametrize(
+    ("planning_ms", "expected"), [(900.0, ["again", "enforced"]), (19_000.0, ["enforced"] * 2)]
+)
+def test_no_more_than_one_iteration_is_recorded_for_a_plan_that_moves_the_state(
+    planning_ms: float, expected: list[str], stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A speech model was recorded four times in 40 iterations, seven times as slow, and never had a plan."""
+    done: list[str] = []
+    plan = SimpleNamespace(
+        over_bytes=9, device=SimpleNamespace(kind="cpu"), saved_tensors=1, saved_elements=1
+    )
+    monkeypatch.setattr(stages._state, "comes_back_for_a_better_plan", lambda device: True)
+    monkeypatch.setattr(stages, "_record_again", lambda why: done.append("again"))
+    monkeypatch.setattr(stages, "_enforce", lambda plan, which: done.append("enforced"))
+    for count in (5, 9):
+        stages._planned(SimpleNamespace(ms=planning_ms, plan=lambda: plan), count)
+    assert done == expected
+
+
 @pytest.mark.parametrize(("was_needed", "for_good"), [(False, False), (True, False), (False, True)])
 def test_no_better_plan_takes_over_while_the_guard_is_needed_beside_the_first(
     was_needed: bool, for_good: bool, stages: Any, monkeypatch: pytest.MonkeyPatch

@@ -109,7 +109,7 @@ def test_none_comes_ahead_where_there_is_no_room(has: bool, tmp_path: Path) -> N
 
 def test_what_weights_take_while_they_are_here_is_no_workspace(tmp_path: Path) -> None:
     trace = recorded(functools.partial(layers, layer=LoRA), tmp_path)
-    assert streaming(trace).workspaces == workspaces_of(trace)
+    assert streaming(trace).workspace_calls == workspaces_of(trace)
 
 
 def test_bytes_of_a_storage_that_is_emptied_and_filled() -> None:

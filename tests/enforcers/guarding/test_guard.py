@@ -28,6 +28,7 @@ from memopt.instrument.as_plain import PlainForms
 from memopt.instrument.frames import Frames
 from memopt.instrument.iterations import Iterations
 from memopt.instrument.loop import Loop
+from memopt.instrument.memory.meter import CpuMeter
 from memopt.instrument.torch_internals import current_mode
 from tests.cli.test_run import PLANNED, memopt, outcome_of, plain
 from tests.enforcers.test_optimizer_in_pieces import plan_for
@@ -111,6 +112,42 @@ def test_a_budget_is_held_in_every_iteration_whatever_the_shapes(
     assert guard.moved > 0
     assert guard.passed.most_bytes == 0
     assert guard.most_bytes <= guard.budget_bytes
+
+
+def convolutions(peaks: list[int]) -> TrainingLoop:
+    def loop(steps: int) -> list[str]:
+        model = nn.Sequential(*[nn.Conv2d(24, 24, 3, padding=1) for _ in range(8)])
+        meter = CpuMeter()
+        meter.start()
+        loss = model(torch.randn(16, 24, 32, 32)).square().mean()
+        loss.backward()
+        peaks.append(meter.stop() or 0)
+        return [digest(each.grad) for each in model.parameters() if each.grad is not None]
+
+    return loop
+
+
+def test_what_kernels_take_has_room_before_a_profile_has_shown_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks: list[int] = []
+    plain, _ = guarded(convolutions(peaks), tmp_path, 2**40)
+    budget = int(0.6 * peaks[0])
+    computed, guard = guarded(convolutions(peaks), tmp_path, budget)
+    monkeypatch.setattr("memopt.enforcers.guarding.guard.ON_A_CPU", {})
+    assert guarded(convolutions(peaks), tmp_path, budget)[0] == computed == plain
+    assert peaks[1] <= budget < 0.95 * peaks[2]
+    assert guard.moved > 0
+
+
+def test_a_profile_tells_what_was_taken_beside_results_before_it(tmp_path: Path) -> None:
+    """By 8 convolutions that read and give 3 MiB each."""
+    _, guard = guarded(convolutions([]), tmp_path, 2**40)
+    without = guard.most_bytes
+    guard.learn(
+        {"aten.convolution_backward.default": [(3 << 20, 6 << 20)], "aten.mm.default": [(1, 1 << 40)]}
+    )
+    assert guard.most_bytes > without + (1 << 20)
 
 
 def test_what_a_plan_has_sent_is_waited_for_before_anything_else_leaves(tmp_path: Path) -> None:
