@@ -25,6 +25,12 @@ def typed_bytes(amount: int) -> str:
     return str(amount)
 
 
+def moved_away(count: int, size_bytes: int) -> str:
+    """`2 storages (1.00 MiB) were moved away`."""
+    was = "was" if count == 1 else "were"
+    return f"{count} storage{'s' * (count != 1)} ({format_bytes(size_bytes)}) {was} moved away"
+
+
 def format_ms(milliseconds: float) -> str:
     """A duration as a person would write it: `850 µs`, `12.3 ms`, `4.56 s`."""
     if milliseconds < 1:

@@ -145,4 +145,6 @@ def place_of(problem: Problem, op: int, *, op_name: bool = True) -> str:
     where = trace.strings[trace.ops.module[op]].partition("#")[0].lstrip("@") or "the script"
     phase = PHASES[int(problem.view.phase[op])]
     named = f" ({trace.op_name(op)})" if op_name else ""
+    if phase == "optimizer":  # an op there is of all that it steps
+        return f"the optimizer's step{named}"
     return f"{phase if phase != 'other' else 'an op'} of {where}{named}"

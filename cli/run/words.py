@@ -9,6 +9,7 @@ from memopt.instrument.script.children import PUT_BEFORE, not_followed
 from memopt.outcome import MOVED_BESIDE
 from memopt.plan import NOT_MET
 from memopt.units import format_bytes, format_change, format_ms
+from memopt.words import moved_away
 
 if TYPE_CHECKING:
     from memopt.cli.run.course import Course
@@ -66,14 +67,15 @@ def last_words(course: Course) -> list[str]:
     if plan is None or outcome is None:
         return [_not_enforced(course), *_meanwhile(course)]
     lines = [
-        _outside_iterations(course, plan)
+        _elsewhere_in_threads(course)
+        or _outside_iterations(course, plan)
         or _held(plan, outcome, course.peak_bytes or None, state_is_away=course.state_away_bytes > 0)
         + _elsewhere(plan, outcome),
         _beside(course, plan, outcome),
         _cost(course, plan, outcome),
     ]
     stopped = [f"the script went on without a plan: {course.problem}"] if course.problem else []
-    if course.elsewhere:
+    if course.elsewhere and not _elsewhere_in_threads(course):
         stopped.append(f"backward was called {course.elsewhere} times in another thread, which nobody watched: what that took is not told here")  # fmt: skip
     notes = [
         *course.notes,
@@ -146,10 +148,11 @@ def _before_the_plan(course: Course, when: str = "before the plan took effect") 
 def _meanwhile(course: Course) -> list[str]:
     """What was done to hold the budget until there would have been a plan."""
     passed = _before_the_plan(course, "meanwhile")
-    moved = [guard.moved_words for guard in course.guards if guard.moved]
+    moved = [(guard.moved, guard.moved_bytes) for guard in course.guards if guard.moved]
     if not moved:
         return passed
-    return [f"note: to hold the budget meanwhile {', and '.join(moved)}, which takes time", *passed]
+    words = moved_away(*map(sum, zip(*moved, strict=True)))
+    return [f"note: to hold the budget meanwhile {words}, which takes time", *passed]
 
 
 def _guarded(course: Course) -> list[str]:
@@ -163,7 +166,7 @@ def _guarded(course: Course) -> list[str]:
     else:
         held = f"held: live bytes reached {peak}, within the budget of {budget}"
     moved = (
-        f"{guard.moved_words} in {course.iterations} iterations"
+        f"{moved_away(guard.moved, guard.moved_bytes)} in {course.iterations} iterations"
         if guard.moved
         else f"nothing had to be moved in {course.iterations} iterations"
     )
@@ -194,6 +197,16 @@ def _not_enforced(course: Course) -> str:
     return told
 
 
+def _elsewhere_in_threads(course: Course) -> str:
+    """Most of the training was in threads that nobody watched: what was seen is no figure of it."""
+    if course.elsewhere < max(1, course.iterations):
+        return ""
+    return (
+        f"NOT held, as far as anybody knows: backward was called {course.elsewhere} times in threads other than the one that is watched, "
+        "and what that took is not among the figures below; a budget can be held where one thread trains"
+    )
+
+
 def _outside_iterations(course: Course, plan: Plan) -> str:
     """The budget was passed where the script looked at optimizer state or gradients, or after the last step, and nowhere by more."""
     peak, budget = max(course.most_at_looks, course.most_after), plan.budget_bytes
@@ -203,7 +216,7 @@ def _outside_iterations(course: Course, plan: Plan) -> str:
     when = (
         "when the script looked at optimizer state or gradients that were away (a checkpoint, say), and come back for that"
         if peak == course.most_at_looks
-        else "after the last step (an evaluation with gradients, say)"
+        else "after the last step (an evaluation, say)"
     )
     return f"NOT held: {format_bytes(peak)}, {format_bytes(peak - budget)} above the budget of {format_bytes(budget)}, {when}{others}"
 

@@ -40,7 +40,6 @@ from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
 from memopt.instrument.script.forks import call_around_fork
 from memopt.instrument.stepping.gradient_reads import is_leaf
 from memopt.instrument.torch_internals import DisableTorchDispatch, storage_of, storage_use_count
-from memopt.units import format_bytes
 from memopt.workspaces import ON_A_CPU, Calls, workspace_bytes
 
 if TYPE_CHECKING:
@@ -178,12 +177,6 @@ class Guard(modes.Mode):
     def frees_nothing(self) -> str:
         """Why moving has freed nothing; empty where it has."""
         return self._tier.frees_nothing
-
-    @property
-    def moved_words(self) -> str:
-        """How many storages were moved away, and their bytes, as the subject of a sentence and its verb."""
-        several = self.moved != 1
-        return f"{self.moved} storage{'s' * several} ({format_bytes(self.moved_bytes)}) {'were' if several else 'was'} moved away"
 
     def begin(self, *, waits: bool = False) -> None:
         """Watch from here on, or, if it `waits`, from the first forward that trains: until then there is nothing to move, and preparation

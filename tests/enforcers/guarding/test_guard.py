@@ -309,16 +309,6 @@ def test_what_cannot_be_moved_is_told(tmp_path: Path) -> None:
     assert guard.passed.words.startswith("before aten.")
 
 
-@pytest.mark.parametrize(
-    ("moved", "words"),
-    [(1, "1 storage (1.00 MiB) was moved away"), (2, "2 storages (1.00 MiB) were moved away")],
-)
-def test_one_storage_is_told_as_one(moved: int, words: str, tmp_path: Path) -> None:
-    _, guard = guarded(layers(), tmp_path, 1 << 30, 1)
-    guard.moved, guard.moved_bytes = moved, 1 << 20
-    assert guard.moved_words == words
-
-
 def looks(steps: int) -> list[str]:
     """State of 4 MB comes back in the midst of forward."""
     model, found = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]), []
