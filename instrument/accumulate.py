@@ -55,9 +55,12 @@ def in_place(func: Any) -> Any:
 
 
 def _puts(zeros: torch.Tensor, maker: Maker) -> bool:
-    """What a gradient is put into was made by the same formula."""
+    """What a gradient is put into was made by the same formula. That of an assignment to a part of a tensor (`CopySlices`) is given a copy of
+    the gradient, which it reads afterwards: no zeros of its own."""
     node = current_node()
-    return node is not None and maker(zeros) == node._sequence_nr() and called_by_engine()
+    if node is None or maker(zeros) != node._sequence_nr() or "CopySlices" in node.name():
+        return False
+    return called_by_engine()
 
 
 def _sums(old: Any, new: Any, maker: Maker) -> bool:

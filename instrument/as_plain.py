@@ -3,8 +3,8 @@
 Five things differ while a `TorchDispatchMode` is on, and each is put right here:
 1. Inside an op that was handed to a mode, conjugate and negative views are not resolved: complex `linalg.pinv` came out wrong.
 2. Nor does autocast reach what such an op calls: `linalg.pinv` and `nn.Bilinear` came out in another precision.
-3. The backward formulas of `prod`, `cumprod`, `max`, `min`, `median`, `det` and `matrix_exp` take another way, with other bits, or other bits
-   of its own derivative.
+3. The backward formulas of `prod`, `cumprod`, `max`, `min`, `median`, `det` and `matrix_exp`, and of `masked_fill` for a value that is trained,
+   take another way, with other bits, or other bits of its own derivative.
 4. `svdvals`, `eigvalsh` and `eigvals` of what needs no gradient compute vectors as well, by another routine of LAPACK's.
 5. `matmul` of batches, one of them of a single matrix that needs no gradient, multiplies them as one large matrix, not one by one.
 """
@@ -83,8 +83,11 @@ LOOKING = {
     "NanmedianBackward0": "aten.nanmedian.default",
     "LinalgDetBackward": "aten._linalg_det.",
     "LinalgMatrixExpBackward": "aten.linalg_matrix_exp.",
+    "MaskedFillBackward1": "aten.masked_fill",
 }
 """Nodes whose formula looks whether a mode is on, by the beginning of their names, and their ops."""
+_FILLED = "MaskedFillBackward1"
+"""Looks for the gradient of its value, which seldom is trained."""
 _LOOKING_NODES, _LOOKING_OPS = tuple(LOOKING), tuple(LOOKING.values())
 
 
@@ -97,7 +100,8 @@ def run_as_plain(roots: Iterable[Tensor]) -> None:
     """No mode is on while a node of `LOOKING` below `roots` runs; what it does is not seen then. Looks at all nodes below."""
     below = nodes_below(roots)
     for node in below:
-        if type(node).__name__.startswith(_LOOKING_NODES):
+        name = type(node).__name__
+        if name.startswith(_LOOKING_NODES) and not (name == _FILLED and node.next_functions[1][0] is None):
             _without_modes(node)
     if len(below) > DEEP:
         make_room()

@@ -150,6 +150,40 @@ def test_a_profile_tells_what_was_taken_beside_results_before_it(tmp_path: Path)
     assert guard.most_bytes > without + (1 << 20)
 
 
+def _put(hidden: Tensor, learned: Tensor) -> Tensor:
+    hidden[torch.arange(0, 64, 3)] = learned
+    return hidden
+
+
+def _scattered(hidden: Tensor, learned: Tensor) -> Tensor:
+    places = torch.arange(20).reshape(1, 20, 1).expand(64, 20, 32)
+    return hidden.scatter_(1, places, learned.expand(64, 20, 32))
+
+
+def _filled(hidden: Tensor, learned: Tensor) -> Tensor:
+    return hidden.masked_fill(torch.arange(32) < 9, learned.sum())
+
+
+@pytest.mark.parametrize("assign", [_put, _scattered, _filled])
+def test_what_is_learned_for_masked_places_has_its_gradient(
+    assign: Callable[[Tensor, Tensor], Tensor], tmp_path: Path
+) -> None:
+    """The embedding of masked frames (wav2vec 2.0) had none: its formula is given a copy of the gradient, which is no buffer to write into; the
+    last bits of the other's were those of a sum in another order."""
+
+    def loop(steps: int) -> list[str]:
+        linear, learned = nn.Linear(32, 32), nn.Parameter(torch.rand(32))
+        for _ in range(steps):
+            hidden = assign(linear(torch.randn(64, 48, 32)), learned)
+            (hidden * torch.sin(hidden)).square().mean().backward()
+        assert learned.grad is not None
+        return [digest(learned.grad), str(bool(learned.grad.any()))]
+
+    computed, _ = guarded(loop, tmp_path, 2**40)
+    assert computed == seeded(loop, STEPS)
+    assert computed[1] == "True"
+
+
 def test_what_a_plan_has_sent_is_waited_for_before_anything_else_leaves(tmp_path: Path) -> None:
     plain, watched = guarded(layers(), tmp_path, 2**40)
     for waited in (True, False):
