@@ -58,6 +58,6 @@ def workspace_bytes(calls: Calls, touched: int) -> int:
         return same
     like = [took / each for each, took in calls if touched <= _LIKE * each and each <= _LIKE * touched]
     if not like:
-        each, took = min(calls, key=lambda call: max(call[0] / touched, touched / call[0]))
-        return int(touched * took / each)
+        each, took = min(calls, key=lambda call: max(call[0] / touched, touched / max(1, call[0])))
+        return int(touched * took / max(1, each))
     return int(touched * max(like))

@@ -69,5 +69,9 @@ def test_what_a_call_of_another_size_takes(touched: int, takes: int) -> None:
     assert workspace_bytes(CALLS, touched) == takes
 
 
+def test_a_call_of_no_bytes_in_a_plan_that_somebody_has_changed_ends_no_script() -> None:
+    assert workspace_bytes([(0, 5)], 1000) == 5000
+
+
 def test_what_kernels_take_before_a_profile_is_to_each_byte() -> None:
     assert workspace_bytes(ON_A_CPU["aten.convolution.default"], 7 << 20) == 7 << 20
