@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -20,17 +19,15 @@ if TYPE_CHECKING:
     from memopt.profiler.known import There
 
 MEASURED = (3, 6, 8, 10, 13, 17)
-"""Iterations in which the bytes are measured on a CPU; their times do not count. What a script does each second, third, or fourth time is
-among them, be it that autograd saves nothing for it (factors of a preconditioner); where measuring one takes long, the third and those that
-follow only until one was like the profiled one, or where others were not. Then those after 16, 32, 64, ... of them, for what a script does may
-change slowly (routing that comes to prefer one expert, a cache that fills), and on the same terms those after 24, 48, ...
+"""Iterations in which the bytes are measured on a CPU; their times do not count. An odd and an even one, for what a script does each second
+time; from the third on only until one was like the profiled one, or where others were not (what it does each third time is among them); and
+then those after 16, 32, 64, ... of them, for what a script does may change slowly (routing that comes to prefer one expert, a cache that fills),
+and after 24, 48, ... where others were unlike it.
 
 Never two in a row: the optimizer's own `record_function` is open where iterations end, and one that was opened under a profiler
 writes into freed memory if it is closed under the next."""
 
 _LATE = 16
-_LONG_S = 0.5
-"""A measurement that took longer, of twenty thousand ops, is no cheap one."""
 
 _UNLIKE = 0.05
 """How far the measured peak may lie from the predicted one before it is told, whatever else is known."""
@@ -88,8 +85,6 @@ class Measurements:
         self._paused = False
         self._measured_planned = False
         """An iteration like the profiled one has been measured."""
-        self._takes_s = 0.0
-        """Measuring an iteration, beside it."""
         self._just_measured = False
         """The iteration before: two of torch's profiles in a row crash now and then."""
         self._others_begun = 0
@@ -295,8 +290,8 @@ class Measurements:
             self._times_ms.clear()
             self._alike_ms.clear()
             self._others.clear()
-        few = self._measured_planned and not self._others and self._takes_s > _LONG_S
-        turns: tuple[int, ...] = MEASURED[:2] if few else MEASURED
+        alike = self._measured_planned and not self._others
+        turns: tuple[int, ...] = MEASURED[:2] if alike else MEASURED
         first = self._plan.iteration
         if 0 < first < MEASURED[0]:  # the script may make no more
             turns = (first, *(each for each in turns if each > first + 1))
@@ -304,7 +299,9 @@ class Measurements:
         other = guarded or self._was_other
         self._others_begun += other
         wanted = other and _is_power(self._others_begun) and begun + 2 not in turns
-        late = begun >= _LATE and (_is_power(begun) or (not few and begun % 3 == 0 and _is_power(begun // 3)))
+        late = begun >= _LATE and (
+            _is_power(begun) or (not alike and begun % 3 == 0 and _is_power(begun // 3))
+        )
         if self._wanted and not self._just_measured and (begun + 1 in turns or wanted or late):
             self._start()
 
@@ -365,7 +362,6 @@ class Measurements:
         return saved[0] != planned or abs(saved[1] - elements) > _ALIKE * elements
 
     def _start(self, there: There | None = None) -> None:
-        began = time.perf_counter()
         self._look_back()
         self._resident_bytes = self._resident_bytes or _resident_peak_bytes()
         from memopt.instrument.memory.meter import meter_for
@@ -375,7 +371,6 @@ class Measurements:
         self._meter.start((there.tensors, there.storages) if there is not None else None)
         self._before_bytes = max(self._before_bytes, self._meter.base_bytes + self._above_bytes)
         self._look_what_is_there(self._meter.base_bytes, there)
-        self._takes_s = time.perf_counter() - began
 
     def _first_look(self) -> There | None:
         """At the first measured iteration what lives is looked for once: it takes long."""
@@ -423,9 +418,7 @@ class Measurements:
         """True when the peak of an iteration has been measured."""
         if self._meter is None:
             return False
-        began = time.perf_counter()
         peak, base = self._meter.stop(), self._meter.base_bytes
-        self._takes_s += time.perf_counter() - began
         evaluation_bytes = self._meter.without_gradients_bytes
         self._meter = None
         self._after_bytes = _resident_peak_bytes()

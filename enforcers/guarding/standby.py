@@ -37,8 +37,6 @@ _OF_ALL_SIZES = 16
 """As many in a row that needed it are, where they did not, and as many that saved clearly less than was planned for: their plan costs
 more than they need."""
 _ALIKE = 1.02
-_DOUBTFUL = 0.05
-"""Of the budget: what an op takes that no profile has seen is known about."""
 _PASSED = 1.005
 """Times the budget, or the planned peak where that is above it."""
 
@@ -115,7 +113,7 @@ class Standby:
         self._moved = 0
         """Storages, in the iterations before."""
         self.most_bytes = 0
-        """Most that was live in iterations that have ended, as far as the guard saw it, and what ops took beside their results then."""
+        """Most that was live in iterations that have ended, as far as the guard saw it."""
         self.peaks = Peaks()
         """Of those that passed the budget."""
         self.most_saved_bytes = 0
@@ -211,12 +209,9 @@ class Standby:
         passed, self._saved_elements = self.guard.passed, saved[1]
         over = passed.now_bytes
         woke_late = self.guard.most_bytes > max(self.most_bytes, self.guard.budget_bytes)
-        self.most_bytes = max(self.most_bytes, self.guard.most_bytes)
+        self.most_bytes = self.guard.most_bytes
         if passed.now_training_bytes > 0:
-            came_to = self.guard.budget_bytes + passed.now_training_bytes
-            self.peaks.came_to(came_to, saved[1], self._plan)
-            if passed.now_training_bytes > _DOUBTFUL * self.guard.budget_bytes:
-                self.most_bytes = max(self.most_bytes, came_to)
+            self.peaks.came_to(self.guard.budget_bytes + passed.now_training_bytes, saved[1], self._plan)
         if woke_late and over == passed.now_training_bytes:
             self.peaks.came_to(self.most_bytes, saved[1], self._plan)
         self.most_saved_bytes = max(self.most_saved_bytes, self._saves.largest)
