@@ -272,8 +272,9 @@ class Stages:
             course.phase,
         )
         profile.finished()
+        workspaces = workspaces_of(trace)
         for guard in course.guards:
-            guard.learn(workspaces_of(trace))
+            guard.learn(workspaces)
         self._get_ready()
         if self._planning.has_news(_MOST_WAIT_S):
             self._planned(self._planning, count)

@@ -280,7 +280,7 @@ class Guard(modes.Mode):
         made = self._expected[name, taken] = self._live.made(out)
         if made > shown > 0:
             self._beyond[name] = made / shown
-        if self.device == "cpu" and self._live.bytes > self._held_at.get((name, taken), 0):
+        if self.workspaces is ON_A_CPU and self._live.bytes > self._held_at.get((name, taken), 0):
             self._held_at[name, taken] = self._live.bytes
         self._make_room(0, name)
 

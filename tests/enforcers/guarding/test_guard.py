@@ -30,6 +30,7 @@ from memopt.instrument.iterations import Iterations
 from memopt.instrument.loop import Loop
 from memopt.instrument.memory.meter import CpuMeter
 from memopt.instrument.torch_internals import current_mode
+from memopt.words import moved_away
 from tests.cli.test_run import PLANNED, memopt, outcome_of, plain
 from tests.enforcers.test_optimizer_in_pieces import plan_for
 from tests.support.enforced import Loop as TrainingLoop
@@ -341,6 +342,14 @@ def test_what_cannot_be_moved_is_told(tmp_path: Path) -> None:
     _, guard = guarded(layers(), tmp_path, 100_000)
     assert guard.passed.most_bytes > 0
     assert guard.passed.words.startswith("before aten.")
+
+
+@pytest.mark.parametrize(
+    ("moved", "words"),
+    [(1, "1 storage (1.00 MiB) was moved away"), (2, "2 storages (1.00 MiB) were moved away")],
+)
+def test_one_storage_is_told_as_one(moved: int, words: str) -> None:
+    assert moved_away(moved, 1 << 20) == words
 
 
 def looks(steps: int) -> list[str]:

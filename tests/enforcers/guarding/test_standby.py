@@ -661,7 +661,8 @@ def convolutions(images: Step) -> Loop:
 
 def test_it_leaves_room_for_what_ops_take_beside_their_results(tmp_path: Path) -> None:
     plan = plan_of(recorded(convolutions(lambda step: 8), tmp_path), lambda problem: {})
-    assert plan.workspace_calls["aten.convolution_backward.default"]
+    calls = plan.workspace_calls["aten.convolution_backward.default"]
+    assert max(took / touched for touched, took in calls) > 0.5
     budget = int(1.25 * plan.predicted_peak_bytes)
     plan = msgspec.structs.replace(plan, budget_bytes=budget)
     larger = convolutions(lambda step: 8 if step < 2 else 16)
