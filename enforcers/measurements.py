@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -19,15 +20,17 @@ if TYPE_CHECKING:
     from memopt.profiler.known import There
 
 MEASURED = (3, 6, 8, 10, 13, 17)
-"""Iterations in which the bytes are measured on a CPU; their times do not count. An odd and an even one, for what a script does each second
-time; from the third on only until one was like the profiled one, or where others were not (what it does each third time is among them); and
-then those after 16, 32, 64, ... of them, for what a script does may change slowly (routing that comes to prefer one expert, a cache that fills),
-and after 24, 48, ... where others were unlike it.
+"""Iterations in which the bytes are measured on a CPU; their times do not count. What a script does each second, third, or fourth time is
+among them, be it that autograd saves nothing for it (factors of a preconditioner); where measuring one takes long, the third and those that
+follow only until one was like the profiled one, or where others were not. Then those after 16, 32, 64, ... of them, for what a script does may
+change slowly (routing that comes to prefer one expert, a cache that fills), and on the same terms those after 24, 48, ...
 
 Never two in a row: the optimizer's own `record_function` is open where iterations end, and one that was opened under a profiler
 writes into freed memory if it is closed under the next."""
 
 _LATE = 16
+_LONG_S = 0.5
+"""One that takes longer (of some twenty thousand ops) is made only where it is needed."""
 
 _UNLIKE = 0.05
 """How far the measured peak may lie from the predicted one before it is told, whatever else is known."""
@@ -85,6 +88,10 @@ class Measurements:
         self._paused = False
         self._measured_planned = False
         """An iteration like the profiled one has been measured."""
+        self._state_is_back = False
+        """Has the script looked at it since it was away?"""
+        self._takes_s = 0.0
+        """As long as starting and stopping takes where an iteration is measured."""
         self._just_measured = False
         """The iteration before: two of torch's profiles in a row crash now and then."""
         self._others_begun = 0
@@ -128,6 +135,11 @@ class Measurements:
     @property
     def peak_bytes(self) -> int | None:
         return max(self._peaks)[0] if self._peaks else None
+
+    @property
+    def last_peak_bytes(self) -> int | None:
+        """Of the iteration that has just ended, if it was measured."""
+        return self._peaks[-1][0] if self._just_measured else None
 
     def on_the_gpu(self) -> dict[str, int]:
         """For the outcome: allocated and reserved bytes at most, and what the process holds there; nothing without a GPU."""
@@ -290,8 +302,8 @@ class Measurements:
             self._times_ms.clear()
             self._alike_ms.clear()
             self._others.clear()
-        alike = self._measured_planned and not self._others
-        turns: tuple[int, ...] = MEASURED[:2] if alike else MEASURED
+        few = self._measured_planned and not self._others and self._takes_s > _LONG_S
+        turns: tuple[int, ...] = MEASURED[:2] if few else MEASURED
         first = self._plan.iteration
         if 0 < first < MEASURED[0]:  # the script may make no more
             turns = (first, *(each for each in turns if each > first + 1))
@@ -299,10 +311,10 @@ class Measurements:
         other = guarded or self._was_other
         self._others_begun += other
         wanted = other and _is_power(self._others_begun) and begun + 2 not in turns
-        late = begun >= _LATE and (
-            _is_power(begun) or (not alike and begun % 3 == 0 and _is_power(begun // 3))
-        )
-        if self._wanted and not self._just_measured and (begun + 1 in turns or wanted or late):
+        late = begun >= _LATE and (_is_power(begun) or (not few and begun % 3 == 0 and _is_power(begun // 3)))
+        if self._state_is_back or self._just_measured:
+            return
+        if self._wanted and (begun + 1 in turns or wanted or late):
             self._start()
 
     def training_begins(self) -> None:
@@ -316,6 +328,13 @@ class Measurements:
         """The call of a module without gradients begins, or has ended."""
         if self._meter is not None:
             self._meter.without_gradients(begins)
+
+    def state_is_back(self, is_back: bool) -> None:
+        """The script looks at optimizer state that was in a tier, and all of it is on the device for that, or is in the tier again: what there is
+        meanwhile is told apart, and no training's peak."""
+        if self._meter is not None and is_back is not self._state_is_back:
+            self._meter.leave_out(is_back)
+        self._state_is_back = is_back
 
     def begin_after(self, ended: int, there: There | None = None) -> None:
         """The plan is enforced from here on, where `ended` iterations have ended without it: the next one is measured. `there`: what lives,
@@ -362,6 +381,7 @@ class Measurements:
         return saved[0] != planned or abs(saved[1] - elements) > _ALIKE * elements
 
     def _start(self, there: There | None = None) -> None:
+        began = time.perf_counter()
         self._look_back()
         self._resident_bytes = self._resident_bytes or _resident_peak_bytes()
         from memopt.instrument.memory.meter import meter_for
@@ -371,6 +391,7 @@ class Measurements:
         self._meter.start((there.tensors, there.storages) if there is not None else None)
         self._before_bytes = max(self._before_bytes, self._meter.base_bytes + self._above_bytes)
         self._look_what_is_there(self._meter.base_bytes, there)
+        self._takes_s = time.perf_counter() - began
 
     def _first_look(self) -> There | None:
         """At the first measured iteration what lives is looked for once: it takes long."""
@@ -418,7 +439,9 @@ class Measurements:
         """True when the peak of an iteration has been measured."""
         if self._meter is None:
             return False
+        began = time.perf_counter()
         peak, base = self._meter.stop(), self._meter.base_bytes
+        self._takes_s += time.perf_counter() - began
         evaluation_bytes = self._meter.without_gradients_bytes
         self._meter = None
         self._after_bytes = _resident_peak_bytes()

@@ -242,6 +242,7 @@ class ApplySession:
         if engine.standby is not None:
             guard = engine.standby.guard
             guard.sent = self._swapper.wait_for_all if self._swapper is not None else None
+            guard.state_is_back = self._measurements.state_is_back
             if engine.weights is not None:
                 engine.weights.come_into(guard)
         if not engine.watches:
@@ -446,7 +447,8 @@ class ApplySession:
             self._swapper.feedback.iteration_ended(peak_bytes)
         if engine.standby is not None:
             measured = self._measurements
-            engine.standby.iteration_ended(saved, measured.peak_bytes, in_cycles=bool(measured.in_cycles))
+            of_this_one = measured.last_peak_bytes
+            engine.standby.iteration_ended(saved, of_this_one, in_cycles=bool(measured.in_cycles))
         failed = self._swapper.failed if self._swapper is not None else {}
         account = engine.account
         account.declined = failed | account.declined

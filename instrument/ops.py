@@ -219,7 +219,7 @@ def _statistics_at(
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Is `tensor` a strided tensor of no subclass, neither conjugate nor negative view, with a storage of its own bytes?
+    """Is `tensor` a strided tensor of no subclass, not nested, neither conjugate nor negative view, with a storage of its own bytes?
 
     The zeros of forward-mode differentiation have a storage whose bytes are never allocated.
     """
@@ -227,6 +227,7 @@ def is_plain(tensor: Tensor) -> bool:
         type(tensor) in PLAIN_TYPES
         and tensor.layout is torch.strided
         and not tensor.is_quantized
+        and not tensor.is_nested
         and not tensor.is_conj()
         and not tensor.is_neg()
         and not tensor._is_zerotensor()

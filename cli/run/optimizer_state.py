@@ -57,6 +57,10 @@ class _Room:
         if (guard := self.guard()) is not None:
             guard.looked_at(size_bytes)
 
+    def leaves_again(self) -> None:
+        if (guard := self.guard()) is not None:
+            guard.leaves_again()
+
 
 class StateBeside:
     """Told of the steps of one run."""

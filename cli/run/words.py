@@ -165,6 +165,8 @@ def _guarded(course: Course) -> list[str]:
         held = f"NOT held: live bytes reached {peak}, {above} above the budget of {budget}; {why}"
     else:
         held = f"held: live bytes reached {peak}, within the budget of {budget}"
+        if guard.device == "cpu":
+            held += "; what kernels take beside tensors while they run is not counted"
     moved = (
         f"{moved_away(guard.moved, guard.moved_bytes)} in {course.iterations} iterations"
         if guard.moved
@@ -250,7 +252,10 @@ def _elsewhere(plan: Plan, outcome: Outcome) -> str:
     held = outcome.outside_peak_bytes
     if held <= plan.budget_bytes or plan.device.kind != "cpu":
         return ""
-    return f"; about {format_bytes(held)} were held outside training (loading, an evaluation), which no plan lowers"
+    return (
+        "; outside training (loading, an evaluation, or memory that the allocator has kept) the process came to about "
+        f"{format_bytes(held)}, which no plan lowers"
+    )
 
 
 def _beside(course: Course, plan: Plan, outcome: Outcome) -> str:

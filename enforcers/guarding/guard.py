@@ -118,6 +118,7 @@ class Guard(modes.Mode):
         self.last_resort: Callable[[], None] = lambda: None
         """Frees what the guard does not move itself, where it has nothing left and the optimizer is not stepping."""
         self.goes_on: Callable[[], None] = lambda: None
+        self.state_is_back: Callable[[bool], None] = lambda is_back: None
         """Told that an iteration has saved its first tensor."""
         self._makers = Makers()
         self._capturing = Capturing(device)
@@ -371,10 +372,17 @@ class Guard(modes.Mode):
     def looked_at(self, size_bytes: int) -> None:
         """Optimizer state comes back between steps, or gradients have, which no plan foresees: room is made for it, or it is noted how much there
         is then."""
+        if size_bytes:
+            self.state_is_back(True)
         if self._counts and self._thread.is_here:
-            self._make_room(size_bytes, "optimizer state or gradients came back, as the script looked at them (a checkpoint, say)")  # fmt: skip
+            what = "optimizer state or gradients came back, as the script looked at them (a checkpoint, say)"
+            self._make_room(size_bytes, what, trains=False)
         elif self.active and not 0 < held_bytes(self.device) <= self.budget_bytes - size_bytes:
             self.most_at_looks = max(self.most_at_looks, self.tensor_bytes() + size_bytes)
+
+    def leaves_again(self) -> None:
+        """Optimizer state that the script has looked at is away again."""
+        self.state_is_back(False)
 
     @property
     def _counts(self) -> bool:
@@ -406,8 +414,8 @@ class Guard(modes.Mode):
         """By how much `need_bytes` more pass the budget; 0 or less where they do not."""
         return self._live.now() + need_bytes - self.budget_bytes
 
-    def _make_room(self, need_bytes: int, what: str) -> None:
-        """Move what was saved first, until `need_bytes` more are within the budget."""
+    def _make_room(self, need_bytes: int, what: str, *, trains: bool | None = None) -> None:
+        """Move what was saved first, until `need_bytes` more are within the budget. `trains`: as `Passed.by`; None: as what goes on tells."""
         over = self._above(need_bytes)
         if over > 0 and self.sent is not None:
             self.sent()
@@ -420,8 +428,9 @@ class Guard(modes.Mode):
         if over > 0 and self._thread.is_here and not self._iterations.in_step:
             self.last_resort()
             over = self._above(need_bytes)
-        iterations = self._iterations
-        trains = torch.is_grad_enabled() or iterations.in_backward or iterations.in_step
+        if trains is None:
+            iterations = self._iterations
+            trains = torch.is_grad_enabled() or iterations.in_backward or iterations.in_step
         self.passed.by(over, need_bytes, what, trains=trains)
 
     def _tried(self, over: int) -> list[Saved]:

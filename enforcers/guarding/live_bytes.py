@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from memopt.instrument.memory.meter import hidden_buckets, living_storages
-from memopt.instrument.ops import is_plain, tensors_in
+from memopt.instrument.ops import PLAIN_TYPES, is_plain, tensors_in
 from memopt.instrument.torch_internals import DisableTorchDispatch, tree_map_only
 
 _STRIDED = torch.strided
@@ -87,7 +87,7 @@ class Live:
             return bytes_of((out,))
         before = self.bytes
         for tensor in (out,) if type(out) is Tensor else tensors_in((out,)):
-            if self._is_there(tensor) and is_plain(tensor):
+            if self._is_there(tensor) and (is_plain(tensor) or _is_nested(tensor)):
                 self.met(tensor.untyped_storage())
         return self.bytes - before
 
@@ -129,3 +129,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 def bytes_of(values: Iterable[object]) -> int:
     return sum([each.nbytes for each in tensors_in(values) if each.layout is _STRIDED])
+
+
+def _is_nested(tensor: Tensor) -> bool:
+    """Is it a nested tensor of torch's first kind, which has no shape, but a storage of its own?"""
+    return tensor.is_nested and tensor.layout is _STRIDED and type(tensor) in PLAIN_TYPES

@@ -37,6 +37,8 @@ _OF_ALL_SIZES = 16
 """As many in a row that needed it are, where they did not, and as many that saved clearly less than was planned for: their plan costs
 more than they need."""
 _ALIKE = 1.02
+_DOUBTFUL = 0.05
+"""Of the budget: what an op that no profile has seen is about to take is not known more closely."""
 _PASSED = 1.005
 """Times the budget, or the planned peak where that is above it."""
 
@@ -86,7 +88,7 @@ class Standby:
         self._kept_bytes = 0
         """What the script has kept since, for which the guard stays awake."""
         self._excused_bytes = 0
-        """What a measured iteration came to that passed the budget, once."""
+        """Most that a measured iteration came to beyond the budget."""
         self._begun = 0
         """Iterations, under the plan; the first may have the gradients of a step before it."""
         self._has_saved = False
@@ -113,7 +115,7 @@ class Standby:
         self._moved = 0
         """Storages, in the iterations before."""
         self.most_bytes = 0
-        """Most that was live in iterations that have ended, as far as the guard saw it."""
+        """Most that was live in iterations that have ended, as far as the guard saw it, or that an op was to come to."""
         self.peaks = Peaks()
         """Of those that passed the budget."""
         self.most_saved_bytes = 0
@@ -176,11 +178,10 @@ class Standby:
         """At their first saved tensors."""
 
     def _came_to_more(self, peak_bytes: int, *, in_cycles: bool) -> None:
-        """A measured iteration came to more than was planned. Once that may be garbage, which is gone now; else what grew is nothing that is saved."""
-        over = peak_bytes - self._most_bytes
-        was_garbage = not self._excused_bytes and (
-            in_cycles or freed_by_collecting(self.guard.device) >= over
-        )
+        """A measured iteration came to more than was planned, in which the guard rested. That may be garbage, which is gone now; else what grew is
+        nothing that is saved. `in_cycles`: it was garbage when one first did."""
+        over, first = peak_bytes - self._most_bytes, not self._excused_bytes
+        was_garbage = (first and in_cycles) or freed_by_collecting(self.guard.device) >= over
         self._excused_bytes = peak_bytes
         self.for_good = not was_garbage
         self._count_kept_anew()
@@ -205,13 +206,16 @@ class Standby:
     def iteration_ended(
         self, saved: tuple[int, int], peak_bytes: int | None, *, in_cycles: bool = False
     ) -> None:
-        """`saved`: tensors, and elements; `peak_bytes`: the most that has been measured, `in_cycles` if garbage made one larger than planned."""
+        """`saved`: tensors, and elements; `peak_bytes`: of this iteration, where it was measured; `in_cycles` if garbage made one larger than planned."""
         passed, self._saved_elements = self.guard.passed, saved[1]
         over = passed.now_bytes
         woke_late = self.guard.most_bytes > max(self.most_bytes, self.guard.budget_bytes)
-        self.most_bytes = self.guard.most_bytes
+        self.most_bytes = max(self.most_bytes, self.guard.most_bytes)
         if passed.now_training_bytes > 0:
-            self.peaks.came_to(self.guard.budget_bytes + passed.now_training_bytes, saved[1], self._plan)
+            came_to = self.guard.budget_bytes + passed.now_training_bytes
+            self.peaks.came_to(came_to, saved[1], self._plan)
+            if passed.now_training_bytes > _DOUBTFUL * self.guard.budget_bytes:
+                self.most_bytes = max(self.most_bytes, came_to)
         if woke_late and over == passed.now_training_bytes:
             self.peaks.came_to(self.most_bytes, saved[1], self._plan)
         self.most_saved_bytes = max(self.most_saved_bytes, self._saves.largest)
@@ -234,7 +238,7 @@ class Standby:
             self._less_in = [*self._less_in, saved][-_OF_ALL_SIZES:]
         else:
             self._often_less, self._less_in = 0, []
-        peak = peak_bytes or 0
+        peak = peak_bytes if peak_bytes is not None and self.guard.rests else 0
         if peak > max(self._excused_bytes, _PASSED * self._most_bytes) and not self.for_good:
             self._came_to_more(peak, in_cycles=in_cycles)
         too_late = over > (_PASSED - 1) * self._most_bytes

@@ -114,6 +114,11 @@ class OptimizerInPieces:
         self._went_on = self._iterations.count
         if not (self._iterations.in_step or self._iterations.in_backward or capturing.on_this_stream()):
             self.begin([each for each in self._iterations.stepped if self._is_back(each)])
+            self._leaves_again()
+
+    def _leaves_again(self) -> None:
+        if self._room is not None:
+            self._room.leaves_again()
 
     def _is_back(self, optimizer: torch.optim.Optimizer) -> bool:
         stepped = self._stepped.get(optimizer)
@@ -217,6 +222,7 @@ class OptimizerInPieces:
         if optimizer in self._stepping_whole:
             self._stepping_whole.discard(optimizer)
             self._leave_whole(optimizer)
+        self._leaves_again()
 
     def _leave_whole(self, optimizer: torch.optim.Optimizer) -> None:
         assert self._whole is not None

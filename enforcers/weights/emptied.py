@@ -34,6 +34,9 @@ class Room(Protocol):
     def looked_at(self, size_bytes: int) -> None:
         """So many bytes of optimizer state are about to come back, as the script looks at it; or gradients have."""
 
+    def leaves_again(self) -> None:
+        """State that the script has looked at is in the tier again, or the step is over after which it will be."""
+
 
 class _Holder:
     __slots__ = ("storage",)

@@ -24,6 +24,7 @@ from memopt.instrument.torch_internals import DisableTorchFunction
 
 Living = tuple[list[Tensor], list[UntypedStorage]]
 """All that there are."""
+_CALL, _LEFT_OUT = "a module's call without gradients", "left out"
 _VIEWED = 3
 """References of C++ to a flat tensor that nothing views, at most."""
 
@@ -44,6 +45,10 @@ class Meter(Protocol):
         """The call of a module without gradients begins, or has ended."""
         ...
 
+    def leave_out(self, begins: bool) -> None:
+        """What there is from here on is no part of the peak, or is one again."""
+        ...
+
     def stop(self) -> int | None: ...
 
 
@@ -56,8 +61,8 @@ class CpuMeter:
     def __init__(self) -> None:
         self._profile: Started | None = None
         self.base_bytes = self.without_gradients_bytes = 0
-        self._calls: list[tuple[int, bool]] = []
-        """(time ns, begins) of module calls without gradients."""
+        self._asides: list[tuple[int, str, bool]] = []
+        """(time ns, what, begins)."""
         self._ends: list[tuple[int, int, int]] = []
         """Of blocks that end in another thread, by another clock."""
         self._watch: list[weakref.ref[UntypedStorage]] = []
@@ -74,7 +79,10 @@ class CpuMeter:
         self.base_bytes += sum(hidden_buckets("cpu"))
 
     def without_gradients(self, begins: bool) -> None:
-        self._calls.append((time.time_ns(), begins))
+        self._asides.append((time.time_ns(), _CALL, begins))
+
+    def leave_out(self, begins: bool) -> None:
+        self._asides.append((time.time_ns(), _LEFT_OUT, begins))
 
     def _ended(self, size_bytes: int, _: weakref.ref[UntypedStorage]) -> None:
         if self._profile is not None and not note_freed(size_bytes):
@@ -94,13 +102,15 @@ class CpuMeter:
         if events is None:
             return None
         held = most = self.base_bytes
-        calls, place, aside = self._calls, 0, False
+        asides, place, goes_on = self._asides, 0, {_CALL: False, _LEFT_OUT: False}
         for time_ns, _, size in sorted([*events, *self._ends]):
-            while place < len(calls) and calls[place][0] <= time_ns:
-                aside = calls[place][1]
+            while place < len(asides) and asides[place][0] <= time_ns:
+                _, what, goes_on[what] = asides[place]
                 place += 1
             held += size
-            if aside:
+            if goes_on[_LEFT_OUT]:
+                continue
+            if goes_on[_CALL]:
                 self.without_gradients_bytes = max(self.without_gradients_bytes, held)
             else:
                 most = max(most, held)
@@ -127,6 +137,11 @@ class CudaMeter:
             self._most_bytes = max(self._most_bytes, most)
         else:
             self.without_gradients_bytes = max(self.without_gradients_bytes, most)
+
+    def leave_out(self, begins: bool) -> None:
+        if begins:
+            self._most_bytes = max(self._most_bytes, self._statistics.bytes_now()[1])
+        self._statistics.reset()
 
     def stop(self) -> int | None:
         return max(self._most_bytes, self._statistics.bytes_now()[1])

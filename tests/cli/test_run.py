@@ -432,7 +432,7 @@ def test_what_passed_the_budget_outside_training_is_told(kind: str, outside_byte
 
     plan: Any = SimpleNamespace(budget_bytes=1024, device=SimpleNamespace(kind=kind))
     outcome: Any = SimpleNamespace(outside_peak_bytes=outside_bytes)
-    assert ("about 2.00 KiB were held outside training" in _elsewhere(plan, outcome)) is told
+    assert ("the process came to about 2.00 KiB" in _elsewhere(plan, outcome)) is told
 
 
 @pytest.mark.parametrize(

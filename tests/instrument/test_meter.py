@@ -152,3 +152,18 @@ def test_what_is_held_in_calls_without_gradients_is_told_apart() -> None:
     torch.empty(2_000_000)
     assert meter.stop() == base + 8_000_000
     assert meter.without_gradients_bytes == base + 12_000_000
+
+
+def test_what_is_held_meanwhile_is_left_out() -> None:
+    """Optimizer state that is back as the script looks at it, also inside an evaluation."""
+    meter, base = CpuMeter(), _bytes_alive()
+    meter.start()
+    meter.leave_out(True)
+    torch.empty(3_000_000)
+    meter.without_gradients(True)
+    torch.empty(4_000_000)
+    meter.without_gradients(False)
+    meter.leave_out(False)
+    torch.empty(2_000_000)
+    assert meter.stop() == base + 8_000_000
+    assert meter.without_gradients_bytes == 0

@@ -338,6 +338,30 @@ def test_no_loop_changes(loop: TrainingLoop, tmp_path: Path, monkeypatch: pytest
     assert guarded(loop, tmp_path, 1)[0] == plain
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_nested_tensors_count_and_stay(tmp_path: Path) -> None:
+    """Attention of jagged ones makes some of torch's first kind, which have no shape: to move one ended the script."""
+
+    def loop(steps: int) -> list[str]:
+        layer, found = nn.Linear(64, 64), []
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        for _ in range(steps):
+            rows = [torch.randn(count, 64) for count in (300, 500)]
+            jagged = torch.nested.nested_tensor(rows, layout=torch.jagged)
+            heads = layer(jagged).contiguous().unflatten(-1, [4, 16]).transpose(1, 2)
+            made = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+            loss = made.transpose(1, 2).flatten(-2).values().square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(digest(loss))
+        return [*found, *everything(layer, optimizer)]
+
+    computed, guard = guarded(loop, tmp_path, 100_000)
+    assert computed == seeded(loop, STEPS)
+    assert guard.most_bytes > 5_000_000, "the attention's weights, nested ones"
+
+
 def test_what_cannot_be_moved_is_told(tmp_path: Path) -> None:
     _, guard = guarded(layers(), tmp_path, 100_000)
     assert guard.passed.most_bytes > 0

@@ -495,6 +495,9 @@ class Room:
     def looked_at(self, size_bytes: int) -> None:
         self.looks.append(size_bytes)
 
+    def leaves_again(self) -> None:
+        self.looks.append(0)
+
 
 @pytest.mark.parametrize("in_pieces", [True, False], ids=["in pieces", "whole"])
 def test_whoever_holds_the_budget_is_told_of_a_look(in_pieces: bool, tmp_path: Path) -> None:
@@ -509,10 +512,12 @@ def test_whoever_holds_the_budget_is_told_of_a_look(in_pieces: bool, tmp_path: P
         pieces.begin([optimizer])
         pieces.step_begins(optimizer)
         pieces.step_ended(optimizer)
-        assert not room.looks
+        room.looks.clear()
         optimizer.state_dict()
         optimizer.state_dict()
         assert room.looks == [2 * weight.nbytes]
+        pieces.goes_on()
+        assert room.looks == [2 * weight.nbytes, 0]
 
 
 def test_of_several_optimizers_the_largest_parameters_of_all_leave(tmp_path: Path) -> None:

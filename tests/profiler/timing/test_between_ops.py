@@ -76,6 +76,8 @@ def test_a_step_that_could_not_be_timed_is_its_ops_and_what_lies_between_them() 
     for milliseconds in (230.0, 240.0):
         run.plain.add(milliseconds, waited_for=True)
     assert _step_ms(result, 500.0, run) == 235  # type: ignore[arg-type]
+    result.usage.time_us.append(900_000)
+    assert _step_ms(result, 2000.0, run) == 907, "those seen were of another kind"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("times_second", [True, False])
