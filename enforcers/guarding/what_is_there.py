@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from memopt.instrument.frames import Frames
+from memopt.instrument.identity import parts_of
 from memopt.instrument.memory.meter import living_storages, storage_on
 from memopt.instrument.torch_internals import DisableTorchDispatch
 from memopt.profiler.known import There, tell_all, there_now
@@ -37,11 +38,11 @@ def what_is_there(frames: Frames, device: str, there: There | None = None) -> di
     seen: set[int] = set()
 
     def tell(tensor: Tensor, category: str, name: str) -> None:
-        storage = storage_on(tensor, device)
-        if storage is not None and storage._cdata not in seen:
-            seen.add(storage._cdata)
-            what = _words(category, name)
-            found[what] = found.get(what, 0) + storage.nbytes()
+        for storage in [storage_on(part, device) for part in parts_of(tensor)]:
+            if storage is not None and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                what = _words(category, name)
+                found[what] = found.get(what, 0) + storage.nbytes()
 
     guard = DisableTorchDispatch()
     try:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from memopt.instrument.identity import parts_of
 from memopt.instrument.live_objects import living
 from memopt.instrument.memory.allocator_events import Started, note_freed, started_profile, stop_profile
 from memopt.instrument.memory.buckets import bucket_sizes, just_rebuilt
@@ -162,7 +163,9 @@ def living_storages(device: str, there: Living | None = None) -> list[UntypedSto
     with unheard(), DisableTorchFunction():
         tensors, storages = there or living(Tensor, UntypedStorage)
         gradients = [each for each in map(_gradient_of, tensors) if each is not None]
-        for each in (*tensors, *gradients, *storages):
+        made_of_others = [each for each in (*tensors, *gradients) if each.layout is not torch.strided]
+        sparse = [part for each in made_of_others for part in parts_of(each)]
+        for each in (*tensors, *gradients, *sparse, *storages):
             storage = storage_on(each, device)
             if storage is not None:
                 (found if type(each) in PLAIN_TYPES else doubtful).setdefault(storage._cdata, storage)
