@@ -113,7 +113,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """The slot of `away_by` is packed too early: the run waits when it is unpacked, in backward."""
     leaves_after: OpRef | None = None
     """Of the swap of a weight, which has no slots: the last op of forward that reads it. Of a saved tensor for which a backward call that makes
-    a graph (`create_graph`) asks first: the op at whose end it leaves, until it is asked for once more."""
+    a graph (`create_graph`) asks first: the op at whose end it leaves, until it is asked for once more. Of one whose parts are written one after
+    the other (the gates of a recurrent cell): the op at whose end all are."""
     leaves_again: list[Departure] = []
     """Of the same in an iteration of several backward calls: before the others of them. Nothing is prefetched there."""
     prefetch: SlotRef | None = None

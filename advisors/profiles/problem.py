@@ -380,6 +380,8 @@ class Problem:
     def _codec(self, saved: Saved) -> CodecChoice | None:
         if "compress" not in self.allow or self.view.trace.facts.get("create_graph", 0) > 0:
             return None
+        if saved.written_in_parts:
+            return None
         known = (self.instead_of or self).view.shared  # a run that it may become saves the same
         key = "codec", self.device, saved.storage, tuple(saved.slots)
         if key not in known:
@@ -389,7 +391,7 @@ class Problem:
 
     def _chain(self, saved: Saved) -> Chain | None:
         """The replay of `saved` when all else is kept; None when it cannot be made again."""
-        if saved.value < 0 or self.view.next_write[saved.value] <= saved.release:
+        if saved.value < 0 or saved.written_in_parts or self.view.next_write[saved.value] <= saved.release:
             return None
         view, use, own = self.view, saved.first_use, saved.storage
         chain = find_chain(

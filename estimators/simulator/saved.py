@@ -33,7 +33,7 @@ class Saved:
     size_bytes: int
     slots: tuple[int, ...]
     value: int
-    """The version that the slots saved; -1 when they saved several."""
+    """The version that the slots saved; -1 when they saved several. The last one, where it is `written_in_parts`."""
     packed_op: int
     """First op that started after the first pack."""
     acted_op: int
@@ -49,7 +49,10 @@ class Saved:
     """Natural death."""
     plain: bool
     leaves_after: int = -1
-    """It stays until this op has run, for a backward call that makes a graph asks for it before; -1: it leaves once it is saved."""
+    """It stays until this op has run, for a backward call that makes a graph asks for it before, or it is still written; -1: it leaves once it is
+    saved."""
+    written_in_parts: bool = False
+    """Slots saved several versions, for ops wrote its parts one after the other (the gates of a recurrent cell): as a whole it may be swapped."""
     parts: tuple[Part, ...] = ()
     """Of one for which backward calls ask again and again, long after one another: all the times at which it may be away."""
     held_until: int = -1

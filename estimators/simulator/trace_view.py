@@ -221,6 +221,9 @@ class TraceView:
             else never_free
         )
         leaves_after = self._leaves_after(rows, uses, gone)
+        last_version = self._written_in_parts(storage, rows, gone) if len(values) > 1 else None
+        if last_version is not None:
+            values, leaves_after = {last_version}, gone
         if leaves_after >= 0:
             uses = [op for op in uses if op > leaves_after]
             acted = packed = leaves_after
@@ -239,8 +242,18 @@ class TraceView:
             release=int(self.death[storage]),
             plain=all(slots.plain[slot] for slot in rows),
             leaves_after=leaves_after,
+            written_in_parts=last_version is not None,
             parts=self._parts(storage, rows),
         )
+
+    def _written_in_parts(self, storage: int, rows: list[int], gone: int) -> int | None:
+        """The last version of a storage of which slots saved several; None where it may still be written once `gone` has run, after which nobody
+        but autograd holds it. What was saved of it is in there: autograd refuses a tensor that was written since."""
+        facts, times = self.trace.facts, self.value_times[storage]
+        asked_again = facts.get("create_graph", 0) or facts.get("keep_graph", 0)
+        if asked_again or gone >= self.n or self.phase[gone] != _FORWARD or times[-1][0] > gone:
+            return None
+        return times[-1][1] if all(self.trace.slots.value[slot] >= 0 for slot in rows) else None
 
     def _saved_by(self, slot: int) -> int:
         """The op that saves it: it reads what it saves, or has made it."""
