@@ -107,8 +107,6 @@ class Measurements:
         """The most that was held before that, above what was held when it was looked at."""
         self._before_bytes = 0
         """The most that was held before the first measured iteration."""
-        self._after_bytes = 0
-        """The largest resident set when the last measured iteration was over, all that measuring took included."""
         self._evaluation_bytes = 0
         """The most in module calls without gradients inside measured iterations, where it was clearly more than the plan foretold."""
         self._times_ms: list[float] = []
@@ -247,8 +245,8 @@ class Measurements:
     def outside_bytes(self, whole_run_bytes: int = 0) -> int:
         """About what was held outside the measured iterations at most, where it is clearly more than in them; 0 elsewhere.
 
-        `whole_run_bytes`: the most of the whole run, where the device counts that. On a CPU the process's resident set tells how much it
-        grew once nothing was measured any more.
+        `whole_run_bytes`: the most of the whole run, where the device counts that. On a CPU nobody does: a resident set grows by what the
+        allocator keeps in pieces as well, by as much as all tensors.
         """
         if not self._peaks:
             return 0
@@ -257,12 +255,7 @@ class Measurements:
 
     def _outside_all_calls(self, whole_run_bytes: int) -> int:
         peak_bytes = max(self._peaks)[0]
-        grown = (
-            max(0, _resident_peak_bytes() - self._after_bytes)
-            if self._after_bytes and not whole_run_bytes
-            else 0
-        )
-        held = max(self._before_bytes, peak_bytes + grown, whole_run_bytes)
+        held = max(self._before_bytes, peak_bytes, whole_run_bytes)
         return held if is_clearly_more(held, peak_bytes) else 0
 
     # --- the run
@@ -444,7 +437,6 @@ class Measurements:
         self._takes_s += time.perf_counter() - began
         evaluation_bytes = self._meter.without_gradients_bytes
         self._meter = None
-        self._after_bytes = _resident_peak_bytes()
         if peak is not None:
             if evaluation_bytes > (1 + _UNLIKE) * self._plan.predicted_peak_bytes:
                 self._evaluation_bytes = max(self._evaluation_bytes, evaluation_bytes)

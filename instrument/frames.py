@@ -26,7 +26,7 @@ from memopt.instrument.memory.resizes import Resizes
 from memopt.instrument.modes import keep_out_of_traces
 from memopt.instrument.places import Loop, Roles, roles_of_modules
 from memopt.instrument.script.training_thread import TrainingThread
-from memopt.instrument.torch_internals import ask_for_module_hooks, module_hook_tables
+from memopt.instrument.torch_internals import DisableTorchFunction, ask_for_module_hooks, module_hook_tables
 from memopt.instrument.traced import keep_out_of_compiler, unless_compiling
 from memopt.trace import MOST_CHARACTERS, bounded
 
@@ -218,7 +218,11 @@ class Frames:
 
     def _may_begin(self, module: nn.Module) -> None:
         begin = self.before_training
-        if begin is not None and any(each.requires_grad for each in module.parameters()):
+        if begin is None:
+            return
+        with DisableTorchFunction():
+            trains = any(each.requires_grad for each in module.parameters())
+        if trains:
             self.before_training = None
             begin()
 

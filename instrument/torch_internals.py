@@ -180,7 +180,8 @@ DisableTorchDispatch = _watch(
     "torch._C._DisableTorchDispatch", "ops of memopt's that no mode sees, at less cost"
 )
 DisableTorchFunction = _watch(
-    "torch._C.DisableTorchFunctionSubclass", "looks at a tensor without running the script's own code"
+    "torch._C.DisableTorchFunction",
+    "looks at a tensor without running the script's own code, of a subclass or of a mode",
 )
 DisableAutocast = _watch("torch._C._DisableAutocast", "a replayed op has its casts behind it")
 BelowAutograd = _watch("torch._C._AutoDispatchBelowAutograd", "a replay records no graph")

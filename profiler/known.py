@@ -173,8 +173,9 @@ def _variables() -> dict[int, str]:
 def device_in_use(modules: list[nn.Module]) -> str:
     """Type of the device that holds most parameter bytes of `modules`; `cpu` when there are none yet."""
     sizes: dict[str, int] = {}
-    for module in modules:
-        for parameter in getattr(module, "_parameters", {}).values():
+    parameters = [each for module in modules for each in getattr(module, "_parameters", {}).values()]
+    with DisableTorchFunction():
+        for parameter in parameters:
             if isinstance(parameter, Tensor) and not isinstance(
                 parameter, (UninitializedParameter, UninitializedBuffer)
             ):

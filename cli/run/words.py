@@ -252,10 +252,7 @@ def _elsewhere(plan: Plan, outcome: Outcome) -> str:
     held = outcome.outside_peak_bytes
     if held <= plan.budget_bytes or plan.device.kind != "cpu":
         return ""
-    return (
-        "; outside training (loading, an evaluation, or memory that the allocator has kept) the process came to about "
-        f"{format_bytes(held)}, which no plan lowers"
-    )
+    return f"; about {format_bytes(held)} were held outside training (loading, an evaluation), which no plan lowers"
 
 
 def _beside(course: Course, plan: Plan, outcome: Outcome) -> str:
@@ -290,7 +287,7 @@ def _cost(course: Course, plan: Plan, outcome: Outcome) -> str:
         parts = [f"most steps saved other tensors than the profiled one (plain {plain})"]
     elif step < (1 - _NOISE) * plan.plain_step_ms:
         parts = [
-            f"cost none that shows: a step took {format_ms(step)}, the early one that was timed plain {plain}"
+            f"cost not known: a step took {format_ms(step)}, the plain one that was timed {plain}, as early ones are slow"
         ]
     else:
         parts = [f"cost {format_change(step, plan.plain_step_ms)} a step (plain {plain})"]

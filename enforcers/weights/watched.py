@@ -145,6 +145,8 @@ class WatchedWeights:
 
     def was_saved(self, handle: Kept) -> None:
         """Autograd holds `handle` for backward."""
+        if handle.tensor.layout is not torch.strided:
+            return
         storage = storage_of(handle.tensor)
         streamed = self.streamed is not None and storage._cdata in self.streamed.streams
         if streamed or storage.nbytes() in self._sizes:

@@ -348,7 +348,7 @@ def test_a_budget_is_told_to_be_passed_where_it_was_and_by_how_much(
     ("step_ms", "recorded", "words"),
     [
         (110.0, [], "cost +10 % a step (plain 100 ms), 1 of 1 actions done, enforced from the first of 9 iterations, as .memopt/ had the plan"),
-        (50.0, [], "cost none that shows: a step took 50.0 ms, the early one that was timed plain 100 ms, 1 of 1"),
+        (50.0, [], "cost not known: a step took 50.0 ms, the plain one that was timed 100 ms, as early ones are slow, 1 of 1"),
         (110.0, [5], "as .memopt/ had the plan, under another after 6, as the training goes on otherwise, recording and waiting for the plan took 2.00 s more"),
     ],
 )  # fmt: skip
@@ -432,7 +432,7 @@ def test_what_passed_the_budget_outside_training_is_told(kind: str, outside_byte
 
     plan: Any = SimpleNamespace(budget_bytes=1024, device=SimpleNamespace(kind=kind))
     outcome: Any = SimpleNamespace(outside_peak_bytes=outside_bytes)
-    assert ("the process came to about 2.00 KiB" in _elsewhere(plan, outcome)) is told
+    assert ("about 2.00 KiB were held outside training" in _elsewhere(plan, outcome)) is told
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.live_bytes import Live
@@ -336,6 +337,34 @@ def test_no_loop_changes(loop: TrainingLoop, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("memopt.enforcers.guarding.guard.LEAST_BYTES", 64)
     plain = seeded(loop, STEPS)
     assert guarded(loop, tmp_path, 1)[0] == plain
+
+
+def test_a_function_mode_of_the_scripts_own_sees_its_calls_only(tmp_path: Path) -> None:
+    """Training begins inside of it, where the guard looks at all that there is: a counter that a script prints had 37 more."""
+
+    class Counts(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    def loop(steps: int) -> list[str]:
+        model, counts = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), Counts()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        found = []
+        for _ in range(steps):
+            with counts:
+                loss = model(torch.randn(512, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found += [digest(loss), str(counts.calls)]
+        return found
+
+    computed, guard = guarded(loop, tmp_path, 500_000)
+    assert computed == seeded(loop, STEPS)
+    assert guard.moved > 0
 
 
 @pytest.mark.filterwarnings("ignore")
