@@ -29,8 +29,8 @@ Never two in a row: the optimizer's own `record_function` is open where iteratio
 writes into freed memory if it is closed under the next."""
 
 _LATE = 16
-_LONG_S = 0.5
-"""One that takes longer (of some twenty thousand ops) is made only where it is needed."""
+_LONG_S = 0.2
+"""One that takes longer (of a thousand ops and more) is made only where it is needed: torch keeps some ten KB of each op for good."""
 
 _UNLIKE = 0.05
 """How far the measured peak may lie from the predicted one before it is told, whatever else is known."""
