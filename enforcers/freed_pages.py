@@ -15,7 +15,7 @@ import os
 import platform
 from collections.abc import Mapping
 
-from memopt.instrument.memory.outside import resident_bytes
+from memopt.instrument.memory.outside import give_back_free_pages, resident_bytes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """mallopt(3)"""
@@ -55,5 +55,5 @@ class FreedPages:
         if self._iterations == _FIRST or (
             self._in_use_bytes and resident_bytes() > self._in_use_bytes + self._spare_bytes
         ):
-            ctypes.CDLL(None).malloc_trim(0)
+            give_back_free_pages()
             self._in_use_bytes = resident_bytes()

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from memopt.instrument.memory.outside import give_back_free_pages
 from memopt.instrument.script.script_profiler import is_free, on_script, ours, ours_ends, watch
 from memopt.instrument.script.training_thread import AtEnd
 from memopt.instrument.torch_internals import RecordFunction, record_functions
@@ -110,16 +111,10 @@ def stop_profile(started: Started) -> list[tuple[int, int, int]] | None:
     if started.stopped:
         return None
     events = memory_events(started.stop().experimental_event_tree())
-    _give_back_free_pages()
+    # The results, which stay, lie in between what the iteration has let go of: the pieces are too small for the same tensors, which the next
+    # iteration lays elsewhere. glibc kept them all (80 MB for each iteration of one script that was measured).
+    give_back_free_pages()
     return events
-
-
-def _give_back_free_pages() -> None:
-    """The results, which stay, lie in between what the iteration has let go of: the pieces are too small for the same tensors, which the next
-    iteration lays elsewhere. glibc kept them all (80 MB for each iteration of one script that was measured)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def marked(name: str) -> RecordFunction:
