@@ -157,6 +157,10 @@ def test_what_was_held_outside_the_measured_iterations_is_told(measured, monkeyp
         found.iteration_begins(count, LOOP)
     assert found.outside_bytes() == 300 * megabytes + Meter.base_bytes
     assert found.outside_bytes(whole_run_bytes=500 * megabytes) == 500 * megabytes
+    after_a_recording = measured([100 * megabytes] * 2)
+    after_a_recording.begin_after(3)
+    after_a_recording.iteration_ended(4, 1.0, None, plain=False)
+    assert after_a_recording.outside_bytes() == 0, "memopt's own memory"
     monkeypatch.setattr(measurements, "was_above_now_bytes", lambda kind: 50 * megabytes)
     small = measured([100 * megabytes] * 2)
     small.training_begins()
