@@ -335,9 +335,8 @@ class Measurements:
         self._parts = ended + 1 - MEASURED[0]
         self._joined = True
         if self._wanted:
-            self._resident_bytes = (
-                _resident_peak_bytes()
-            )  # memopt's own, too: of what was held before training the profile tells
+            # with memopt's own in it: what was held before training the profile tells
+            self._resident_bytes = _resident_peak_bytes()
             self._start(there)
 
     def forget_this_iteration(self) -> None:

@@ -378,9 +378,8 @@ class Problem:
         return Candidate(saved, tuple(swaps), None, None, beyond=beyond) if swaps else None
 
     def _codec(self, saved: Saved) -> CodecChoice | None:
-        if "compress" not in self.allow or self.view.trace.facts.get("create_graph", 0) > 0:
-            return None
-        if saved.written_in_parts:
+        makes_graph = self.view.trace.facts.get("create_graph", 0) > 0
+        if "compress" not in self.allow or makes_graph or saved.written_in_parts:
             return None
         known = (self.instead_of or self).view.shared  # a run that it may become saves the same
         key = "codec", self.device, saved.storage, tuple(saved.slots)

@@ -118,8 +118,9 @@ class Guard(modes.Mode):
         self.last_resort: Callable[[], None] = lambda: None
         """Frees what the guard does not move itself, where it has nothing left and the optimizer is not stepping."""
         self.goes_on: Callable[[], None] = lambda: None
-        self.state_is_back: Callable[[bool], None] = lambda is_back: None
         """Told that an iteration has saved its first tensor."""
+        self.state_is_back: Callable[[bool], None] = lambda is_back: None
+        """Told that the script looks at optimizer state, and that this has left again."""
         self._makers = Makers()
         self._capturing = Capturing(device)
         self._streams = OneStream()
