@@ -215,6 +215,8 @@ class Engine(modes.Mode):
         if to_do is not NOTHING:
             name = kind.name
             op = (name, frame.next_op(name))
+            if op in to_do.due_ops and self._swapper is not None:
+                self._swapper.wait_until_away(to_do.due_ops[op])
             recorded = op in to_do.ops and not frame.diverged and not self._is_idle
             copies = name == CLONE and op in to_do.clones
             self._called = describe_call(name, func, args, kwargs) if name in to_do.readers else None

@@ -49,6 +49,8 @@ class InCall:
     """What the unpack of a slot brings about."""
     due: dict[int, list[int]] = field(default_factory=dict)
     """Slots at whose packing copies out must be done, as action indices."""
+    due_ops: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    """Ops before which they must be done."""
     leaves: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     """Ops after which weights leave, as action indices."""
     lets_go: dict[tuple[str, int], list[int]] = field(default_factory=dict)
@@ -103,13 +105,15 @@ def tables_of(plan: Plan) -> Tables:
         elif action.leaves_after is not None:
             for op in (action.leaves_after, *(each.after for each in action.leaves_again)):
                 calls[op.module].leaves.setdefault((op.name, op.ordinal), []).append(number)
-        waits = [(action.away_by, action.away_at_use)]
-        waits += [(each.away_by, each.away_at_use) for each in action.leaves_again]
-        for at, in_backward in waits:
+        waits = [(action.away_by, action.away_at_use, action.away_before)]
+        waits += [(each.away_by, each.away_at_use, each.away_before) for each in action.leaves_again]
+        for at, in_backward, before in waits:
             if at is not None:
                 here = calls[at.module]
                 due = here.moment(at.ordinal).due if in_backward else here.due.setdefault(at.ordinal, [])
                 due.append(number)
+            if before is not None:
+                calls[before.module].due_ops.setdefault((before.name, before.ordinal), []).append(number)
         if action.prefetch is not None:
             at_use = calls[action.prefetch.module].moment(action.prefetch.ordinal)
             (at_use.prefetch if action.kind == "swap" else at_use.make).append(number)

@@ -104,7 +104,7 @@ class Measurements:
         """(peak, what there was when the iteration began)."""
         self.peaks = Peaks()
         self._above_bytes = 0
-        """The most that was held before that, above what was held when it was looked at."""
+        """The most that was held before training, above what was held as it began."""
         self._before_bytes = 0
         """The most that was held before the first measured iteration."""
         self._evaluation_bytes = 0
@@ -312,10 +312,11 @@ class Measurements:
 
     def training_begins(self) -> None:
         """Preparation is over: how much was held in it? Where the first iteration is all there is, it is measured from here on."""
-        if self._plan.iteration == 1 and self._wanted:
+        if not self._wanted:
+            return
+        self._above_bytes = was_above_now_bytes(self._plan.device.kind)
+        if self._plan.iteration == 1:
             self._start()
-        elif self._wanted:
-            self._look_back()
 
     def without_gradients(self, begins: bool) -> None:
         """The call of a module without gradients begins, or has ended."""
@@ -377,7 +378,6 @@ class Measurements:
 
     def _start(self, there: There | None = None) -> None:
         began = time.perf_counter()
-        self._look_back()
         self._resident_bytes = self._resident_bytes or _resident_peak_bytes()
         from memopt.instrument.memory.meter import meter_for
 
@@ -425,10 +425,6 @@ class Measurements:
         ):
             more = max(base_bytes - plan.base_bytes, peak_bytes - plan.predicted_peak_bytes)
             self.in_cycles = freed_by_collecting(plan.device.kind) > _MOSTLY * more
-
-    def _look_back(self) -> None:
-        if not self._resident_bytes:  # else measuring itself has taken memory since
-            self._above_bytes = max(self._above_bytes, was_above_now_bytes(self._plan.device.kind))
 
     def _stop(self) -> bool:
         """True when the peak of an iteration has been measured."""

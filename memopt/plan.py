@@ -78,12 +78,13 @@ class SlotRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Departure(msgspec.Struct, frozen=True, kw_only=True):
-    """A weight leaves once more; the last two as in `Action`."""
+    """A weight leaves once more; the last three as in `Action`."""
 
     after: OpRef
     """The last op that reads it before backward."""
     away_by: SlotRef | None = None
     away_at_use: bool = False
+    away_before: OpRef | None = None
 
 
 class Action(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +112,8 @@ class Action(msgspec.Struct, frozen=True, kw_only=True):
     """Of a swap: when this slot is packed, the run waits until the copy out is done, as the predicted peak takes it to be."""
     away_at_use: bool = False
     """The slot of `away_by` is packed too early: the run waits when it is unpacked, in backward."""
+    away_before: OpRef | None = None
+    """In place of `away_by`, where nothing is saved in time (a teacher runs without gradients): the run waits before this op."""
     leaves_after: OpRef | None = None
     """Of the swap of a weight, which has no slots: the last op of forward that reads it. Of a saved tensor for which a backward call that makes
     a graph (`create_graph`) asks first: the op at whose end it leaves, until it is asked for once more. Of one whose parts are written one after

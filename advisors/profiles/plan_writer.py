@@ -33,11 +33,14 @@ from memopt.plan import (
     SlotRef,
 )
 from memopt.timeline import Timeline
-from memopt.trace import STATE_BESIDE, Trace
+from memopt.trace import PHASES, STATE_BESIDE, Trace
 from memopt.units import format_bytes, format_ms
 from memopt.version import VERSION
 from memopt.workspaces import workspaces_of
 
+_FORWARD, _OTHER = PHASES.index("forward"), PHASES.index("other")
+_WHENEVER = None, False, None
+"""Nothing waits for a copy out."""
 _MARGINS_S = 1.5
 """For so long savings are found by taking actions away one by one; after that they are the bytes at the plain peak."""
 
@@ -274,6 +277,7 @@ class _Writer:
             codec=decision.codec,
             away_by=first.away_by,
             away_at_use=first.away_at_use,
+            away_before=first.away_before,
             each=decision.each,
             leaves_after=first.after if saved.is_weight else self._leaves_after(saved, decision),
             leaves_again=later,
@@ -301,26 +305,30 @@ class _Writer:
         gone = self.away_from.get(saved.storage, [-1] * len(spans))
         found = []
         for span, op in zip(spans, gone, strict=True):
-            by, at_use = self._away_by(span, op) if op >= 0 else (None, False)
+            by, at_use, before = self._away_by(span, op) if op >= 0 else _WHENEVER
             after = self.op_ref(min(span.gone_after, self.view.n - 1))
-            found.append(Departure(after=after, away_by=by, away_at_use=at_use))
+            found.append(Departure(after=after, away_by=by, away_at_use=at_use, away_before=before))
         return found
 
     def _leaves_after(self, saved: Saved, decision: Decision) -> OpRef | None:
         return self.op_ref(saved.leaves_after) if saved.leaves_after >= 0 and not decision.each else None
 
-    def _away_by(self, span: Absence, gone: int) -> tuple[SlotRef | None, bool]:
-        """The last pack by which what is away from op `gone` on may still be on its way out; in backward, the last unpack (True)."""
+    def _away_by(self, span: Absence, gone: int) -> tuple[SlotRef | None, bool, OpRef | None]:
+        """The last pack by which what is away from op `gone` on may still be on its way out; in backward, the last unpack (True); where nothing
+        is packed in time, or all around that op, the op itself."""
         place = bisect.bisect_right(self.moments, (gone, True, len(self.moments))) - 1
-        if place >= 0 and self.moments[place][0] <= span.gone_after:
-            place += 1
+        too_early = place >= 0 and self.moments[place][0] <= span.gone_after
+        phase = self.view.phase[gone] if span.gone_after < gone < self.view.n else -1
+        if phase == _OTHER or (phase == _FORWARD and too_early):
+            return None, False, self.op_ref(gone)
+        place += too_early
         if (
             not 0 <= place < len(self.moments)
             or not span.gone_after <= self.moments[place][0] < span.first_use
         ):
-            return None, False
+            return _WHENEVER
         _, in_backward, slot = self.moments[place]
-        return self.slot_ref(slot), in_backward
+        return self.slot_ref(slot), in_backward, None
 
     def _margins(self, candidate: Candidate, decision: Decision) -> tuple[int, float]:
         """(bytes by which the peak would rise, ms that would be saved) without this action."""

@@ -157,6 +157,14 @@ def test_what_was_held_outside_the_measured_iterations_is_told(measured, monkeyp
         found.iteration_begins(count, LOOP)
     assert found.outside_bytes() == 300 * megabytes + Meter.base_bytes
     assert found.outside_bytes(whole_run_bytes=500 * megabytes) == 500 * megabytes
+    from_the_first_iterations = measured([100 * megabytes] * 2)
+    monkeypatch.setattr(measurements, "was_above_now_bytes", lambda kind: 0)
+    from_the_first_iterations.training_begins()
+    monkeypatch.setattr(measurements, "was_above_now_bytes", lambda kind: 300 * megabytes)
+    for count in (1, 2, 3):
+        from_the_first_iterations.iteration_ended(count, 1.0, None, plain=False)
+        from_the_first_iterations.iteration_begins(count, LOOP)
+    assert from_the_first_iterations.outside_bytes() == 0, "what training's own pieces came to"
     after_a_recording = measured([100 * megabytes] * 2)
     after_a_recording.begin_after(3)
     after_a_recording.iteration_ended(4, 1.0, None, plain=False)

@@ -16,7 +16,10 @@ from memopt.enforcers.tiers.disk import DiskStore
 from memopt.enforcers.tiers.swapped import Swapper
 from memopt.estimators.simulator.decision import Decision
 from memopt.trace import Trace
-from tests.support.enforced import SWAP, enforced, plan_of, problem_of, recorded
+from tests.support.enforced import SWAP, enforced, plan_of, problem_of, recorded, seeded
+
+TENSOR_BYTES = 1024 * 256 * 4
+"""What a layer of `with_a_teacher` saves."""
 
 
 def deep_net(steps: int) -> list[str]:
@@ -61,6 +64,58 @@ def test_late_copies_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     plan_of_the_careless = msgspec.structs.replace(plan, actions=careless)
     _, late = enforced(deep_net, plan_of_the_careless, tmp_path, 4, measure=True)
     assert late.measured_peak_bytes > 1.1 * plan.predicted_peak_bytes
+
+
+def with_a_teacher(steps: int) -> list[str]:
+    """Nothing is saved while the teacher runs, which needs the most."""
+    model, teacher = (
+        torch.nn.Sequential(*[m for _ in range(6) for m in (torch.nn.Linear(256, 256), torch.nn.Tanh())])
+        for _ in range(2)
+    )
+    wide = torch.nn.Linear(256, 4096)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        x = torch.randn(TENSOR_BYTES // (256 * 4), 256)
+        out = model(x)
+        with torch.no_grad():
+            wanted = wide(teacher(x)).mean(1, keepdim=True)
+        loss = (out - wanted).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return [loss.item().hex()]
+
+
+def test_late_copies_are_waited_for_where_nothing_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = recorded(with_a_teacher, tmp_path)
+    trace = msgspec.structs.replace(trace, step_ms=0.0)
+    trace = msgspec.structs.replace(
+        trace, ops=msgspec.structs.replace(trace.ops, time_us=[1000.0] * trace.op_count)
+    )
+    # the six that the student saves are on their way for 15 ops, past its own last one
+    device = a_machine(trace, 6 * TENSOR_BYTES / 15 * 1000)
+    plan = plan_of(msgspec.structs.replace(trace, device=device), all_to_disk)
+    waits = [action.away_before for action in plan.actions if action.away_before is not None]
+    assert len(waits) >= 2
+    assert all(action.away_by is None for action in plan.actions if action.away_before is not None)
+    write = DiskStore._write_piece
+
+    def slow(*args: object) -> object:
+        time.sleep(0.25)
+        return write(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(DiskStore, "_write_piece", slow)
+    plain = seeded(with_a_teacher, 3)
+    same, waiting = enforced(with_a_teacher, plan, tmp_path, 3, measure=True)
+    assert same == plain
+    assert waiting.actions.done == waiting.actions.planned
+    assert waiting.measured_peak_bytes <= 1.02 * plan.predicted_peak_bytes
+    careless = [msgspec.structs.replace(action, away_before=None) for action in plan.actions]
+    plan_of_the_careless = msgspec.structs.replace(plan, actions=careless)
+    _, late = enforced(with_a_teacher, plan_of_the_careless, tmp_path, 3, measure=True)
+    assert late.measured_peak_bytes >= plan.predicted_peak_bytes + TENSOR_BYTES
 
 
 def gradient_penalty(steps: int) -> list[str]:
