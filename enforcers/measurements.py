@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from memopt.instrument.memory.held import left_behind_bytes
 from memopt.instrument.memory.outside import is_clearly_more, was_above_now_bytes
 from memopt.plan import Plan
 from memopt.units import format_bytes
@@ -31,6 +32,8 @@ writes into freed memory if it is closed under the next."""
 _LATE = 16
 _LONG_S = 0.2
 """One that takes longer (of a thousand ops and more) is made only where it is needed: torch keeps some ten KB of each op for good."""
+_LEFT_BEHIND, _LEFT_BEHIND_BYTES = 0.05, 16 << 20
+"""Of the predicted peak, and at least: where what torch keeps of them has come to more, no more are made than are needed."""
 
 _UNLIKE = 0.05
 """How far the measured peak may lie from the predicted one before it is told, whatever else is known."""
@@ -103,6 +106,8 @@ class Measurements:
         self._peaks: list[tuple[int, int]] = []
         """(peak, what there was when the iteration began)."""
         self.peaks = Peaks()
+        self._left_before_bytes = left_behind_bytes()
+        """By what was measured before the plan."""
         self._above_bytes = 0
         """The most that was held before training, above what was held as it began."""
         self._before_bytes = 0
@@ -295,7 +300,9 @@ class Measurements:
             self._times_ms.clear()
             self._alike_ms.clear()
             self._others.clear()
-        few = self._measured_planned and not self._others and self._takes_s > _LONG_S
+        long = self._measured_planned and not self._others and self._takes_s > _LONG_S
+        may_leave_bytes = max(_LEFT_BEHIND_BYTES, _LEFT_BEHIND * self._plan.predicted_peak_bytes)
+        few = long or left_behind_bytes() - self._left_before_bytes > may_leave_bytes
         turns: tuple[int, ...] = MEASURED[:2] if few else MEASURED
         first = self._plan.iteration
         if 0 < first < MEASURED[0]:  # the script may make no more

@@ -34,6 +34,7 @@ from memopt.instrument.accumulate import goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
 from memopt.instrument.memory.held import held_bytes
+from memopt.instrument.memory.meter import hidden_buckets, living_storages
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
@@ -164,7 +165,11 @@ class Guard(modes.Mode):
 
     def tensor_bytes(self) -> int:
         """The same, by a look at all there is."""
-        return Live(self.device).look_around().now()
+        if self.device != "cpu":
+            return Live(self.device).now()
+        return sum([each.nbytes() for each in living_storages(self.device)]) + sum(
+            hidden_buckets(self.device)
+        )
 
     def learn(self, workspaces: Mapping[str, Calls]) -> None:
         """A profile has shown what ops take beside their results: those that have run took it as well."""

@@ -17,14 +17,14 @@ class Held:
         self._beside = 0
         """Bytes that were not tensors, at the last look."""
 
-    def given_out(self) -> int:
+    def given_out(self, *, now_exactly: bool = False) -> int:
         """Bytes; 0 where the allocators do not tell."""
-        return held_bytes(self._device)
+        return held_bytes(self._device, now_exactly=now_exactly)
 
     def tensor_bytes(self) -> int:
         """By a look."""
         tensors = self._look()
-        self._beside = self.given_out() - tensors
+        self._beside = self.given_out(now_exactly=True) - tensors
         return tensors
 
     def about(self, given_out: int) -> int:
@@ -50,11 +50,14 @@ class Keeping:
         given_out = self._held.given_out()
         if not given_out:
             return 0
-        again, self._most_bytes = max(0, given_out - self._most_bytes), max(given_out, self._most_bytes)
         if self._tensors is None:
-            self._tensors = self._held.tensor_bytes()
+            self._most_bytes, self._tensors = given_out, self._held.tensor_bytes()
             return 0
-        if _more(self._held.about(given_out) - self._tensors, again) <= room_bytes:
+        if self._told(given_out) > room_bytes:  # it may be of before gradients went
+            given_out = self._held.given_out(now_exactly=True)
+        again, told = max(0, given_out - self._most_bytes), self._told(given_out)
+        self._most_bytes = max(given_out, self._most_bytes)
+        if told <= room_bytes:
             return 0
         more = _more(self._held.tensor_bytes() - self._tensors, again)
         if more > room_bytes and self._collects:
@@ -62,6 +65,12 @@ class Keeping:
             more = _more(self._held.tensor_bytes() - self._tensors, again)
             self._collects = more <= room_bytes
         return more
+
+    def _told(self, given_out: int) -> int:
+        """The same by the allocators alone."""
+        assert self._tensors is not None
+        again = max(0, given_out - self._most_bytes)
+        return _more(self._held.about(given_out) - self._tensors, again)
 
 
 def _more(kept: int, again: int) -> int:

@@ -40,9 +40,9 @@ class _Malloc:
         self._ask = ask
         self._found, self._good_until = 0, 0.0
 
-    def held_bytes(self) -> int:
+    def held_bytes(self, *, now_exactly: bool) -> int:
         now = time.perf_counter()
-        if now >= self._good_until:
+        if now_exactly or now >= self._good_until:
             began = time.thread_time()  # which does not tell of other processes
             found = self._ask()
             self._found = int(found.uordblks + found.hblkhd)
@@ -51,15 +51,31 @@ class _Malloc:
         return self._found
 
 
-def held_bytes(kind: str) -> int:
-    """On a device of `kind`. On a CPU it is all that malloc has given out: tensors, and what else libraries hold; Python's own small objects
-    are not among it. 0 where nobody can be asked (no glibc of 2.33 or later, another malloc)."""
+_left_behind = [0]
+
+
+def left_behind(size_bytes: int) -> None:
+    """So much that malloc has given out is memopt's for good: the results of one of torch's profiles."""
+    _left_behind[0] += size_bytes
+
+
+def left_behind_bytes() -> int:
+    """All of that until now."""
+    return _left_behind[0]
+
+
+def held_bytes(kind: str, *, now_exactly: bool = False) -> int:
+    """On a device of `kind`. On a CPU it is all that malloc has given out: tensors, and what else libraries hold, but what memopt has left behind;
+    Python's own small objects are not among it. 0 where nobody can be asked (no glibc of 2.33 or later, another malloc). Unless it is to be
+    `now_exactly`, an answer may be some ms old where it takes long."""
     if kind == "cuda":
         import torch
 
         return torch.cuda.memory_allocated()
     malloc = _malloc()
-    return malloc.held_bytes() if malloc is not None else 0
+    if malloc is None:
+        return 0
+    return max(0, malloc.held_bytes(now_exactly=now_exactly) - left_behind_bytes())
 
 
 @cache

@@ -147,6 +147,20 @@ def test_garbage_in_cycles_that_was_made_inside_a_measured_iteration_is_told(mea
     assert note.startswith("the measured peak is 200% above the predicted one: tensors in reference cycles,")
 
 
+@pytest.mark.parametrize(("left_bytes", "times"), [(1 << 20, 6), (20 << 20, 3)])
+def test_what_torch_keeps_of_each_measured_iteration_does_not_come_to_much(
+    measured, monkeypatch, left_bytes, times
+):
+    left = [50 << 20]
+    monkeypatch.setattr(measurements, "left_behind_bytes", lambda: left[0])
+    found = measured([30] * 6)
+    for count in range(1, 18):
+        if found.iteration_ended(count, 1.0, (1, 1), plain=False) is not None:
+            left[0] += left_bytes
+        found.iteration_begins(count, LOOP)
+    assert len(found._peaks) == times
+
+
 def test_what_was_held_outside_the_measured_iterations_is_told(measured, monkeypatch):
     megabytes = 1 << 20
     monkeypatch.setattr(measurements, "was_above_now_bytes", lambda kind: 300 * megabytes)
