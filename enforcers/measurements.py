@@ -113,7 +113,7 @@ class Measurements:
         self._before_bytes = 0
         """The most that was held before the first measured iteration."""
         self._evaluation_bytes = 0
-        """The most in module calls without gradients inside measured iterations, where it was clearly more than the plan foretold."""
+        """The most in module calls without gradients inside measured iterations, where it was more than the plan foretold, and no teacher's."""
         self._times_ms: list[float] = []
         self._alike_ms: list[float] = []
         """Of these, those of iterations like the profiled one."""
@@ -443,10 +443,11 @@ class Measurements:
         evaluation_bytes = self._meter.without_gradients_bytes
         self._meter = None
         if peak is not None:
-            if evaluation_bytes > (1 + _UNLIKE) * self._plan.predicted_peak_bytes:
-                self._evaluation_bytes = max(self._evaluation_bytes, evaluation_bytes)
-            else:  # a teacher, which the profile knows
+            predicted = self._plan.predicted_peak_bytes
+            if self._plan.without_gradients and evaluation_bytes <= (1 + _UNLIKE) * predicted:  # a teacher
                 peak = max(peak, evaluation_bytes)
+            elif evaluation_bytes > predicted:
+                self._evaluation_bytes = max(self._evaluation_bytes, evaluation_bytes)
             self._peaks.append((peak, base))
             self._look_for_cycles(peak, base)
         return peak is not None

@@ -219,6 +219,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """The same in bytes; 0 when not known."""
     state_beside_bytes: int = 0
     """Optimizer state that the recorded iteration had in a tier between steps, where it stays beside this plan; not in `unplanned_peak_bytes`."""
+    without_gradients: bool = False
+    """Were modules called without gradients in the profiled iteration (a teacher)? Where they were not, such calls are an evaluation."""
     workspace_calls: dict[str, list[tuple[int, int]]] = {}
     """Overload -> of its largest calls the bytes that one reads and gives, and those that it takes beside them; of those that take much."""
     grown: float = 1.0

@@ -313,6 +313,11 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         high = max(map(sum, zip(self.ops.live_bytes, self.ops.extra_bytes, strict=True)), default=0)
         return self.peak_bytes if self.peak_bytes > max(high, self.base_bytes) else 0
 
+    @property
+    def calls_without_gradients(self) -> bool:
+        """Were modules called without gradients (a teacher, an evaluation)? Names of such calls have a `~` (`instrument.frames`)."""
+        return any("~" in self.strings[module] for module in {*self.ops.module})
+
     def op_name(self, op: int) -> str:
         return self.strings[self.ops.name[op]]
 

@@ -82,6 +82,7 @@ def write_plan(
         saved_elements=sum(saved_elements(trace)),
         saved_bytes=saved_bytes(trace),
         state_beside_bytes=trace.facts.get(STATE_BESIDE, 0),
+        without_gradients=trace.calls_without_gradients,
         workspace_calls=problem.streamed.workspaces if problem.streamed else workspaces_of(trace),
         host_bytes=_host_bytes(problem, decisions),
         actions=actions,

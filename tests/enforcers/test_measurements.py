@@ -193,11 +193,19 @@ def test_what_was_held_outside_the_measured_iterations_is_told(measured, monkeyp
 
 
 def test_an_evaluation_inside_an_iteration_is_told_apart(measured, monkeypatch):
-    """It is no part of the peak that the plan foretold (1 byte), unless the plan foretold as much: a teacher's calls."""
+    """It is no part of the peak that the plan foretold, unless the profiled iteration called modules without gradients as well, and came to
+    about as much: a teacher's calls."""
     monkeypatch.setattr(measurements.Measurements, "_outside_all_calls", lambda self, whole: 0)
-    for foretold, peak, outside in ((1, 30, 50), (50, 50, 0)):
+    for foretold, teaches, peak, outside in (
+        (1, True, 30, 50),
+        (50, True, 50, 0),
+        (49, False, 30, 50),
+        (50, False, 30, 0),
+    ):
         found = measured([30])
-        found._plan = msgspec.structs.replace(found._plan, predicted_peak_bytes=foretold)
+        found._plan = msgspec.structs.replace(
+            found._plan, predicted_peak_bytes=foretold, without_gradients=teaches
+        )
         found.begin_after(7)
         found.without_gradients(True)
         found.without_gradients(False)
