@@ -24,6 +24,7 @@ from memopt.instrument.live_objects import living
 from memopt.instrument.script.training_thread import TrainingThread
 from memopt.instrument.stepping.gradient_check import checks_gradients
 from memopt.instrument.stepping.torchs_step import any_was_made, calls_closure_first, steps_under_way
+from memopt.instrument.stepping.updates_by_hand import UpdatesByHand
 from memopt.instrument.torch_internals import current_graph_task, engine_run_backward, set_engine_run_backward
 
 _MOST_BACKWARDS_A_STEP = 1024
@@ -95,6 +96,7 @@ class Iterations:
         self._pid = os.getpid()
         self._began_ns = 0
         self._backwards = 0
+        self._by_hand = UpdatesByHand()
         self._depth = 0
         self.accumulates = True
         """The last backward call left gradients behind, as `torch.autograd.grad` does not."""
@@ -135,9 +137,9 @@ class Iterations:
     @property
     def waits_for_another(self) -> bool:
         """May an optimizer still move the boundary: one of a round that is not over, or, where iterations have ended with backward calls,
-        the first? A script may check gradients, or warm up, before it makes one."""
+        the first? A script that updates nothing may check gradients, or warm up, before it makes one."""
         if self.boundary == "backward":
-            return self.count < _MOST_ROUNDS
+            return self.count < _MOST_ROUNDS and not self._by_hand.seen
         self._look_for_others()
         return self.rounds < _MOST_ROUNDS and any(
             each not in self._stepped and each not in self._inside for each in self._expected
@@ -146,7 +148,8 @@ class Iterations:
     @property
     def waits_until(self) -> int:
         """Backward calls that end iterations, until no first optimizer is waited for any more; 0 where none is."""
-        return _MOST_ROUNDS if self.boundary == "backward" and self.count <= _MOST_ROUNDS else 0
+        waits = self.boundary == "backward" and not self._by_hand.seen
+        return _MOST_ROUNDS if waits and self.count <= _MOST_ROUNDS else 0
 
     @property
     def came_late(self) -> bool:
@@ -253,6 +256,8 @@ class Iterations:
         ):
             self.boundary = "backward"
         if self.boundary == "backward":
+            if self.count < _MOST_ROUNDS:
+                self._by_hand.look()
             self._end_iteration()
 
     def _is_an_optimizer_there(self) -> bool:

@@ -28,8 +28,24 @@ _FORWARD = PHASES.index("forward")
 _SUM = "aten.sum.dim_IntList"
 _LONG_PART, _PARTS_OF_ALL = 8, 50
 """A time of more ops than that, and of more than this part of all, is worth being away once more."""
+_MOST_SEEN_LONGER_MS = 0.025
+"""By which an op is recorded as longer than it is: 26 us in a recurrent model of 13,500 ops, 11 in one of 3,500."""
+_LEAST_OF_SEEN = 0.25
+"""Of its recorded time, which each op takes in any case."""
 _RANDOM_STATE_BYTES = 5056
 """A CPU generator's state, kept for every recorded op that draws random numbers."""
+
+
+def unwatched_ms(trace: Trace) -> Floats:
+    """Per op: what it takes when nobody looks. A recorded one is called from Python, with memopt's own code between ops in the caches: where
+    all take more than the plain step that was timed, each is shorter by the same time, as far as that goes."""
+    seen_ms: Floats = np.array(trace.ops.time_us, dtype=np.float64) / 1000
+    over_ms = float(seen_ms.sum()) - trace.step_ms
+    if trace.device.kind != "cpu" or trace.step_ms <= 0 or over_ms <= 0:
+        return seen_ms
+    each_ms = min(over_ms / len(seen_ms), _MOST_SEEN_LONGER_MS)
+    found = np.maximum(seen_ms - each_ms, _LEAST_OF_SEEN * seen_ms)
+    return found * min(1.0, trace.step_ms / float(found.sum()))
 
 
 class TraceView:
@@ -45,7 +61,7 @@ class TraceView:
         self.extra: Ints = np.array(ops.extra_bytes, dtype=np.int64)
         self.workspace: Ints = np.array(ops.workspace_bytes, dtype=np.int64)
         self.high: Ints = self.live + self.extra
-        self.op_ms: Floats = np.array(ops.time_us, dtype=np.float64) / 1000
+        self.op_ms = unwatched_ms(trace)
         self.phase: Ints = np.array(ops.phase, dtype=np.int64)
         self.size: Ints = np.array(storages.size_bytes, dtype=np.int64)
         self.birth: Ints = np.array(storages.birth_op, dtype=np.int64)

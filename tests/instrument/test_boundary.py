@@ -6,6 +6,7 @@ import functools
 import gc
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -407,3 +408,36 @@ def test_backward_calls_beside_the_thread_that_trains_are_counted() -> None:
     finally:
         iterations.remove()
     assert (iterations.elsewhere, iterations.count) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "updates",
+    [
+        lambda each: each.data.add_(each.grad, alpha=-0.1),
+        lambda each: each.data.copy_(each.data - 0.1 * each.grad),
+        None,
+    ],
+    ids=["in place", "anew", "none"],
+)
+def test_no_optimizer_is_waited_for_where_the_script_updates_its_parameters_itself(
+    updates: Callable[[torch.Tensor], object] | None,
+) -> None:
+    """Each run of such a script, or of fastai's optimizers, went on for 16 iterations before it had a plan."""
+    gc.collect()
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    iterations = Iterations(Log())
+    iterations.install()
+    waits = []
+    try:
+        for _ in range(4):
+            torch.stack([each.square().sum() for each in weights]).sum().backward()
+            waits.append(iterations.waits_for_another)
+            for each in weights:
+                if updates is not None:
+                    updates(each)
+                each.grad = None
+    finally:
+        iterations.remove()
+    assert iterations.boundary == "backward"
+    assert waits == ([True, False, False, False] if updates is not None else [True] * 4)
+    assert iterations.waits_until == (0 if updates is not None else 16)
