@@ -443,8 +443,8 @@ class Problem:
         return option.encode_ms + option.decode_ms * unpacks
 
     def replay_ms(self, chain: Chain) -> float:
-        """What running the ops of `chain` again takes."""
-        return sum(self.view.replay_ms[op] for op in chain.ops)
+        """What making a tensor by `chain` takes."""
+        return sum(self.view.replay_ms[op] for op in chain.ops) + self.simulator.make_ms
 
     def free_ms(self, saved: Saved, option: Decision) -> float:
         """Capuchin's free time: what is left of the span between the uses after both copies; negative when exposed. What nobody asks for again

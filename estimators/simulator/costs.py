@@ -10,12 +10,19 @@ from memopt.estimators.simulator.sums import on_grid
 from memopt.trace import Trace, ops_of_phase
 
 MODE_MS = 0.007
-"""Per forward op: what watching it costs while a plan has actions. Fitted, with `HOOK_MS` and `REPLAY_MS`, to four scripts of thousands of tiny
-ops whose every tensor that can be is recomputed (two LSTMs unrolled by hand, a neural ODE, a tree RNN), on two busy cores."""
+"""Per forward op: what watching it costs, where a plan has actions and there is nothing to do. Fitted, with `HOOK_MS`, to scripts of thousands of
+tiny ops (two LSTMs unrolled by hand, a neural ODE, a tree RNN)."""
 HOOK_MS = 0.014
-"""Per saved tensor: the hooks that pack and unpack it, while a plan has actions."""
-REPLAY_MS = 0.05
-"""Per replayed op, on top of the op itself: remembering it in forward and calling it again."""
+"""Per saved tensor: the hooks that pack and unpack it, likewise."""
+REPLAY_MS = 0.02
+"""Per replayed op on a CPU, on top of the op itself: calling it again. Fitted, with `MAKE_MS` and `_LOOKUP`, to an LSTM, an ODE and a chain of 80
+small blocks at 80 to 20 % of their peaks (59 to 743 tensors made again by 59 to 2,605 ops), on two quiet cores."""
+MAKE_MS = 0.1
+"""Per tensor that is made again on a CPU: remembering how, and finding that again."""
+_LOOKUP = 1.35
+"""Times as long as watching alone takes finding out what there is to do, on a CPU."""
+_REPLAY_BESIDE_GPU_MS = 0.05
+"""Per replayed op where a GPU runs it: all of the three, which were not measured one by one there."""
 NODE_MS = 0.001
 """Per op of backward: the look at its node."""
 _OWN_NODE = re.compile(r"\w+Backward\d+|")
@@ -37,8 +44,19 @@ _ERRORS = 1.0
 
 
 def usual_ms(trace: Trace) -> float:
-    """What watching `trace` takes where the costs above were fitted."""
-    return _usual_ms(ops_of_phase(trace, "forward"), len(trace.slots.node))
+    """What watching `trace` takes, and finding out what there is to do, where the costs above were fitted."""
+    watching_ms = _usual_ms(ops_of_phase(trace, "forward"), len(trace.slots.node))
+    return watching_ms * (_LOOKUP if trace.device.kind == "cpu" else 1.0)
+
+
+def replay_ms(device: Device) -> float:
+    """What running one op again takes on top of the op, at a pace of 1."""
+    return REPLAY_MS if device.kind == "cpu" else _REPLAY_BESIDE_GPU_MS
+
+
+def make_ms(device: Device) -> float:
+    """What making one tensor again takes on top of the ops that do, at a pace of 1."""
+    return MAKE_MS if device.kind == "cpu" else 0.0
 
 
 def backward_ms(trace: Trace) -> float:

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from memopt.device import Device
 from memopt.estimators.simulator.chains import Chain
-from memopt.estimators.simulator.costs import backward_ms, handling_ms, usual_ms
+from memopt.estimators.simulator.costs import backward_ms, handling_ms, make_ms, usual_ms
 from memopt.estimators.simulator.decision import Decision
 from memopt.estimators.simulator.evaluation import Evaluation
 from memopt.estimators.simulator.replays import Replays
@@ -31,6 +31,8 @@ class Simulator:
         self.device = device or view.trace.device
         self.watching_ms = view.pace * usual_ms(view.trace)
         """What any action at all adds to a step."""
+        self.make_ms = view.pace * make_ms(view.trace.device)
+        """What each tensor that is made again adds, beside the ops that run again."""
         self._with_weights_away_ms = view.pace * backward_ms(view.trace)
         self.given: Mapping[int, Decision] = {}
         """What is decided whatever else is: swaps of what no backward call asks for."""
@@ -58,6 +60,7 @@ class Simulator:
         high = live + summed.over
         peak_op = int(high.argmax()) if view.n else 0
         watching_ms = self.watching_ms if decisions else 0.0
+        watching_ms += self.make_ms * sum([decision.kind == "recompute" for decision in decisions.values()])
         if any(view.saved[storage].is_weight for storage in decisions):
             watching_ms += self._with_weights_away_ms
         return Timeline(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from memopt.estimators.simulator.costs import REPLAY_MS, pace_of
+from memopt.estimators.simulator.costs import pace_of, replay_ms
 from memopt.estimators.simulator.early import early_uses
 from memopt.estimators.simulator.in_backward import why_not
 from memopt.estimators.simulator.saved import Part, left_until
@@ -90,7 +90,8 @@ class TraceView:
     @cached_property
     def replay_ms(self) -> list[float]:
         """Per op: what running it again takes, and remembering it."""
-        return [float(ms) + REPLAY_MS * self.pace for ms in self.op_ms]
+        own_ms = replay_ms(self.trace.device) * self.pace
+        return [float(ms) + own_ms for ms in self.op_ms]
 
     @cached_property
     def reads(self) -> list[list[int]]:

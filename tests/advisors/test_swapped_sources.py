@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.device import Device
-from memopt.estimators.simulator.costs import REPLAY_MS
+from memopt.estimators.simulator.costs import replay_ms
 from memopt.estimators.simulator.decision import RECOMPUTE, Decision
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
@@ -69,8 +69,8 @@ def test_a_swapped_source_is_priced_by_the_simulator() -> None:
     both = simulator.run({before: RECOMPUTE, target: RECOMPUTE})
     copied: Decisions = {before: HOST, target: RECOMPUTE}
     found = simulator.run(copied)
-    assert both.replay_ms == pytest.approx(101 + 2 * REPLAY_MS)
-    assert found.replay_ms == pytest.approx(1 + REPLAY_MS)
+    assert both.replay_ms == pytest.approx(101 + 2 * replay_ms(device))
+    assert found.replay_ms == pytest.approx(1 + replay_ms(device))
     assert found.stall_ms == 1.0, "on demand, nothing hides the copy"
     assert found.peak_bytes == both.peak_bytes
     use = view.saved[target].first_use

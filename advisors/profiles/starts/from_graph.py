@@ -22,7 +22,7 @@ from memopt.advisors.graphs.schedule import FREE, IN, OUT, RUN, Schedule
 from memopt.advisors.profiles.prefetch import place_prefetches
 from memopt.advisors.profiles.problem import Candidate, Decisions, Problem
 from memopt.errors import BudgetInfeasible
-from memopt.estimators.simulator.costs import REPLAY_MS
+from memopt.estimators.simulator.costs import replay_ms
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, RECOMPUTE_EARLY, Decision
 from memopt.estimators.simulator.trace_view import Saved
 
@@ -43,7 +43,7 @@ def graph_plans(problem: Problem, until: float) -> Iterator[Decisions]:
     Without a tier to copy to, the first that fits is the last: what the search adds to it is worth more than another."""
     if until - now() < max(_LEAST_S, _BUILD_S * problem.view.n):
         return
-    bridge = Bridge(problem.view.trace, REPLAY_MS * problem.view.pace)
+    bridge = Bridge(problem.view.trace, replay_ms(problem.view.trace.device) * problem.view.pace)
     graphs: dict[bool, Graph] = {}
     for at, (pinned, share) in enumerate(_VARIANTS):
         if pinned not in graphs:
