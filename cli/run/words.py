@@ -170,7 +170,7 @@ def _guarded(course: Course) -> list[str]:
     moved = (
         f"{moved_away(guard.moved, guard.moved_bytes)} in {course.iterations} iterations"
         if guard.moved
-        else f"nothing had to be moved in {course.iterations} iterations"
+        else f"nothing {'else ' if course.state_away_bytes else ''}had to be moved in {course.iterations} iterations"
     )
     if guard.frees_nothing:
         moved += f"; {guard.frees_nothing}"

@@ -63,8 +63,11 @@ _AHEAD = 2
 """Storages that are asked for next and come back before they are, where there is room."""
 
 
-Op = tuple[str, int, int]
-"""Overload, bytes of its inputs, and what its shapes say that it will make."""
+_NUMBERS = {int, float, bool}
+Key = tuple[str, int, tuple[Any, ...]]
+"""Overload, bytes of its inputs, and sizes that it is given as numbers: calls of one key make as much."""
+Op = tuple[Key, int]
+"""Of what key, and what its shapes say that it will make."""
 
 
 class Guard(modes.Mode):
@@ -98,12 +101,12 @@ class Guard(modes.Mode):
         """Times that room is needed for which only the newest are tried: what held the others holds most of them still."""
         self._in_vain_bytes = 0
         """Above the budget when all were tried in vain."""
-        self._expected: dict[tuple[str, int], int] = {}
-        """(overload, bytes of its inputs) -> bytes that it made the last time."""
+        self._expected: dict[Key, int] = {}
+        """Bytes that it made the last time."""
         self.workspaces: Mapping[str, Calls] = ON_A_CPU if device == "cpu" else {}
         """What ops take beside their results: as kernels do in general, until a profile has shown it."""
-        self._held_at: dict[tuple[str, int], int] = {}
-        """(overload, bytes of its inputs) -> most that was live as it ended, while that was not known."""
+        self._held_at: dict[Key, int] = {}
+        """Most that was live as it ended, while that was not known."""
         self._most_with_workspaces = 0
         self._beyond: dict[str, float] = {}
         """Overload -> how many times as much it made as its shapes say, where it keeps what only its kernel knows of (recurrent layers)."""
@@ -272,23 +275,25 @@ class Guard(modes.Mode):
     def begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
         """An op is about to run: make room for what it will make."""
         name = kind_of(func).name
-        key = name, bytes_of((*args, *kwargs.values()))
+        taken = bytes_of((*args, *kwargs.values()))
+        key = name, taken, _sizes(args, kwargs, taken)
         shown = 0 if key in self._expected else would_make(func, args, kwargs)
         makes = self._expected.get(key, int(shown * self._beyond.get(name, 1.0)))
         calls = self.workspaces.get(name)
-        self._about_bytes = makes + (workspace_bytes(calls, key[1] + makes) if calls else 0)
+        self._about_bytes = makes + (workspace_bytes(calls, taken + makes) if calls else 0)
         self._make_room(self._about_bytes, name)
-        return (*key, shown)
+        return key, shown
 
     def ended(self, op: Op, out: Any) -> None:
         """It has given `out`."""
-        name, taken, shown = op
+        key, shown = op
+        name = key[0]
         self._about_bytes = 0
-        made = self._expected[name, taken] = self._live.made(out)
+        made = self._expected[key] = self._live.made(out)
         if made > shown > 0:
             self._beyond[name] = made / shown
-        if self.workspaces is ON_A_CPU and self._live.bytes > self._held_at.get((name, taken), 0):
-            self._held_at[name, taken] = self._live.bytes
+        if self.workspaces is ON_A_CPU and self._live.bytes > self._held_at.get(key, 0):
+            self._held_at[key] = self._live.bytes
         self._make_room(0, name)
 
     # --- saved tensors
@@ -575,3 +580,12 @@ class Guard(modes.Mode):
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         return None
+
+
+def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], taken: int) -> tuple[Any, ...]:
+    """Of the arguments of an op whose inputs have `taken` bytes those that are lists of numbers (`zeros`, `repeat`); where it has no inputs, numbers
+    and its dtype as well (`arange`)."""
+    lists = [tuple(each) for each in args if type(each) is list and each and type(each[0]) is int]
+    if taken:
+        return tuple(lists)
+    return (*lists, *[each for each in args if type(each) in _NUMBERS], kwargs.get("dtype"))

@@ -113,7 +113,8 @@ def would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     guard = DisableTorchDispatch()
     try:
         shapes = partial(tree_map_only, Tensor, _on_meta)
-        given = shapes((args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
+        is_new = "device" in kwargs or not tensors_in((*args, *kwargs.values()))
+        given = shapes((args, {**kwargs, "device": "meta"} if is_new else kwargs))
         known = {id(each) for each in tensors_in(given)}
         out = func(*given[0], **given[1])
         return bytes_of([each for each in tensors_in((out,)) if id(each) not in known])

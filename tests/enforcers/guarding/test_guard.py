@@ -244,6 +244,21 @@ def test_the_first_iteration_makes_room_for_what_no_shape_shows(tmp_path: Path) 
     assert held == computed
 
 
+def test_what_an_op_will_make_is_expected_by_the_sizes_that_it_is_given(tmp_path: Path) -> None:
+    """A small `zeros` after a large one was to come to as much: tensors left for it, and a peak was told that never was."""
+    calls = [("zeros", lambda n: (([n],), {})), ("arange", lambda n: ((n,), {})), ("repeat", lambda n: ((torch.ones(1), [n]), {}))]  # fmt: skip
+    _, guard = guarded(lambda steps: [], tmp_path, 1 << 40, 0)
+    for name, given in calls:
+        func = getattr(torch.ops.aten, name).default
+        for count in (1 << 20, 16, 1 << 20, 16):
+            args, kwargs = given(count)
+            op = guard.begins(func, args, kwargs)
+            about = guard._about_bytes
+            out = func(*args, **kwargs)
+            guard.ended(op, out)
+            assert about == out.nbytes, (name, count)
+
+
 @pytest.mark.parametrize("call", ["pack", "_send"])
 def test_what_a_second_stream_saves_or_would_move_stays(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
