@@ -135,6 +135,11 @@ class Iterations:
         return list(self._stepped | self._inside)
 
     @property
+    def steps_inside(self) -> bool:
+        """Have optimizers stepped inside backward?"""
+        return bool(self._inside)
+
+    @property
     def waits_for_another(self) -> bool:
         """May an optimizer still move the boundary: one of a round that is not over, or, where iterations have ended with backward calls,
         the first? A script that updates nothing may check gradients, or warm up, before it makes one."""

@@ -314,6 +314,13 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
         return self.peak_bytes if self.peak_bytes > max(high, self.base_bytes) else 0
 
     @property
+    def state_bytes(self) -> int:
+        """Of the optimizers."""
+        state = CATEGORIES.index("optimizer state")
+        storages = self.storages
+        return sum([size for size, kind in zip(storages.size_bytes, storages.category, strict=True) if kind == state])  # fmt: skip
+
+    @property
     def calls_without_gradients(self) -> bool:
         """Were modules called without gradients (a teacher, an evaluation)? Names of such calls have a `~` (`instrument.frames`)."""
         return any("~" in self.strings[module] for module in {*self.ops.module})

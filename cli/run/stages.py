@@ -324,6 +324,10 @@ class Stages:
             self._has_come_back = True
             self._saved_before = [*self._seen_saving, (plan.saved_tensors, plan.saved_elements)]
             self._record_again("an iteration is recorded once more with the optimizer's state on the device, for a plan that moves more")  # fmt: skip
+        elif plan.over_bytes and self._may_come_back(course) and self._state_leaves_for_a_better_plan(plan):
+            self._has_come_back = True
+            self._saved_before = [*self._seen_saving, (plan.saved_tensors, plan.saved_elements)]
+            self._record_again("an iteration is recorded once more with the optimizer's state in a tier, where no plan would move it", warmup=1)  # fmt: skip
         else:
             self._enforce(plan, "its plan")
 
@@ -331,6 +335,17 @@ class Stages:
         """Is another recording worth it, for a plan that moves the state as well? Once, and where a plan is soon found: most of the script may
         be over before there is another."""
         return not self._has_come_back and course.planning_ms <= 1000 * _MOST_WAIT_S
+
+    def _state_leaves_for_a_better_plan(self, plan: Plan) -> bool:
+        """Steps that the script takes inside backward, one for each parameter, no plan takes in pieces; what holds the budget without a plan does.
+        Is their state why `plan` is above the budget? It leaves then."""
+        loop, trace = self._loop, self._trace
+        if loop is None or trace is None or not loop.iterations.steps_inside or self._state.is_away:
+            return False
+        if trace.state_bytes < plan.over_bytes:
+            return False
+        self._state.leaves(loop, plan.budget_bytes)
+        return self._state.is_away
 
     def _record_again(self, why: str, *, warmup: int = 0, offloaded: bool = False) -> None:
         self._tell(why)

@@ -149,3 +149,32 @@ def test_what_is_there_is_looked_for_once_for_many_first_steps(rests: bool, look
             optimizer = torch.optim.Adam([torch.zeros(4, requires_grad=True)])
             beside.first_step(optimizer, cast(Any, None), guard, foreseen=True)
     assert len(looked) == looks
+
+
+def test_what_steps_inside_backward_leaves_for_a_plan_that_needs_it(tmp_path: Path) -> None:
+    """One optimizer for each parameter, in hooks: no plan takes those in pieces, and the smallest peak was told as one that no plan can go below."""
+    loop = """
+optimizers = {each: torch.optim.AdamW([each], 1e-3) for each in model.parameters()}
+def used(parameter):
+    optimizers[parameter].step()
+    optimizers[parameter].zero_grad()
+for each in model.parameters():
+    each.register_post_accumulate_grad_hook(used)
+for step in range(12):
+    loss = model(torch.randn(128, 512)).square().mean()
+    loss.backward()
+    print(step, loss.item().hex(), flush=True)
+"""
+    before, after = SCRIPT[: SCRIPT.index("optimizer = ")], SCRIPT[SCRIPT.index("print(hashlib") :]
+    (tmp_path / "train.py").write_text(before + loop + after)
+    done = memopt(tmp_path, "run", "--budget", "60%", "--outcome", "o.json", "train.py")
+    assert done.stdout == plain(tmp_path).stdout
+    assert "recorded once more with the optimizer's state in a tier" in done.stderr
+    course = outcome_of(tmp_path, "o.json")
+    outcome = course["outcome"]
+    assert course["state_away_bytes"] > 4 << 20
+    assert outcome["measured_peak_bytes"] <= outcome["budget_bytes"]
+    assert abs(outcome["measured_peak_bytes"] / outcome["predicted_peak_bytes"] - 1) < 0.02
+    again = memopt(tmp_path, "run", "--budget", "60%", "--outcome", "o2.json", "train.py")
+    assert again.stdout == done.stdout
+    assert outcome_of(tmp_path, "o2.json")["from_cache"]
