@@ -534,11 +534,15 @@ for step in range(12):
 
 
 def test_where_torch_has_no_optimizer_what_a_plan_waits_for_is_said(tmp_path: Path) -> None:
-    """Weights updated by hand, or Keras: the script may yet make one, so that the recorded iteration may be part of another."""
-    (tmp_path / "train.py").write_text((ROOT / "tests/scripts/no_optimizer.py").read_text())
+    """The script updates nothing, and may yet make one, so that the recorded iteration may be part of another."""
+    by_hand = (ROOT / "tests/scripts/no_optimizer.py").read_text()
+    (tmp_path / "train.py").write_text(by_hand.replace("        weights -= 0.1 * weights.grad\n", ""))
     told = " ".join(memopt(tmp_path, "run", "--budget", "60%", "train.py").stderr.split())
     assert "ended after 6 iterations, before its plan was in force; no optimizer of torch's stepped" in told
     assert "a plan waits for 16 of those" in told
+    (tmp_path / "train.py").write_text(by_hand)
+    told = " ".join(memopt(tmp_path, "run", "--budget", "60%", "train.py").stderr.split())
+    assert "enforced after 3 of 6 iterations" in told
 
 
 def test_a_round_of_several_optimizers_is_one_iteration_from_the_first_on(tmp_path: Path) -> None:
