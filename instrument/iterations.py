@@ -261,7 +261,7 @@ class Iterations:
         ):
             self.boundary = "backward"
         if self.boundary == "backward":
-            if self.count < _MOST_ROUNDS:
+            if self.count < _MOST_ROUNDS and not _captures():
                 self._by_hand.look()
             self._end_iteration()
 
@@ -380,5 +380,10 @@ def _share_parameters(a: torch.optim.Optimizer, b: torch.optim.Optimizer) -> boo
 
 
 def _wait_for_gpu() -> None:
-    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_initialized() and not _captures():
         torch.cuda.synchronize()
+
+
+def _captures() -> bool:
+    """Is a CUDA graph being captured, in which nothing may be waited for?"""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -320,14 +320,17 @@ class Stages:
             raise
         self._end_watch()
         self._base = count
-        if plan.over_bytes and self._may_come_back(course) and self._state.comes_back_for_a_better_plan(plan.device.kind):  # fmt: skip
+        where, warmup = "", 0
+        if plan.over_bytes and self._may_come_back(course):
+            if self._state.comes_back_for_a_better_plan(plan.device.kind):
+                where = "on the device, for a plan that moves more"
+            elif self._state_leaves_for_a_better_plan(plan):
+                where, warmup = "in a tier, as no plan would move it", 1
+        if where:
             self._has_come_back = True
             self._saved_before = [*self._seen_saving, (plan.saved_tensors, plan.saved_elements)]
-            self._record_again("an iteration is recorded once more with the optimizer's state on the device, for a plan that moves more")  # fmt: skip
-        elif plan.over_bytes and self._may_come_back(course) and self._state_leaves_for_a_better_plan(plan):
-            self._has_come_back = True
-            self._saved_before = [*self._seen_saving, (plan.saved_tensors, plan.saved_elements)]
-            self._record_again("an iteration is recorded once more with the optimizer's state in a tier, where no plan would move it", warmup=1)  # fmt: skip
+            why = f"an iteration is recorded once more with the optimizer's state {where}"
+            self._record_again(why, warmup=warmup)
         else:
             self._enforce(plan, "its plan")
 

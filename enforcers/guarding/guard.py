@@ -170,9 +170,8 @@ class Guard(modes.Mode):
         """The same, by a look at all there is."""
         if self.device != "cpu":
             return Live(self.device).now()
-        return sum([each.nbytes() for each in living_storages(self.device)]) + sum(
-            hidden_buckets(self.device)
-        )
+        there = [each.nbytes() for each in living_storages(self.device)]
+        return sum(there) + sum(hidden_buckets(self.device))
 
     def learn(self, workspaces: Mapping[str, Calls]) -> None:
         """A profile has shown what ops take beside their results: those that have run took it as well."""

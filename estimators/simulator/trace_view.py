@@ -38,7 +38,7 @@ _RANDOM_STATE_BYTES = 5056
 
 def unwatched_ms(trace: Trace) -> Floats:
     """Per op: what it takes when nobody looks. A recorded one is called from Python, with memopt's own code between ops in the caches: where
-    all take more than the plain step that was timed, each is shorter by the same time, as far as that goes."""
+    all take more than the plain step that was timed, each is shorter by the same time, as far as that goes, and then by the same part."""
     seen_ms: Floats = np.array(trace.ops.time_us, dtype=np.float64) / 1000
     over_ms = float(seen_ms.sum()) - trace.step_ms
     if trace.device.kind != "cpu" or trace.step_ms <= 0 or over_ms <= 0:

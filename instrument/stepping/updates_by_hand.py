@@ -9,7 +9,7 @@ from torch import Tensor
 
 from memopt.instrument.live_objects import living
 from memopt.instrument.ops import PLAIN_TYPES
-from memopt.instrument.stepping.gradient_reads import kept_gradient
+from memopt.instrument.stepping.gradient_reads import gradient_of, is_leaf
 from memopt.instrument.torch_internals import DisableTorchDispatch, DisableTorchFunction
 
 _WATCHED = 2
@@ -34,7 +34,7 @@ class UpdatesByHand:
         try:
             with DisableTorchFunction():
                 self.seen = any(
-                    (now := parameter()) is not None and not torch.equal(now.detach(), before)
+                    (now := parameter()) is not None and _has_changed(now, before)
                     for parameter, before in self._before
                 )
                 if not self._before and self._looks < _MOST_LOOKS:
@@ -46,6 +46,12 @@ class UpdatesByHand:
         return self.seen
 
 
+def _has_changed(now: Tensor, before: Tensor) -> bool:
+    """Other values: not of another type, or on another device."""
+    is_comparable = now.dtype == before.dtype and now.device == before.device
+    return is_comparable and not torch.equal(now.detach(), before)
+
+
 def _with_gradients() -> list[Tensor]:
     """Parameters that have one."""
     return [
@@ -54,6 +60,8 @@ def _with_gradients() -> list[Tensor]:
         if type(each) in PLAIN_TYPES
         and each.requires_grad
         and each.layout is torch.strided
+        and not each.is_meta
         and each.numel()
-        and kept_gradient(each) is not None
+        and is_leaf(each)
+        and gradient_of(each) is not None
     ]

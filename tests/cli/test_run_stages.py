@@ -121,7 +121,7 @@ def test_no_more_than_one_iteration_is_recorded_for_a_plan_that_moves_the_state(
         over_bytes=9, device=SimpleNamespace(kind="cpu"), saved_tensors=1, saved_elements=1
     )
     monkeypatch.setattr(stages._state, "comes_back_for_a_better_plan", lambda device: True)
-    monkeypatch.setattr(stages, "_record_again", lambda why: done.append("again"))
+    monkeypatch.setattr(stages, "_record_again", lambda why, warmup: done.append("again"))
     monkeypatch.setattr(stages, "_enforce", lambda plan, which: done.append("enforced"))
     for count in (5, 9):
         stages._planned(SimpleNamespace(ms=planning_ms, plan=lambda: plan), count)
