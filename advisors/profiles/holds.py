@@ -22,6 +22,8 @@ _SHARE = 0.1
 """Of the peak, from which a kind of memory is worth a word."""
 _NAMED = 3
 """Parts that are named one by one: a line for a screen."""
+_NARROW = ("uint8", "int8")
+"""Ends of the labels of state that has a byte to a number."""
 LESS = "less with "
 OF_THE_STEP = "temporaries of the step"
 
@@ -99,12 +101,21 @@ class Hold:
             else f"held by {said}"
         )
 
+    @property
+    def _with_less(self) -> str:
+        """Optimizers that have less state than this one."""
+        view, kinds = self.problem.view, self.problem.view.trace.storages.category
+        state = [s for s in self.storages if CATEGORIES[kinds[s]] == "optimizer state"]
+        narrow = [s for s in state if view.trace.storage_label(s).endswith(_NARROW)]
+        is_narrow = 2 * int(view.size[narrow].sum()) > int(view.size[state].sum())
+        return "SGD" if is_narrow else "8-bit Adam, SGD"
+
     def moved_by(self) -> str:
         """What makes it smaller, the most bytes first; empty where nothing stands out."""
         kinds, allow = self.by_kind, self.problem.allow
         found: list[tuple[int, str]] = [
             (kinds["parameter"], "parameters in fewer bits or sharded over devices (fully_shard)"),
-            (kinds["optimizer state"], "an optimizer with less state (8-bit Adam, SGD: other results)"),
+            (kinds["optimizer state"], f"an optimizer with less state ({self._with_less}: other results)"),
             (self.growing_bytes, "a smaller batch"),
         ]
         if self.is_foreach:
