@@ -113,7 +113,8 @@ class Measurements:
         self._before_bytes = 0
         """The most that was held before the first measured iteration."""
         self._evaluation_bytes = 0
-        """The most in module calls without gradients inside measured iterations, where it was more than the plan foretold, and no teacher's."""
+        """The most in module calls without gradients inside iterations that were measured, or that the guard watched, where it was more than the
+        plan foretold, and no teacher's."""
         self._times_ms: list[float] = []
         self._alike_ms: list[float] = []
         """Of these, those of iterations like the profiled one."""
@@ -190,7 +191,7 @@ class Measurements:
             )
         if self._evaluation_bytes:
             found.append(
-                f"a module was called without gradients inside a measured iteration (an evaluation), and {format_bytes(self._evaluation_bytes)} "
+                f"a module was called without gradients inside an iteration (an evaluation), and {format_bytes(self._evaluation_bytes)} "
                 "were held then: a plan changes what trains only; smaller batches there, or fewer copies that the script keeps, would"
             )
         plan = self._plan
@@ -330,6 +331,11 @@ class Measurements:
         if self._meter is not None:
             self._meter.without_gradients(begins)
 
+    def evaluation_came_to(self, held_bytes: int) -> None:
+        """So much was held while modules were called without gradients, which no plan foresees."""
+        if held_bytes > self._plan.predicted_peak_bytes:
+            self._evaluation_bytes = max(self._evaluation_bytes, held_bytes)
+
     def state_is_back(self, is_back: bool) -> None:
         """The script looks at optimizer state that was in a tier, and all of it is on the device for that, or is in the tier again: what there is
         meanwhile is told apart, and no training's peak."""
@@ -446,8 +452,8 @@ class Measurements:
             predicted = self._plan.predicted_peak_bytes
             if self._plan.without_gradients and evaluation_bytes <= (1 + _UNLIKE) * predicted:  # a teacher
                 peak = max(peak, evaluation_bytes)
-            elif evaluation_bytes > predicted:
-                self._evaluation_bytes = max(self._evaluation_bytes, evaluation_bytes)
+            else:
+                self.evaluation_came_to(evaluation_bytes)
             self._peaks.append((peak, base))
             self._look_for_cycles(peak, base)
         return peak is not None

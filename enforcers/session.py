@@ -220,7 +220,7 @@ class ApplySession:
         assert loop is not None
         frames = loop.frames
         self._frames, self._iterations = frames, loop.iterations
-        frames.without_gradients, self._measurements.frames = self._measurements.without_gradients, frames
+        frames.without_gradients, self._measurements.frames = self._without_gradients, frames
         self._swapper = swapper_of(self._plan, tables, self._options.swap_dir)
         frames.named = frozenset(tables.calls)
         streamed = self._plan.streamed
@@ -274,6 +274,11 @@ class ApplySession:
             self._steps = PlannedSteps()
             swap_dir, tell = self._options.swap_dir, (self._will_change, self._gradient_is_whole)
             self._steps.install(self._plan, self._iterations, swap_dir, *tell)
+
+    def _without_gradients(self, begins: bool) -> None:
+        self._measurements.without_gradients(begins)
+        if self.standby is not None:
+            self.standby.without_gradients(begins)
 
     def _training_begins(self) -> None:
         """What prepares the training has run without the mode, which would slow small ops down."""
@@ -379,7 +384,9 @@ class ApplySession:
         decisions = decisions_about_the_run(self._plan, self._steps, self._over_gradients, self._streamed)
         if engine is not None:
             notes += notes_on_tensors(engine.account, self._swapper)
-            notes += [engine.standby.words] if engine.standby is not None and engine.standby.words else []
+            if engine.standby is not None:
+                notes += [engine.standby.words] if engine.standby.words else []
+                self._measurements.evaluation_came_to(engine.standby.guard.most_without_gradients)
         notes += [each.words for each in decisions if each.words]
         notes += notes_on_the_run(self._hooks, self.pieces, self._swapper, self._left_plain)
         return outcome_of(

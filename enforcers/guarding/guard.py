@@ -108,6 +108,8 @@ class Guard(modes.Mode):
         self._held_at: dict[Key, int] = {}
         """Most that was live as it ended, while that was not known."""
         self._most_with_workspaces = 0
+        self.most_without_gradients = self._most_before_it = 0
+        """The most that was live in calls without gradients which are told apart, and before the one that goes on."""
         self._beyond: dict[str, float] = {}
         """Overload -> how many times as much it made as its shapes say, where it keeps what only its kernel knows of (recurrent layers)."""
         self._about_bytes = 0
@@ -155,6 +157,15 @@ class Guard(modes.Mode):
     def most_bytes(self) -> int:
         """Most that was live, as far as it was seen."""
         return max(self._live.most, self._most_with_workspaces)
+
+    def without_gradients(self, begins: bool) -> None:
+        """The call of a module without gradients begins, or has ended: what is live meanwhile is told apart."""
+        live = self._live
+        if begins:
+            self._most_before_it, live.most = live.most, live.now()
+        else:
+            self.most_without_gradients = max(self.most_without_gradients, live.most)
+            live.most = max(self._most_before_it, live.now())
 
     @property
     def next_bytes(self) -> int:

@@ -145,6 +145,17 @@ class Standby:
         if more or saved_bytes > self._most_saved_bytes:
             self._wake()
 
+    def without_gradients(self, begins: bool) -> None:
+        """The call of a module without gradients begins, or has ended: a teacher's, or, where the profiled iteration has none, an evaluation's."""
+        if not self._plan.without_gradients:
+            self.guard.without_gradients(begins)
+
+    @property
+    def _passed_by_bytes(self) -> int:
+        """By how much this iteration passed the budget with nothing left to move; not in an evaluation, which no other plan would change."""
+        passed = self.guard.passed
+        return passed.now_bytes if self._plan.without_gradients else passed.now_training_bytes
+
     def backward_ended(self) -> None:
         """What has been saved is gone."""
         for each in (self._saves, self._stays):
@@ -208,7 +219,7 @@ class Standby:
     ) -> None:
         """`saved`: tensors, and elements; `peak_bytes`: of this iteration, where it was measured; `in_cycles` if garbage made one larger than planned."""
         passed, self._saved_elements = self.guard.passed, saved[1]
-        over = passed.now_bytes
+        over = self._passed_by_bytes
         woke_late = self.guard.most_bytes > max(self.most_bytes, self.guard.budget_bytes)
         self.most_bytes = max(self.most_bytes, self.guard.most_bytes)
         if passed.now_training_bytes > 0:
@@ -263,7 +274,7 @@ class Standby:
 
     def _choose(self) -> None:
         """Alone or beside the plan: the other way is tried once this one has passed the budget, then that which passed it by less."""
-        over, passed = self.guard.passed.now_bytes, self._passed_by
+        over, passed = self._passed_by_bytes, self._passed_by
         share = (self._most_bytes + over) / max(1, self._saved_elements) if over else 0.0
         passed[self.alone] = max(passed.get(self.alone, 0.0), share)
         if passed[self.alone] > passed.get(not self.alone, 0.0) and not self._is_least:

@@ -44,8 +44,9 @@ def once(step: int) -> int:
     return 1
 
 
-def layers(*, batches: Step = once, looks: Step = never, rows: Step = lambda step: 256, keeps: Step = never) -> Loop:  # fmt: skip
-    """In each step: `looks` forward passes that nothing follows, `batches` with backward of `rows` rows, and `keeps` kept rows for good."""
+def layers(*, batches: Step = once, looks: Step = never, rows: Step = lambda step: 256, keeps: Step = never, evaluates: Step = never) -> Loop:  # fmt: skip
+    """In each step: `looks` forward passes that nothing follows, `batches` with backward of `rows` rows, `keeps` kept rows for good, and an
+    evaluation of `evaluates` rows."""
 
     def loop(steps: int) -> list[str]:
         block = [[nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64), nn.Dropout(0.1)] for _ in range(3)]  # fmt: skip
@@ -62,6 +63,9 @@ def layers(*, batches: Step = once, looks: Step = never, rows: Step = lambda ste
                 found.append(digest(loss))
             optimizer.step()
             kept.append(torch.zeros(keeps(step)))
+            if evaluates(step):
+                with torch.no_grad():
+                    found.append(digest(model(torch.randn(evaluates(step), 64))))
         return [*found, *everything(model, optimizer)]
 
     return loop
@@ -137,6 +141,35 @@ def test_the_budget_is_held_in_other_iterations_than_the_profiled_one(
             held
         )  # kernels take a little besides what they give
     assert any("were moved away beside the plan" in note for note in held.notes), held.notes
+
+
+@pytest.mark.parametrize("teaches", [False, True])
+def test_an_evaluation_is_told_apart_from_training(
+    teaches: bool, plan: Plan, guards: list[Guard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was the peak of what trained, "NOT held", and a reason to record again; unless modules were called so in the profiled iteration."""
+    monkeypatch.setattr(Standby, "_will_rest", False)  # awake all along
+    seen: list[Standby] = []
+    ended = Standby.iteration_ended
+
+    def told(self: Standby, *args: Any, **kwargs: Any) -> None:
+        seen.append(self)
+        self.for_good = True
+        ended(self, *args, **kwargs)
+
+    monkeypatch.setattr(Standby, "iteration_ended", told)
+    loop = layers(evaluates=lambda step: 2048 if step == 6 else 0)
+    plan = msgspec.structs.replace(plan, without_gradients=teaches)
+    budget = plan.budget_bytes
+    computed, outcome = enforced_from(loop, plan, tmp_path, STEPS + 4, begins_after=3, holds_bytes=budget)
+    assert computed == seeded(loop, STEPS + 4)
+    (guard,) = guards
+    assert (seen[-1].most_bytes > 1.2 * budget) is teaches
+    assert (guard.most_without_gradients > 1.2 * budget) is not teaches
+    assert (seen[-1].another_phase or seen[-1]._often_needed > 0) is teaches
+    if not teaches:
+        assert seen[-1].most_bytes <= 1.02 * budget
+        assert outcome.outside_peak_bytes >= guard.most_without_gradients
 
 
 @pytest.mark.parametrize("alone", [True, False])
