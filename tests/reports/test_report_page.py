@@ -171,11 +171,10 @@ def test_another_moment_changes_all_that_follows_it(files: Path, browser: Any) -
 def test_a_click_into_the_picture_chooses_that_moment(files: Path, browser: Any) -> None:
     with opened(browser, html(files, "gpt.profile.json.gz")) as found:
         found.page.locator("#area").scroll_into_view_if_needed()
-        box = found.page.locator("#area .nsewdrag").first.bounding_box()
-        x, y = box["x"] + box["width"] * 0.2, box["y"] + box["height"] * 0.6
-        for _ in range(
-            10
-        ):  # a click counts once the picture has seen where the mouse is, which takes a busy browser a while
+        # a click counts once the picture has seen the mouse move to where it is, which takes a busy browser a while
+        for attempt in range(10):
+            box = found.page.locator("#area .nsewdrag").first.bounding_box()
+            x, y = box["x"] + box["width"] * 0.2 + 3 * attempt, box["y"] + box["height"] * 0.6
             found.page.mouse.move(x, y)
             found.page.wait_for_timeout(1000)
             found.page.mouse.click(x, y)
