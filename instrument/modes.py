@@ -57,7 +57,7 @@ class Mode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if args and type(args[0]) in _NUMBERS:
+        if args and type(args[0]) in NUMBERS:
             args = _as_tensors(func, args)
         compiler = set_compiler(None)
         try:
@@ -71,7 +71,7 @@ class Mode(TorchDispatchMode):
         """Run `func`, and give what it gives."""
 
 
-_NUMBERS = frozenset({int, float, bool, complex})
+NUMBERS = frozenset({int, float, bool, complex})
 
 
 def _as_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -80,7 +80,7 @@ def _as_tensors(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
     return tuple(
         torch.tensor(each, device="cpu")
-        if type(each) in _NUMBERS and isinstance(wanted.type, TensorType)
+        if type(each) in NUMBERS and isinstance(wanted.type, TensorType)
         else each
         for each, wanted in zip(args, func._schema.arguments, strict=False)
     )

@@ -22,7 +22,7 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from memopt.enforcers.capturing import Capturing
-from memopt.enforcers.guarding.live_bytes import Live, bytes_of, would_make
+from memopt.enforcers.guarding.live_bytes import Live, bytes_of, sizes_given, would_make
 from memopt.enforcers.guarding.makers import Makers
 from memopt.enforcers.guarding.passed import Passed
 from memopt.enforcers.guarding.watched import Saved, Use, Watched
@@ -34,7 +34,6 @@ from memopt.instrument.accumulate import goes_into_first, in_place
 from memopt.instrument.as_plain import as_plain, is_looking, run_as_plain
 from memopt.instrument.loop import Loop
 from memopt.instrument.memory.held import held_bytes
-from memopt.instrument.memory.meter import hidden_buckets, living_storages
 from memopt.instrument.one_stream import OneStream
 from memopt.instrument.ops import PLAIN_TYPES, is_lent, is_plain, just_goes_on, kind_of
 from memopt.instrument.saved import Kept, Place, SavedTensorHooks, share
@@ -63,7 +62,6 @@ _AHEAD = 2
 """Storages that are asked for next and come back before they are, where there is room."""
 
 
-_NUMBERS = {int, float, bool}
 Key = tuple[str, int, tuple[Any, ...]]
 """Overload, bytes of its inputs, and sizes that it is given as numbers: calls of one key make as much."""
 Op = tuple[Key, int]
@@ -179,10 +177,7 @@ class Guard(modes.Mode):
 
     def tensor_bytes(self) -> int:
         """The same, by a look at all there is."""
-        if self.device != "cpu":
-            return Live(self.device).now()
-        there = [each.nbytes() for each in living_storages(self.device)]
-        return sum(there) + sum(hidden_buckets(self.device))
+        return Live(self.device).look_around().now()
 
     def learn(self, workspaces: Mapping[str, Calls]) -> None:
         """A profile has shown what ops take beside their results: those that have run took it as well."""
@@ -286,7 +281,7 @@ class Guard(modes.Mode):
         """An op is about to run: make room for what it will make."""
         name = kind_of(func).name
         taken = bytes_of((*args, *kwargs.values()))
-        key = name, taken, _sizes(args, kwargs, taken)
+        key = name, taken, sizes_given(args, kwargs, taken)
         shown = 0 if key in self._expected else would_make(func, args, kwargs)
         makes = self._expected.get(key, int(shown * self._beyond.get(name, 1.0)))
         calls = self.workspaces.get(name)
@@ -590,12 +585,3 @@ class Guard(modes.Mode):
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
         return None
-
-
-def _sizes(args: tuple[Any, ...], kwargs: dict[str, Any], taken: int) -> tuple[Any, ...]:
-    """Of the arguments of an op whose inputs have `taken` bytes those that are lists of numbers (`zeros`, `repeat`); where it has no inputs, numbers
-    and its dtype as well (`arange`)."""
-    lists = [tuple(each) for each in args if type(each) is list and each and type(each[0]) is int]
-    if taken:
-        return tuple(lists)
-    return (*lists, *[each for each in args if type(each) in _NUMBERS], kwargs.get("dtype"))

@@ -53,9 +53,10 @@ class Keeping:
         if self._tensors is None:
             self._most_bytes, self._tensors = given_out, self._held.tensor_bytes()
             return 0
-        if self._told(given_out) > room_bytes:  # it may be of before gradients went
+        again, told = self._told(given_out)
+        if told > room_bytes:  # the answer may be of before gradients went
             given_out = self._held.given_out(now_exactly=True)
-        again, told = max(0, given_out - self._most_bytes), self._told(given_out)
+            again, told = self._told(given_out)
         self._most_bytes = max(given_out, self._most_bytes)
         if told <= room_bytes:
             return 0
@@ -66,11 +67,11 @@ class Keeping:
             self._collects = more <= room_bytes
         return more
 
-    def _told(self, given_out: int) -> int:
-        """The same by the allocators alone."""
+    def _told(self, given_out: int) -> tuple[int, int]:
+        """Bytes beyond the most that had been given out before, and the same as `more_bytes` by the allocators alone."""
         assert self._tensors is not None
         again = max(0, given_out - self._most_bytes)
-        return _more(self._held.about(given_out) - self._tensors, again)
+        return again, _more(self._held.about(given_out) - self._tensors, again)
 
 
 def _more(kept: int, again: int) -> int:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from memopt.instrument.memory.meter import hidden_buckets, living_storages
+from memopt.instrument.modes import NUMBERS
 from memopt.instrument.ops import PLAIN_TYPES, is_plain, tensors_in
 from memopt.instrument.torch_internals import DisableTorchDispatch, tree_map_only
 
@@ -122,6 +123,15 @@ def would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         return bytes_of((*args, *kwargs.values()))
     finally:
         del guard
+
+
+def sizes_given(args: tuple[Any, ...], kwargs: dict[str, Any], taken: int) -> tuple[Any, ...]:
+    """Of the arguments of an op whose inputs have `taken` bytes those that are lists of numbers (`zeros`, `repeat`); where it has no inputs, numbers
+    and its dtype as well (`arange`)."""
+    lists = [tuple(each) for each in args if type(each) is list and each and type(each[0]) is int]
+    if taken:
+        return tuple(lists)
+    return (*lists, *[each for each in args if type(each) in NUMBERS], kwargs.get("dtype"))
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

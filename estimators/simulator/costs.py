@@ -15,11 +15,11 @@ tiny ops (two LSTMs unrolled by hand, a neural ODE, a tree RNN)."""
 HOOK_MS = 0.014
 """Per saved tensor: the hooks that pack and unpack it, likewise."""
 REPLAY_MS = 0.02
-"""Per replayed op on a CPU, on top of the op itself: calling it again. Fitted, with `MAKE_MS` and `_LOOKUP`, to an LSTM, an ODE and a chain of 80
+"""Per replayed op on a CPU, on top of the op itself: calling it again. Fitted, with `MAKE_MS` and `LOOKUP`, to an LSTM, an ODE and a chain of 80
 small blocks at 80 to 20 % of their peaks (59 to 743 tensors made again by 59 to 2,605 ops), on two quiet cores."""
 MAKE_MS = 0.1
 """Per tensor that is made again on a CPU: remembering how, and finding that again."""
-_LOOKUP = 1.35
+LOOKUP = 1.35
 """Times as long as watching alone takes finding out what there is to do, on a CPU."""
 _REPLAY_BESIDE_GPU_MS = 0.05
 """Per replayed op where a GPU runs it: all of the three, which were not measured one by one there."""
@@ -46,7 +46,7 @@ _ERRORS = 1.0
 def usual_ms(trace: Trace) -> float:
     """What watching `trace` takes, and finding out what there is to do, where the costs above were fitted."""
     watching_ms = _usual_ms(ops_of_phase(trace, "forward"), len(trace.slots.node))
-    return watching_ms * (_LOOKUP if trace.device.kind == "cpu" else 1.0)
+    return watching_ms * (LOOKUP if trace.device.kind == "cpu" else 1.0)
 
 
 def replay_ms(device: Device) -> float:

@@ -23,13 +23,14 @@ class UpdatesByHand:
 
     def __init__(self) -> None:
         self.seen = False
+        """Has one of them changed? Before the first update, no."""
         self._looks = 0
         self._before: list[tuple[weakref.ref[Tensor], Tensor]] = []
 
-    def look(self) -> bool:
-        """Has one of them changed? Before the first update, no."""
+    def look(self) -> None:
+        """Compare them, and at first choose them."""
         if self.seen:
-            return True
+            return
         guard = DisableTorchDispatch()
         try:
             with DisableTorchFunction():
@@ -43,7 +44,6 @@ class UpdatesByHand:
                     self._before = [(weakref.ref(each), each.detach().clone()) for each in few]
         finally:
             del guard
-        return self.seen
 
 
 def _has_changed(now: Tensor, before: Tensor) -> bool:

@@ -17,7 +17,15 @@ from memopt.advisors.profiles.problem import Problem
 from memopt.advisors.registry import find_strategy, profile_strategies
 from memopt.device import Device
 from memopt.errors import BudgetInfeasible, NotPossibleHere, UsageError
-from memopt.estimators.simulator.costs import HANDOVER_MS, MAKE_MS, ONE_CORE, REPLAY_MS, usual_ms
+from memopt.estimators.simulator.costs import (
+    HANDOVER_MS,
+    HOOK_MS,
+    LOOKUP,
+    MAKE_MS,
+    MODE_MS,
+    ONE_CORE,
+    REPLAY_MS,
+)
 from memopt.estimators.simulator.decision import RECOMPUTE, RECOMPUTE_AGAIN, RECOMPUTE_EARLY, Decision
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
@@ -58,7 +66,9 @@ def test_peak_of_a_chain_by_hand() -> None:
         1410,
     ]
     assert timeline.peak_bytes == 3010 + 400
-    assert timeline.step_ms == pytest.approx(18 + 1 + REPLAY_MS + MAKE_MS + usual_ms(trace))
+    assert timeline.step_ms == pytest.approx(
+        18 + 1 + REPLAY_MS + MAKE_MS + LOOKUP * (6 * MODE_MS + 6 * HOOK_MS)
+    )
 
 
 def test_made_again_instead_of_held() -> None:

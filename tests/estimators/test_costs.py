@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from memopt.advisors.profiles.problem import Problem
-from memopt.estimators.simulator.costs import HOOK_MS, MAKE_MS, MODE_MS, REPLAY_MS, pace_of, usual_ms
+from memopt.estimators.simulator.costs import HOOK_MS, LOOKUP, MAKE_MS, MODE_MS, REPLAY_MS, pace_of, usual_ms
 from memopt.estimators.simulator.timeline import Simulator
 from memopt.estimators.simulator.trace_view import TraceView
 from memopt.trace import Trace, Watching, ops_of_phase
@@ -25,7 +25,7 @@ def watched(trace: Trace, cost_ms: float, error_ms: float = 0.0) -> Trace:
 
 def test_the_pace_is_what_was_measured_as_far_as_it_is_sure(trace: Trace) -> None:
     usual = MODE_MS * ops_of_phase(trace, "forward") + HOOK_MS * len(trace.slots.node)
-    assert usual < usual_ms(trace) < 1.5 * usual, "a plan also finds out what there is to do"
+    assert usual_ms(trace) == pytest.approx(LOOKUP * usual), "a plan also finds out what there is to do"
     assert pace_of(trace) == 1.0
     assert pace_of(watched(trace, 3 * usual)) == pytest.approx(3.0)
     assert pace_of(watched(trace, 3 * usual, 0.5 * usual)) == pytest.approx(2.5)
