@@ -43,7 +43,7 @@ def _made_in(optimizer: torch.optim.Optimizer, group: Group) -> float:
 def _state_to_a_byte(optimizer: torch.optim.Optimizer, group: Group, like: Tensor) -> float:
     tried = torch.ones(_TRIED, dtype=like.dtype, device=like.device)
     tried.grad = torch.ones_like(tried)
-    (state,) = step_slices(optimizer, group, [tried], [{}])
+    state = step_slices(optimizer, group, [tried], [{}])[0] or {}
     made = [each for each in state.values() if isinstance(each, Tensor) and each.shape == tried.shape]
     return sum(each.nbytes for each in made) / tried.nbytes
 

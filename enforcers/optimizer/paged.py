@@ -259,13 +259,15 @@ class PagedOptimizer:
         number: int,
         segment: Segment,
         before: State,
-        after: State,
+        after: State | None,
         rows: dict[tuple[int, str], Tensor],
         *,
         pages: bool,
     ) -> dict[tuple[int, str], Tensor]:
-        """Put the state of a segment where it belongs; what is to come into the bundle and is not there yet."""
+        """Put the state of a segment where it belongs, if it has any; what is to come into the bundle and is not there yet."""
         parameter, fresh = segment.parameter, dict[tuple[int, str], Tensor]()
+        if after is None:
+            return fresh
         inner = dict.get(state, parameter)
         if inner is None:
             inner = {}

@@ -116,18 +116,19 @@ def is_dense(tensor: Tensor) -> bool:
 
 def step_slices(
     optimizer: torch.optim.Optimizer, group: Group, slices: list[Tensor], states: list[State]
-) -> list[State]:
-    """The optimizer's own step on `slices`, whose gradients are set, with `states`; the states after it. Hooks and counters of
-    schedulers are left to the script's step."""
+) -> list[State | None]:
+    """The optimizer's own step on `slices`, whose gradients are set, with `states`; the states after it, None where the optimizer has made no
+    entry (SGD without momentum). Hooks and counters of schedulers are left to the script's step."""
     groups, state = optimizer.param_groups, optimizer.state
     optimizer.param_groups = [{**group, "params": slices}]
-    ours: defaultdict[Tensor, State] = defaultdict(dict, zip(slices, states, strict=True))
+    given = zip(slices, states, strict=True)
+    ours: defaultdict[Tensor, State] = defaultdict(dict, {each: state for each, state in given if state})
     optimizer.state = ours
     try:
         type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
     finally:
         optimizer.param_groups, optimizer.state = groups, state
-    return [ours[each] for each in slices]
+    return [ours.get(each) for each in slices]
 
 
 def why_not(optimizer: torch.optim.Optimizer, *, with_closure: bool = False) -> str:
@@ -196,8 +197,8 @@ def _same_bits(optimizer: torch.optim.Optimizer, group: Group, example: Tensor) 
         whole.grad = gradient
         for row, (a, b) in zip(rows, itertools.pairwise(_TRIED), strict=True):
             row.grad = gradient[a:b]
-        (of_whole,) = step_slices(optimizer, group, [whole], [of_whole])
-        of_rows = step_slices(optimizer, group, rows, of_rows)
+        of_whole = step_slices(optimizer, group, [whole], [of_whole])[0] or {}
+        of_rows = [after or {} for after in step_slices(optimizer, group, rows, of_rows)]
     together = {
         key: torch.cat([each[key] for each in of_rows])
         for key, value in of_whole.items()

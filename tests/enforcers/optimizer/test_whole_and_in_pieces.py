@@ -14,6 +14,7 @@ from torch import nn
 
 from memopt.enforcers.optimizer.state_elsewhere import StateElsewhere
 from memopt.enforcers.verify.digests import digest
+from memopt.plan import Tier
 from tests.enforcers.test_optimizer_in_pieces import plan_for
 from tests.support.enforced import enforced, seeded
 from tests.support.stepping import everything
@@ -69,6 +70,27 @@ def test_the_same_state_whichever_way_it_has_left(odd: Odd, whole_from: int, tmp
     plan = msgspec.structs.replace(plan, script_actions=[action])
     computed, _ = enforced(loop, plan, tmp_path, STEPS)
     assert computed == seeded(loop, STEPS)
+
+
+@pytest.mark.parametrize("tier", [None, "disk"])
+def test_an_optimizer_that_keeps_no_state_has_no_entry_after_steps_in_pieces(
+    tier: Tier | None, tmp_path: Path
+) -> None:
+    entries: list[int] = []
+
+    def loop(steps: int) -> list[str]:
+        model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(16, 64)).square().mean().backward()
+            optimizer.step()
+        entries.append(len(optimizer.state_dict()["state"]))
+        return everything(model, optimizer)
+
+    computed, _ = enforced(loop, plan_for(tier), tmp_path, STEPS)
+    assert computed == seeded(loop, STEPS)
+    assert entries[0] == entries[1]
 
 
 def elsewhere() -> tuple[StateElsewhere, list[int]]:
