@@ -176,6 +176,7 @@ def outcome_of(
         divergences=divergences,
         steps=steps,
         other_steps=measured.other_steps,
+        as_profiled_step_ms=measured.as_profiled_step_ms,
         process_peak_bytes=measured.process_peak_bytes,
         notes=[*notes, *measured.notes()],
     )

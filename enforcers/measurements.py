@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from memopt.instrument.memory.held import left_behind_bytes
 from memopt.instrument.memory.outside import is_clearly_more, was_above_now_bytes
 from memopt.plan import Plan
 from memopt.units import format_bytes
@@ -32,9 +31,6 @@ writes into freed memory if it is closed under the next."""
 _LATE = 16
 _LONG_S = 0.2
 """One that takes longer (of a thousand ops and more) is made only where it is needed: torch keeps some ten KB of each op for good."""
-_LEFT_BEHIND, _LEFT_BEHIND_BYTES = 0.05, 16 << 20
-"""Of the predicted peak, and at least: where what torch keeps of them has come to more, no more are made than are needed."""
-
 _UNLIKE = 0.05
 """How far the measured peak may lie from the predicted one before it is told, whatever else is known."""
 
@@ -106,8 +102,6 @@ class Measurements:
         self._peaks: list[tuple[int, int]] = []
         """(peak, what there was when the iteration began)."""
         self.peaks = Peaks()
-        self._left_before_bytes = left_behind_bytes()
-        """By what was measured before the plan."""
         self._above_bytes = 0
         """The most that was held before training, above what was held as it began."""
         self._before_bytes = 0
@@ -118,6 +112,8 @@ class Measurements:
         self._times_ms: list[float] = []
         self._alike_ms: list[float] = []
         """Of these, those of iterations like the profiled one."""
+        self._as_profiled_ms: list[float] = []
+        """Of all of these, with as many elements saved as in the profiled one: a step takes about as long to each."""
         self._parts = 0
         """Iterations that ended before the last optimizer had joined the round."""
         self._joined = False
@@ -164,8 +160,17 @@ class Measurements:
     @property
     def step_ms(self) -> float | None:
         """Of iterations like the profiled one, where there were a few."""
-        times = self._alike_ms if len(self._alike_ms) >= _FEW else self._times_ms
+        times = self._alike_ms if self._some_alike else self._times_ms
         return median(times) if times else None
+
+    @property
+    def as_profiled_step_ms(self) -> float | None:
+        """Of iterations unlike it, what they would have taken had they saved as much; None where there were a few like it."""
+        return median(self._as_profiled_ms) if self._as_profiled_ms and not self._some_alike else None
+
+    @property
+    def _some_alike(self) -> bool:
+        return len(self._alike_ms) >= _FEW
 
     @property
     def other_steps(self) -> int:
@@ -275,6 +280,8 @@ class Measurements:
         as_planned = not plain and count > 1 and self._is_as_planned(saved)
         if count > 1 and self._meter is None and not plain:
             self._times_ms.append(milliseconds)
+            if saved is not None and saved[1] and self._plan.saved_elements:
+                self._as_profiled_ms.append(milliseconds * self._plan.saved_elements / saved[1])
             if not other:
                 self._alike_ms.append(milliseconds)
         self._was_other = other
@@ -300,11 +307,10 @@ class Measurements:
             self._parts = after - 1
             self._times_ms.clear()
             self._alike_ms.clear()
+            self._as_profiled_ms.clear()
             self._others.clear()
         long = self._measured_planned and not self._others and self._takes_s > _LONG_S
-        may_leave_bytes = max(_LEFT_BEHIND_BYTES, _LEFT_BEHIND * self._plan.predicted_peak_bytes)
-        few = long or left_behind_bytes() - self._left_before_bytes > may_leave_bytes
-        turns: tuple[int, ...] = MEASURED[:2] if few else MEASURED
+        turns: tuple[int, ...] = MEASURED[:2] if long else MEASURED
         first = self._plan.iteration
         if 0 < first < MEASURED[0]:  # the script may make no more
             turns = (first, *(each for each in turns if each > first + 1))
@@ -312,7 +318,9 @@ class Measurements:
         other = guarded or self._was_other
         self._others_begun += other
         wanted = other and _is_power(self._others_begun) and begun + 2 not in turns
-        late = begun >= _LATE and (_is_power(begun) or (not few and begun % 3 == 0 and _is_power(begun // 3)))
+        late = begun >= _LATE and (
+            _is_power(begun) or (not long and begun % 3 == 0 and _is_power(begun // 3))
+        )
         if self._state_is_back or self._just_measured:
             return
         if self._wanted and (begun + 1 in turns or wanted or late):

@@ -53,8 +53,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     other_steps: int = 0
     """Those of them, but for the first, in which autograd saved other tensors than in the profiled one: another number of them, or elements by
     half a per cent more or fewer."""
+    as_profiled_step_ms: float | None = None
+    """Median of what such steps would have taken with as many elements as in the profiled one, by the elements that each saved; None where those
+    that were timed saved as many."""
     notes: list[str] = []
     """What the reader should know: why actions were skipped, where the run left the plan, ..."""
+
+    @property
+    def compared_step_ms(self) -> float | None:
+        """What is held against the plain and the predicted step, which are of the profiled iteration."""
+        return self.measured_step_ms if self.as_profiled_step_ms is None else self.as_profiled_step_ms
 
     def save(self, path: Path) -> None:
         """Write the outcome, indented, whole or not at all."""
@@ -70,7 +78,12 @@ def load_outcome(path: Path) -> Outcome:
         found.predicted_peak_bytes,
         found.measured_peak_bytes or 0,
     )
-    times = (found.plain_step_ms, found.predicted_step_ms, found.measured_step_ms or 0.0)
+    times = (
+        found.plain_step_ms,
+        found.predicted_step_ms,
+        found.measured_step_ms or 0.0,
+        found.as_profiled_step_ms or 0.0,
+    )
     if not (all(0 <= size < 2**62 for size in sizes) and all(0 <= time < 1e12 for time in times)):
         raise BadFile(
             f"{path} is not a usable outcome",

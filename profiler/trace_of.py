@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from memopt.profiler.recordings import Recordings, Result, Wanted
     from memopt.profiler.timing.plain_steps import PlainSteps
 
+_VARY = 0.02
+"""Those seen are no figure of a recorded iteration that saved so much more or less."""
 _ANOTHER_KIND = 3
 """Times as long as a plain step the ops of another kind of step take; those of one alike do up to 1.8 times, where they are small (a profile
 slows them down)."""
@@ -78,7 +80,7 @@ def trace_of(result: Result, partial: str, recordings: Recordings, run: Run) -> 
         script=msgspec.structs.replace(run.script, torch=str(torch.__version__)),
         device=device,
         iteration=result.iteration,
-        step_ms=_step_ms(result, recordings.recorded_ms, run),
+        step_ms=_step_ms(result, recordings, run),
         notes=[*recordings.notes, *sorted(recorder.notes)],
         facts=_facts(result, recordings, run),
         partial=partial,
@@ -106,17 +108,18 @@ def _room_bytes(trace: Trace, result: Result) -> int:
     return 0 if result.recorder.sends_away else trace.peak_bytes - trace.base_bytes
 
 
-def _step_ms(result: Result, recorded_ms: float, run: Run) -> float:
+def _step_ms(result: Result, recordings: Recordings, run: Run) -> float:
     """A plain iteration: those seen, or, where all were offloaded, the ops alone. A single one seen, an early one, may have been slow: it takes
     no longer than the recorded ops and what the script does between them. Where these take far longer, those seen were of another kind (a script
-    that takes turns), and no figure of this one."""
-    seen_ms, usage = run.plain.step_ms(recorded_ms), result.usage
+    that takes turns), and no figure of this one. Where those seen saved other amounts, a step is taken to be as long as it saves elements."""
+    shares = [result.saved_elements / each if each else 1.0 for _, each in recordings.saved_before]
+    seen_ms, usage = run.plain.step_ms(recordings.recorded_ms, shares), result.usage
     if usage is None:
         return seen_ms
     ops_ms = sum(usage.time_us) / 1000
     if result.recorder.sends_away or 0 < _ANOTHER_KIND * seen_ms < ops_ms:
         return ops_ms
-    if run.plain.several:
+    if run.plain.several and all(abs(each - 1) <= _VARY for each in shares):
         return seen_ms
     return min(seen_ms or inf, ops_ms + result.recorder.between.total_ms)
 

@@ -83,16 +83,22 @@ def _rows(outcome: Outcome) -> list[tuple[str, ...]]:
     o = outcome
     return [
         _row("peak", format_bytes, o.unplanned_peak_bytes, o.predicted_peak_bytes, o.measured_peak_bytes),
-        _row("step", format_ms, o.plain_step_ms, o.predicted_step_ms, o.measured_step_ms),
+        _row("step", format_ms, o.plain_step_ms, o.predicted_step_ms, o.measured_step_ms, o.compared_step_ms),
     ]
 
 
 def _row(
-    name: str, shown: Callable[..., str], plain: float, predicted: float, measured: float | None
+    name: str,
+    shown: Callable[..., str],
+    plain: float,
+    predicted: float,
+    measured: float | None,
+    compared: float | None = None,
 ) -> tuple[str, ...]:
+    """`compared`: what is held against the prediction where that is not what was measured."""
     if measured is None:
         return name, shown(plain), shown(predicted), "-", "-"
-    off_by = format_change(measured, predicted, none="0 %")
+    off_by = format_change(measured if compared is None else compared, predicted, none="0 %")
     return name, shown(plain), shown(predicted), shown(measured), off_by
 
 

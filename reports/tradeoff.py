@@ -77,9 +77,9 @@ def _chosen(plan: Plan) -> Mark:
 
 
 def _measured(outcome: Outcome) -> Mark | None:
-    if outcome.measured_peak_bytes is None or outcome.measured_step_ms is None or not outcome.plain_step_ms:
+    if outcome.measured_peak_bytes is None or outcome.compared_step_ms is None or not outcome.plain_step_ms:
         return None
-    return Mark("measured", "measured", outcome.measured_peak_bytes, outcome.measured_step_ms / outcome.plain_step_ms - 1)  # fmt: skip
+    return Mark("measured", "measured", outcome.measured_peak_bytes, outcome.compared_step_ms / outcome.plain_step_ms - 1)  # fmt: skip
 
 
 def drawn(marks: Sequence[Mark], budget_bytes: int = 0) -> Figure:

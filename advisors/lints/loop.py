@@ -131,9 +131,9 @@ def input_requires_grad(seen: Seen) -> Iterable[int]:
     asked_for = seen.trace.facts.get("grad_calls", 0) > 0
     if seen.differentiates_twice or asked_for or updates is None or updates.others_read != 0:
         return
-    # a leaf that is made in the iteration and gets a gradient is filed as a parameter
+    # a leaf that is made in the iteration and gets a gradient is filed as a parameter, as is what the script puts in a parameter's place (`p.data = ...`)
     for storage in seen.of_category("parameter"):
-        if seen.maker(storage) >= 0:
+        if seen.maker(storage) >= 0 and not seen.is_of_a_model(storage):
             yield storage
     position = {
         ("ConvolutionBackward0", "input"): 0,

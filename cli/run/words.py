@@ -260,12 +260,13 @@ def _beside(course: Course, plan: Plan, outcome: Outcome) -> str:
         f"predicted peak {format_bytes(plan.predicted_peak_bytes)}, step {format_ms(plan.predicted_step_ms)}"
     )
     peak, step = outcome.measured_peak_bytes, outcome.measured_step_ms
+    compared = outcome.compared_step_ms
     measured = [
         f"peak {format_bytes(peak)} ({format_change(peak, plan.predicted_peak_bytes, none='0 %')})"
         if peak is not None
         else "no peak",
-        f"step {format_ms(step)} ({format_change(step, plan.predicted_step_ms, none='0 %')})"
-        if step is not None
+        f"step {format_ms(step)} ({format_change(compared, plan.predicted_step_ms, none='0 %')}{_by_elements(outcome)})"
+        if step is not None and compared is not None
         else "no step",
     ]
     most = format_bytes(course.peak_bytes)
@@ -279,18 +280,23 @@ def _beside(course: Course, plan: Plan, outcome: Outcome) -> str:
     return f"{predicted}; measured {', '.join(measured)}"
 
 
+def _by_elements(outcome: Outcome) -> str:
+    """How steps are held against the profiled one that saved more or less than that."""
+    return " per saved element, as sizes vary" if outcome.as_profiled_step_ms is not None else ""
+
+
 def _cost(course: Course, plan: Plan, outcome: Outcome) -> str:
-    step, plain = outcome.measured_step_ms, format_ms(plan.plain_step_ms)
+    step, plain = outcome.compared_step_ms, format_ms(plan.plain_step_ms)
     if step is None:
         parts = ["cost not measured"]
-    elif outcome.other_steps > _steps_under_it(course) // 2:
-        parts = [f"most steps saved other tensors than the profiled one (plain {plain})"]
     elif step < (1 - _NOISE) * plan.plain_step_ms:
         parts = [
             f"cost not known: a step took {format_ms(step)}, the plain one that was timed {plain}, as early ones are slow"
         ]
     else:
-        parts = [f"cost {format_change(step, plan.plain_step_ms)} a step (plain {plain})"]
+        parts = [
+            f"cost {format_change(step, plan.plain_step_ms)} a step{_by_elements(outcome)} (plain {plain})"
+        ]
     counts = outcome.actions
     if counts.planned:
         parts.append(f"{counts.done} of {counts.planned} actions done")

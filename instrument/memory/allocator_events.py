@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import os
 import sys
 import threading
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 
-from memopt.instrument.memory.held import left_behind
 from memopt.instrument.memory.outside import give_back_free_pages
 from memopt.instrument.script.script_profiler import is_free, on_script, ours, ours_ends, watch
 from memopt.instrument.script.training_thread import AtEnd
@@ -28,9 +26,6 @@ MARK = "memopt::op"
 """`record_function`s of this name divide the events into ops."""
 _FREED = "memopt::freed "
 _ALLOCATION = "[memory]"
-_EVENT_BYTES = 2000
-"""What the results of a profile hold of each allocation or free (torch 2.13: 1,960 to 2,120 bytes in profiles of 2,000 to 50,000)."""
-
 
 _here = threading.local()
 """`running`: what was started last in this thread; `end` stops it with the thread."""
@@ -50,17 +45,14 @@ class Started:
     stopped: bool = False
 
     def stop(self) -> Any:
-        """Its results, which are never freed: when the profile began or ended inside an optimizer hook, libkineto's ~MemoryTraceLogger has
-        freed garbage, and the process died in some later garbage collection (torch 2.13; perhaps what `script_profiler` tells of scopes).
-        There are a few results in a run."""
+        """Its results, 2 KB for each allocation or free, which nobody holds here any more."""
         self.stopped = True
         record_functions(True)
         ours_ends()
         with _quiet(), ours():
             self.profile.stop()
-        results = self.profile.profiler.kineto_results
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(results))
-        return results
+        profile, self.profile = self.profile, None
+        return profile.profiler.kineto_results
 
 
 def _running() -> Started | None:
@@ -114,9 +106,8 @@ def stop_profile(started: Started) -> list[tuple[int, int, int]] | None:
     if started.stopped:
         return None
     events = memory_events(started.stop().experimental_event_tree())
-    left_behind(_EVENT_BYTES * len(events))
-    # The results, which stay, lie in between what the iteration has let go of: the pieces are too small for the same tensors, which the next
-    # iteration lays elsewhere. glibc kept them all (80 MB for each iteration of one script that was measured).
+    # The results lay in between what the iteration has let go of: the pieces are too small for the same tensors, which the next iteration lays
+    # elsewhere. glibc kept them all (80 MB for each iteration of one script that was measured).
     give_back_free_pages()
     return events
 

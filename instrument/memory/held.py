@@ -51,21 +51,8 @@ class _Malloc:
         return self._found
 
 
-_left_behind = [0]
-
-
-def left_behind(size_bytes: int) -> None:
-    """So much that malloc has given out is memopt's for good: the results of one of torch's profiles."""
-    _left_behind[0] += size_bytes
-
-
-def left_behind_bytes() -> int:
-    """All of that until now."""
-    return _left_behind[0]
-
-
 def held_bytes(kind: str, *, now_exactly: bool = False) -> int:
-    """On a device of `kind`. On a CPU it is all that malloc has given out: tensors, and what else libraries hold, but what memopt has left behind;
+    """On a device of `kind`. On a CPU it is all that malloc has given out: tensors, and what else libraries hold;
     Python's own small objects are not among it. 0 where nobody can be asked (no glibc of 2.33 or later, another malloc). Unless it is to be
     `now_exactly`, an answer may be some ms old where it takes long."""
     if kind == "cuda":
@@ -73,9 +60,7 @@ def held_bytes(kind: str, *, now_exactly: bool = False) -> int:
 
         return torch.cuda.memory_allocated()
     malloc = _malloc()
-    if malloc is None:
-        return 0
-    return max(0, malloc.held_bytes(now_exactly=now_exactly) - left_behind_bytes())
+    return malloc.held_bytes(now_exactly=now_exactly) if malloc is not None else 0
 
 
 @cache

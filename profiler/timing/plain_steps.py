@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import median
 
 from memopt.trace import Watching
@@ -80,12 +81,15 @@ class PlainSteps:
         last = self._times_ms[-1] if self._times_ms else 0.0
         return len(self._times_ms) >= _ENOUGH or self._spent_ms + last > _MOST_MS
 
-    def step_ms(self, recorded_ms: float) -> float:
-        """The median, without the first if there are others: it is early, and slow.
+    def step_ms(self, recorded_ms: float, shares: Sequence[float] = ()) -> float:
+        """The median, without the first if there are others: it is early, and slow. `shares`: times as much as each of them the recorded iteration
+        saved, where that is known: it takes about as many times as long.
 
         Never more than the recorded iteration took (0: not known), which recording has slowed down: one with an evaluation in it is no
         plain step. `recorded_ms` if there were none.
         """
-        steady = self._times_ms[1:] or self._times_ms
+        known = shares if len(shares) == len(self._times_ms) else [1.0] * len(self._times_ms)
+        times = [each * share for each, share in zip(self._times_ms, known, strict=True)]
+        steady = times[1:] or times
         found = [*([median(steady)] if steady else []), *([recorded_ms] if recorded_ms else [])]
         return min(found, default=0.0)

@@ -125,8 +125,14 @@ PENALTY = {"between": "z = x.clone().requires_grad_(); g, = torch.autograd.grad(
 
 
 VIEWS = {"setup": DDP.format(", gradient_as_bucket_view=True")}
+TEACHER = {
+    "setup": "import copy; teacher = copy.deepcopy(net).requires_grad_(False)",
+    "after": "[setattr(t, 'data', 0.9 * t.data + 0.1 * p.data) for t, p in zip(teacher.parameters(), net.parameters())]",
+}
+"""Averaged weights that take the place of those before."""
 CLEAN_ONES = {
     "": {},
+    "teacher": TEACHER,
     "bucket views": VIEWS,
     "innocent": INNOCENT,
     "penalty": PENALTY,

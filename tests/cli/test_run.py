@@ -345,21 +345,25 @@ def test_a_budget_is_told_to_be_passed_where_it_was_and_by_how_much(
 
 
 @pytest.mark.parametrize(
-    ("step_ms", "recorded", "words"),
+    ("step_ms", "scaled_ms", "recorded", "words"),
     [
-        (110.0, [], "cost +10 % a step (plain 100 ms), 1 of 1 actions done, enforced from the first of 9 iterations, as .memopt/ had the plan"),
-        (50.0, [], "cost not known: a step took 50.0 ms, the plain one that was timed 100 ms, as early ones are slow, 1 of 1"),
-        (110.0, [5], "as .memopt/ had the plan, under another after 6, as the training goes on otherwise, recording and waiting for the plan took 2.00 s more"),
+        (400.0, 110.0, [], "cost +10 % a step per saved element, as sizes vary (plain 100 ms), 1 of 1"),
+        (110.0, None, [], "cost +10 % a step (plain 100 ms), 1 of 1 actions done, enforced from the first of 9 iterations, as .memopt/ had the plan"),
+        (50.0, None, [], "cost not known: a step took 50.0 ms, the plain one that was timed 100 ms, as early ones are slow, 1 of 1"),
+        (110.0, None, [5], "as .memopt/ had the plan, under another after 6, as the training goes on otherwise, recording and waiting for the plan took 2.00 s more"),
     ],
 )  # fmt: skip
 def test_the_cost_is_told_of_steps_and_of_what_was_recorded_again(
-    step_ms: float, recorded: list[int], words: str
+    step_ms: float, scaled_ms: float | None, recorded: list[int], words: str
 ) -> None:
     from memopt.cli.run.words import _cost
 
     plan = SimpleNamespace(plain_step_ms=100.0)
     outcome = SimpleNamespace(
-        measured_step_ms=step_ms, other_steps=0, actions=SimpleNamespace(planned=1, done=1)
+        compared_step_ms=scaled_ms or step_ms,
+        as_profiled_step_ms=scaled_ms,
+        other_steps=0,
+        actions=SimpleNamespace(planned=1, done=1),
     )
     course = SimpleNamespace(iterations=9, enforced_after=0, phases_after=[6] if recorded else [], from_cache=True, better_after=None, recorded=recorded, extra_ms=2000.0)  # fmt: skip
     assert words in _cost(course, plan, outcome)  # type: ignore[arg-type]
@@ -380,7 +384,9 @@ def test_a_peak_that_the_measured_iterations_did_not_have_is_told_with_its_place
     from memopt.cli.run.words import _beside
 
     plan = SimpleNamespace(predicted_peak_bytes=1024, predicted_step_ms=1.0)
-    outcome = SimpleNamespace(measured_peak_bytes=1024, measured_step_ms=1.0)
+    outcome = SimpleNamespace(
+        measured_peak_bytes=1024, measured_step_ms=1.0, compared_step_ms=1.0, as_profiled_step_ms=None
+    )
     course = SimpleNamespace(peak_bytes=last_bytes if last_bytes < 1536 else 2048, last_peak_bytes=last_bytes)
     assert words in _beside(course, plan, outcome)  # type: ignore[arg-type]
 

@@ -147,18 +147,20 @@ def test_garbage_in_cycles_that_was_made_inside_a_measured_iteration_is_told(mea
     assert note.startswith("the measured peak is 200% above the predicted one: tensors in reference cycles,")
 
 
-@pytest.mark.parametrize(("left_bytes", "times"), [(1 << 20, 6), (20 << 20, 3)])
-def test_what_torch_keeps_of_each_measured_iteration_does_not_come_to_much(
-    measured, monkeypatch, left_bytes, times
-):
-    left = [50 << 20]
-    monkeypatch.setattr(measurements, "left_behind_bytes", lambda: left[0])
-    found = measured([30] * 6)
-    for count in range(1, 18):
-        if found.iteration_ended(count, 1.0, (1, 1), plain=False) is not None:
-            left[0] += left_bytes
-        found.iteration_begins(count, LOOP)
-    assert len(found._peaks) == times
+def test_steps_of_other_sizes_are_held_against_the_profiled_one_by_what_they_saved(measured):
+    found = measured([])
+    found._plan = msgspec.structs.replace(found._plan, saved_tensors=4, saved_elements=100)
+    found.iteration_ended(1, 1000.0, (4, 100), plain=False)
+    assert found.as_profiled_step_ms is None
+    for count, elements in enumerate((50, 80, 200, 100, 100), 2):
+        found.iteration_ended(count, 2.0 * elements + 10 * (elements == 50), (4, elements), plain=False)
+    assert (found.step_ms, found.as_profiled_step_ms) == (200.0, 200.0)
+    found.iteration_ended(7, 500.0, (9, 400), plain=False)
+    found.iteration_ended(8, 600.0, (9, 400), plain=False)
+    assert found.as_profiled_step_ms == 200.0
+    assert found.step_ms == 200.0
+    found.iteration_ended(9, 240.0, (4, 100), plain=False)
+    assert (found.step_ms, found.as_profiled_step_ms) == (200.0, None), "three saved as many"
 
 
 def test_what_was_held_outside_the_measured_iterations_is_told(measured, monkeypatch):

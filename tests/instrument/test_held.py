@@ -27,21 +27,20 @@ def test_malloc_tells_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(held.held_bytes("cpu") - before) < MIB
 
 
-def test_what_torch_keeps_of_a_profile_is_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_of_what_a_profile_of_ours_has_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held, "_QUICK_S", 60.0)
     held._malloc.cache_clear()
     if (first := started_profile()) is not None:
         stop_profile(first)  # which makes what all share
-    before, behind = held.held_bytes("cpu"), held.left_behind_bytes()
+    before = held.held_bytes("cpu")
     profile = started_profile()
     if not before or profile is None:
         pytest.skip("no glibc that can be asked, or another profile runs")
     for _ in range(4000):
         torch.empty(256)
-    stop_profile(profile)
-    left = held.left_behind_bytes() - behind
-    assert left > 8 * MIB
-    assert abs(held.held_bytes("cpu") - before) < 0.3 * left
+    assert len(stop_profile(profile) or ()) >= 8000
+    del profile
+    assert abs(held.held_bytes("cpu") - before) < MIB  # of 16 MiB
 
 
 @pytest.mark.parametrize(("takes_s", "asked"), [(0.0, 20), (0.01, 1)])

@@ -67,17 +67,29 @@ def test_only_the_scripts_own_time_counts(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_step_that_could_not_be_timed_is_its_ops_and_what_lies_between_them() -> None:
     """Where memory may be short, all iterations before the plan are recorded."""
     recorder = SimpleNamespace(sends_away=False, between=SimpleNamespace(total_ms=200.0))
-    result = SimpleNamespace(recorder=recorder, usage=SimpleNamespace(time_us=[3000, 4000]))
+    result = SimpleNamespace(
+        recorder=recorder, usage=SimpleNamespace(time_us=[3000, 4000]), saved_elements=50
+    )
     run = SimpleNamespace(plain=PlainSteps())
-    assert _step_ms(result, 500.0, run) == 207  # type: ignore[arg-type]
-    assert _step_ms(result, 150.0, run) == 150, "recording only slows down"  # type: ignore[arg-type]
+    saved: list[tuple[int, int]] = []
+
+    def step_ms(recorded_ms: float) -> float:
+        recordings = SimpleNamespace(recorded_ms=recorded_ms, saved_before=saved)
+        return _step_ms(result, recordings, run)  # type: ignore[arg-type]
+
+    assert step_ms(500.0) == 207
+    assert step_ms(150.0) == 150, "recording only slows down"
     run.plain.add(300.0, waited_for=False)
-    assert _step_ms(result, 500.0, run) == 207, "a single one may have been slow"  # type: ignore[arg-type]
+    assert step_ms(500.0) == 207, "a single one may have been slow"
     for milliseconds in (230.0, 240.0):
         run.plain.add(milliseconds, waited_for=True)
-    assert _step_ms(result, 500.0, run) == 235  # type: ignore[arg-type]
+    assert step_ms(500.0) == 235
+    saved += [(1, 50), (1, 50), (1, 100)]
+    assert step_ms(500.0) == 175, "the last one saved twice as much: 120 ms to as many elements, and 230 ms"
+    saved[1:] = [(1, 40), (1, 40)]
+    assert step_ms(500.0) == 207, "of those that saved less, none could take longer than the ops"
     result.usage.time_us.append(900_000)
-    assert _step_ms(result, 2000.0, run) == 907, "those seen were of another kind"  # type: ignore[arg-type]
+    assert step_ms(2000.0) == 907, "those seen were of another kind"
 
 
 @pytest.mark.parametrize("times_second", [True, False])
