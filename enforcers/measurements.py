@@ -137,6 +137,11 @@ class Measurements:
         return max(self._peaks)[0] if self._peaks else None
 
     @property
+    def is_measuring(self) -> bool:
+        """Is this iteration measured?"""
+        return self._meter is not None
+
+    @property
     def last_peak_bytes(self) -> int | None:
         """Of the iteration that has just ended, if it was measured."""
         return self._peaks[-1][0] if self._just_measured else None

@@ -470,6 +470,8 @@ class ApplySession:
         if self._iterations is not None:
             guarded = engine.standby is not None and not engine.standby.guard.rests
             self._measurements.iteration_begins(count, self._iterations, guarded=guarded)
+        if engine.standby is not None:
+            engine.standby.is_measured = self._measurements.is_measuring
 
     def _plan_slots(self, engine: Engine) -> list[int]:
         return [len(action.slots) or 1 for action in engine.actions]

@@ -583,8 +583,22 @@ class Stages:
 
     def _stands_behind(self, guard: Guard) -> None:
         """Optimizer state is what leaves where `guard` has nothing left to move."""
-        guard.goes_on = self._state.goes_on
+        guard.goes_on = self._goes_on
         guard.last_resort = lambda: self._guard(self._send_state)
+
+    def _goes_on(self) -> None:
+        """An iteration has saved its first tensor."""
+        if self._is_inside_but_for_the_first and self._state.is_away:
+            self._state.end()
+        else:
+            self._state.goes_on()
+
+    @property
+    def _is_inside_but_for_the_first(self) -> bool:
+        """Does the plan step the optimizer inside backward? Its first step is not, and may have no room for the state beside all gradients: that
+        leaves then, until the next iteration."""
+        plan = self.course.plan if self._is_planned else None
+        return plan is not None and plan.in_backward is not None and plan.in_pieces is None
 
     def _send_state(self) -> None:
         if self._loop is None:
@@ -636,7 +650,11 @@ class Stages:
 
     def _first_step(self, optimizer: torch.optim.Optimizer) -> None:
         guard = self._guard_now
-        if self._loop is not None and guard is not None and not self._is_planned:
+        if self._loop is None or guard is None:
+            return
+        if not self._is_planned or (
+            self._is_inside_but_for_the_first and not self._loop.iterations.in_backward
+        ):
             self._state.first_step(optimizer, self._loop, guard, foreseen=self._apply is not None)
 
     def step_ended(self, optimizer: torch.optim.Optimizer) -> None:

@@ -134,6 +134,8 @@ class Guard(modes.Mode):
         """No tensor has been saved yet."""
         self._began_bytes = 0
         """What there was when training began, if it has waited for that."""
+        self.after_backward = False
+        """Nothing has been saved since a backward call ended."""
         self._looking = False
         """An op has run whose backward formula looks whether a mode is on."""
         self._sizes_now: list[int] = []
@@ -311,6 +313,7 @@ class Guard(modes.Mode):
             return Kept(tensor)
         if not self._sizes_now:
             self.goes_on()
+        self.after_backward = False
         self._sizes_now.append(tensor.numel())
         if self._waits:  # a script without modules
             self._training_begins()
@@ -444,10 +447,11 @@ class Guard(modes.Mode):
         if over > 0 and self._thread.is_here and not self._iterations.in_step:
             self.last_resort()
             over = self._above(need_bytes)
+        iterations = self._iterations
         if trains is None:
-            iterations = self._iterations
             trains = torch.is_grad_enabled() or iterations.in_backward or iterations.in_step
-        self.passed.by(over, need_bytes, what, trains=trains)
+        after_backward = self.after_backward and not iterations.in_backward
+        self.passed.by(over, need_bytes, what, trains=trains, after_backward=after_backward)
 
     def _tried(self, over: int) -> list[Saved]:
         """What may leave now, where so many bytes are to."""
@@ -577,6 +581,7 @@ class Guard(modes.Mode):
             run_as_plain(roots)
 
     def backward_ended(self) -> None:
+        self.after_backward = True
         self._makers.forget()
         self._frames.paused = False
 

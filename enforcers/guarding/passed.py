@@ -24,6 +24,10 @@ class Passed:
         """Above the budget, at most."""
         self.now_bytes = self.now_training_bytes = 0
         """In this iteration; the second where a graph is made, in backward or in a step: not where the script evaluates."""
+        self.first_step_bytes = 0
+        """In the first iteration, once backward is over: the step makes the optimizer's state, and later ones may be taken another way. No figure
+        of iterations to come, and not counted above."""
+        self._is_first = True
         self._need_bytes = self._told_bytes = 0
         self._held = ""
         """What there was then."""
@@ -33,13 +37,19 @@ class Passed:
         """The op before which that was, and where."""
 
     def new_iteration(self) -> None:
-        self.now_bytes = self.now_training_bytes = 0
+        self.now_bytes = self.now_training_bytes = self.first_step_bytes = 0
+        self._is_first = False
 
-    def by(self, over_bytes: int, need_bytes: int, what: str, *, trains: bool) -> None:
+    def by(
+        self, over_bytes: int, need_bytes: int, what: str, *, trains: bool, after_backward: bool = False
+    ) -> None:
         """The budget is passed by so much, as `what` takes `need_bytes`; not passed, where that is 0 or less."""
-        self.now_bytes = max(self.now_bytes, over_bytes)
-        if trains:
-            self.now_training_bytes = max(self.now_training_bytes, over_bytes)
+        if after_backward and self._is_first:
+            self.first_step_bytes = max(self.first_step_bytes, over_bytes)
+        else:
+            self.now_bytes = max(self.now_bytes, over_bytes)
+            if trains:
+                self.now_training_bytes = max(self.now_training_bytes, over_bytes)
         if over_bytes > self.most_bytes:
             where = self._frames.current.path
             self._at = f"{what} in {where}" if where else what

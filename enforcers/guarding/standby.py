@@ -124,6 +124,8 @@ class Standby:
         """Spent in this iteration on a look at what the script has kept, which few iterations take."""
         self.was_needed = False
         """In the last iteration."""
+        self.is_measured = False
+        """This iteration, by a profile of torch's, whose memory is not the script's: what that keeps is looked at in others."""
         self._needed_in: list[tuple[int, tuple[int, int]]] = []
         """Of the last iterations, those that needed it, and how many tensors, and elements, autograd saved in each."""
         self._often_needed = 0
@@ -140,6 +142,7 @@ class Standby:
             self._has_saved = True
             self.guard.goes_on()
             self._look_at_what_is_kept()
+        self.guard.after_backward = False
         more = self._saves_one.comes_to(size_bytes) | self._saves.comes_to(saved_bytes)
         more |= self._stays.comes_to(staying_bytes) and not self.alone
         if more or saved_bytes > self._most_saved_bytes:
@@ -158,12 +161,13 @@ class Standby:
 
     def backward_ended(self) -> None:
         """What has been saved is gone."""
+        self.guard.after_backward = True
         for each in (self._saves, self._stays):
             each.begin_anew()
 
     def _look_at_what_is_kept(self) -> None:
         """The script may have made something between iterations (a copy of its model), and keeps it."""
-        if self._begun > 1 and self.guard.rests:
+        if self._begun > 1 and self.guard.rests and not self.is_measured:
             began = time.perf_counter()
             if self._keeps_too_much(self._at_first):
                 self._wake()
@@ -227,7 +231,7 @@ class Standby:
             self.peaks.came_to(came_to, saved[1], self._plan)
             if passed.now_training_bytes > _DOUBTFUL * self.guard.budget_bytes:
                 self.most_bytes = max(self.most_bytes, came_to)
-        if woke_late and over == passed.now_training_bytes:
+        if woke_late and over == passed.now_training_bytes and not passed.first_step_bytes:
             self.peaks.came_to(self.most_bytes, saved[1], self._plan)
         self.most_saved_bytes = max(self.most_saved_bytes, self._saves.largest)
         helped = self.guard.moved > self._moved or over > 0
@@ -253,7 +257,8 @@ class Standby:
         if peak > max(self._excused_bytes, _PASSED * self._most_bytes) and not self.for_good:
             self._came_to_more(peak, in_cycles=in_cycles)
         too_late = over > (_PASSED - 1) * self._most_bytes
-        if too_late or (self._begun and self._will_rest and self._keeps_too_much(self._at_end)):
+        looks = self._begun and self._will_rest and not self.is_measured
+        if too_late or (looks and self._keeps_too_much(self._at_end)):
             self._stay_awake(_STAYS_AWAKE)
 
     def new_iteration(self) -> None:

@@ -45,14 +45,14 @@ class Started:
     stopped: bool = False
 
     def stop(self) -> Any:
-        """Its results, 2 KB for each allocation or free, which nobody holds here any more."""
+        """Its results, 2 KB for each allocation or free, which go with whoever asks: the profile itself is in a reference cycle."""
         self.stopped = True
         record_functions(True)
         ours_ends()
         with _quiet(), ours():
             self.profile.stop()
-        profile, self.profile = self.profile, None
-        return profile.profiler.kineto_results
+        inner, self.profile.profiler = self.profile.profiler, None
+        return inner.kineto_results
 
 
 def _running() -> Started | None:

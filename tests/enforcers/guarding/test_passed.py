@@ -41,3 +41,13 @@ def test_what_an_evaluation_takes_is_told_apart() -> None:
     assert (known.now_bytes, known.now_training_bytes, known.most_bytes) == (100, 7, 100)
     known.new_iteration()
     assert (known.now_bytes, known.now_training_bytes) == (0, 0)
+
+
+def test_the_first_step_is_no_figure_of_later_ones() -> None:
+    """It made the state beside all gradients, and each iteration that followed went on without its plan."""
+    known = Passed(Frames(), "cpu")
+    known.by(100, 1, "an op", trains=True, after_backward=True)
+    assert (known.now_bytes, known.first_step_bytes, known.most_bytes) == (0, 100, 100)
+    known.new_iteration()
+    known.by(7, 1, "an op", trains=True, after_backward=True)
+    assert (known.now_bytes, known.now_training_bytes, known.first_step_bytes) == (7, 7, 0)

@@ -208,11 +208,11 @@ def test_what_the_script_keeps_of_each_iteration_is_held_before_it_passes_the_bu
     loop = layers(keeps=lambda step: 1 << 13)
     budget = int(1.2 * plan.predicted_peak_bytes)
     larger = msgspec.structs.replace(plan, budget_bytes=budget)
-    computed, _ = enforced_from(loop, larger, tmp_path, 22, begins_after=3, holds_bytes=budget)
-    assert computed == seeded(loop, 22)
+    computed, _ = enforced_from(loop, larger, tmp_path, 30, begins_after=3, holds_bytes=budget)
+    assert computed == seeded(loop, 30)
     (guard,) = guards
     assert guard.moved > 0
-    assert guard.most_bytes <= 1.02 * budget, "the first iteration teaches it"
+    assert guard.most_bytes <= 1.04 * budget, "what the first three have kept is not known"
 
 
 def test_it_rests_where_all_iterations_are_alike(plan: Plan, guards: list[Guard], tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ class Played:
 
     budget_bytes, device = 1 << 40, "cpu"
     rests, moved, most_bytes = True, 0, 0
-    passed = SimpleNamespace(now_bytes=0, now_training_bytes=0)
+    passed = SimpleNamespace(now_bytes=0, now_training_bytes=0, first_step_bytes=0)
 
     def tensor_bytes(self) -> int:
         return 0
@@ -380,7 +380,7 @@ def test_an_iteration_that_saves_little_is_none_that_a_larger_plan_is_for(
     guard.budget_bytes = 1000
     standby = Standby(cast(Guard, guard), plan)
     standby.new_iteration()
-    guard.passed = SimpleNamespace(now_bytes=7, now_training_bytes=7)
+    guard.passed = SimpleNamespace(now_bytes=7, now_training_bytes=7, first_step_bytes=0)
     standby.iteration_ended((plan.saved_tensors, int(size * plan.saved_elements)), None)
     assert standby.peaks == peaks
 
@@ -635,7 +635,7 @@ def test_the_smallest_plan_there_is_is_not_left_for_the_guard_alone(
     standby = Standby(cast(Guard, guard), msgspec.structs.replace(plan, budget_bytes=budget))
     standby.for_good = True
     for over in (0, 5000):
-        guard.passed = SimpleNamespace(now_bytes=over, now_training_bytes=over)
+        guard.passed = SimpleNamespace(now_bytes=over, now_training_bytes=over, first_step_bytes=0)
         standby.new_iteration()
     assert standby.alone is alone
 
@@ -652,7 +652,7 @@ def test_alone_or_beside_the_plan_is_judged_by_what_iterations_save(
     standby.for_good = True
     for rows, over in ((1.0, budget // 10), (size, budget // 8)):
         standby.new_iteration()
-        guard.passed = SimpleNamespace(now_bytes=over, now_training_bytes=over)
+        guard.passed = SimpleNamespace(now_bytes=over, now_training_bytes=over, first_step_bytes=0)
         standby.iteration_ended((plan.saved_tensors, int(rows * plan.saved_elements)), None)
     standby.new_iteration()
     assert standby.alone is alone

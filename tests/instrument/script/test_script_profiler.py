@@ -104,10 +104,10 @@ def test_memopts_profile_notes_marks_and_memory_and_none_of_the_ops() -> None:
     kept = (torch.ones(1000) * 2).relu()
     mark.__exit__(None, None, None)
     assert note_freed(7)
-    profile = running.profile
+    inner = running.profile.profiler
     events = stop_profile(running)
     assert events is not None
-    told = profile.profiler.kineto_results.events()
+    told = inner.kineto_results.events()
     assert {each.name() for each in told} == {MARK, "[memory]", "memopt::freed 7"}
     assert [kind for _, kind, _ in events if kind != 1] == [2, 0]
     assert sum(size for _, _, size in events) == kept.nbytes - 7
