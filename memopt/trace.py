@@ -331,6 +331,13 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     def storage_label(self, storage: int) -> str:
         return self.strings[self.storages.label[storage]]
 
+    def owner_of(self, storage: int) -> Literal["module", "optimizer", ""]:
+        """Who names it (`profiler.known`); empty where that is a variable, or the op that made it, whose labels are in three parts."""
+        name, *rest = self.storage_label(storage).split(" · ")
+        if len(rest) != 1 or name.startswith(("variable ", LEFT_OVER)):
+            return ""
+        return "module" if "." in name else "optimizer" if name.startswith("parameter ") else ""
+
 
 def ops_of_phase(trace: Trace, phase: str) -> int:
     """How many."""

@@ -133,7 +133,7 @@ def input_requires_grad(seen: Seen) -> Iterable[int]:
         return
     # a leaf that is made in the iteration and gets a gradient is filed as a parameter, as is what the script puts in a parameter's place (`p.data = ...`)
     for storage in seen.of_category("parameter"):
-        if seen.maker(storage) >= 0 and not seen.is_of_a_model(storage):
+        if seen.maker(storage) >= 0 and not seen.trace.owner_of(storage):
             yield storage
     position = {
         ("ConvolutionBackward0", "input"): 0,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from memopt.estimators.simulator.trace_view import TraceView
-from memopt.trace import CATEGORIES, LEFT_OVER, PHASES
+from memopt.trace import CATEGORIES, PHASES
 
 LAST_DIM = 2**64 - 1
 """A dimension of -1, which autograd's nodes keep unsigned."""
@@ -163,13 +163,6 @@ class Seen:
     def dtype(self, storage: int) -> str:
         """As the label has it: `fp32`, `bf16`, `int64`."""
         return self.trace.storage_label(storage).rpartition(" ")[2]
-
-    def is_of_a_model(self, storage: int) -> bool:
-        """Has a module or an optimizer given it its name? Else that is of a variable's, or of the op that made it, which is in three parts."""
-        name, *rest = self.trace.storage_label(storage).split(" · ")
-        return len(rest) == 1 and not name.startswith(
-            ("variable ", LEFT_OVER, "made outside torch", "from before")
-        )
 
     def attribute(self, slot: SavedSlot, name: str) -> object:
         """What the slot's node holds under `name`; None when the trace does not say."""

@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 FOLDER = ".memopt"
 _MOST_GROWTH = 8.0
+_ABOUT = 0.999
+"""Growth is written rounded."""
+_HELPS = 0.7
+"""Of what the budget was passed by before, at most: planning for more has helped."""
 """No plan allows for iterations that save more, as against the recorded one."""
 _README = "# What `memopt run` found out about the runs that were started here. Safe to delete.\n*\n"
 
@@ -67,15 +71,33 @@ class Cache:
 
     def growth(self) -> float:
         """How many times as much as the recorded iteration one of the runs before came to, where that passed the budget; 1.0 elsewhere."""
-        try:
-            return min(max(1.0, float(self._growth_path.read_text(encoding="utf-8"))), _MOST_GROWTH)
-        except (OSError, ValueError):
-            return 1.0
+        return self._growth()[0]
 
-    def keep_growth(self, factor: float) -> None:
-        """For the next run's plan."""
+    @property
+    def grows_in_vain(self) -> bool:
+        """Has a plan for more not lowered the peak? Then this is what the runs that follow plan for."""
+        factor, planned_for = self._growth()
+        return factor == planned_for and self._growth_path.exists()
+
+    def _growth(self) -> tuple[float, float]:
+        """For the next run, and what the run that told so had planned for; both are 1.0 where none has."""
+        try:
+            first, *others = map(float, self._growth_path.read_text(encoding="utf-8").split())
+        except (OSError, ValueError):
+            return 1.0, 1.0
+        return min(max(1.0, first), _MOST_GROWTH), next(iter(others), 1.0)
+
+    def keep_growth(self, factor: float, planned_for: float) -> None:
+        """For the next run's plan; this run's was for `planned_for`. Where that was what the run before had asked for, and the peak passed the
+        budget by about as much all the same, the next one plans for what that run did, as do all that follow."""
+        if self.grows_in_vain:
+            return
+        last, before = self._growth()
+        above, above_before = factor / planned_for - 1, last / before - 1
+        in_vain = last > 1 and planned_for >= _ABOUT * last and above > _HELPS * above_before
+        wanted = (before, before) if in_vain else (max(factor, last), planned_for)
         with contextlib.suppress(OSError, MemoptError):
-            write_atomic(self._growth_path, f"{max(factor, self.growth()):.3f}\n".encode())
+            write_atomic(self._growth_path, "{:.3f} {:.3f}\n".format(*wanted).encode())
 
     @property
     def _denied_path(self) -> Path:

@@ -43,6 +43,8 @@ class Course:
     problem: str = ""
     """Why nothing is enforced."""
     from_cache: bool = False
+    grows_in_vain: bool = False
+    """Has a plan for larger iterations than the recorded one not lowered the peak of a run before?"""
     iterations: int = 0
     recorded: list[int] = field(default_factory=list)
     most_while_recorded: int = 0

@@ -95,12 +95,13 @@ class Run:
         from memopt.cli.run.words import came_to, did_what_it_said, last_words
         from memopt.cli.shared.console import say
 
+        if course.plan is not None and (factor := came_to(course)) > 1:
+            self._cache.keep_growth(factor, course.plan.grown)
+        course.grows_in_vain = self._cache.grows_in_vain
         if course.plan is not None and (course.ended_by_plan or not did_what_it_said(course)):
             self._cache.forget(course.phase)
         if course.ended_by_plan:
             self._cache.deny("optimizer")
-        if (factor := came_to(course)) > 1:
-            self._cache.keep_growth(factor)
         self._cache.close(in_use=course.still_planning)
         self._write(course)
         if not self._request.quiet:

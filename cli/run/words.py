@@ -36,7 +36,7 @@ def did_what_it_said(course: Course) -> bool:
     plan, outcome = course.plan, course.outcome
     if plan is None or outcome is None:
         return False
-    if _passed_by(course, plan) > 1:
+    if _passed_by(course, plan) > 1 and not course.grows_in_vain:
         return False
     counts = outcome.actions
     return _steps_under_it(course) < 3 or counts.skipped <= _SKIPPED * counts.planned
@@ -115,6 +115,8 @@ def _grown(course: Course) -> list[str]:
     factor = came_to(course)
     if factor == 1.0:
         return []
+    if course.grows_in_vain:
+        return ["a plan for larger iterations has not lowered that peak in a run before: the next run plans as the one before it did"]  # fmt: skip
     return [f"the next run of this command plans for iterations that take {factor:.2f} times as much as the recorded one, as far as the budget allows"]  # fmt: skip
 
 

@@ -83,6 +83,7 @@ def _is_large_weight(trace: Trace, storage: int) -> bool:
         and storages.birth_op[storage] < 0
         and storages.death_op[storage] >= trace.op_count
         and storages.size_bytes[storage] >= LEAST_BYTES
+        and trace.owner_of(storage) == "module"  # the run finds no others again
     )
 
 

@@ -458,14 +458,19 @@ def test_the_next_run_plans_for_what_this_one_came_to(
     predicted_bytes: int, peak_bytes: int, most_saved: float, phase: int, factor: float
 ) -> None:
     """Under a budget below the smallest peak each run had the same plan, and said again that the next one would not."""
-    from memopt.cli.run.words import _grown, came_to
+    from memopt.cli.run.words import _grown, came_to, did_what_it_said
 
     plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=predicted_bytes, over_bytes=max(0, predicted_bytes - 1000), grown=1.2)  # fmt: skip
     outcome = SimpleNamespace(actions=SimpleNamespace(planned=1, skipped=0))
     peaks = Peaks(larger=peak_bytes) if most_saved > 1.2 else Peaks(planned=peak_bytes)
-    course: Any = SimpleNamespace(plan=plan, outcome=outcome, last_peaks=peaks, most_saved=most_saved, phase=phase, iterations=9, enforced_after=0, phases_after=[])  # fmt: skip
+    course: Any = SimpleNamespace(plan=plan, outcome=outcome, last_peaks=peaks, most_saved=most_saved, phase=phase, iterations=9, enforced_after=0, phases_after=[], grows_in_vain=False)  # fmt: skip
     assert came_to(course) == pytest.approx(factor)
     assert bool(_grown(course)) == (factor > 1)
+    was_kept, course.grows_in_vain = did_what_it_said(course), True
+    assert did_what_it_said(course)
+    assert was_kept == (
+        peak_bytes <= 1.005 * max(1000, predicted_bytes) or (most_saved > 1.2 and peak_bytes <= 1050)
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from memopt.cli.run.cache import Cache
+from memopt.instrument.script.command import Command
 from tests.cli.test_run import memopt, outcome_of, plain
 
 SCRIPT = """
@@ -102,8 +104,26 @@ def test_a_run_that_was_surprised_tells_the_next_one(folder: Path) -> None:
         told="the next run of this command plans for iterations that take 2.",
     )
     (growth,) = (folder / ".memopt").glob("*.growth")
-    assert float(growth.read_text()) > 2
+    assert float(growth.read_text().split()[0]) > 2
     assert first == plain(folder, *lengths).stdout
+
+
+def test_planning_for_more_ends_where_it_does_not_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that is loaded into another model: each run planned for more than the one before, and none was held."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    cache = Cache(Command(("train.py",)), {})
+    assert (cache.growth(), cache.grows_in_vain) == (1.0, False)
+    cache.keep_growth(1.4, 1.0)
+    assert (cache.growth(), cache.grows_in_vain) == (1.4, False)
+    cache.keep_growth(1.4 * 1.2, 1.4)  # 20 % above, no more 40
+    assert (cache.growth(), cache.grows_in_vain) == (1.68, False)
+    cache.keep_growth(1.68 * 1.18, 1.68)
+    assert (cache.growth(), cache.grows_in_vain) == (1.4, True)
+    cache.keep_growth(3.0, 1.4)
+    assert (cache.growth(), cache.grows_in_vain) == (1.4, True)
 
 
 def test_a_run_plans_for_what_the_one_before_came_to(folder: Path) -> None:

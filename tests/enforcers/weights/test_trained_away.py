@@ -18,6 +18,7 @@ from torch.overrides import _get_current_function_mode_stack
 from memopt.advisors.profiles.problem import Decisions, Problem
 from memopt.enforcers.verify.digests import digest
 from memopt.enforcers.weights.watched import WatchedWeights
+from memopt.estimators.simulator.trace_view import TraceView
 from memopt.plan import GRADIENTS_IN_PLACE, Plan, ScriptAction
 from memopt.trace import Trace
 from tests.enforcers.optimizer.test_gradients_elsewhere import plan as pieces_plan
@@ -261,3 +262,31 @@ def test_a_script_with_such_a_thread_has_no_plan_that_sends_weights_away(trace: 
     beside = msgspec.structs.replace(trace, facts=trace.facts | {"other_threads": 1})
     assert trace.facts["other_threads"] == 0
     assert not plan_of(beside, all_away).actions
+
+
+def without_modules(steps: int, *, optimizer: bool = True) -> list[str]:
+    weights = [torch.randn(WIDTH, WIDTH).mul_(0.02).requires_grad_() for _ in range(LAYERS)]
+    sgd = torch.optim.SGD(weights, lr=0.1) if optimizer else None
+    found = []
+    for _ in range(steps):
+        out = torch.randn(512, WIDTH)
+        for each in weights:
+            out = torch.tanh(out @ each)
+        loss = out.square().mean()
+        loss.backward()
+        for each in () if sgd is not None else weights:
+            each.data -= 0.1 * each.grad
+            each.grad = None
+        if sgd is not None:
+            sgd.step()
+            sgd.zero_grad()
+        found.append(digest(loss))
+    return found
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+def test_weights_that_no_module_has_stay(optimizer: bool, tmp_path: Path) -> None:
+    """The run did not find them again, and came to more than any plan had foretold."""
+    trace = recorded(functools.partial(without_modules, optimizer=optimizer), tmp_path)
+    assert trace.storages.size_bytes.count(WEIGHT_BYTES) > LAYERS
+    assert not any(each.is_weight for each in TraceView(trace).saved.values())
