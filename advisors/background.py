@@ -39,7 +39,7 @@ _FIRST_S_AN_OP: Final = 1e-4
 """Nor less than this for each op: what has no time for one rule finds nothing."""
 _LONGER: Final = 4
 """Times as long is searched for the first plan where none was found that meets the budget."""
-_SLOW: Final = (2.0, 10.0)
+_SLOW: Final = (2.0, 3.0)
 """Plain steps that a step may take under a first plan that meets the budget, and under one that does not, before a better one is searched
 for so much longer, once."""
 _LEAST_GROWN: Final = 1.1
@@ -259,9 +259,10 @@ def _plan(order: dict[str, Any], output: Path) -> None:
         next_s = min(limit_s, _LONGER * first_s)
         if time.monotonic() - began + next_s > _LONG_S and _does_something(first):
             break
+        # the smallest peak of all has been looked for, if this is one, but perhaps not the shortest step with it
+        once = _does_something(first) and first_s >= slow_s
         first_s = next_s  # the guard holds the budget, this plan would not
-        # the smallest peak of all has been looked for, if this is one
-        again = _search(adviser, budget, first_s, soon=first_s < limit_s, once=_does_something(first))
+        again = _search(adviser, budget, first_s, soon=first_s < limit_s, once=once)
         first = again if again.is_better_than(first) else first
     _save(first, output)
     if first_s == limit_s or not _does_something(first):

@@ -116,7 +116,7 @@ def _grown(course: Course) -> list[str]:
     if factor == 1.0:
         return []
     if course.grows_in_vain:
-        return ["a plan for larger iterations has not lowered that peak in a run before: the next run plans as the one before it did"]  # fmt: skip
+        return ["planning for larger iterations has not lowered that peak in a run before, and is not done again"]  # fmt: skip
     return [f"the next run of this command plans for iterations that take {factor:.2f} times as much as the recorded one, as far as the budget allows"]  # fmt: skip
 
 

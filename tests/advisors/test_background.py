@@ -211,20 +211,35 @@ def test_a_first_plan_that_does_nothing_is_searched_for_longer(
     assert len(asked) == 3, "nothing, the nearest, and once more with all the time that there is"
 
 
-@pytest.mark.parametrize(("slower", "searches"), [(40, 2), (4, 2), (2.5, 1)])
+@pytest.mark.parametrize(
+    ("slower", "above_bytes", "searches"),
+    [(40, 0, 2), (4, 0, 2), (2.5, 0, 1), (9, 100, 2), (3.5, 100, 1)],
+)
 def test_a_first_plan_that_is_much_too_slow_is_searched_for_longer_once(
-    slower: float, searches: int, trace_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slower: float,
+    above_bytes: int,
+    searches: int,
+    trace_path: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where time is short it may make every tensor again for each op that asks, or send all state away; such a plan stays."""
+    """Where time is short it may make every tensor again for each op that asks, or send all state away; such a plan stays, also one that is as
+    little above a budget which none can meet as the others are."""
     found = Adviser(load_trace(trace_path), DEFAULT_ALLOW, 0.3).plan(20 * MIB)
+    if above_bytes:
+        monkeypatch.setattr(Adviser, "floor", Floor(found.budget_bytes + 1, ""))
     output, asked = tmp_path / "plan.json", list[float]()
 
     def search(
         adviser: Adviser, budget: str, limit_s: float, *, soon: bool = False, once: bool = False
     ) -> Plan:
         asked.append(limit_s)
+        assert not once
         step_ms = (slower - len(asked)) * found.plain_step_ms
-        return msgspec.structs.replace(found, predicted_step_ms=step_ms)
+        peak_bytes = (
+            found.budget_bytes + above_bytes * len(asked) if above_bytes else found.predicted_peak_bytes
+        )
+        return msgspec.structs.replace(found, predicted_step_ms=step_ms, predicted_peak_bytes=peak_bytes)
 
     monkeypatch.setattr(background, "_search", search)
     monkeypatch.setattr(background, "_LONG_S", float("inf"))
@@ -234,11 +249,12 @@ def test_a_first_plan_that_is_much_too_slow_is_searched_for_longer_once(
     assert os.read(here, 2) == b"."
     assert [each / asked[0] for each in asked[:-1]] == [1, 4][:searches]
     assert asked[-1] == 60.0, "once more with all the time that there is"
+    assert load_plan(output).predicted_step_ms == (slower - len(asked)) * found.plain_step_ms
 
 
 def test_nothing_is_waited_for_under_a_budget_that_no_plan_can_meet(trace_path: Path, tmp_path: Path) -> None:
     planner = Background()
-    planner.look_for(trace_path, "12%", tmp_path / "plan.json", time_limit_s=1.0)
+    planner.look_for(trace_path, "12%", tmp_path / "plan.json", time_limit_s=3.0)
     assert planner.has_news(WAIT_S)
     first = planner.plan()
     assert not planner.is_over
