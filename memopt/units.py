@@ -44,7 +44,9 @@ def parse_bytes(text: str, *, of_bytes: int | None = None) -> int:
         if amount < 1:
             raise UsageError(
                 f"'{text}' is less than one byte",
-                why=f"it is a share of the unplanned peak, which is {format_bytes(of_bytes)}",
+                why=f"it is a share of the unplanned peak, which is {format_bytes(of_bytes)}"
+                if number
+                else "it is nothing",
                 try_="--budget min, for as little as can be",
             )
     elif unit in _UNITS:

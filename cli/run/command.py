@@ -15,7 +15,7 @@ from memopt.errors import UsageError
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("--budget", "-b", metavar="BYTES", help="Most that may be on the device: 16GB, 16GiB, 60% of the unplanned peak.  [default: what it has free]")  # fmt: skip
+@click.option("--budget", "-b", metavar="BYTES", help="Most that may be on the device: 16GB, 16GiB, 60% of the unplanned peak (with --online bytes only).  [default: what it has free]")  # fmt: skip
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="Whose memory it is.  [default: where the parameters are]")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Record, stop the script and show the plan; enforce nothing.")
 @click.option("--online", is_flag=True, help="Make no plan: move saved tensors away, and optimizer state, whenever the budget would be passed.")  # fmt: skip

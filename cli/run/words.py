@@ -191,6 +191,8 @@ def _not_enforced(course: Course) -> str:
     if not course.iterations and (elsewhere := not_followed()):
         return f"nothing was enforced: {elsewhere}; try {PUT_BEFORE}"
     if course.iterations < 3:
+        if not course.iterations:
+            return "nothing was enforced: no iteration of training was seen in this process, and three are needed"
         return (
             f"nothing was enforced: {course.iterations} iterations of training were seen in this process, and three are needed; "
             "memopt profile tells what was there"

@@ -486,7 +486,7 @@ def test_a_plan_that_is_not_kept_is_told(peak_bytes: int, skipped: int, why: str
 
     plan = SimpleNamespace(budget_bytes=1000, predicted_peak_bytes=900, over_bytes=0, grown=1.0)
     outcome = SimpleNamespace(actions=SimpleNamespace(planned=10, skipped=skipped))
-    course = SimpleNamespace(plan=plan, outcome=outcome, last_peaks=Peaks(peak_bytes), iterations=9, enforced_after=3, phases_after=[])  # fmt: skip
+    course = SimpleNamespace(plan=plan, outcome=outcome, last_peaks=Peaks(peak_bytes), iterations=9, enforced_after=3, phases_after=[], grows_in_vain=False)  # fmt: skip
     assert [told.partition(": ")[2] for told in _not_kept(course)] == ([why] if why else [])  # type: ignore[arg-type]
 
 
