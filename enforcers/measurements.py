@@ -170,8 +170,9 @@ class Measurements:
 
     @property
     def as_profiled_step_ms(self) -> float | None:
-        """Of iterations unlike it, what they would have taken had they saved as much; None where there were a few like it."""
-        return median(self._as_profiled_ms) if self._as_profiled_ms and not self._some_alike else None
+        """Where it is also of iterations unlike that, what they would have taken had they saved as much."""
+        other = len(self._alike_ms) < len(self._times_ms) and not self._some_alike
+        return median(self._as_profiled_ms) if self._as_profiled_ms and other else None
 
     @property
     def _some_alike(self) -> bool:

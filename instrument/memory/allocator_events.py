@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from memopt.instrument.memory.outside import give_back_free_pages
 from memopt.instrument.script.script_profiler import is_free, on_script, ours, ours_ends, watch
 from memopt.instrument.script.training_thread import AtEnd
 from memopt.instrument.torch_internals import RecordFunction, record_functions
@@ -105,11 +104,7 @@ def stop_profile(started: Started) -> list[tuple[int, int, int]] | None:
         return None
     if started.stopped:
         return None
-    events = memory_events(started.stop().experimental_event_tree())
-    # The results lay in between what the iteration has let go of: the pieces are too small for the same tensors, which the next iteration lays
-    # elsewhere. glibc kept them all (80 MB for each iteration of one script that was measured).
-    give_back_free_pages()
-    return events
+    return memory_events(started.stop().experimental_event_tree())
 
 
 def marked(name: str) -> RecordFunction:

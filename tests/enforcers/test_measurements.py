@@ -152,6 +152,10 @@ def test_steps_of_other_sizes_are_held_against_the_profiled_one_by_what_they_sav
     found._plan = msgspec.structs.replace(found._plan, saved_tensors=4, saved_elements=100)
     found.iteration_ended(1, 1000.0, (4, 100), plain=False)
     assert found.as_profiled_step_ms is None
+    found.iteration_ended(2, 190.0, (4, 100), plain=False)
+    assert (found.step_ms, found.as_profiled_step_ms) == (190.0, None)
+    found = measured([])
+    found._plan = msgspec.structs.replace(found._plan, saved_tensors=4, saved_elements=100)
     for count, elements in enumerate((50, 80, 200, 100, 100), 2):
         found.iteration_ended(count, 2.0 * elements + 10 * (elements == 50), (4, elements), plain=False)
     assert (found.step_ms, found.as_profiled_step_ms) == (200.0, 200.0)
