@@ -109,6 +109,28 @@ def test_what_lived_before_a_plan_sent_some_of_it_away_is_not_measured(
     assert stages._there is None
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("moves", ["", "in_backward", "in_pieces"])
+def test_a_first_step_that_the_plan_does_not_move_is_looked_at(
+    moves: str, in_backward: bool, stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not inside backward yet, where later ones are; state that leaves for it is back before the plan's own steps."""
+    done: list[str] = []
+    kind, what = MOVES[moves]
+    plan = plan_with(ScriptAction(kind=kind, what=what, why="", saved_bytes=0))
+    guard = SimpleNamespace()
+    stages._apply = stages._session = SimpleNamespace(standby=SimpleNamespace(guard=guard))
+    stages.course.plan = plan
+    stages._loop = SimpleNamespace(iterations=SimpleNamespace(in_backward=in_backward))
+    state = SimpleNamespace(is_away=True, first_step=lambda *a, **k: done.append("first"), end=lambda: done.append("back"), goes_on=lambda: done.append("goes on"))  # fmt: skip
+    monkeypatch.setattr(stages, "_state", state)
+    stages._first_step(SimpleNamespace())
+    stages._stands_behind(guard)
+    guard.goes_on()
+    looked_at = not moves or (moves == "in_backward" and not in_backward)
+    assert done == [*["first"] * looked_at, "back" if moves == "in_backward" else "goes on"]
+
+
 @pytest.mark.parametrize(
     ("planning_ms", "expected"), [(900.0, ["again", "enforced"]), (19_000.0, ["enforced"] * 2)]
 )

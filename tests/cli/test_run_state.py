@@ -178,3 +178,49 @@ for step in range(12):
     again = memopt(tmp_path, "run", "--budget", "60%", "--outcome", "o2.json", "train.py")
     assert again.stdout == done.stdout
     assert outcome_of(tmp_path, "o2.json")["from_cache"]
+
+
+INSIDE = """
+import hashlib, os
+import torch
+from torch import nn
+from memopt.instrument.memory.meter import living_storages
+torch.manual_seed(0)
+model = nn.Sequential(*[m for _ in range(8) for m in (nn.Linear(512, 512), nn.GELU())])
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+held, zeros_like = [], torch.zeros_like
+def counted(*args, **options):
+    made = zeros_like(*args, **options)
+    held.append(sum(each.nbytes() for each in living_storages("cpu")))
+    return made
+for step in range(8):
+    loss = model(torch.randn(512, 512)).square().mean()
+    loss.backward()
+    torch.zeros_like = counted if step == 0 else zeros_like
+    optimizer.step()
+    optimizer.zero_grad()
+    print(step, loss.item().hex(), flush=True)
+state = optimizer.state_dict()["state"]
+for tensors in ([v for each in state.values() for v in each.values()], [*model.parameters()]):
+    print(hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in tensors)).hexdigest())
+with open("held", "w") as file:
+    print(max(held), file=file)
+"""
+
+
+def test_the_first_step_under_a_kept_plan_is_within_the_budget(
+    tmp_path: Path,
+) -> None:
+    """It makes the state beside weights and all gradients, 32 MiB here; the plan, which was kept, is of later steps, inside backward or in pieces."""
+    (tmp_path / "train.py").write_text(INSIDE)
+    args = ("--budget", "65%", "--time-limit", "1", "--outcome", "o.json", "--force", "train.py")  # fmt: skip
+    expected, seen = plain(tmp_path).stdout, []
+    plain_bytes = int((tmp_path / "held").read_text())
+    for _ in range(2):
+        ran = memopt(tmp_path, "run", *args)
+        assert ran.stdout == expected
+        seen.append(ran.stderr)
+    assert "under the kept plan from iteration 1 on" in seen[1]
+    outcome = outcome_of(tmp_path)
+    assert plain_bytes > outcome["budget_bytes"] > int((tmp_path / "held").read_text())
+    assert outcome["outcome"]["actions"]["skipped"] == 0
