@@ -124,6 +124,8 @@ class Measurements:
         """The same of the one with the largest peak."""
         self._of_more_tensors = False
         """Did that one save more tensors than the profiled one?"""
+        self._most_measured = 0.0
+        """How many times as many elements the largest saved that was measured."""
         self.frames: Frames | None = None
         self._there: dict[str, int] = {}
         """What the first measured iteration began with."""
@@ -196,9 +198,11 @@ class Measurements:
         found = []
         if self._others and not self._hardly_other:
             ends = dict.fromkeys((f"{min(self._others):.2f}", f"{max(self._others):.2f}"))
+            unmeasured = self._peaks and max(self._others) > (1 + _UNLIKE) * self._most_measured
+            up_to = f" (none above {self._most_measured:.2f} was measured)" if unmeasured else ""
             found.append(
                 f"{len(self._others)} iteration{'s' * (len(self._others) > 1)} saved other tensors than the profiled one, {' to '.join(ends)} times as many "
-                f"elements; {self._how_it_moves()}"
+                f"elements{up_to}; {self._how_it_moves()}"
             )
         if self._evaluation_bytes:
             found.append(
@@ -296,6 +300,7 @@ class Measurements:
             return None
         elements = saved[1] if saved is not None else self._plan.saved_elements
         self.peaks.came_to(self._peaks[-1][0], elements, self._plan)
+        self._most_measured = max(self._most_measured, elements / max(1, self._plan.saved_elements))
         if self._peaks[-1] == max(self._peaks):
             counted = other and bool(self._others)
             self._at_the_peak = self._others[-1] if counted else 1.0

@@ -310,6 +310,15 @@ def test_how_many_times_as_many_elements_is_told_once(measured):
     )
 
 
+def test_that_the_largest_iterations_were_not_measured_is_told(measured):
+    """Sentences of all lengths: 98.8 MiB was told, and the longest came to 109."""
+    found = outcomes_of(measured, 1200, 900)
+    told = "saved other tensors than the profiled one, 0.90 to 1.20 times as many elements"
+    assert f"{told}; " in found.notes()[0]
+    found.iteration_ended(10, 1.0, (2, 1300), plain=False)
+    assert "0.90 to 1.30 times as many elements (none above 1.20 was measured); " in found.notes()[0]
+
+
 def measured_of(found, iterations, guarded_from=1000, other_from=1000, takes_s=1.0):
     """Which of so many iterations `found` measures, where that takes `takes_s` seconds; the guard beside the plan holds those from `guarded_from` on,
     those from `other_from` on save a tensor less than planned."""
