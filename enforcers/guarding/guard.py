@@ -22,7 +22,8 @@ from torch import Tensor, UntypedStorage
 from torch.nn import Parameter
 
 from memopt.enforcers.capturing import Capturing
-from memopt.enforcers.guarding.live_bytes import Live, bytes_of, sizes_given, would_make
+from memopt.enforcers.guarding.expected import Expected, Key, Op
+from memopt.enforcers.guarding.live_bytes import Live
 from memopt.enforcers.guarding.makers import Makers
 from memopt.enforcers.guarding.passed import Passed
 from memopt.enforcers.guarding.watched import Saved, Use, Watched
@@ -62,12 +63,6 @@ _AHEAD = 2
 """Storages that are asked for next and come back before they are, where there is room."""
 
 
-Key = tuple[str, int, tuple[Any, ...]]
-"""Overload, bytes of its inputs, and sizes that it is given as numbers: calls of one key make as much."""
-Op = tuple[Key, int]
-"""Of what key, and what its shapes say that it will make."""
-
-
 class Guard(modes.Mode):
     """The mode and the hooks; a listener of the loop that it is given."""
 
@@ -99,8 +94,7 @@ class Guard(modes.Mode):
         """Times that room is needed for which only the newest are tried: what held the others holds most of them still."""
         self._in_vain_bytes = 0
         """Above the budget when all were tried in vain."""
-        self._expected: dict[Key, int] = {}
-        """Bytes that it made the last time."""
+        self._expected = Expected()
         self.workspaces: Mapping[str, Calls] = ON_A_CPU if device == "cpu" else {}
         """What ops take beside their results: as kernels do in general, until a profile has shown it."""
         self._held_at: dict[Key, int] = {}
@@ -108,8 +102,6 @@ class Guard(modes.Mode):
         self._most_with_workspaces = 0
         self.most_without_gradients = self._most_before_it = 0
         """The most that was live in calls without gradients which are told apart, and before the one that goes on."""
-        self._beyond: dict[str, float] = {}
-        """Overload -> how many times as much it made as its shapes say, where it keeps what only its kernel knows of (recurrent layers)."""
         self._about_bytes = 0
         """What the op that is about to run takes."""
         self._ahead: dict[int, SwappedStorage] = {}
@@ -186,7 +178,7 @@ class Guard(modes.Mode):
         self.workspaces = workspaces
         for key, held in self._held_at.items():
             if calls := workspaces.get(key[0]):
-                came_to = held + workspace_bytes(calls, key[1] + self._expected[key])
+                came_to = held + workspace_bytes(calls, key[1] + self._expected.last(key))
                 self._most_with_workspaces = max(self._most_with_workspaces, came_to)
         self._held_at.clear()
 
@@ -272,9 +264,9 @@ class Guard(modes.Mode):
         in_backward = self._iterations.in_backward
         if in_backward and goes_into_first(func, args, kwargs, self._makers.of):
             return in_place(func)(*args, **kwargs)  # as autograd does where no mode watches
-        key = self.begins(func, args, kwargs)
+        op = self.begins(func, args, kwargs)
         out = run(*args, **kwargs)
-        self.ended(key, out)
+        self.ended(op, out)
         if in_backward:
             self._makers.made(out)
         return out
@@ -282,26 +274,19 @@ class Guard(modes.Mode):
     def begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
         """An op is about to run: make room for what it will make."""
         name = kind_of(func).name
-        taken = bytes_of((*args, *kwargs.values()))
-        key = name, taken, sizes_given(args, kwargs, taken)
-        shown = 0 if key in self._expected else would_make(func, args, kwargs)
-        makes = self._expected.get(key, int(shown * self._beyond.get(name, 1.0)))
+        op = self._expected.of(name, func, args, kwargs)
         calls = self.workspaces.get(name)
-        self._about_bytes = makes + (workspace_bytes(calls, taken + makes) if calls else 0)
+        self._about_bytes = op.makes + (workspace_bytes(calls, op.key[1] + op.makes) if calls else 0)
         self._make_room(self._about_bytes, name)
-        return key, shown
+        return op
 
     def ended(self, op: Op, out: Any) -> None:
         """It has given `out`."""
-        key, shown = op
-        name = key[0]
         self._about_bytes = 0
-        made = self._expected[key] = self._live.made(out)
-        if made > shown > 0:
-            self._beyond[name] = made / shown
-        if self.workspaces is ON_A_CPU and self._live.bytes > self._held_at.get(key, 0):
-            self._held_at[key] = self._live.bytes
-        self._make_room(0, name)
+        self._expected.made(op, self._live.made(out))
+        if self.workspaces is ON_A_CPU and self._live.bytes > self._held_at.get(op.key, 0):
+            self._held_at[op.key] = self._live.bytes
+        self._make_room(0, op.key[0])
 
     # --- saved tensors
 

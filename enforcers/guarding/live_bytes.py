@@ -1,4 +1,4 @@
-"""Bytes that are live on the device, and those that an op is about to add.
+"""Bytes that are live on the device.
 
 The caching allocator's where there is one. On a CPU they are the storages that were there at the start and those that ops make; what an
 op takes besides its outputs is not seen. Buckets of DistributedDataParallel count from the start, and once: when an op shows one, it is none of the hidden.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -17,9 +16,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from memopt.instrument.memory.meter import hidden_buckets, living_storages
-from memopt.instrument.modes import NUMBERS
 from memopt.instrument.ops import PLAIN_TYPES, is_plain, tensors_in
-from memopt.instrument.torch_internals import DisableTorchDispatch, tree_map_only
 
 _STRIDED = torch.strided
 
@@ -103,39 +100,6 @@ class Live:
         held = torch.cuda.memory_allocated()
         self.most = max(self.most, held)
         return held
-
-
-def would_make(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Bytes of the new tensors that the op will make, from shapes alone; where it cannot be asked, as many as it reads."""
-    if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
-        return bytes_of(
-            (*args, *kwargs.values())
-        )  # a kernel of the script's might run, or draw random numbers
-    guard = DisableTorchDispatch()
-    try:
-        shapes = partial(tree_map_only, Tensor, _on_meta)
-        is_new = "device" in kwargs or not tensors_in((*args, *kwargs.values()))
-        given = shapes((args, {**kwargs, "device": "meta"} if is_new else kwargs))
-        known = {id(each) for each in tensors_in(given)}
-        out = func(*given[0], **given[1])
-        return bytes_of([each for each in tensors_in((out,)) if id(each) not in known])
-    except Exception:
-        return bytes_of((*args, *kwargs.values()))
-    finally:
-        del guard
-
-
-def sizes_given(args: tuple[Any, ...], kwargs: dict[str, Any], taken: int) -> tuple[Any, ...]:
-    """Of the arguments of an op whose inputs have `taken` bytes those that are lists of numbers (`zeros`, `repeat`); where it has no inputs, numbers
-    and its dtype as well (`arange`)."""
-    lists = [tuple(each) for each in args if type(each) is list and each and type(each[0]) is int]
-    if taken:
-        return tuple(lists)
-    return (*lists, *[each for each in args if type(each) in NUMBERS], kwargs.get("dtype"))
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def bytes_of(values: Iterable[object]) -> int:

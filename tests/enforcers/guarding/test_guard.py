@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from memopt.enforcers.guarding import expected
 from memopt.enforcers.guarding.guard import Guard
 from memopt.enforcers.guarding.live_bytes import Live
 from memopt.enforcers.guarding.watched import Saved, Watched
@@ -257,6 +258,41 @@ def test_what_an_op_will_make_is_expected_by_the_sizes_that_it_is_given(tmp_path
             out = func(*args, **kwargs)
             guard.ended(op, out)
             assert about == out.nbytes, (name, count)
+
+
+def test_ops_are_asked_by_their_shapes_no_more_than_they_need_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transformer on texts of all lengths: up to a millisecond for each op of each length."""
+    asked: list[str] = []
+    by_shapes = expected._would_make
+    monkeypatch.setattr(expected, "_would_make", lambda func, *given: asked.append(str(func)) or by_shapes(func, *given))  # fmt: skip
+    _, guard = guarded(lambda steps: [], tmp_path, 1 << 40, 0)
+    aten, rows = torch.ops.aten, [8, 16, 24, 40, 48, 56, 80, 96]
+    calls: list[tuple[Any, Callable[[Tensor], tuple[tuple[Any, ...], dict[str, Any]]], int]] = [
+        (aten.gelu.default, lambda x: ((x,), {}), 3),
+        (aten.add_.Tensor, lambda x: ((x, x), {}), 3),
+        (aten.native_layer_norm.default, lambda x: ((x, [64], None, None, 1e-5), {}), 3),
+        (aten._to_copy.default, lambda x: ((x,), {"dtype": torch.bfloat16}), 3),
+        (aten._to_copy.default, lambda x: ((x,), {"dtype": torch.float64}), 3),
+        (aten.mm.default, lambda x: ((x, torch.ones(64, x.shape[0])), {}), 0),
+        (aten.addmm.default, lambda x: ((torch.ones(32), x, torch.ones(64, 32)), {}), 0),
+        (aten.mul.Tensor, lambda x: ((x[:, :1], x[:1]), {}), len(rows)),
+    ]
+    for func, given, times in calls:
+        asked.clear()
+        for count in rows:
+            x = torch.ones(count, 64)
+            guard._live.met(x.untyped_storage())
+            args, kwargs = given(x)
+            op = guard.begins(func, args, kwargs)
+            out = func(*args, **kwargs)
+            made = sum(
+                each.nbytes for each in (out if isinstance(out, tuple) else (out,)) if each is not args[0]
+            )
+            assert abs(op.makes - made) <= 0.01 * made, (func, count)
+            guard.ended(op, out)
+        assert asked == [str(func)] * times
 
 
 @pytest.mark.parametrize("call", ["pack", "_send"])
