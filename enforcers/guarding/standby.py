@@ -47,9 +47,10 @@ class Largest:
     """The largest amount of an iteration, beside that of those that were as planned."""
 
     def __init__(self, most: float = 0.0) -> None:
-        """`most`: of one as planned, before there was any; 0: not known."""
+        """`most`: of one as planned, before there was any; 0: not known. It is of a whole iteration, which may have several backward calls."""
         self.new_iteration()
         self._most = most
+        self._is_guessed = True
 
     def new_iteration(self) -> None:
         self._seen = self.largest = self._gone = 0
@@ -66,7 +67,8 @@ class Largest:
 
     def was_as_planned(self, more: float) -> None:
         """This iteration; another may come to so many times as much."""
-        self._most = max(self._most, more * self.largest)
+        self._most = more * self.largest if self._is_guessed else max(self._most, more * self.largest)
+        self._is_guessed = False
 
 
 class Standby:
